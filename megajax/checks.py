@@ -1,0 +1,246 @@
+"""What makes a RunConfig legal, rule by rule. Each message names the field, its value, what is legal, what to type."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # config imports this module
+    from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+
+MESH_AXES = ("data", "pipe", "tensor")
+MAY_BE_ZERO = {
+    "dropout",
+    "minimum_learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "seed",
+    "validation_batches",
+}
+BELOW_ONE = {"dropout", "beta1", "beta2"}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message says what was given, what is legal and what to type."""
+
+
+def option(name: str) -> str:
+    """The command-line option of a field: "global_batch_size" is typed "--global-batch-size"."""
+    return "--" + name.replace("_", "-")
+
+
+def near(given: str, names: Iterable[str]) -> str:
+    """What to say of a name that is not among `names`: the near matches, or all of them."""
+    names = tuple(names)
+    matches = difflib.get_close_matches(given, names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(names)}."
+
+
+def check_run(run: "RunConfig", device_count: int | None = None) -> None:
+    """Raises ConfigError for the first rule that `run` breaks; see `RunConfig.validate`."""
+    for config in (run.model, run.parallel, run.train):
+        _check_values(config)
+    _check_model(run.model)
+    _check_train(run.train)
+    _check_tensor(run.model, run.parallel)
+    _check_pipeline(run.model, run.parallel)
+    _check_batch(run)
+    if device_count is not None:
+        _check_device_count(run, device_count)
+
+
+def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig") -> None:
+    """Each field alone: its type, its range, and its name where names are fixed."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata["choices"]:
+            if value not in field.metadata["choices"]:
+                names = field.metadata["choices"]
+                hint = near(str(value), names)
+                raise ConfigError(
+                    f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {'|'.join(names)}."
+                )
+        elif field.type in (int, int | None, float) and not (value is None and field.type == int | None):
+            _check_number(field.name, value, whole=field.type is not float)
+        elif field.type is bool and not isinstance(value, bool):
+            name = option(field.name)
+            raise ConfigError(f"{field.name} = {value!r} must be True or False: type {name} or --no-{name[2:]}.")
+
+
+def _check_number(name: str, value: int | float, whole: bool) -> None:
+    """A number of the right kind, in its range."""
+    kind = "a whole number" if whole else "a number"
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    low = "0 or more" if name in MAY_BE_ZERO else ("1 or more" if whole else "above 0")
+    legal = f"{low} and below 1" if name in BELOW_ONE else low
+    if (
+        not number
+        or value < 0
+        or (value == 0 and name not in MAY_BE_ZERO)
+        or (value >= 1 and name in BELOW_ONE)
+    ):
+        raise ConfigError(f"{name} = {value!r} must be {kind}, {legal}: type {option(name)} with such a value.")
+
+
+def _check_model(model: "ModelConfig") -> None:
+    """The model's own shape."""
+    if model.hidden % model.heads:
+        raise ConfigError(
+            f"hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
+            f"type --heads {_some(_divisors(model.hidden), model.heads)}, "
+            f"or --hidden {_some(_multiples(model.heads, model.hidden), model.hidden)}."
+        )
+    if model.heads % model.key_value_heads:
+        raise ConfigError(
+            f"kv_heads = {model.key_value_heads} does not divide heads = {model.heads}: "
+            f"type --kv-heads {_some(_divisors(model.heads), model.key_value_heads)}."
+        )
+    if model.positions == "rotary" and model.head_size % 2:
+        even = [heads for heads in _divisors(model.hidden) if model.hidden // heads % 2 == 0]
+        heads = f"--heads {_some(even, model.heads)}, or " if even else ""
+        raise ConfigError(
+            f"positions = rotary turns pairs of elements, but the head size hidden / heads = {model.hidden} / "
+            f"{model.heads} = {model.head_size} is odd: type {heads}--positions learned."
+        )
+
+
+def _check_train(train: "TrainConfig") -> None:
+    """The learning rate's schedule."""
+    if train.warmup_steps > train.steps:
+        raise ConfigError(
+            f"warmup_steps = {train.warmup_steps} is more than steps = {train.steps}: "
+            f"type --warmup-steps {train.steps // 10}, or --steps with a larger number."
+        )
+    if train.minimum_learning_rate > train.learning_rate:
+        raise ConfigError(
+            f"minimum_learning_rate = {train.minimum_learning_rate} is above learning_rate = {train.learning_rate}: "
+            f"type --minimum-learning-rate {train.learning_rate / 10:g}, or a larger --learning-rate."
+        )
+
+
+def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+    """Tensor parallelism splits heads, MLP columns and, with sequence parallelism, the sequence."""
+    split = {
+        "heads": model.heads,
+        "kv_heads": model.key_value_heads,
+        "feedforward": model.feedforward_size,
+    }
+    if parallel.sequence_parallel:
+        split["sequence_length"] = model.sequence_length
+    legal = _divisors(math.gcd(*split.values()))
+    for name, value in split.items():
+        if value % parallel.tensor:
+            instead = ", or --no-sequence-parallel" if name == "sequence_length" else ""
+            raise ConfigError(
+                f"{name} = {value} cannot be split over tensor = {parallel.tensor}: "
+                f"type --tensor {_some(legal, parallel.tensor)}, "
+                f"or {option(name)} {_some(_multiples(parallel.tensor, value), value)}{instead}."
+            )
+
+
+def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+    """Chunks fit the schedule; the layers are cut evenly."""
+    if sorted(parallel.axis_order) != sorted(MESH_AXES):
+        raise ConfigError(
+            f"axis_order = {','.join(map(str, parallel.axis_order))} must hold {', '.join(MESH_AXES)} once each, "
+            f"outermost first: type --axis-order {','.join(MESH_AXES)}."
+        )
+    if parallel.chunks > 1 and parallel.schedule != "interleaved_1f1b":
+        raise ConfigError(
+            f"chunks = {parallel.chunks} needs schedule interleaved_1f1b, not {parallel.schedule}: "
+            "type --schedule interleaved_1f1b, or --chunks 1."
+        )
+    if parallel.chunks > 1 and parallel.pipe == 1:
+        raise ConfigError(
+            f"chunks = {parallel.chunks} interleaves pipeline stages, but pipe = 1 has no others: "
+            "type --chunks 1, or --pipe 2 or more."
+        )
+    pieces = parallel.pipe * parallel.chunks
+    if model.layers % pieces:
+        per_pipe = [chunks for chunks in _divisors(model.layers) if model.layers % (parallel.pipe * chunks) == 0]
+        chunks = f", or --chunks {_some(per_pipe, parallel.chunks)}" if per_pipe and parallel.chunks > 1 else ""
+        pipes = [pipe for pipe in _divisors(model.layers) if model.layers % (pipe * parallel.chunks) == 0]
+        pipes = [pipe for pipe in pipes if pipe > 1] if parallel.chunks > 1 else pipes
+        pipe = f"--pipe {_some(pipes, parallel.pipe)}, or " if pipes else ""
+        raise ConfigError(
+            f"layers = {model.layers} cannot be cut into pipe * chunks = {parallel.pipe} * {parallel.chunks} = {pieces}"
+            f" equal pieces: type {pipe}--layers {_some(_multiples(pieces, model.layers), model.layers)}{chunks}."
+        )
+
+
+def _check_batch(run: "RunConfig") -> None:
+    """The global batch is whole microbatches on each replica, in whole rounds of the pipeline where it interleaves."""
+    parallel, batch = run.parallel, run.train.global_batch_size
+    at_once = parallel.microbatch_size * parallel.data
+    if batch % at_once:
+        legal = [data for data in _divisors(batch) if batch % (data * parallel.microbatch_size) == 0]
+        data = f", or --data {_some(legal, parallel.data)}" if legal else ""
+        raise ConfigError(
+            f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
+            f"{parallel.data} = {at_once}: type --global-batch-size {_some(_multiples(at_once, batch), batch)}{data}."
+        )
+    if parallel.schedule == "interleaved_1f1b" and run.microbatches % parallel.pipe:
+        other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
+        raise ConfigError(
+            f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
+            f"is not a multiple of pipe = {parallel.pipe}, as interleaved_1f1b needs: type --global-batch-size "
+            f"{_some(_multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
+        )
+
+
+def _check_device_count(run: "RunConfig", device_count: int) -> None:
+    """The mesh uses every device; otherwise the meshes nearby that would, and that are legal for this run."""
+    parallel = run.parallel
+    if parallel.devices == device_count:
+        return
+    fitting = sorted((mesh for mesh in _meshes(device_count) if _is_legal(run, mesh)), key=lambda mesh: _far(run, mesh))
+    meshes = ", or ".join(" ".join(f"--{axis} {n}" for axis, n in mesh.items()) for mesh in fitting[:3])
+    meshes = f"type {meshes}, or" if meshes else f"no mesh of {device_count} fits this model and batch:"
+    raise ConfigError(
+        f"data * pipe * tensor = {parallel.data} * {parallel.pipe} * {parallel.tensor} = {parallel.devices} devices, "
+        f"but there are {device_count}: {meshes} run on {parallel.devices} "
+        f"(for a trial on the CPU: --devices cpu:{parallel.devices})."
+    )
+
+
+def _meshes(devices: int) -> Iterable[dict[str, int]]:
+    """Every way to write `devices` as data * pipe * tensor."""
+    for tensor in _divisors(devices):
+        for pipe in _divisors(devices // tensor):
+            yield {"data": devices // tensor // pipe, "pipe": pipe, "tensor": tensor}
+
+
+def _is_legal(run: "RunConfig", mesh: dict[str, int]) -> bool:
+    """Whether `run` is legal with another mesh."""
+    try:
+        check_run(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **mesh)))
+    except ConfigError:
+        return False
+    return True
+
+
+def _far(run: "RunConfig", mesh: dict[str, int]) -> tuple[float, int, int]:
+    """How far a mesh is from the one given, in doublings; ties go to the smaller tensor, then the smaller pipe."""
+    doublings = sum(abs(math.log2(size / getattr(run.parallel, axis))) for axis, size in mesh.items())
+    return round(doublings, 6), mesh["tensor"], mesh["pipe"]
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _multiples(step: int, beside: int) -> list[int]:
+    """The multiples of `step` (positive) just below and just above `beside`."""
+    below = beside // step * step
+    return [n for n in (below, below + step) if n > 0]
+
+
+def _some(legal: list[int], beside: int) -> str:
+    """At most four of the legal values, those nearest to `beside`, as people list them: "1, 2 or 4"."""
+    nearest = sorted(sorted(legal, key=lambda n: abs(n - beside))[:4])
+    return " or ".join(filter(None, [", ".join(map(str, nearest[:-1])), str(nearest[-1])]))

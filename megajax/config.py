@@ -1,0 +1,184 @@
+"""What a run is: the model, how it is laid over devices, and how it is trained.
+
+Three frozen dataclasses and the `RunConfig` that holds them. A field's comment is its line of `--help` (see `setting`).
+Nothing here imports jax: a configuration can be read, checked and counted on any machine.
+"""
+
+import math
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from megajax.checks import ConfigError, check_run, near, option
+from megajax.presets import ALIASES, MODELS
+
+__all__ = [
+    "PRESETS",
+    "ConfigError",
+    "ModelConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "near",
+    "option",
+    "padded_vocabulary",
+    "preset",
+    "setting",
+]
+
+
+def setting(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field whose comment, `text`, is also its help on the command line (`field.metadata["help"]`)."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer. The defaults are GPT's; llama's are in PRESETS["llama2-7b"]."""
+
+    name: str = setting("custom", "name of the model, as printed and as stored in checkpoints")
+    layers: int = setting(MISSING, "number of transformer blocks")
+    hidden: int = setting(MISSING, "width of the residual stream")
+    heads: int = setting(MISSING, "attention (query) heads; a head has hidden / heads elements")
+    kv_heads: int | None = setting(None, "key and value heads; not given: as many as heads (grouped-query if fewer)")
+    feedforward: int | None = setting(None, "inner width of the MLP; not given: 4 * hidden")
+    vocabulary: int = setting(MISSING, "tokens the model knows, before padding (see padded_vocabulary)")
+    sequence_length: int = setting(MISSING, "tokens in a training sample")
+    dropout: float = setting(0.0, "probability of dropping an element: embedding, attention and both block outputs")
+    norm: str = setting("layernorm", "normalisation before attention, MLP and head", ("layernorm", "rmsnorm"))
+    activation: str = setting("gelu", "the MLP's nonlinearity; swiglu has a third, gating matrix", ("gelu", "swiglu"))
+    positions: str = setting("learned", "a learned table added to the embedding, or rotary", ("learned", "rotary"))
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies")
+    tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
+    biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
+    init_deviation: float = setting(0.02, "standard deviation of the initial weights")
+    norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of the keys and of the values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def feedforward_size(self) -> int:
+        """Inner width of the MLP."""
+        return 4 * self.hidden if self.feedforward is None else self.feedforward
+
+    @property
+    def parameters(self) -> int:
+        """Exact number of trainable parameters, with the vocabulary unpadded.
+
+        For a GPT this is 2104.04473 equation 2 plus the final layer norm's 2 * hidden, which that equation leaves out.
+        """
+        bias = int(self.biases)
+        norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
+        query_key_value = self.hidden + 2 * self.key_value_heads * self.head_size
+        attention = (self.hidden + bias) * query_key_value + (self.hidden + bias) * self.hidden
+        into_mlp = 2 if self.activation == "swiglu" else 1
+        mlp = into_mlp * (self.hidden + bias) * self.feedforward_size + (self.feedforward_size + bias) * self.hidden
+        position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
+        token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * (attention + mlp + 2 * norm) + position_table + token_tables + norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and its batch are laid over data * pipe * tensor devices (PTD-P, 2104.04473 section 3)."""
+
+    data: int = setting(1, "data-parallel replicas; each takes global_batch_size / data samples of a step")
+    pipe: int = setting(1, "pipeline stages (ranks) the layers are split over")
+    tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
+    chunks: int = setting(1, "model chunks per pipeline rank; more than 1 only for interleaved_1f1b (smaller bubble)")
+    schedule: str = setting(
+        "interleaved_1f1b",
+        "order of the pipeline's forwards and backwards",
+        ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+    )
+    microbatch_size: int = setting(1, "samples a replica runs forward at once")
+    sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")
+    recompute: str = setting(
+        "selective",
+        "what the backward computes again: nothing, the attention core (selective), or the whole block (full)",
+        ("none", "selective", "full"),
+    )
+    axis_order: tuple[str, ...] = setting(
+        ("data", "pipe", "tensor"), "mesh axes, outermost first; the last one's neighbours are on the fastest links"
+    )
+
+    @property
+    def devices(self) -> int:
+        """Devices the mesh needs."""
+        return self.data * self.pipe * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimisation: batch, AdamW, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
+
+    global_batch_size: int = setting(64, "samples in a step, over all replicas and microbatches")
+    steps: int = setting(200, "optimizer steps to train for")
+    learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
+    minimum_learning_rate: float = setting(6e-5, "learning rate at the last step, where the cosine ends")
+    warmup_steps: int = setting(20, "steps over which the learning rate rises linearly from zero")
+    weight_decay: float = setting(0.1, "AdamW's decoupled decay; biases and norms are not decayed")
+    beta1: float = setting(0.9, "Adam's decay of the mean gradient")
+    beta2: float = setting(0.95, "Adam's decay of the mean squared gradient")
+    epsilon: float = setting(1e-8, "added to the root of Adam's mean square")
+    clip_norm: float = setting(1.0, "largest global norm of the gradient; a larger one is scaled down to it")
+    seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples")
+    precision: str = setting("bf16", "type of the forward and backward; weights stay fp32", ("bf16", "fp32", "fp16"))
+    initial_loss_scale: float = setting(65536.0, "fp16 only: the loss is multiplied by this at first")
+    loss_scale_window: int = setting(1000, "fp16 only: steps without overflow after which the loss scale doubles")
+    log_every: int = setting(10, "steps between two lines of the log")
+    validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
+    validation_batches: int = setting(8, "global batches in a validation")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run computes."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches each replica runs in a step: m of the pipeline papers."""
+        return self.train.global_batch_size // (self.parallel.microbatch_size * self.parallel.data)
+
+    def validate(self, device_count: int | None = None) -> None:
+        """Checks every field, alone and against the others.
+
+        Args:
+            device_count: devices the mesh must use, all of them; None leaves that unchecked.
+
+        Raises:
+            ConfigError: for the first thing wrong: the field, its value, what is legal and what to type.
+        """
+        check_run(self, device_count)
+
+
+def padded_vocabulary(vocabulary: int, tensor: int) -> int:
+    """The next multiple of lcm(128, tensor): rows split evenly over tensor, and the logits' matmul has whole tiles."""
+    multiple = math.lcm(128, tensor)
+    return -(-vocabulary // multiple) * multiple
+
+
+PRESETS: dict[str, ModelConfig] = {name: ModelConfig(name=name, **fields) for name, fields in MODELS.items()}
+PRESETS.update({alias: PRESETS[name] for alias, name in ALIASES.items()})
+
+
+def preset(name: str) -> ModelConfig:
+    """The published model called `name`.
+
+    Raises:
+        ConfigError: there is none; the message names the near matches.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"model = {name!r} is not a preset: {near(name, PRESETS)} Type --model NAME.")
+    return PRESETS[name]

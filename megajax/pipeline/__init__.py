@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a schedule is a table anyone can read; one executor runs it."""

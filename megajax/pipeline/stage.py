@@ -1,0 +1,126 @@
+"""A chunk of blocks, forwards and backwards: the block is the unit of differentiation.
+
+The forward keeps in the *stash* what each block's backward needs: its input, and whatever `jax.vjp` saves beyond its
+arguments (what that is, the block decides through `jax.checkpoint`). Weights are arguments, so they are read again from
+where they lie and never copied into the stash. This is the one file that touches the insides of JAX's VJP object.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree = Any
+
+
+class Stack:
+    """The blocks of one rank, run by chunk.
+
+    Attributes:
+      block: `block(weights, x, microbatch, layer) -> x`, one block on one microbatch.
+      weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
+      per_chunk: blocks in a chunk.
+    """
+
+    def __init__(self, block: Callable, weights: Tree, per_chunk: int):
+        """Wraps the stack; nothing is copied."""
+        self.block, self.weights, self.per_chunk = block, weights, per_chunk
+
+    def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
+        """Zeros of [slots, blocks per chunk, ...] for one block's residuals and its input `x`; structure only is read."""
+        residuals = self._template(x, microbatch).opaque_residuals
+        return jax.tree.map(lambda leaf: jnp.zeros((slots, self.per_chunk, *leaf.shape), leaf.dtype), (residuals, x))
+
+    def forward(self, x: jax.Array, microbatch: Tree, chunk, stage) -> jax.Array:
+        """x of [samples, sequence, hidden] through a chunk; keeps nothing."""
+
+        def step(index, x):
+            weights = self._weights(chunk * self.per_chunk + index)
+            return self.block(weights, x, microbatch, stage * self.per_chunk + index)
+
+        return lax.fori_loop(0, self.per_chunk, step, x)
+
+    def forward_stashing(
+        self, x: jax.Array, microbatch: Tree, chunk, stage, stash: Tree, slot, blocks=None
+    ) -> tuple[jax.Array, Tree]:
+        """As `forward`, writing each block's residuals into `stash[slot, block]` in place.
+
+        `blocks` is how many blocks to run where that is decided at run time: all, or none in a bubble.
+        """
+
+        def step(index, carry):
+            x, stash = carry
+            y, vjp = self._vjp(chunk * self.per_chunk + index, stage * self.per_chunk + index, x, microbatch)
+            kept = (vjp.opaque_residuals, x)
+            return y, jax.tree.map(lambda whole, new: whole.at[slot, index].set(new), stash, kept)
+
+        return lax.fori_loop(0, self.per_chunk if blocks is None else blocks, step, (x, stash))
+
+    def backward(
+        self, dy: jax.Array, microbatch: Tree, chunk, stash: Tree, slot, gradients: Tree, *, keep=None, blocks=None
+    ) -> tuple[jax.Array, Tree]:
+        """Gradient of a chunk, or of a run of its blocks, last block first.
+
+        Args:
+          dy: gradient of what the (run of the) chunk put out, [samples, sequence, hidden].
+          gradients: fp32 accumulators like `weights`; added to in place.
+          keep: bool scalar: whether this is real work. A bubble's gradients may be anything, NaN too, and are dropped.
+            None: it always is.
+          blocks: (low, high), the run of the chunk's blocks, where that is decided at run time; none in a bubble.
+
+        Returns:
+          gradient of the input, and the accumulators.
+        """
+        template = self._template(dy, microbatch)
+        low, high = (0, self.per_chunk) if blocks is None else blocks
+
+        def step(count, carry):
+            dy, gradients = carry
+            index = high - 1 - count
+            place = chunk * self.per_chunk + index
+            residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
+            dw, dx = _rebuild(template, residuals, (self._weights(place), x))(dy)
+
+            def add(total, new):
+                new = new.astype(total.dtype)
+                return total.at[place].add(new if keep is None else jnp.where(keep, new, 0))
+
+            return dx, jax.tree.map(add, gradients, dw)
+
+        return lax.fori_loop(0, high - low, step, (dy, gradients))
+
+    def run_of(self, part, parts) -> tuple[jax.Array, jax.Array]:
+        """(low, high) blocks of part `part` of `parts` of a backward: the last blocks are part 0, and as many or more."""
+        bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
+        return bound(part + 1), bound(part)
+
+    def _weights(self, index) -> Tree:
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
+
+    def _vjp(self, index, layer, x, microbatch):
+        return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
+
+    def _template(self, x, microbatch):
+        """The VJP object's structure, with shapes for leaves. Two traces of a block give the same one."""
+        layer = jnp.zeros((), jnp.int32)
+        return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
+
+
+def _rebuild(template, residuals: Tree, arguments: tuple):
+    """A VJP object from what was stashed and the arguments it was made of.
+
+    `args_res` holds, for each leaf of the arguments, the leaf itself if the backward reads it and else a marker.
+    """
+
+    def is_leaf(node):
+        return not isinstance(node, list | tuple)
+
+    entries, structure = jax.tree.flatten(template.args_res, is_leaf=is_leaf)
+    filled = [
+        leaf if hasattr(entry, "shape") else entry
+        for entry, leaf in zip(entries, jax.tree.leaves(arguments), strict=True)
+    ]
+    return dataclasses.replace(template, args_res=jax.tree.unflatten(structure, filled), opaque_residuals=residuals)

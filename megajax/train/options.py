@@ -1,0 +1,233 @@
+"""The command line of a training run: one option for every field of the run's dataclasses, and nothing said twice.
+
+The help of an option is its field's. What is not given comes from the experiment's defaults, then from the dataclass;
+what is wrong is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, near, preset
+
+MESH_FIELDS = ("data", "pipe", "tensor")
+# Defaults that follow from other options, as `--help` says them; `Request.run` and `mesh_for` compute them.
+DERIVED = {
+    "data": "the devices left by --pipe and --tensor",
+    "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
+    "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
+    "chunks": "2 for interleaved_1f1b on 2 or more pipeline stages, else 1",
+    "warmup_steps": "20, or a tenth of a shorter run",
+    "minimum_learning_rate": "a tenth of --learning-rate",
+    "precision": "bf16 on GPUs, fp32 on CPUs",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was typed: the options given, by field name, and the few that are not part of the run's configuration."""
+
+    given: Mapping[str, Any]
+    model: str
+    devices: str | None
+    text: str | None
+    tokenizer: str
+    log_jsonl: str | None
+    dry_shapes: bool
+    prompt: str
+    new_tokens: int
+    temperature: float
+    top_k: int | None
+
+    def mesh(self, device_count: int) -> dict[str, int]:
+        """Degrees data, pipe, tensor for a number of devices; those typed are kept as they are."""
+        return mesh_for(device_count, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
+
+    @property
+    def devices_needed(self) -> int | None:
+        """How many devices the mesh typed needs; None if no degree was typed, so that any number will do."""
+        degrees = [self.given[axis] for axis in MESH_FIELDS if axis in self.given]
+        if not degrees:
+            return None
+        needed = 1
+        for degree in degrees:
+            needed *= max(1, degree)
+        return needed
+
+    def run(self, device_count: int, precision: str) -> RunConfig:
+        """The configuration, not yet validated.
+
+        Args:
+          device_count: devices to lay the run over where the degrees were not typed.
+          precision: used if none was typed.
+        """
+        model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
+        parallel = self._given(ParallelConfig) | self.mesh(device_count)
+        interleaved = parallel.get("schedule", "interleaved_1f1b") == "interleaved_1f1b"
+        parallel = {"chunks": 2 if interleaved and parallel["pipe"] > 1 else 1} | parallel
+        train = {"precision": precision} | self._given(TrainConfig)
+        plain = TrainConfig(**train)
+        train = {
+            "warmup_steps": min(plain.warmup_steps, plain.steps // 10),
+            "minimum_learning_rate": plain.learning_rate / 10,
+        } | train
+        return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
+
+    def _given(self, config: type) -> dict[str, Any]:
+        return {name: self.given[name] for name in _names(config) if name in self.given}
+
+
+def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
+    """Degrees for a number of devices: those given, and for the rest what shows all three kinds of parallelism.
+
+    With none given, tensor and pipe are 2 where the count allows it. As soon as one is given, the others are 1; data,
+    if it is not given, takes the devices that are left, as it does in Megatron-LM.
+    """
+    if given:
+        mesh = {"data": 1, "pipe": 1, "tensor": 1} | dict(given)
+    else:
+        tensor = 2 if device_count % 2 == 0 else 1
+        mesh = {"data": 1, "pipe": 2 if device_count // tensor % 2 == 0 else 1, "tensor": tensor}
+    rest = mesh["pipe"] * mesh["tensor"]
+    if "data" not in given and rest > 0 and device_count % rest == 0:
+        mesh["data"] = device_count // rest
+    return mesh
+
+
+def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[str, Any]) -> Request:
+    """Reads a command line.
+
+    Args:
+      arguments: the words after the program's name; None reads the process's own.
+      description: what `--help` says first.
+      defaults: by field name, what this experiment takes where the dataclasses' defaults do not suit it; "model" is the
+        preset's name.
+
+    Raises:
+      ConfigError: an option that does not exist, or a value that cannot be read.
+    """
+    parser = _parser(description, defaults)
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], parser))
+    given = vars(values)
+    other = {field.name: given.pop(field.name) for field in dataclasses.fields(Request) if field.name != "given"}
+    return Request(given={name: value for name, value in defaults.items() if name != "model"} | given, **other)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+
+
+def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--model",
+        default=defaults.get("model"),
+        metavar="NAME",
+        help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
+    )
+    run.add_argument(
+        "--devices", default=None, metavar="WHERE", help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)"
+    )
+    run.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
+    run.add_argument("--tokenizer", default="bytes", metavar="NAME", help="how text becomes tokens (default: bytes)")
+    run.add_argument(
+        "--log-jsonl", default=None, metavar="FILE", help="write one JSON object a step to FILE, replacing it"
+    )
+    run.add_argument(
+        "--dry-shapes",
+        action="store_true",
+        default=False,
+        help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
+    )
+    sample = parser.add_argument_group("the text generated at the end")
+    sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
+    sample.add_argument(
+        "--new-tokens", default=200, type=_whole, metavar="COUNT", help="tokens to add; 0 for none (default: 200)"
+    )
+    sample.add_argument(
+        "--temperature", default=0.8, type=_number, metavar="NUMBER", help="0 takes the likeliest (default: 0.8)"
+    )
+    sample.add_argument(
+        "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
+    )
+    for title, config in (("layout", ParallelConfig), ("training", TrainConfig), ("model", ModelConfig)):
+        group = parser.add_argument_group(title if config is not ModelConfig else "model, in place of the preset's")
+        for field in dataclasses.fields(config):
+            if field.name in _names(config):
+                _add_field(group, field, config is ModelConfig, defaults)
+    return parser
+
+
+def _names(config: type) -> list[str]:
+    """The fields of a dataclass that are options; a model's name is that of its preset."""
+    return [field.name for field in dataclasses.fields(config) if (config, field.name) != (ModelConfig, "name")]
+
+
+def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:
+    """Adds the option of one dataclass field; it is absent from the parsed values unless it is typed."""
+    name = field.name
+    if name in defaults:
+        default = defaults[name]
+    elif name in DERIVED:
+        default = DERIVED[name]
+    else:
+        default = "the preset's" if from_preset else field.default
+    if isinstance(default, tuple):
+        default = ",".join(default)
+    elif isinstance(default, bool):
+        default = "on" if default else "off"
+    text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
+    flag = "--" + name.replace("_", "-")
+    if field.type is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    read, metavar = _readers()[field.type]
+    metavar = "|".join(field.metadata["choices"]) or metavar
+    group.add_argument(flag, type=read, metavar=metavar, help=text)
+
+
+def _readers() -> dict[Any, tuple[Callable[[str], Any], str]]:
+    """For each type a field may have: how its text is read, and what `--help` calls it."""
+    return {
+        int: (_whole, "COUNT"),
+        int | None: (_whole, "COUNT"),
+        float: (_number, "NUMBER"),
+        str: (str, "NAME"),
+        tuple[str, ...]: (lambda text: tuple(text.split(",")), "NAME,NAME,..."),
+    }
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """What to say of a word that no option takes."""
+    if not word.startswith("-"):
+        return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"
+    flags = tuple(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))
+    hint = near(word.split("=")[0], flags)
+    hint = hint if hint.startswith("did you mean") else "--help lists every option"
+    return f"there is no option {word.split('=')[0]}: {hint}"

@@ -1,0 +1,106 @@
+"""Number formats: what a step computes in, and the loss scale that keeps fp16 gradients from vanishing.
+
+Parameters, gradient accumulators and optimizer state are always fp32; the precision names the format of the matmuls
+and activations. bf16 has fp32's range and needs no loss scale. fp16 does: its smallest number is 6e-8.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import ConfigError, TrainConfig
+
+COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32, "fp16": jnp.float16}
+
+
+def compute_dtype(precision: str) -> jnp.dtype:
+    """The dtype of matmuls and activations for "bf16", "fp32" or "fp16".
+
+    Raises:
+      ConfigError: any other name.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise ConfigError(f"precision {precision!r} is unknown; type one of {', '.join(COMPUTE_DTYPES)}")
+    return jnp.dtype(COMPUTE_DTYPES[precision])
+
+
+def cast(tree: Any, dtype: jnp.dtype) -> Any:
+    """The tree with its floating-point leaves in `dtype`; integers, booleans and keys stay as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Boolean scalar: whether no element of any leaf is infinite or NaN."""
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)], dtype=bool).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleRules:
+    """When a dynamic loss scale moves. What has a default has Megatron-LM's; it starts at 2**32 with a window of 1000."""
+
+    initial: float
+    window: int  # good steps in a row until the scale grows
+    minimum: float = 1.0
+    growth: float = 2.0  # factor after `window` good steps in a row
+    backoff: float = 0.5  # factor after an overflow, once the hysteresis is used up
+    hysteresis: int = 2  # overflows until the scale shrinks; refilled only when the scale grows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The loss scale as a pytree to be carried through training steps and checkpoints.
+
+    The loss is multiplied by `scale` before the backward pass, the gradients are divided by it after, in fp32. A step
+    whose gradients are not finite must be skipped by whoever takes it; `update` only moves the scale.
+    """
+
+    scale: jax.Array  # fp32 scalar
+    good_steps: jax.Array  # int32 scalar: finite steps in a row since the scale last moved up or a step overflowed
+    overflows_left: jax.Array  # int32 scalar: what is left of the hysteresis
+    rules: ScaleRules | None = dataclasses.field(metadata={"static": True}, default=None)  # None: constant scale
+
+    def update(self, finite: jax.Array) -> "LossScale":
+        """The scale for the next step.
+
+        A good step counts towards the window; when the window is full the scale grows and the hysteresis refills. An
+        overflow empties the window and uses up hysteresis; with none left, this and every further overflow shrink the
+        scale, down to the minimum.
+
+        Args:
+          finite: boolean scalar, whether this step's gradients were all finite.
+        """
+        if self.rules is None:
+            return self
+        rules = self.rules
+        counted = jnp.where(finite, self.good_steps + 1, 0)
+        grow = counted >= rules.window
+        left = jnp.where(finite, self.overflows_left, jnp.maximum(self.overflows_left - 1, 0))
+        shrunk = jnp.maximum(self.scale * rules.backoff, rules.minimum)
+        after_overflow = jnp.where(left == 0, shrunk, self.scale)
+        after_good = jnp.where(grow, self.scale * rules.growth, self.scale)
+        return dataclasses.replace(
+            self,
+            scale=jnp.where(finite, after_good, after_overflow),
+            good_steps=jnp.where(grow, 0, counted),
+            overflows_left=jnp.where(grow, rules.hysteresis, left),
+        )
+
+
+def make_loss_scale(train: TrainConfig) -> LossScale:
+    """The loss scale a run starts with: dynamic for fp16, constant 1 for bf16 and fp32."""
+    if train.precision != "fp16":
+        return LossScale(scale=jnp.float32(1), good_steps=jnp.int32(0), overflows_left=jnp.int32(0))
+    return dynamic_loss_scale(ScaleRules(initial=train.initial_loss_scale, window=train.loss_scale_window))
+
+
+def dynamic_loss_scale(rules: ScaleRules) -> LossScale:
+    """A loss scale at its start, with full hysteresis."""
+    return LossScale(
+        scale=jnp.float32(rules.initial),
+        good_steps=jnp.int32(0),
+        overflows_left=jnp.int32(rules.hysteresis),
+        rules=rules,
+    )

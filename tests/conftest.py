@@ -1,0 +1,17 @@
+"""Every test runs on eight CPU devices that share the machine's cores. Set before jax is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # a device can be late when cores are few
+    + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+)
+
+from hypothesis import settings  # noqa: E402
+
+# Compilation makes the first example slow; the same examples every time, so that a failure is everyone's.
+settings.register_profile("megajax", deadline=None, derandomize=True)
+settings.load_profile("megajax")

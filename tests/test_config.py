@@ -1,0 +1,275 @@
+import dataclasses
+import re
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megajax.config import (
+    PRESETS,
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    option,
+    padded_vocabulary,
+    preset,
+)
+
+SMALL = {"layers": 8, "hidden": 96, "heads": 12, "vocabulary": 257, "sequence_length": 64}
+
+
+def make_run(**fields) -> RunConfig:
+    """A legal run on one device, except for the fields given; each field's name says whose it is."""
+    split = {config: {} for config in (ModelConfig, ParallelConfig, TrainConfig)}
+    for name, value in (SMALL | {"global_batch_size": 8} | fields).items():
+        owner = next(config for config in split if name in config.__dataclass_fields__)
+        split[owner][name] = value
+    return RunConfig(*(config(**values) for config, values in split.items()))
+
+
+ILLEGAL = [
+    # fields, device count, what the message must contain
+    ({"heads": 0}, None, ["heads = 0", "1 or more", "--heads"]),
+    ({"hidden": -96}, None, ["hidden = -96", "1 or more", "--hidden"]),
+    ({"layers": 2.5}, None, ["layers = 2.5", "whole number", "--layers"]),
+    ({"pipe": True}, None, ["pipe = True", "whole number", "--pipe"]),
+    ({"dropout": 1.0}, None, ["dropout = 1.0", "0 or more and below 1", "--dropout"]),
+    ({"dropout": -0.1}, None, ["dropout = -0.1", "--dropout"]),
+    ({"learning_rate": 0.0}, None, ["learning_rate = 0.0", "above 0", "--learning-rate"]),
+    ({"learning_rate": float("nan")}, None, ["learning_rate = nan", "above 0", "--learning-rate"]),
+    ({"learning_rate": "fast"}, None, ["learning_rate = 'fast'", "a number"]),
+    ({"beta2": 1.0}, None, ["beta2 = 1.0", "below 1", "--beta2"]),
+    ({"clip_norm": 0.0}, None, ["clip_norm = 0.0", "above 0", "--clip-norm"]),
+    ({"weight_decay": -1.0}, None, ["weight_decay = -1.0", "0 or more", "--weight-decay"]),
+    ({"steps": 0}, None, ["steps = 0", "--steps"]),
+    ({"biases": "no"}, None, ["biases = 'no'", "--biases or --no-biases"]),
+    ({"schedule": "1f1bb"}, None, ["schedule = '1f1bb'", "did you mean 1f1b", "--schedule gpipe|1f1b|"]),
+    ({"recompute": "selctive"}, None, ["recompute = 'selctive'", "did you mean selective?", "--recompute"]),
+    ({"precision": "float8"}, None, ["precision = 'float8'", "choose from bf16, fp32, fp16", "--precision"]),
+    ({"norm": "rmsnorn"}, None, ["norm = 'rmsnorn'", "did you mean rmsnorm", "--norm"]),
+    ({"activation": "swigl"}, None, ["activation = 'swigl'", "did you mean swiglu?", "--activation"]),
+    ({"positions": "rotery"}, None, ["positions = 'rotery'", "did you mean rotary?", "--positions"]),
+    ({"heads": 7}, None, ["hidden = 96", "heads = 7", "--heads 4, 6, 8 or 12", "--hidden 91 or 98"]),
+    ({"kv_heads": 5}, None, ["kv_heads = 5", "heads = 12", "--kv-heads 3, 4, 6 or 12"]),
+    ({"positions": "rotary", "heads": 32}, None, ["head size", "3 is odd", "--positions learned", "--heads"]),
+    ({"warmup_steps": 201}, None, ["warmup_steps = 201", "steps = 200", "--warmup-steps 20"]),
+    ({"minimum_learning_rate": 1.0}, None, ["minimum_learning_rate = 1.0", "--minimum-learning-rate 6e-05"]),
+    ({"tensor": 8}, None, ["heads = 12", "tensor = 8", "--tensor 1, 2 or 4", "--heads 8 or 16"]),
+    ({"tensor": 6}, None, ["sequence_length = 64", "--tensor 1, 2 or 4", "--no-sequence-parallel"]),
+    ({"tensor": 4, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 4", "--tensor 1 or 2", "--kv-heads 4"]),
+    ({"tensor": 4, "feedforward": 90}, None, ["feedforward = 90", "--tensor 1 or 2", "--feedforward 88 or 92"]),
+    ({"axis_order": ("data", "pipe")}, None, ["axis_order = data,pipe", "--axis-order data,pipe,tensor"]),
+    ({"chunks": 2, "pipe": 2, "schedule": "1f1b"}, None, ["chunks = 2", "not 1f1b", "--chunks 1"]),
+    ({"chunks": 2}, None, ["chunks = 2", "pipe = 1", "--chunks 1", "--pipe 2"]),
+    ({"layers": 10, "pipe": 4}, None, ["layers = 10", "4 * 1 = 4", "--pipe 1, 2, 5 or 10", "--layers 8 or 12"]),
+    (
+        {"layers": 12, "pipe": 4, "chunks": 2},
+        None,
+        ["layers = 12", "4 * 2 = 8", "--pipe 2, 3 or 6", "--layers 8 or 16", "--chunks 1 or 3"],
+    ),
+    (
+        {"global_batch_size": 10, "data": 4},
+        None,
+        ["global_batch_size = 10", "1 * 4 = 4", "--global-batch-size 8 or 12", "--data 1, 2, 5 or 10"],
+    ),
+    (
+        {"global_batch_size": 6, "pipe": 4},
+        None,
+        ["microbatches", "= 6", "pipe = 4", "--global-batch-size 4 or 8", "--schedule 1f1b."],
+    ),
+    (
+        {"global_batch_size": 6, "pipe": 4, "chunks": 2},
+        None,
+        ["microbatches", "--schedule 1f1b --chunks 1"],
+    ),
+    (
+        {"pipe": 2, "tensor": 2},
+        8,
+        ["1 * 2 * 2 = 4 devices", "there are 8", "--data 2 --pipe 2 --tensor 2", "--devices cpu:4"],
+    ),
+    ({"data": 8}, 7, ["8 * 1 * 1 = 8 devices", "no mesh of 7 fits", "--devices cpu:8"]),
+]
+
+
+@pytest.mark.parametrize("fields,devices,parts", ILLEGAL, ids=lambda value: str(value)[:50])
+def test_an_illegal_run_is_refused_in_one_line_naming_field_value_and_option(fields, devices, parts):
+    with pytest.raises(ConfigError) as error:
+        make_run(**fields).validate(devices)
+    message = str(error.value)
+    assert "\n" not in message and message.endswith(".")
+    for part in parts:
+        assert part in message
+
+
+@given(
+    layers=st.integers(1, 24),
+    heads=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    global_batch_size=st.integers(1, 24),
+    data=st.integers(1, 4),
+    pipe=st.integers(1, 6),
+    tensor=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    microbatch_size=st.integers(1, 3),
+    schedule=st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"]),
+    sequence_parallel=st.booleans(),
+)
+def test_validate_accepts_exactly_the_runs_that_divide_evenly(**fields):
+    legal = (
+        fields["heads"] % fields["tensor"] == 0
+        and (not fields["sequence_parallel"] or 64 % fields["tensor"] == 0)
+        and 4 * 96 % fields["tensor"] == 0
+        and fields["layers"] % (fields["pipe"] * fields["chunks"]) == 0
+        and fields["global_batch_size"] % (fields["microbatch_size"] * fields["data"]) == 0
+        and (fields["chunks"] == 1 or (fields["schedule"] == "interleaved_1f1b" and fields["pipe"] > 1))
+    )
+    run = make_run(**fields)
+    if legal and fields["schedule"] == "interleaved_1f1b":
+        legal = run.microbatches % fields["pipe"] == 0
+    if legal:
+        run.validate(run.parallel.devices)
+        assert run.microbatches * fields["microbatch_size"] * fields["data"] == fields["global_batch_size"]
+    else:
+        with pytest.raises(ConfigError):
+            run.validate()
+
+
+@given(devices=st.integers(1, 96), data=st.integers(1, 4), pipe=st.sampled_from([1, 2, 4]))
+def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices, data, pipe):
+    run = make_run(global_batch_size=24, data=data, pipe=pipe, layers=24)
+    assume(run.parallel.devices != devices)
+    with pytest.raises(ConfigError) as error:
+        run.validate(devices)
+    offered = re.findall(r"--data (\d+) --pipe (\d+) --tensor (\d+)", str(error.value))
+    assert offered or "no mesh of" in str(error.value)
+    for mesh in offered:
+        sizes = dict(zip(("data", "pipe", "tensor"), map(int, mesh), strict=True))
+        other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
+        other.validate(devices)
+
+
+@given(offered=st.integers(1, 60), heads=st.integers(1, 60))
+def test_the_heads_and_widths_a_message_offers_are_legal(offered, heads):
+    assume(offered * 2 % heads)
+    with pytest.raises(ConfigError) as error:
+        make_run(hidden=offered * 2, heads=heads).validate()
+    options = re.fullmatch(r".*: type --heads (.*), or --hidden (.*)\.", str(error.value)).groups()
+    legal_heads, legal_hidden = ([int(number) for number in re.findall(r"\d+", numbers)] for numbers in options)
+    assert legal_heads and legal_hidden
+    for value in legal_heads:
+        make_run(hidden=offered * 2, heads=value).validate()
+    for value in legal_hidden:
+        make_run(hidden=value, heads=heads).validate()
+
+
+@given(vocabulary=st.integers(1, 300_000), tensor=st.integers(1, 64))
+def test_a_padded_vocabulary_splits_evenly_into_tiles_and_is_the_smallest(vocabulary, tensor):
+    padded = padded_vocabulary(vocabulary, tensor)
+    assert padded >= vocabulary and padded % 128 == 0 and padded % tensor == 0
+    smaller = range(vocabulary, padded)
+    assert not any(rows % 128 == 0 and rows % tensor == 0 for rows in smaller)
+
+
+def itemised_parameters(model: ModelConfig) -> int:
+    """Parameters of a GPT, array by array."""
+    hidden = model.hidden
+    block = {
+        "attention norm": 2 * hidden,
+        "query, key, value": hidden * 3 * hidden + 3 * hidden,
+        "attention output": hidden * hidden + hidden,
+        "mlp norm": 2 * hidden,
+        "mlp in": hidden * 4 * hidden + 4 * hidden,
+        "mlp out": 4 * hidden * hidden + hidden,
+    }
+    tables = model.vocabulary * hidden + model.sequence_length * hidden
+    return model.layers * sum(block.values()) + tables + 2 * hidden
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "llama2-7b"])
+def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
+    assert preset(name).parameters == itemised_parameters(preset(name))
+
+
+@pytest.mark.parametrize(
+    "name,count",
+    [
+        # as counted in the released checkpoints
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama2-7b", 6_738_415_616),
+    ],
+)
+def test_parameters_of_released_models(name, count):
+    assert preset(name).parameters == count
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if re.search(r"-[\d.]+[mb](-2019)?$", name)])
+def test_published_names_tell_the_size(name):
+    number, unit = re.search(r"-([\d.]+)([mb])(-2019)?$", name).groups()
+    size = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    assert preset(name).parameters == pytest.approx(size, rel=0.05)
+
+
+def test_grouped_query_attention_has_fewer_key_and_value_weights():
+    grouped = ModelConfig(**SMALL, kv_heads=3)
+    every = ModelConfig(**SMALL)
+    assert (every.key_value_heads, grouped.key_value_heads, grouped.head_size) == (12, 3, 8)
+    # 9 heads of 8 fewer for keys and as many for values, each with 96 weights and a bias, in 8 layers
+    assert every.parameters - grouped.parameters == 8 * (2 * 9 * 8) * (96 + 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_legal_on_one_device(name):
+    RunConfig(preset(name), ParallelConfig(), TrainConfig()).validate(device_count=1)
+
+
+# 2104.04473 table 1: tensor, pipe, GPUs, batch, for the runs the paper timed.
+TABLE_1 = {
+    "megatron-1.7b": (1, 1, 32, 512),
+    "megatron-3.6b": (2, 1, 64, 512),
+    "megatron-7.5b": (4, 1, 128, 512),
+    "megatron-18.4b": (8, 1, 256, 1024),
+    "megatron-39.1b": (8, 2, 512, 1536),
+    "megatron-76.1b": (8, 4, 1024, 1792),
+    "megatron-145.6b": (8, 8, 1536, 2304),
+    "megatron-310.1b": (8, 16, 1920, 2160),
+    "megatron-529.6b": (8, 35, 2520, 2520),
+    "megatron-1008b": (8, 64, 3072, 3072),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_the_layouts_of_table_1_are_legal(name):
+    tensor, pipe, devices, batch = TABLE_1[name]
+    parallel = ParallelConfig(data=devices // (tensor * pipe), pipe=pipe, tensor=tensor)
+    run = RunConfig(preset(name), parallel, TrainConfig(global_batch_size=batch))
+    run.validate(devices)
+
+
+def test_aliases_are_the_same_models():
+    assert preset("gpt3-530b") is preset("megatron-529.6b")
+    assert preset("gpt3-1t") is preset("megatron-1008b")
+
+
+def test_an_unknown_preset_names_the_near_ones():
+    with pytest.raises(ConfigError, match=r"model = 'gpt3-175' is not a preset: did you mean .*gpt3-175b.*--model"):
+        preset("gpt3-175")
+    with pytest.raises(ConfigError, match="choose from tiny, gpt2,"):
+        preset("zzz")
+
+
+def test_every_field_has_help_and_one_option_of_its_own():
+    fields = [field for config in (ModelConfig, ParallelConfig, TrainConfig) for field in dataclasses.fields(config)]
+    assert all(field.metadata["help"] for field in fields)
+    options = [option(field.name) for field in fields]
+    assert len(set(options)) == len(options)
+    assert option("global_batch_size") == "--global-batch-size"
+
+
+def test_defaults_of_named_fields_are_among_their_choices():
+    for config in (ModelConfig, ParallelConfig, TrainConfig):
+        for field in dataclasses.fields(config):
+            assert not field.metadata["choices"] or field.default in field.metadata["choices"]

@@ -1,0 +1,97 @@
+"""AdamW, clipping, decay mask and learning rate, against the papers' formulas written out in numpy."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import TrainConfig
+from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
+
+TRAIN = TrainConfig(
+    global_batch_size=8,
+    steps=20,
+    learning_rate=1e-2,
+    minimum_learning_rate=1e-3,
+    warmup_steps=5,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    epsilon=1e-8,
+    clip_norm=1.0,
+)
+# Leading axes [chunks, pipe, layers]: neither leaf's number of axes says whether it is a bias.
+SHAPES = {"blocks": {"matrix": (2, 1, 3, 4, 5), "bias": (2, 1, 3, 5)}, "shared": {"table": (7, 4)}}
+MASK = {"blocks": {"matrix": True, "bias": False}, "shared": {"table": True}}
+
+
+def random_tree(seed: int, scale: float):
+    random = np.random.default_rng(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: scale * random.normal(size=s).astype(np.float32), SHAPES, is_leaf=is_shape)
+
+
+def rate(update: int, train: TrainConfig) -> float:
+    """The learning rate of update number `update`, counted from 1."""
+    if update <= train.warmup_steps:
+        return train.learning_rate * update / train.warmup_steps
+    done = min(1.0, (update - train.warmup_steps) / (train.steps - train.warmup_steps))
+    span = train.learning_rate - train.minimum_learning_rate
+    return train.minimum_learning_rate + span * (1 + math.cos(math.pi * done)) / 2
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 5])
+def test_learning_rate_is_linear_then_cosine(warmup_steps):
+    train = dataclasses.replace(TRAIN, warmup_steps=warmup_steps)
+    schedule = learning_rate_schedule(train)
+    rates = [float(schedule(count)) for count in range(train.steps + 3)]
+    np.testing.assert_allclose(rates, [rate(count + 1, train) for count in range(train.steps + 3)], rtol=1e-5)
+    assert rates[train.steps - 1] == pytest.approx(train.minimum_learning_rate)
+
+
+def test_a_run_that_is_all_warm_up():
+    schedule = learning_rate_schedule(dataclasses.replace(TRAIN, steps=3, warmup_steps=3))
+    np.testing.assert_allclose([schedule(i) for i in range(3)], [1e-2 / 3, 2e-2 / 3, 1e-2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("gradient_scale", [1e-3, 10.0], ids=["unclipped", "clipped"])
+def test_updates_are_adamw_with_clipping_and_mask(gradient_scale):
+    """1711.05101 algorithm 2; clipping by the norm over all leaves together."""
+    optimizer = make_optimizer(TRAIN, MASK)
+    params = random_tree(0, 1.0)
+    state = optimizer.init(params)
+    expected = jax.tree.leaves(jax.tree.map(np.float64, params))
+    first = [np.zeros_like(p) for p in expected]
+    second = [np.zeros_like(p) for p in expected]
+    step = jax.jit(optimizer.update)
+    for update in range(1, 8):
+        gradients = random_tree(update, gradient_scale)
+        assert updates_made(state) == update - 1
+        changes, state = step(gradients, state, params)
+        params = jax.tree.map(jnp.add, params, changes)
+
+        leaves = [np.float64(g) for g in jax.tree.leaves(gradients)]
+        norm = math.sqrt(sum((g**2).sum() for g in leaves))
+        leaves = [g * min(1.0, TRAIN.clip_norm / norm) for g in leaves]
+        for i, (gradient, decayed) in enumerate(zip(leaves, jax.tree.leaves(MASK), strict=True)):
+            first[i] = TRAIN.beta1 * first[i] + (1 - TRAIN.beta1) * gradient
+            second[i] = TRAIN.beta2 * second[i] + (1 - TRAIN.beta2) * gradient**2
+            change = first[i] / (1 - TRAIN.beta1**update)
+            change = change / (np.sqrt(second[i] / (1 - TRAIN.beta2**update)) + TRAIN.epsilon)
+            change = change + TRAIN.weight_decay * decayed * expected[i]
+            expected[i] = expected[i] - rate(update, TRAIN) * change
+    for got, want in zip(jax.tree.leaves(params), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+def test_gradients_zero_and_no_decay_change_nothing_but_decayed_leaves():
+    params = random_tree(0, 1.0)
+    optimizer = make_optimizer(TRAIN, MASK)
+    changes, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
+    assert not changes["blocks"]["bias"].any()
+    np.testing.assert_allclose(
+        changes["blocks"]["matrix"], -rate(1, TRAIN) * TRAIN.weight_decay * params["blocks"]["matrix"], rtol=1e-5
+    )

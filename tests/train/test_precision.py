@@ -1,0 +1,79 @@
+"""Number formats and the dynamic loss scale, against Megatron-LM's DynamicGradScaler written out in Python."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.config import ConfigError, TrainConfig
+from megajax.train.precision import ScaleRules, all_finite, cast, compute_dtype, dynamic_loss_scale, make_loss_scale
+
+
+def test_compute_dtype_by_name():
+    assert [compute_dtype(name) for name in ("bf16", "fp16", "fp32")] == [jnp.bfloat16, jnp.float16, jnp.float32]
+    with pytest.raises(ConfigError, match="bf16"):
+        compute_dtype("fp8")
+
+
+def test_cast_leaves_integers_and_keys_alone():
+    tree = {"weights": jnp.ones((2, 3)), "step": jnp.int32(4), "mask": jnp.array([True]), "key": jax.random.key(0)}
+    small = cast(tree, jnp.bfloat16)
+    assert small["weights"].dtype == jnp.bfloat16
+    assert all(small[name].dtype == tree[name].dtype for name in ("step", "mask", "key"))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_all_finite_sees_one_bad_element(bad):
+    tree = {"a": jnp.ones((3, 4)), "b": jnp.zeros(5)}
+    assert all_finite(tree)
+    assert not all_finite(tree | {"b": tree["b"].at[3].set(bad)})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_no_scale_without_fp16(precision):
+    scale = make_loss_scale(TrainConfig(precision=precision))
+    for finite in (True, False, False, True):
+        scale = scale.update(jnp.bool_(finite))
+        assert scale.scale == 1
+
+
+def test_fp16_has_the_runs_scale_and_megatrons_rules():
+    scale = make_loss_scale(TrainConfig(precision="fp16", initial_loss_scale=4096.0, loss_scale_window=7))
+    assert scale.scale == 4096
+    assert scale.rules == ScaleRules(initial=4096.0, window=7, minimum=1.0, growth=2.0, backoff=0.5, hysteresis=2)
+
+
+def megatron_scales(rules: ScaleRules, finites: list[bool]) -> list[float]:
+    """The scale after each step by the rules of megatron/core/optimizer/grad_scaler.py."""
+    scale, growth_tracker, hysteresis_tracker = rules.initial, 0, rules.hysteresis
+    scales = []
+    for finite in finites:
+        if finite:
+            growth_tracker += 1
+            if growth_tracker == rules.window:
+                growth_tracker, hysteresis_tracker = 0, rules.hysteresis
+                scale *= rules.growth
+        else:
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(scale * rules.backoff, rules.minimum)
+        scales.append(scale)
+    return scales
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    finites=st.lists(st.sampled_from([True, True, False]), min_size=1, max_size=40),
+    window=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+)
+def test_scale_moves_as_megatrons(finites, window, hysteresis):
+    rules = ScaleRules(initial=8.0, window=window, hysteresis=hysteresis)
+    _, scales = jax.lax.scan(
+        lambda state, finite: (after := state.update(finite), after.scale),
+        dynamic_loss_scale(rules),
+        jnp.array(finites),
+    )
+    assert scales.tolist() == megatron_scales(rules, finites)
