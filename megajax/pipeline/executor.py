@@ -9,7 +9,7 @@ Tensor parallelism is not seen here: the mesh axis `tensor` is left to XLA's par
 
 The executor knows no model. It is given `functions` with
   `embed(shared, microbatch) -> x`, `block(weights, x, microbatch, layer) -> x`,
-  `head_loss(shared, y, microbatch) -> scalar sum`, `constrain_activation(x) -> x`,
+  `head_loss(shared, y, microbatch) -> scalar sum`,
 and params {"blocks": [chunks, pipe, layers per chunk, ...] sharded on axis 1, "shared": replicated over data and pipe}.
 """
 
@@ -44,18 +44,21 @@ class Carry(NamedTuple):
     output: Tree  # loss summed over microbatches, or what `collect` returned for each of them
 
 
-def gradient_function(functions, schedule: Schedule, mesh: Mesh, *, poison_bubbles: bool = False) -> Callable:
+def gradient_function(
+    functions, schedule: Schedule, mesh: Mesh, *, constrain: Callable, poison_bubbles: bool = False
+) -> Callable:
     """`f(params, batch, cotangent) -> (loss, gradients)` for a whole batch, run by `schedule`.
 
     `loss` is `head_loss` summed over the batch; `gradients` are fp32, in the layout of `params`, and those of
     cotangent * loss. They are summed over `data` once, after the last tick.
 
     Args:
+      constrain: `x -> x`, lays an activation between blocks over the axes that are not manual.
       poison_bubbles: feeds NaN to every bubble, to prove that bubbles touch no result.
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, columns: Tree):
-        rank = _Rank(functions, schedule, table, params, batch, poison=poison_bubbles)
+        rank = _Rank(functions, schedule, table, constrain, params, batch, poison=poison_bubbles)
         carry = rank.run(columns, rank.start(), cotangent=_vary(cotangent))
         blocks = jax.tree.map(
             lambda total, weights: lax.psum(total.reshape(weights.shape), "data"), carry.block_gradients, params["blocks"]
@@ -71,7 +74,7 @@ def gradient_function(functions, schedule: Schedule, mesh: Mesh, *, poison_bubbl
     return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.columns)
 
 
-def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mesh) -> Callable:
+def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mesh, *, constrain: Callable) -> Callable:
     """`f(params, batch) -> outputs` by a forward-only schedule.
 
     `collect(shared, y, microbatch)` sees the last block's output and returns a pytree of [n, ...]; `outputs` holds them
@@ -79,7 +82,7 @@ def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mes
     """
 
     def run(params: Tree, batch: Tree, columns: Tree):
-        rank = _Rank(functions, schedule, table, params, batch, collect=collect)
+        rank = _Rank(functions, schedule, table, constrain, params, batch, collect=collect)
         return lax.psum(rank.run(columns, rank.start()).output, "pipe")
 
     table = tables.build(schedule)
@@ -106,10 +109,10 @@ def _vary(tree: Tree) -> Tree:
 class _Rank:
     """One rank's part of the program, while it is traced."""
 
-    def __init__(self, functions, schedule: Schedule, table, params, batch, *, collect=None, poison: bool = False):
+    def __init__(self, functions, schedule, table, constrain, params, batch, *, collect=None, poison=False):
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
-        self.pin = functions.constrain_activation
+        self.pin = constrain
         self.shared, self.batch = _vary(params["shared"]), _vary(batch)
         blocks = _vary(params["blocks"])
         self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]

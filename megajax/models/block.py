@@ -1,0 +1,252 @@
+"""One transformer block, GPT's or llama's by configuration: attention, then feedforward, each on a normed residual.
+
+Shapes: b samples, s tokens, h = hidden, a heads of size d in g groups that share a key and value head (g = a: plain
+multi-head attention), f = feedforward. Every parameter carries the names of its axes (`logical_axes`), every
+activation passes `constrain` with the names of its own; megajax.parallel.rules says which mesh axis a name means.
+With "groups", "heads" and "feedforward" on the tensor axis this is Megatron's column- then row-parallel pair
+(1909.08053 section 3), and with the residual's "sequence" there too its sequence parallelism (2205.05198 section 4.2):
+
+    x [sequence split] -> norm -> (all-gather) -> qkv, attention -> output -> (reduce-scatter) -> + x
+                       -> norm -> (all-gather) -> up, activation -> down   -> (reduce-scatter) -> + x
+
+The modules only say what there is; `megajax.models.gpt` makes pure functions of them.
+"""
+
+import zlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.config import ModelConfig
+
+__all__ = ["Block", "Dropout", "Norm", "causal_attention", "identity", "named_key", "parameter", "rotate"]
+
+Constrain = Callable[..., jax.Array]
+RESIDUAL = ("batch", "sequence", "hidden")  # between matmul pairs
+WHOLE = ("batch", "whole_sequence", "hidden")  # what enters a column-parallel matmul
+QKV = ("batch", "whole_sequence", "groups", None, None)
+SCORES = ("batch", "groups", None, None, None)
+HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scores can make a NaN
+
+
+def identity(x: jax.Array, *axes: str | None) -> jax.Array:
+    """The `constrain` of a model that is on no mesh."""
+    return x
+
+
+def named_key(key: jax.Array, name: str) -> jax.Array:
+    """A key for `name`: a parameter's value depends on its name, not on what else the model has."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def parameter(value: jax.Array, *axes: str | None, decay: bool = True) -> nnx.Param:
+    """A parameter with one logical axis name (or None) for each of its axes.
+
+    The names are metadata of ours and not NNX's own `out_sharding`: NNX would at once look for a mesh axis of that name.
+
+    Args:
+      value: fp32, full size.
+      axes: names, see megajax.parallel.rules.
+      decay: whether weight decay applies; not for biases and norms.
+    """
+    assert value.ndim == len(axes)
+    return nnx.Param(value, logical_axes=axes, decay=decay)
+
+
+class Dropout:
+    """Masks that depend on the sample, the layer and the site alone: the same on any mesh, in any microbatch.
+
+    Attributes:
+      rate: probability of dropping an element.
+      constrain: see the module's text.
+      keys: one key for each sample, [b], already folded with the layer; None where the rate is 0.
+    """
+
+    def __init__(self, rate: float, constrain: Constrain, seed: int, sample: jax.Array | None, layer: jax.Array | int):
+        """Takes the run's seed, the samples' index in the run [b] (read only if rate > 0) and the layer's index."""
+        self.rate, self.constrain, self.keys = rate, constrain, None
+        if rate > 0:
+            key = jax.random.key(seed)
+            self.keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.fold_in(key, index), layer))(sample)
+
+    def __call__(self, x: jax.Array, site: str, *axes: str | None) -> jax.Array:
+        """Drops elements of x [b, ...], which has these logical axes, and scales up the rest; `site` names the mask."""
+        if self.keys is None:
+            return x
+
+        def draw(key):  # threefry counts elements of the whole array: the bits are the same however it is sharded
+            return jax.random.bernoulli(named_key(key, site), 1 - self.rate, x.shape[1:])
+
+        mask = checkpoint_name(self.constrain(jax.vmap(draw)(self.keys), *axes), f"{site}_mask")
+        return jnp.where(mask, x / (1 - self.rate), 0).astype(x.dtype)
+
+
+class Norm(nnx.Module):
+    """Layer norm (1607.06450) or RMS norm (1910.07467) over the last axis, in fp32."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.scale = parameter(jnp.ones(config.hidden), "hidden", decay=False)
+        if config.norm == "layernorm" and config.biases:
+            self.bias = parameter(jnp.zeros(config.hidden), "hidden", decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norms x [..., h]; the result has x's type."""
+        y = x.astype(jnp.float32)
+        if self.config.norm == "layernorm":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.norm_epsilon)
+        y = y * self.scale[...].astype(jnp.float32)
+        if hasattr(self, "bias"):
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A matmul from the last axes of x to new ones, in x's type, with or without a bias."""
+
+    def __init__(self, key, inputs: dict[str, int], outputs: dict[str, int], deviation: float, biases: bool):
+        """Takes the axes as name -> size, in order; a name that starts with "_" is of no logical axis."""
+        shape, names = (*inputs.values(), *outputs.values()), [*inputs, *outputs]
+        axes = [None if name.startswith("_") else name for name in names]
+        self.contracted = len(inputs)
+        self.kernel = parameter(jax.random.normal(named_key(key, "kernel"), shape) * deviation, *axes)
+        if biases:
+            self.bias = parameter(jnp.zeros(tuple(outputs.values())), *axes[len(inputs) :], decay=False)
+
+    def __call__(self, x: jax.Array, constrain: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """x [..., *inputs] -> [..., *outputs]. `constrain` comes before the bias: a row-parallel sum adds it once."""
+        y = constrain(jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted))
+        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotary position embedding (2104.09864) in llama's layout: element i turns with element i + d/2.
+
+    Args:
+      x: [b, s, ..., d] queries or keys of positions 0 to s - 1.
+      base: of the frequencies base^(-2i/d).
+    """
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
+    angle = angle.reshape(x.shape[1], *[1] * (x.ndim - 3), half)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle)]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+@jax.custom_jvp
+def causal_softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over keys up to the query's own: [..., s queries, s keys], fp32 inside, the result of the scores' type.
+
+    The derivative is written out so that what the backward needs is the result as rounded, the named "probabilities",
+    and not its fp32 copy: a block that keeps them then does not multiply queries and keys again.
+    """
+    query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    return jax.nn.softmax(jnp.where(key <= query, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
+
+
+@causal_softmax.defjvp
+def _causal_softmax_jvp(primals, tangents):
+    """d softmax = p (ds - sum p ds); p is 0 where a key is hidden."""
+    probabilities = checkpoint_name(causal_softmax(*primals), "probabilities")
+    p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
+    return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
+
+
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, drop: Callable[[jax.Array], jax.Array], constrain: Constrain
+) -> jax.Array:
+    """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
+
+    Args:
+      query: [b, s, g, a/g, d], all queries of a group attend to the group's one key and value.
+      key: [b, s, g, d].
+      value: [b, s, g, d].
+      drop: dropout on the probabilities.
+      constrain: see the module's text.
+
+    Returns:
+      [b, s, g, a/g, d].
+    """
+    query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
+    scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores)), value)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; queries, keys and values from one fused matmul, groups split over tensor."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain):
+        self.config, self.constrain = config, constrain
+        groups, size = config.key_value_heads, config.head_size
+        fused = {"groups": groups, "_queries_key_value": config.heads // groups + 2, "_head_size": size}
+        small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
+        self.qkv = Linear(named_key(key, "qkv"), {"hidden": config.hidden}, fused, config.init_deviation, config.biases)
+        joined = {"heads": config.heads, "_head_size": size}
+        self.output = Linear(named_key(key, "output"), joined, {"hidden": config.hidden}, small, config.biases)
+
+    def __call__(self, y: jax.Array, dropout: Dropout) -> jax.Array:
+        """Attention of y [b, whole s, h] to itself: [b, split s, h]."""
+        qkv = checkpoint_name(self.qkv(y, lambda z: self.constrain(z, *QKV)), "qkv")  # [b, s, g, a/g + 2, d]
+        query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        if self.config.positions == "rotary":
+            query, key = rotate(query, self.config.rotary_base), rotate(key, self.config.rotary_base)
+        drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
+        context = causal_attention(query, key, value, drop, self.constrain)
+        context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
+        return self.output(checkpoint_name(context, "context"), lambda z: self.constrain(z, *RESIDUAL))
+
+
+class FeedForward(nnx.Module):
+    """Two matmuls around GELU (its tanh form, as GPT-2) or SwiGLU (2002.05202), the inner width split over tensor."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain):
+        self.config, self.constrain = config, constrain
+        hidden, inner = {"hidden": config.hidden}, {"feedforward": config.feedforward_size}
+        gated = {"_gate_and_up": 2, **inner} if config.activation == "swiglu" else inner
+        small = config.init_deviation / (2 * config.layers) ** 0.5
+        self.up = Linear(named_key(key, "up"), hidden, gated, config.init_deviation, config.biases)
+        self.down = Linear(named_key(key, "down"), inner, hidden, small, config.biases)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """y [b, whole s, h] -> [b, split s, h]."""
+        gates = (None,) if self.config.activation == "swiglu" else ()
+        axes = ("batch", "whole_sequence", *gates, "feedforward")
+        up = checkpoint_name(self.up(y, lambda z: self.constrain(z, *axes)), "up")
+        wide = up.astype(jnp.float32)
+        if self.config.activation == "swiglu":  # up [b, s, 2, f]: the gate, then what it lets through
+            active = jax.nn.silu(wide[..., 0, :]) * wide[..., 1, :]
+        else:
+            active = jax.nn.gelu(wide, approximate=True)
+        active = checkpoint_name(active.astype(y.dtype), "activation")
+        return self.down(active, lambda z: self.constrain(z, *RESIDUAL))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feedforward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain = identity):
+        """Draws the block's weights from `key`, which is of this layer alone."""
+        self.constrain = constrain
+        self.attention_norm, self.feedforward_norm = Norm(config), Norm(config)
+        self.attention = Attention(config, named_key(key, "attention"), constrain)
+        self.feedforward = FeedForward(config, named_key(key, "feedforward"), constrain)
+
+    def _gathered(self, y: jax.Array, name: str) -> jax.Array:
+        """The normed residual, whole along the sequence. Split first: so its gradient is reduce-scattered."""
+        y = checkpoint_name(self.constrain(y, *RESIDUAL), name)
+        return self.constrain(y, *WHOLE)
+
+    def __call__(self, x: jax.Array, dropout: Dropout) -> jax.Array:
+        """x [b, split s, h] -> the same shape, type and sharding."""
+        y = self._gathered(self.attention_norm(x), "attention_input")
+        x = x + dropout(self.attention(y, dropout), "attention", *RESIDUAL)
+        x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
+        y = self._gathered(self.feedforward_norm(x), "feedforward_input")
+        x = x + dropout(self.feedforward(y), "feedforward", *RESIDUAL)
+        return self.constrain(x, *RESIDUAL)

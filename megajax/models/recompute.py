@@ -1,0 +1,122 @@
+"""What a block keeps from its forward to its backward, value by value; the rest is computed again (2205.05198).
+
+The block names its values with `checkpoint_name`; a mode is the list of the names it keeps. In elements, for batch b,
+sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t (t or 1 for "sequence", see `Value`):
+
+    name                 shape              split over      none  selective  full
+    (the block's input)  [b, s, h]          sequence        kept    kept     kept     as the VJP's argument
+    attention_input      [b, s, h]          sequence        kept                      gathered again, as in the paper
+    qkv                  [b, s, g, a/g+2, d]  tensor        kept    kept
+    probabilities        [b, g, a/g, s, s]  tensor          kept
+    context              [b, s, a, d]       tensor          kept    kept
+    residual             [b, s, h]          sequence        kept    kept              after attention
+    feedforward_input    [b, s, h]          sequence        kept                      gathered again
+    up                   [b, s, f] or [b, s, 2, f]  tensor  kept    kept              before the activation
+    activation           [b, s, f]          tensor          kept
+    the dropout masks    as what they mask  as that         kept                      1 byte; else drawn again
+
+none recomputes no matmul, selective one (queries times keys), full five of the six (not the down projection).
+For a GPT without dropout "selective" is 20 sbh bytes, less than the paper's 34 sbh (its table 2):
+norms and the activation are cheap to compute again from `residual` and `up`, and a mask is drawn again from its key.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from megajax.config import ConfigError, ModelConfig, near
+
+__all__ = ["MODES", "Value", "bytes_per_layer", "kept_names", "kept_values", "policy"]
+
+SELECTIVE = ("qkv", "context", "residual", "up")
+NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
+MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn only where the model has dropout
+MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named value of a block.
+
+    Attributes:
+      name: as given to `checkpoint_name`; "input" is the block's own input.
+      elements: of one sample, on all of a tensor group.
+      split: the axis that is shared out over tensor: "tensor" (heads or feedforward: always) or "sequence" (with
+        sequence parallelism, otherwise every rank holds all of it).
+      mask: True for a dropout mask, 1 byte an element whatever the precision.
+    """
+
+    name: str
+    elements: int
+    split: str
+    mask: bool = False
+
+
+def kept_names(mode: str) -> tuple[str, ...]:
+    """Names of the values that `mode` keeps.
+
+    Raises:
+      ConfigError: for a mode that is not none, selective or full.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"recompute = {mode!r} is not known: {near(mode, MODES)} Type --recompute {'|'.join(MODES)}.")
+    return MODES[mode]
+
+
+def policy(mode: str) -> Callable[..., bool]:
+    """The `jax.checkpoint` policy of `mode`."""
+    return jax.checkpoint_policies.save_only_these_names(*kept_names(mode))
+
+
+def kept_values(config: ModelConfig, mode: str, sequence: int | None = None) -> tuple[Value, ...]:
+    """What one block keeps for its backward under `mode`, its input first, for samples of `sequence` tokens."""
+    sequence = config.sequence_length if sequence is None else sequence
+    residual = sequence * config.hidden
+    scores = config.heads * sequence * sequence
+    feedforward = sequence * config.feedforward_size
+    gates = 2 if config.activation == "swiglu" else 1
+    values = (
+        Value("input", residual, "sequence"),
+        Value("attention_input", residual, "sequence"),
+        Value("qkv", sequence * (config.heads + 2 * config.key_value_heads) * config.head_size, "tensor"),
+        Value("probabilities", scores, "tensor"),
+        Value("probabilities_mask", scores, "tensor", mask=True),
+        Value("context", residual, "tensor"),
+        Value("attention_mask", residual, "sequence", mask=True),
+        Value("residual", residual, "sequence"),
+        Value("feedforward_input", residual, "sequence"),
+        Value("up", gates * feedforward, "tensor"),
+        Value("activation", feedforward, "tensor"),
+        Value("feedforward_mask", residual, "sequence", mask=True),
+    )
+    kept = ("input", *kept_names(mode))
+    return tuple(value for value in values if value.name in kept and not (value.mask and config.dropout == 0))
+
+
+def bytes_per_layer(
+    config: ModelConfig,
+    mode: str,
+    *,
+    samples: int,
+    sequence: int | None = None,
+    tensor: int = 1,
+    sequence_parallel: bool = True,
+    itemsize: int = 2,
+) -> int:
+    """Bytes one device keeps of one block for one microbatch; compare 2205.05198 table 2.
+
+    Args:
+      config: the model.
+      mode: none, selective or full.
+      samples: in the microbatch.
+      sequence: tokens of a sample, the model's sequence_length if not given.
+      tensor: devices that share the block.
+      sequence_parallel: whether they also share the residual stream's sequence.
+      itemsize: bytes of an activation, 2 for bf16 and fp16.
+    """
+    total = 0
+    for value in kept_values(config, mode, sequence):
+        parts = tensor if value.split == "tensor" or sequence_parallel else 1
+        total += samples * value.elements * (1 if value.mask else itemsize) // parts
+    return total

@@ -1,0 +1,57 @@
+"""Which axis of an array lies on which axis of the mesh. One table; change it to change the parallelism."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+__all__ = ["AxisRules"]
+
+
+@dataclass(frozen=True)
+class AxisRules:
+    """Logical axis name -> mesh axis.
+
+    Attributes:
+      sequence_parallel: whether the residual stream is split along its sequence over tensor (2205.05198 section 4.2).
+    """
+
+    sequence_parallel: bool = True
+
+    def mesh_axis(self, name: str | None) -> str | None:
+        """The mesh axis of a logical axis, None for one that every device holds whole.
+
+        Raises:
+          KeyError: for a name that is not in the table.
+        """
+        if name is None:
+            return None
+        return {
+            # Parameters. Megatron's column- then row-parallel pair (1909.08053 section 3): one sum at the end of each.
+            "layers": None,  # the pipeline lays layers out itself, see megajax.pipeline
+            "hidden": None,  # what the pairs contract over or sum into
+            "groups": "tensor",  # a group of heads and its key and value head: attention needs nothing of another group
+            "heads": "tensor",  # the same split, seen by the output projection
+            "feedforward": "tensor",  # the activation is elementwise
+            "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
+            "positions": None,  # small, and read by all
+            # Activations.
+            "batch": "data",  # replicas see different samples
+            "sequence": "tensor" if self.sequence_parallel else None,  # where nothing mixes tokens: norm, dropout, add
+            "whole_sequence": None,  # in the matmul pairs, where heads or feedforward have the tensor axis
+        }[name]
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The partition of an array whose axes have these names, e.g. ("hidden", "feedforward") -> P(None, "tensor")."""
+        return PartitionSpec(*(self.mesh_axis(name) for name in axes))
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Tells XLA's partitioner how x lies, and so its gradient; needs `jax.set_mesh` or `jax.shard_map` around it.
+
+        Mesh axes that the surrounding `shard_map` is manual over are left out: there x is a device's own part already.
+        """
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        spec = self.spec(axes)
+        return lax.with_sharding_constraint(x, PartitionSpec(*(None if axis in manual else axis for axis in spec)))

@@ -1,0 +1,93 @@
+"""The tables of a schedule, replayed without jax: every read must find the value it is meant for."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.pipeline import tables
+from megajax.pipeline.schedule import BACKWARD, FORWARD
+from megajax.pipeline.schedules import make_schedule
+
+
+def replay(schedule):
+    """Moves labels instead of arrays through stash, inboxes and routes, as executor.py moves activations."""
+    table = tables.build(schedule)
+    ranks = range(schedule.stages)
+    stash = [[None] * max(table.stash_slots, 1) for _ in ranks]
+    inbox = {d: [[None] * (table.inbox_slots[d] + 1) for _ in ranks] for d in (FORWARD, BACKWARD)}
+    column = {name: values.tolist() for name, values in table.columns.items()}
+    scored, embedded = [], []
+    for tick in range(len(schedule.ticks)):
+        sent = {}
+        segment = next(s for s in schedule.segments if s.start <= tick < s.stop)
+        for rank in ranks:
+            at = lambda name: column[name][tick][rank]  # noqa: B023, E731
+            if FORWARD in segment.ops and (at("forward_on") or schedule.paired):
+                label = (at("forward_stage"), at("forward_microbatch")) if at("forward_on") else "garbage"
+                if at("forward_on") and not at("forward_first"):
+                    assert inbox[FORWARD][rank][at("forward_inbox")] == ("x", *label)
+                if schedule.has_backward:
+                    stash[rank][at("forward_stash")] = label
+                    if at("forward_on") and at("forward_last"):
+                        inbox[BACKWARD][rank][at("forward_loss_gradient")] = ("dy", *label)
+                        scored.append(label[1])
+                if at("forward_on"):
+                    sent[FORWARD, rank] = ("x", label[0] + 1, label[1])
+            if BACKWARD in segment.ops and at("backward_on"):
+                label = (at("backward_stage"), at("backward_microbatch"))
+                assert stash[rank][at("backward_stash")] == label
+                if at("backward_part") == 0:
+                    assert inbox[BACKWARD][rank][at("backward_inbox")] == ("dy", *label)
+                if at("backward_part") == at("backward_parts") - 1:
+                    sent[BACKWARD, rank] = ("dy", label[0] - 1, label[1])
+                    if at("backward_first"):
+                        embedded.append(label[1])
+        for direction, prefix in ((FORWARD, "forward"), (BACKWARD, "backward")):
+            for index, route in enumerate(table.routes[direction]):
+                for sender, receiver in route:
+                    slot = column[f"{prefix}_arrival_{index}"][tick][receiver]
+                    inbox[direction][receiver][slot] = sent.get((direction, sender), "garbage")
+    return table, scored, embedded
+
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "forward_only"]), size=sizes)
+def test_every_read_finds_its_value(name, size):
+    stages, microbatches, chunks = size
+    if name not in ("interleaved_1f1b", "forward_only"):
+        chunks = 1
+    if name == "interleaved_1f1b":
+        microbatches *= stages
+    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks if stages > 1 else 1)
+    _, scored, embedded = replay(schedule)
+    if schedule.has_backward:
+        assert sorted(scored) == sorted(embedded) == list(range(microbatches))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 2), (8, 3), (8, 4)])
+def test_interleaved_stash_and_inboxes_are_as_small_as_the_closed_forms(stages, chunks):
+    """schedules.md: (v + 1)p - 1 chunks alive on rank 0, one buffer to receive in each way."""
+    table = tables.build(make_schedule("interleaved_1f1b", stages=stages, microbatches=8 * stages, chunks=chunks))
+    assert table.stash_slots == (chunks + 1) * stages - 1
+    assert table.inbox_slots == {FORWARD: 1, BACKWARD: 1}
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 64])
+def test_1f1b_stashes_at_most_one_microbatch_a_stage(microbatches):
+    table = tables.build(make_schedule("1f1b", stages=4, microbatches=microbatches))
+    assert table.stash_slots == min(4, microbatches)
+
+
+def test_no_route_closes_a_ring():
+    for name, chunks in (("interleaved_1f1b", 3), ("1f1b", 1)):
+        table = tables.build(make_schedule(name, stages=4, microbatches=8, chunks=chunks))
+        for route in [route for routes in table.routes.values() for route in routes]:
+            after = dict(route)
+            for start in after:
+                place = start
+                while place in after:
+                    place = after[place]
+                    assert place != start
