@@ -1,0 +1,110 @@
+"""A tiny run for tests: eight blocks, sixteen samples, every size different so that mixed-up axes fail."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.mesh import make_mesh
+from megajax.models import gpt
+from megajax.pipeline import layout
+from megajax.train.step import Training, make_training
+
+BATCH = 16
+MODEL = ModelConfig(name="test", layers=8, hidden=32, heads=4, vocabulary=61, sequence_length=16)
+LLAMA = dataclasses.replace(
+    MODEL, norm="rmsnorm", activation="swiglu", positions="rotary", tied_embeddings=False, biases=False, kv_heads=2
+)
+
+
+def make_run(
+    mesh=(1, 1, 1), *, schedule="interleaved_1f1b", chunks=1, microbatches=4, model=MODEL, train=None, **parallel
+) -> RunConfig:
+    """A run on (data, pipe, tensor) = mesh, with `microbatches` for each replica."""
+    data, pipe, tensor = mesh
+    layout_of = ParallelConfig(
+        data=data,
+        pipe=pipe,
+        tensor=tensor,
+        chunks=chunks,
+        schedule=schedule,
+        microbatch_size=BATCH // (microbatches * data),
+        **parallel,
+    )
+    settings = {"global_batch_size": BATCH, "steps": 20, "warmup_steps": 4, "learning_rate": 3e-3, "precision": "fp32"}
+    run = RunConfig(model, layout_of, TrainConfig(**settings | (train or {})))
+    run.validate()
+    assert run.microbatches == microbatches
+    return run
+
+
+def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens, a third of them not counted in the loss, cut into the run's microbatches."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, run.model.vocabulary, (BATCH, run.model.sequence_length + 1), dtype=np.int32)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "weights": (random.random((BATCH, run.model.sequence_length)) > 0.3).astype(np.float32),
+        "sample": (BATCH * seed + np.arange(BATCH)).astype(np.uint32),
+    }
+    return {name: a.reshape(run.microbatches, -1, *a.shape[1:]) for name, a in batch.items()}
+
+
+@functools.cache
+def busy_params(model: ModelConfig):
+    """Canonical parameters, all of them random: fresh ones have biases of zero, where mistakes do not show."""
+    params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(7))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(8), len(leaves))
+    noisy = [leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.map(np.asarray, jax.tree.unflatten(structure, noisy))
+
+
+@functools.cache
+def expected(model: ModelConfig, seed: int = 0, dropout_seed: int = 1234):
+    """Loss and gradients of the unpipelined model on one device in fp32, of the whole batch as one microbatch."""
+    functions = gpt.functions(model, recompute="none", dropout_seed=dropout_seed)
+    batch = make_batch(make_run(microbatches=1, model=model), seed)
+    loss = lambda params: gpt.reference_loss(functions, params, batch)  # noqa: E731
+    return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(busy_params(model)))
+
+
+def place(training: Training, canonical):
+    """Canonical parameters laid out for a run."""
+    parallel = training.run.parallel
+    blocks = layout.deal(canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks)
+    return jax.device_put({**canonical, "blocks": blocks}, training.params_sharding)
+
+
+def canonical(params):
+    """The inverse of `place`, as numpy."""
+    params = jax.tree.map(np.asarray, params)
+    return {**params, "blocks": layout.gather(params["blocks"])}
+
+
+def training_of(run: RunConfig) -> Training:
+    """The run's programs on the test's CPU devices."""
+    return make_training(run, make_mesh(run.parallel))
+
+
+def assert_gradients_close(got, want, rtol: float) -> None:
+    """Each gradient within rtol of its parameter's largest, which is what single elements are rounded against."""
+
+    def check(path, got, want):
+        scale = np.abs(want).max()
+        worst = np.abs(got - want).max()
+        assert worst <= rtol * scale, f"{jax.tree_util.keystr(path)}: {worst:.3g} off, largest {scale:.3g}"
+
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree_util.tree_map_with_path(check, got, want)
+
+
+def abstract(training: Training):
+    """(state, batch) as shapes, to compile a step without running it."""
+    state = jax.eval_shape(training._fresh_state)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype), make_batch(training.run))
+    return state, batch

@@ -1,0 +1,131 @@
+"""The promise: loss and gradients do not depend on mesh, schedule, chunks, microbatches or recompute.
+
+The truth is the unpipelined model on one device in fp32, `gpt.reference_loss` through `jax.grad`.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests import small
+
+# mesh (data, pipe, tensor), schedule, chunks, microbatches, sequence parallel, recompute
+GRID = [
+    ((1, 1, 1), "1f1b", 1, 4, True, "none"),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective"),
+    ((2, 2, 2), "1f1b", 1, 4, True, "full"),
+    ((1, 4, 2), "interleaved_1f1b", 2, 8, False, "full"),
+    ((1, 4, 1), "eager_1f1b", 1, 4, True, "none"),
+    ((2, 4, 1), "gpipe", 1, 8, True, "selective"),
+    ((1, 4, 2), "1f1b", 1, 2, True, "selective"),  # fewer microbatches than stages
+    ((1, 8, 1), "1f1b", 1, 16, True, "selective"),  # one block a stage: it cannot be cut in halves
+    ((2, 1, 4), "interleaved_1f1b", 1, 2, True, "selective"),
+]
+LONG = [
+    (mesh, schedule, chunks, microbatches, sequence_parallel, recompute)
+    for mesh, (schedule, chunks), microbatches, sequence_parallel, recompute in itertools.product(
+        [(2, 2, 2), (1, 4, 2), (2, 4, 1), (1, 2, 4), (4, 2, 1)],
+        [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2)],
+        [4, 8],
+        [True, False],
+        ["none", "selective", "full"],
+    )
+    if microbatches * mesh[0] <= small.BATCH and (sequence_parallel or mesh[2] > 1)
+]
+
+
+def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, model=small.MODEL):
+    run = small.make_run(
+        mesh,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=microbatches,
+        model=model,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
+    training = small.training_of(run)
+    params = small.place(training, small.busy_params(model))
+    loss, gradients = training.loss_and_gradients(params, small.make_batch(run))
+    want_loss, want = small.expected(model)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients), want, rtol=1e-5)
+    return training, params, loss, gradients
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_loss_and_gradients_equal_the_unpipelined_model(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_loss_and_gradients_equal_the_unpipelined_model_long(case):
+    check(*case)
+
+
+def test_llama_options():
+    """RMS norm, SwiGLU, rotary positions, grouped queries and a head of its own, through the pipeline."""
+    check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=small.LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved_1f1b", 2), ("eager_1f1b", 1), ("gpipe", 1), ("1f1b", 1)]
+)
+def test_bubbles_touch_nothing(schedule, chunks):
+    """NaN in every bubble's input changes not one bit of the loss or of any gradient."""
+    training = small.training_of(small.make_run((1, 4, 2), schedule=schedule, chunks=chunks, microbatches=8))
+    params = small.place(training, small.busy_params(small.MODEL))
+    batch = small.make_batch(training.run)
+    clean = training.loss_and_gradients(params, batch)
+    poisoned = training.loss_and_gradients(params, batch, poison_bubbles=True)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), clean, poisoned)
+
+
+def test_dropout_does_not_depend_on_the_mesh():
+    """Masks come from sample, layer and place: the pipelined, tensor-parallel model drops what one device drops."""
+    model = small.dataclasses.replace(small.MODEL, layers=4, dropout=0.3)
+    want_loss, want = small.expected(model)
+    assert abs(want_loss - small.expected(small.dataclasses.replace(model, dropout=0.0))[0]) > 1e-4
+    for mesh, schedule, chunks, microbatches in [
+        ((2, 2, 2), "interleaved_1f1b", 2, 4),
+        ((1, 4, 1), "1f1b", 1, 8),
+    ]:
+        training = small.training_of(
+            small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=model)
+        )
+        params = small.place(training, small.busy_params(model))
+        loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+        small.assert_gradients_close(small.canonical(gradients), want, rtol=1e-5)
+
+
+CURVES = [
+    ((1, 1, 1), "1f1b", 1, 2),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4),
+    ((1, 4, 2), "interleaved_1f1b", 2, 8),
+    ((4, 2, 1), "eager_1f1b", 1, 4),
+    ((2, 1, 4), "gpipe", 1, 1),
+    ((1, 8, 1), "1f1b", 1, 16),
+    ((8, 1, 1), "1f1b", 1, 2),
+]
+
+
+def curve(mesh, schedule, chunks, microbatches):
+    """Losses of 20 steps from a fresh start, a new batch each."""
+    run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches)
+    training = small.training_of(run)
+    state, losses = training.init_state(), []
+    for step in range(run.train.steps):
+        state, metrics = training.train_step(state, small.make_batch(run, step))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses)
+
+
+def test_the_loss_curve_is_the_same_on_every_mesh():
+    curves = [curve(*case) for case in CURVES]
+    assert curves[0][-1] != curves[0][0]
+    for case, losses in zip(CURVES[1:], curves[1:], strict=True):
+        np.testing.assert_allclose(losses, curves[0], rtol=1e-4, err_msg=str(case))
