@@ -167,7 +167,7 @@ class Training:
         scale = state.loss_scale.scale
         loss, gradients = self._loss_and_gradients(state.params, batch, scale)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.params)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731

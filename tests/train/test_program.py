@@ -1,0 +1,96 @@
+"""What the compiled step is made of: how much memory it takes, what it sends, and where."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.pipeline import tables
+from tests import hlo, small
+
+MODEL = dataclasses.replace(small.MODEL, hidden=64, sequence_length=64)
+
+
+@functools.cache
+def compiled(mesh, schedule, chunks, microbatches, sequence_parallel=True):
+    """The step of a run with microbatches of one sample on each replica."""
+    data, pipe, tensor = mesh
+    run = RunConfig(
+        MODEL,
+        ParallelConfig(
+            data=data, pipe=pipe, tensor=tensor, chunks=chunks, schedule=schedule, sequence_parallel=sequence_parallel
+        ),
+        TrainConfig(global_batch_size=microbatches * data, precision="fp32"),
+    )
+    run.validate()
+    training = small.training_of(run)
+    shape = (microbatches, data, MODEL.sequence_length)
+    whole = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    batch = {
+        "tokens": whole(np.int32),
+        "labels": whole(np.int32),
+        "weights": whole(np.float32),
+        "sample": jax.ShapeDtypeStruct(shape[:2], np.uint32),
+    }
+    return training, training.compile_train_step(jax.eval_shape(training._fresh_state), batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "grows"),
+    [("1f1b", 1, False), ("eager_1f1b", 1, False), ("interleaved_1f1b", 2, False), ("gpipe", 1, True)],
+)
+def test_memory_does_not_grow_with_microbatches(schedule, chunks, grows):
+    few, many = (
+        compiled((1, 4, 2), schedule, chunks, microbatches)[1].memory_analysis().temp_size_in_bytes
+        for microbatches in (8, 64)
+    )
+    if grows:
+        assert many > 2 * few
+    else:
+        assert abs(many / few - 1) < 0.01
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("1f1b", 1)])
+def test_nothing_meets_over_data_inside_a_loop(schedule, chunks):
+    """Gradients are summed over replicas once a step, after the last tick."""
+    training, step = compiled((2, 2, 2), schedule, chunks, 4)
+    replica = {device.id: index[0] for index, device in np.ndenumerate(training.mesh.devices)}
+    found = hlo.collectives(step.as_text())
+    across = [c for c in found if any(len({replica[device] for device in group}) > 1 for group in c.groups)]
+    assert across and not [c for c in across if c.in_loop]
+    assert [c for c in found if c.in_loop and c.kind != "collective-permute"], "tensor parallelism meets in the loop"
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
+    """2104.04473 section 4.1's scatter/gather: with sequence parallelism each rank sends 1/t, to its own peer."""
+    training, step = compiled((1, 2, 4), "interleaved_1f1b", 2, 4, sequence_parallel)
+    place = {device.id: index for index, device in np.ndenumerate(training.mesh.devices)}
+    sends = [c for c in hlo.collectives(step.as_text()) if c.kind == "collective-permute"]
+    between = [c for c in sends if any(place[a][1] != place[b][1] for a, b in c.groups)]
+    split = 4 if sequence_parallel else 1
+    assert between and {c.shape for c in between} == {(1, MODEL.sequence_length // split, MODEL.hidden)}
+    for send in between:
+        assert all(place[a][0] == place[b][0] and place[a][2] == place[b][2] for a, b in send.groups)
+        assert send.in_loop
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunks):
+    """XLA copies what it cannot update in place; a copy of either every tick would cost more than the work."""
+    training, step = compiled((1, 4, 2), schedule, chunks, 8)
+    slots = tables.build(training.schedule()).stash_slots
+    local_layers, hidden = MODEL.layers // 4, MODEL.hidden
+    big = {
+        f"f32[{slots},{local_layers // chunks},1,{MODEL.sequence_length // 2},{hidden}]",  # block inputs
+        f"f32[{slots},{local_layers // chunks},1,{MODEL.sequence_length},{MODEL.feedforward_size // 2}]",  # "up"
+        f"f32[{local_layers},{hidden},{MODEL.feedforward_size // 2}]",  # gradient of the up projection
+    }
+    text = step.as_text()
+    assert all(shape in text for shape in big)
+    copies = [line for line in text.splitlines() if " copy(" in line and any(shape in line for shape in big)]
+    entry = text[text.index("ENTRY ") :]
+    assert [line for line in copies if line not in entry] == []
