@@ -73,7 +73,9 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
     if iota:
         ids = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
         return tuple(map(tuple, ids.tolist()))
-    mesh = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line)
+    mesh = re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line
+    )
     assert mesh, f"replica groups of an unknown form: {line}"
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
     shape = [int(size) for size in sizes.values()]

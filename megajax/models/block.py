@@ -46,7 +46,7 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
 def parameter(value: jax.Array, *axes: str | None, decay: bool = True) -> nnx.Param:
     """A parameter with one logical axis name (or None) for each of its axes.
 
-    The names are metadata of ours and not NNX's own `out_sharding`: NNX would at once look for a mesh axis of that name.
+    The names are our own metadata, not NNX's `out_sharding`: NNX would at once look for a mesh axis of that name.
 
     Args:
       value: fp32, full size.
@@ -119,7 +119,7 @@ class Linear(nnx.Module):
             self.bias = parameter(jnp.zeros(tuple(outputs.values())), *axes[len(inputs) :], decay=False)
 
     def __call__(self, x: jax.Array, constrain: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """x [..., *inputs] -> [..., *outputs]. `constrain` comes before the bias: a row-parallel sum adds it once."""
+        """From [..., *inputs] to [..., *outputs]. The bias comes after `constrain`: a row-parallel sum adds it once."""
         y = constrain(jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted))
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
@@ -152,7 +152,7 @@ def causal_softmax(scores: jax.Array) -> jax.Array:
 
 @causal_softmax.defjvp
 def _causal_softmax_jvp(primals, tangents):
-    """d softmax = p (ds - sum p ds); p is 0 where a key is hidden."""
+    """The tangent is p (ds - sum p ds); p is 0 where a key is hidden."""
     probabilities = checkpoint_name(causal_softmax(*primals), "probabilities")
     p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
     return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
@@ -214,16 +214,17 @@ class FeedForward(nnx.Module):
         self.down = Linear(named_key(key, "down"), inner, hidden, small, config.biases)
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """y [b, whole s, h] -> [b, split s, h]."""
+        """From [b, whole s, h] to [b, split s, h]."""
         gates = (None,) if self.config.activation == "swiglu" else ()
-        axes = ("batch", "whole_sequence", *gates, "feedforward")
-        up = checkpoint_name(self.up(y, lambda z: self.constrain(z, *axes)), "up")
+        lead = ("batch", "whole_sequence")
+        up = checkpoint_name(self.up(y, lambda z: self.constrain(z, *lead, *gates, "feedforward")), "up")
         wide = up.astype(jnp.float32)
         if self.config.activation == "swiglu":  # up [b, s, 2, f]: the gate, then what it lets through
             active = jax.nn.silu(wide[..., 0, :]) * wide[..., 1, :]
         else:
             active = jax.nn.gelu(wide, approximate=True)
-        active = checkpoint_name(active.astype(y.dtype), "activation")
+        # Its gradient must be split by feedforward too: left free, XLA may split it by sequence and add an all-to-all.
+        active = checkpoint_name(self.constrain(active.astype(y.dtype), *lead, "feedforward"), "activation")
         return self.down(active, lambda z: self.constrain(z, *RESIDUAL))
 
 
@@ -243,7 +244,7 @@ class Block(nnx.Module):
         return self.constrain(y, *WHOLE)
 
     def __call__(self, x: jax.Array, dropout: Dropout) -> jax.Array:
-        """x [b, split s, h] -> the same shape, type and sharding."""
+        """From x [b, split s, h] to the same shape, type and sharding."""
         y = self._gathered(self.attention_norm(x), "attention_input")
         x = x + dropout(self.attention(y, dropout), "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")

@@ -76,7 +76,7 @@ class Head(nnx.Module):
             self.vocabulary = parameter(_token_table(named_key(key, "vocabulary"), config, rows), *TABLE)
 
     def __call__(self, y: jax.Array, embedding: Embedding) -> jax.Array:
-        """Y [b, split s, h] -> logits [b, s, rows], of y's type, vocabulary split over tensor, padding not masked."""
+        """From y [b, split s, h] to logits [b, s, rows] of y's type, rows split over tensor, padding not masked."""
         table = self.vocabulary if hasattr(self, "vocabulary") else embedding.tokens
         y = self.constrain(self.constrain(self.norm(y), *RESIDUAL), *WHOLE)  # split, then whole: see Block._gathered
         return self.constrain(jnp.einsum("bsh,vh->bsv", y, table[...].astype(y.dtype)), *LOGITS)

@@ -44,7 +44,7 @@ class AxisRules:
         }[name]
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """The partition of an array whose axes have these names, e.g. ("hidden", "feedforward") -> P(None, "tensor")."""
+        """The partition of an array with these axes: ("hidden", "feedforward") -> P(None, "tensor")."""
         return PartitionSpec(*(self.mesh_axis(name) for name in axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:

@@ -22,8 +22,8 @@ def lookup(table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False)
     """Rows of `table` for `tokens`; call it with a mesh set that has a "tensor" axis, in a plain jit or a `shard_map`.
 
     Args:
-      table: [vocabulary, hidden], rows split over tensor, which must divide them. Inside a `shard_map` it must vary over
-        the manual axes that the tokens or the gradient vary over (`lax.pcast`), or its gradient cannot be typed.
+      table: [vocabulary, hidden], rows split over tensor, which must divide them. Inside a `shard_map` it must vary
+        over the manual axes that the tokens or the gradient vary over (`lax.pcast`): its gradient does.
       tokens: [b, s] integers, 0 <= token < vocabulary.
       sequence_parallel: whether the result is split along s over tensor (tensor must divide s) or whole on each rank.
 
@@ -82,7 +82,7 @@ lookup.defvjp(_forward, _backward)
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
-    """x as uint32, two 16-bit elements to one.
+    """Bits of x as uint32, two 16-bit elements to one.
 
     Only one rank's are not zero, so their sum is a copy, exact in any type. And a sum of 16-bit
     floats inside a `shard_map` aborts XLA's CPU compiler (jax 0.10.2, AllReducePromotion).

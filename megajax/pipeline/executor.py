@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import tables
-from megajax.pipeline.schedule import BACKWARD, FORWARD, Schedule
+from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from megajax.pipeline.stage import Stack
 
 Tree = Any
@@ -39,6 +39,7 @@ class Carry(NamedTuple):
     activations: jax.Array  # inbox of received activations, [slots + 1, samples, sequence, hidden]
     gradients: jax.Array  # inbox of received gradients, likewise
     middle: jax.Array  # gradient between the parts of a backward
+    kept: Tree  # what I leaves for W, [slots, blocks per chunk, ...]
     block_gradients: Tree  # fp32, [local layers, ...]
     shared_gradients: Tree  # fp32
     output: Tree  # loss summed over microbatches, or what `collect` returned for each of them
@@ -61,7 +62,9 @@ def gradient_function(
         rank = _Rank(functions, schedule, table, constrain, params, batch, poison=poison_bubbles)
         carry = rank.run(columns, rank.start(), cotangent=_vary(cotangent))
         blocks = jax.tree.map(
-            lambda total, weights: lax.psum(total.reshape(weights.shape), "data"), carry.block_gradients, params["blocks"]
+            lambda total, weights: lax.psum(total.reshape(weights.shape), "data"),
+            carry.block_gradients,
+            params["blocks"],
         )
         shared = jax.tree.map(lambda total: lax.psum(total, MANUAL), carry.shared_gradients)
         return lax.psum(carry.output, MANUAL), {"blocks": blocks, "shared": shared}
@@ -129,14 +132,15 @@ class _Rank:
         }
         if self.collect is None:
             stash = _vary(self.stack.empty_stash(self.table.stash_slots, x, first))
+            kept = _vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
             zeros = lambda tree: jax.tree.map(lambda a: _vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
             totals, output = (zeros(self.stack.weights), zeros(self.shared)), _vary(jnp.zeros((), jnp.float32))
         else:
-            stash, totals = (), ((), ())
+            stash, kept, totals = (), (), ((), ())
             count = self.schedule.microbatches
             result = jax.eval_shape(self.collect, self.shared, x, first)
             output = jax.tree.map(lambda a: _vary(jnp.zeros((count, *a.shape), a.dtype)), result)
-        return Carry(stash, inbox[FORWARD], inbox[BACKWARD], x, *totals, output)
+        return Carry(stash, inbox[FORWARD], inbox[BACKWARD], x, kept, *totals, output)
 
     def run(self, columns: Tree, carry: Carry, cotangent=None) -> Carry:
         """All ticks. `columns` are this rank's, [ticks, 1]."""
@@ -159,16 +163,18 @@ class _Rank:
         return carry
 
     def mixed_tick(self, ops, carry: Carry, row) -> Carry:
-        """Each rank forward or backward, then all send. No send before all work, or one rank's waits for the other's."""
+        """Each rank one op, then all send. No send before all work, or one rank's waits for the other's."""
         y = dx = carry.middle
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
-        if BACKWARD in ops:
+        if BACKWARD in ops or INPUT in ops:
             carry, dx = self.backward(carry, row)
+        if WEIGHT in ops:
+            carry = self.weight_gradients(carry, row)
         y, dx = lax.optimization_barrier((y, dx))
         if FORWARD in ops:
             carry = carry._replace(activations=self.send(FORWARD, y, carry.activations, row))
-        if BACKWARD in ops:
+        if BACKWARD in ops or INPUT in ops:
             carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
         return carry
 
@@ -176,7 +182,9 @@ class _Rank:
         """The tick's forward; on the last stage the head too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
         x = self.pin(carry.activations[row["forward_inbox"]])
-        x = _run_if(on & (row["forward_first"] == 1), lambda x: self.pin(self.functions.embed(self.shared, microbatch)), x)
+        x = _run_if(
+            on & (row["forward_first"] == 1), lambda x: self.pin(self.functions.embed(self.shared, microbatch)), x
+        )
         if self.poison:
             x = jnp.where(on, x, jnp.nan)
         last = on & (row["forward_last"] == 1)
@@ -208,19 +216,23 @@ class _Rank:
         return _run_if(last, collect, output)
 
     def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
-        """The tick's backward, whole or in part; on the first stage the embedding's too. Returns what to send back."""
+        """The tick's backward, whole, in part or I; on the first stage the embedding's too. Returns what to send back."""
         on, microbatch = row["backward_on"] == 1, self.microbatch(row["backward_microbatch"])
-        dy, run = self.pin(carry.gradients[row["backward_inbox"]]), {"keep": on}
-        if not self.schedule.paired:
-            low, high = self.stack.run_of(row["backward_part"], row["backward_parts"])
-            run = {"blocks": (low, jnp.where(on, high, low))}
+        dy = self.pin(carry.gradients[row["backward_inbox"]])
+        place = (microbatch, row["backward_chunk"], carry.stash, row["backward_stash"], carry.block_gradients)
+        if self.schedule.paired:
+            dy = jnp.where(on, dy, jnp.nan) if self.poison else dy
+            dx, block_gradients = self.stack.backward(dy, *place, keep=on)
+        elif self.schedule.split:
+            blocks = row["backward_on"] * self.per_chunk
+            dx, block_gradients, kept = self.stack.backward_input(dy, *place, carry.kept, row["backward_kept"], blocks)
+            carry = carry._replace(kept=kept)
+        else:
             dy = jnp.where(on & (row["backward_part"] == 0), dy, carry.middle)
-        elif self.poison:
-            dy = jnp.where(on, dy, jnp.nan)
-        dx, block_gradients = self.stack.backward(
-            dy, microbatch, row["backward_chunk"], carry.stash, row["backward_stash"], carry.block_gradients, **run
-        )
-        dx = self.pin(dx)
+            low, high = self.stack.run_of(row["backward_part"], row["backward_parts"])
+            dx, block_gradients = self.stack.backward(dy, *place, blocks=(low, jnp.where(on, high, low)))
+            carry = carry._replace(middle=self.pin(dx))
+        carry, dx = carry._replace(block_gradients=block_gradients), self.pin(dx)
 
         def embed_backward(shared_gradients):
             _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
@@ -228,9 +240,14 @@ class _Rank:
 
         complete = row["backward_part"] == row["backward_parts"] - 1
         first = on & complete & (row["backward_first"] == 1)
-        shared_gradients = _run_if(first, embed_backward, carry.shared_gradients)
-        middle = carry.middle if self.schedule.paired else dx
-        return carry._replace(block_gradients=block_gradients, shared_gradients=shared_gradients, middle=middle), dx
+        return carry._replace(shared_gradients=_run_if(first, embed_backward, carry.shared_gradients)), dx
+
+    def weight_gradients(self, carry: Carry, row) -> Carry:
+        """The tick's W: what an earlier I left undone."""
+        microbatch, blocks = self.microbatch(row["weight_microbatch"]), row["weight_on"] * self.per_chunk
+        place = (microbatch, row["weight_chunk"], carry.stash, row["weight_stash"], carry.block_gradients)
+        block_gradients = self.stack.backward_weight(carry.middle, *place, carry.kept, row["weight_kept"], blocks)
+        return carry._replace(block_gradients=block_gradients)
 
     def send(self, direction: str, value: jax.Array, inbox: jax.Array, row) -> jax.Array:
         """Sends along every route of a direction, and puts what arrives where the table says."""

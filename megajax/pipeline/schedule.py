@@ -10,12 +10,13 @@ import dataclasses
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
+INPUT, WEIGHT = "I", "W"  # a backward in two: gradient of the input, gradients of the weights (2401.10241)
 
 
 class Operation(NamedTuple):
     """One operation of a schedule, as the papers write it."""
 
-    op: str  # "F" forward, "B" backward
+    op: str  # "F" forward, "B" backward, or "I" and "W" for its two parts
     chunk: int  # which of the rank's model chunks
     microbatch: int
 
@@ -26,17 +27,12 @@ class Work(NamedTuple):
     op: str
     chunk: int
     microbatch: int
-    part: int = 0  # a backward cut into halves has part 0 (the later blocks, done first) and part 1
+    part: int = 0
     parts: int = 1
 
     @property
     def operation(self) -> Operation:
         return Operation(self.op, self.chunk, self.microbatch)
-
-    @property
-    def completes(self) -> bool:
-        """Whether the operation is finished, so that its result can be sent."""
-        return self.part == self.parts - 1
 
 
 class Segment(NamedTuple):
@@ -55,9 +51,13 @@ class ScheduleError(ValueError):
 class Schedule:
     """A pipeline schedule over `stages` ranks, `chunks` model chunks a rank and `microbatches` microbatches.
 
-    `ticks[tick][rank]` is the tuple of `Work` that the rank does in that tick, in order. `paired` says what a tick is:
-    True, a forward and then a backward on every rank (where the table has neither, the program computes and throws away);
-    False, a mixed tick, in which each rank does at most one piece of work, some a forward and some a backward.
+    Attributes:
+      ticks: `ticks[tick][rank]` is the tuple of `Work` that the rank does in that tick, in order.
+      paired: what a tick is. True: a forward and then a backward on every rank (where the table has neither, the program
+        computes and throws away). False: a mixed tick, in which each rank does at most one piece of work.
+      placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, down the ranks and up again.
+      split: backwards run as I and W. A whole backward then takes two ticks, I (part 0) and W (part 1); otherwise its
+        parts are runs of the chunk's blocks, the last blocks first.
     """
 
     name: str
@@ -66,18 +66,23 @@ class Schedule:
     chunks: int
     paired: bool
     ticks: tuple[tuple[tuple[Work, ...], ...], ...]
+    placement: str = "loop"
+    split: bool = False
 
     def stage(self, chunk: int, rank: int) -> int:
-        """The global stage held as `chunk` by `rank`; 2104.04473 section 2.2: chunks are dealt round the ranks."""
+        """The global stage held as `chunk` by `rank`; 2104.04473 section 2.2 deals chunks round the ranks."""
+        if self.placement == "v" and chunk == 1:
+            return 2 * self.stages - 1 - rank
         return chunk * self.stages + rank
+
+    def home(self, stage: int) -> tuple[int, int]:
+        """(chunk, rank) of a global stage: the inverse of `stage`."""
+        chunk, rank = divmod(stage, self.stages)
+        return (chunk, self.stages - 1 - rank) if self.placement == "v" and chunk == 1 else (chunk, rank)
 
     @property
     def last_stage(self) -> int:
         return self.stages * self.chunks - 1
-
-    def home(self, stage: int) -> tuple[int, int]:
-        """(chunk, rank) of a global stage: the inverse of `stage`."""
-        return divmod(stage, self.stages)
 
     def orders(self) -> list[list[Operation]]:
         """For each rank, its operations in the order in which it starts them."""
@@ -85,6 +90,28 @@ class Schedule:
             [work.operation for tick in self.ticks for work in tick[rank] if work.part == 0]
             for rank in range(self.stages)
         ]
+
+    def does(self, work: Work) -> str:
+        """The op that the program runs for a piece of work: F, B, I or W."""
+        if self.split and work.op == BACKWARD:
+            return WEIGHT if work.part else INPUT
+        return work.op
+
+    def results(self, work: Work) -> tuple[str, ...]:
+        """What a piece of work finishes: F an activation to send, I a gradient to send, W a weight gradient."""
+        op = self.does(work)
+        if op != BACKWARD:
+            return (op,)
+        return (INPUT, WEIGHT) if work.part == work.parts - 1 else ()
+
+    def needs(self, work: Work, stage: int) -> list[tuple[str, int]]:
+        """The (result, stage) that must be there for the same microbatch before this work starts."""
+        op = self.does(work)
+        if op == FORWARD:
+            return [(FORWARD, stage - 1)] if stage else []
+        if op == WEIGHT:
+            return [(INPUT, stage)]
+        return [(FORWARD, stage)] + ([(INPUT, stage + 1)] if stage < self.last_stage else [])
 
     @property
     def has_backward(self) -> bool:
@@ -94,77 +121,91 @@ class Schedule:
     def segments(self) -> tuple[Segment, ...]:
         """At most three runs of ticks: the fill (forwards only), the steady state, and the drain (no forward)."""
         count = len(self.ticks)
-        forward = [self._has(tick, lambda op: op == FORWARD) for tick in range(count)]
-        other = [self._has(tick, lambda op: op != FORWARD) for tick in range(count)]
-        fill = next((tick for tick in range(count) if other[tick]), count)
-        drain = next((tick + 1 for tick in reversed(range(count)) if forward[tick]), 0)
+        ops = [{self.does(work) for works in tick for work in works} for tick in self.ticks]
+        fill = next((tick for tick in range(count) if ops[tick] - {FORWARD}), count)
+        drain = next((tick + 1 for tick in reversed(range(count)) if FORWARD in ops[tick]), 0)
         drain = max(fill, drain)
         bounds = [(0, fill), (fill, drain), (drain, count)]
-        return tuple(Segment(start, stop, self._ops(start, stop)) for start, stop in bounds if stop > start)
-
-    def _has(self, tick: int, test) -> bool:
-        return any(test(work.op) for works in self.ticks[tick] for work in works)
-
-    def _ops(self, start: int, stop: int) -> tuple[str, ...]:
-        ops = {work.op for tick in self.ticks[start:stop] for works in tick for work in works}
-        return tuple(sorted(ops, key=lambda op: (op != FORWARD, op)))
+        order = (FORWARD, BACKWARD, INPUT, WEIGHT)
+        return tuple(
+            Segment(start, stop, tuple(sorted(set().union(*ops[start:stop]), key=order.index)))
+            for start, stop in bounds
+            if stop > start
+        )
 
     def validate(self) -> "Schedule":
         """Proves the table and returns it.
 
         Every operation exactly once on every stage, its parts in order; at most one piece of work a phase; a forward
-        after the forward of the stage before it, a backward after its own forward and after the backward of the stage
-        behind it, in an earlier tick where the two are on different ranks.
+        after the forward of the stage before it, a backward (or I) after its own forward and after the backward of the
+        stage behind it, in an earlier tick where the two are on different ranks; W after its I.
 
         Raises:
-          ScheduleError: names the rank, tick and work at fault.
+          ScheduleError: names the rank, tick and work at fault, and shows the table there.
         """
-        finished: dict[tuple[str, int, int], int] = {}
-        pieces: set[tuple[int, Work]] = set()
+        there: set[tuple[str, int, int]] = set()
+        done: set[tuple[int, Work]] = set()
         for tick, row in enumerate(self.ticks):
-            arrived = dict(finished)
+            before = set(there)
             for rank, works in enumerate(row):
                 self._check_phases(tick, rank, works)
                 for work in works:
-                    where = f"{self.name}: tick {tick}, rank {rank}, {_show(work)}"
-                    if (rank, work) in pieces:
-                        raise ScheduleError(f"{where} is done twice")
-                    if work.part and (rank, work._replace(part=work.part - 1)) not in pieces:
-                        raise ScheduleError(f"{where} comes before its part {work.part - 1}")
-                    pieces.add((rank, work))
                     stage = self.stage(work.chunk, rank)
-                    for need in self.needs(work.op, stage, work.microbatch):
-                        known = finished if self.home(need[1])[1] == rank else arrived
-                        if need not in known:
-                            raise ScheduleError(f"{where} needs {need[0]} of stage {need[1]}, microbatch {need[2]} first")
-                    if work.completes:
-                        finished[work.op, stage, work.microbatch] = tick
-        operations = (FORWARD, BACKWARD) if self.has_backward else (FORWARD,)
-        for op in operations:
+                    if not (0 <= work.chunk < self.chunks and 0 <= work.microbatch < self.microbatches):
+                        self._refuse(tick, rank, f"{show(work)} is of a chunk or microbatch that does not exist")
+                    if work.part and (rank, work._replace(part=work.part - 1)) not in done:
+                        self._refuse(tick, rank, f"{show(work)} comes before its part {work.part - 1}")
+                    for result, of in self.needs(work, stage):
+                        known = there if self.home(of)[1] == rank else before
+                        if (result, of, work.microbatch) not in known:
+                            self._refuse(
+                                tick,
+                                rank,
+                                f"{show(work)} needs {result} of stage {of}, microbatch {work.microbatch} first",
+                            )
+                    for result in self.results(work):
+                        if (result, stage, work.microbatch) in there:
+                            self._refuse(tick, rank, f"{show(work)} is done twice")
+                        there.add((result, stage, work.microbatch))
+                    done.add((rank, work))
+        for result in (FORWARD, INPUT, WEIGHT) if self.has_backward else (FORWARD,):
             for stage in range(self.last_stage + 1):
                 for microbatch in range(self.microbatches):
-                    if (op, stage, microbatch) not in finished:
-                        raise ScheduleError(f"{self.name}: {op} of stage {stage}, microbatch {microbatch} is missing")
-        if len(finished) != len(operations) * (self.last_stage + 1) * self.microbatches:
-            raise ScheduleError(f"{self.name}: work on a stage or microbatch that does not exist")
+                    if (result, stage, microbatch) not in there:
+                        chunk, rank = self.home(stage)
+                        what = f"{result}{microbatch} of chunk {chunk} on rank {rank} (stage {stage})"
+                        raise ScheduleError(f"{self.name}: {what} is missing")
         return self
 
-    def needs(self, op: str, stage: int, microbatch: int) -> list[tuple[str, int, int]]:
-        """The (op, stage, microbatch) that must be finished before this one starts."""
-        if op == FORWARD:
-            return [(FORWARD, stage - 1, microbatch)] if stage else []
-        behind = [(BACKWARD, stage + 1, microbatch)] if stage < self.last_stage else []
-        return [(FORWARD, stage, microbatch), *behind]
-
     def _check_phases(self, tick: int, rank: int, works: tuple[Work, ...]) -> None:
-        most = 2 if self.paired else 1
         ops = [work.op for work in works]
-        if len(works) > most or sorted(ops, key=lambda op: op != FORWARD) != ops or len(set(ops)) != len(ops):
+        legal = ops in ([], [FORWARD], [BACKWARD], [FORWARD, BACKWARD]) if self.paired else len(ops) <= 1
+        if not legal:
             rule = "a forward and then a backward" if self.paired else "one piece of work"
-            raise ScheduleError(f"{self.name}: tick {tick}, rank {rank} does {ops}; it may do at most {rule}")
+            self._refuse(tick, rank, f"{' '.join(map(show, works))}: a tick holds at most {rule}")
+
+    def _refuse(self, tick: int, rank: int, problem: str):
+        raise ScheduleError(f"{self.name}: tick {tick}, rank {rank}: {problem}\n{self.grid(tick, rank)}")
+
+    def grid(self, tick: int, rank: int, around: int = 4) -> str:
+        """The table near a cell as text, a rank a row, the cell marked."""
+        ticks = range(max(0, tick - around), min(len(self.ticks), tick + around + 1))
+        cells = [["tick", *map(str, ticks)]]
+        for row in range(self.stages):
+            texts = ["+".join(show(work, short=True) for work in self.ticks[column][row]) or "." for column in ticks]
+            if row == rank:
+                texts[ticks.index(tick)] = f">{texts[ticks.index(tick)]}<"
+            cells.append([f"rank {row}", *texts])
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
+        )
 
 
-def _show(work: Work) -> str:
+def show(work: Work, short: bool = False) -> str:
+    """A piece of work as text: "B3 of chunk 1 part 0", or short, "B3.1"."""
+    if short:
+        return f"{work.op}{work.microbatch}.{work.chunk}" + ("'" * work.part)
     part = f" part {work.part}" if work.parts > 1 else ""
     return f"{work.op}{work.microbatch} of chunk {work.chunk}{part}"
 
@@ -177,6 +218,8 @@ def pack(
     chunks: int = 1,
     paired: bool,
     parts: dict[str, int] | None = None,
+    placement: str = "loop",
+    split: bool = False,
 ) -> Schedule:
     """Places each rank's operations into ticks, each as early as its dependencies and its place in the order allow.
 
@@ -190,38 +233,43 @@ def pack(
       ScheduleError: the orders wait for each other for ever; the message says where each rank stands.
     """
     parts = parts or {}
-    stages = len(orders)
-    table = Schedule(name, stages, microbatches, chunks, paired, ())
+    table = Schedule(name, len(orders), microbatches, chunks, paired, (), placement, split)
     queues = [
-        [Work(*operation, part, parts.get(operation.op, 1)) for operation in order for part in range(parts.get(operation.op, 1))]
+        [
+            Work(*operation, part, count)
+            for operation in order
+            for count in [parts.get(operation.op, 1)]
+            for part in range(count)
+        ]
         for order in orders
     ]
-    position = [0] * stages
-    finished: set[tuple[str, int, int]] = set()
+    position = [0] * len(orders)
+    there: set[tuple[str, int, int]] = set()
     ticks = []
-    while any(position[rank] < len(queues[rank]) for rank in range(stages)):
-        row, completed = [], set()
+    while any(position[rank] < len(queue) for rank, queue in enumerate(queues)):
+        row, new = [], set()
         for rank, queue in enumerate(queues):
             works: list[Work] = []
-            mine = set(finished)
+            mine: set[tuple[str, int, int]] = set()
             while position[rank] < len(queue):
                 work = queue[position[rank]]
                 stage = table.stage(work.chunk, rank)
                 fits = not works or (paired and works[-1].op == FORWARD and work.op != FORWARD)
-                if not fits or any(need not in mine for need in table.needs(work.op, stage, work.microbatch)):
+                wanted = [(result, of, work.microbatch) for result, of in table.needs(work, stage)]
+                if not fits or any(want not in there and want not in mine for want in wanted):
                     break
                 works.append(work)
                 position[rank] += 1
-                if work.completes:
-                    mine.add((work.op, stage, work.microbatch))
-                    completed.add((work.op, stage, work.microbatch))
+                mine |= {(result, stage, work.microbatch) for result in table.results(work)}
+            new |= mine
             row.append(tuple(works))
         if not any(row):
             waiting = "; ".join(
-                f"rank {rank} waits at {_show(queue[position[rank]])}" if position[rank] < len(queue) else f"rank {rank} is done"
+                f"rank {rank} "
+                + (f"waits at {show(queue[position[rank]])}" if position[rank] < len(queue) else "is done")
                 for rank, queue in enumerate(queues)
             )
             raise ScheduleError(f"{name}: the orders wait for each other for ever: {waiting}")
-        finished |= completed
+        there |= new
         ticks.append(tuple(row))
     return dataclasses.replace(table, ticks=tuple(ticks))

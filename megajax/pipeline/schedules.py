@@ -7,7 +7,7 @@ time. A generator writes each rank's order of operations, as the papers do, and 
 import difflib
 from collections.abc import Callable
 
-from megajax.pipeline.schedule import BACKWARD, FORWARD, Operation, Schedule, ScheduleError, pack
+from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, ScheduleError, pack
 
 Generator = Callable[..., Schedule]
 SCHEDULES: dict[str, Generator] = {}
@@ -70,7 +70,10 @@ def one_forward_one_backward(stages: int, microbatches: int, chunks: int) -> Sch
         rank 1   . F0 B0 b0 F1 B1 b1 F2 ...
     """
     _one_chunk("1f1b", chunks)
-    orders = [_alternate(min(stages - rank - 1, microbatches), _depth_first(stages, microbatches, 1)) for rank in range(stages)]
+    orders = [
+        _alternate(min(stages - rank - 1, microbatches), _depth_first(stages, microbatches, 1))
+        for rank in range(stages)
+    ]
     return pack("1f1b", orders, microbatches=microbatches, paired=False, parts={BACKWARD: 2})
 
 
@@ -141,3 +144,95 @@ def _alternate(warmup: int, sequence: list[tuple[int, int]], last_chunk: int = 0
     backwards = [Operation(BACKWARD, last_chunk - chunk, microbatch) for chunk, microbatch in sequence]
     steady = [operation for pair in zip(forwards[warmup:], backwards, strict=False) for operation in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+
+
+@register("zb_1p_interleaved")
+def zb_1p_interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Interleaved zero bubble, one-p memory (2401.10241; torch's InterleavedZeroBubble): W's fill the drain's bubbles.
+
+    Bubble (p - 1)(tF + tI - tW) in chunk times, (p - 1)/(3mv) of the ideal where the three cost the same; vp chunks in
+    flight on every rank, those waiting for W counted.
+    """
+    if stages > 1 and microbatches % stages:
+        raise ScheduleError(f"zb_1p_interleaved takes a multiple of {stages} microbatches (stages), not {microbatches}")
+    return _zero_bubble("zb_1p_interleaved", stages, microbatches, chunks)
+
+
+@register("zb_h1")
+def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """ZB-H1 (2401.10241): 1F1B with the backward split; rank r does W r microbatches late, and the rest in the drain.
+
+    Bubble (p - 1)(tF + tI - tW), a third of 1F1B's at equal costs; p microbatches in flight on every rank, as 1F1B's most.
+    """
+    _one_chunk("zb_h1", chunks)
+    return _zero_bubble("zb_h1", stages, microbatches, 1)
+
+
+def _zero_bubble(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
+    sequence = _depth_first(stages, microbatches, chunks)
+    orders = []
+    for rank in range(stages):
+        warmup = min((chunks - 1) * stages + stages - 1 - rank, len(sequence))
+        order = [Operation(FORWARD, chunk, microbatch) for chunk, microbatch in sequence[:warmup]]
+        backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in sequence]
+        for index, (chunk, microbatch) in enumerate(backwards):
+            if warmup + index < len(sequence):
+                order.append(Operation(FORWARD, *sequence[warmup + index]))
+            order.append(Operation(INPUT, chunk, microbatch))
+            if index >= rank:
+                order.append(Operation(WEIGHT, *backwards[index - rank]))
+        order += [Operation(WEIGHT, *late) for late in backwards[max(0, len(backwards) - rank) :]]
+        orders.append(order)
+    return pack(name, orders, microbatches=microbatches, chunks=chunks, paired=False, split=True)
+
+
+@register("zb_v")
+def zb_v(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """ZB-V (2401.10241 section 6; 2405.15362): two chunks a rank, placed in a V, so that rank 0 has both ends.
+
+    Bubble (p - 1)/(6m) of the ideal at equal costs; 2p chunks, that is p stages' worth, in flight on every rank.
+    """
+    if chunks != 2:
+        raise ScheduleError(f"zb_v has two chunks a rank, not {chunks}")
+    return pack(
+        "zb_v",
+        [_zero_bubble_v(stages, microbatches, rank) for rank in range(stages)],
+        microbatches=microbatches,
+        chunks=2,
+        paired=False,
+        split=True,
+        placement="v",
+    )
+
+
+def _zero_bubble_v(stages: int, microbatches: int, rank: int) -> list[Operation]:
+    order: list[Operation] = []
+    done = {(op, chunk): 0 for op in (FORWARD, INPUT, WEIGHT) for chunk in (0, 1)}
+
+    def do(chunk: int, *ops: str) -> None:
+        for op in ops:
+            if done[op, chunk] < microbatches:
+                order.append(Operation(op, chunk, done[op, chunk]))
+                done[op, chunk] += 1
+
+    for _ in range(2 * (stages - rank) - 1):
+        do(0, FORWARD)
+    for _ in range(rank):
+        do(1, FORWARD)
+        do(0, FORWARD)
+    for _ in range(stages - rank):
+        do(1, FORWARD, INPUT, WEIGHT)
+    while done[FORWARD, 1] < microbatches:
+        do(0, FORWARD, INPUT, WEIGHT)
+        do(1, FORWARD, INPUT, WEIGHT)
+    for _ in range(rank):
+        do(0, INPUT)
+        do(1, INPUT)
+    for _ in range(stages - rank):
+        do(0, INPUT, WEIGHT)
+    for chunk in (1, 0):
+        while done[INPUT, chunk] < microbatches:
+            do(chunk, INPUT)
+        while done[WEIGHT, chunk] < microbatches:
+            do(chunk, WEIGHT)
+    return order

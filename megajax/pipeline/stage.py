@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.pipeline.split import Split, split_backward
+
 Tree = Any
 
 
@@ -92,6 +94,56 @@ class Stack:
 
         return lax.fori_loop(0, high - low, step, (dy, gradients))
 
+    def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
+        """Zeros of [slots, blocks per chunk, ...] for what `backward_input` leaves for `backward_weight`."""
+
+        def keep(x, microbatch, layer):
+            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
+            return self._split(vjp, vjp.opaque_residuals, weights, x).input(vjp.opaque_residuals, weights, x, x)[2]
+
+        shapes = jax.eval_shape(keep, x, microbatch, jnp.zeros((), jnp.int32))
+        return [jnp.zeros((slots, self.per_chunk, *leaf.shape), leaf.dtype) for leaf in shapes]
+
+    def backward_input(
+        self, dy: jax.Array, microbatch: Tree, chunk, stash: Tree, slot, gradients: Tree, kept: Tree, kept_slot, blocks
+    ) -> tuple[jax.Array, Tree, Tree]:
+        """I: the gradient of a chunk's input, and of the weights that take no matmul.
+
+        What `backward_weight` needs beside the stash goes to `kept[kept_slot, block]`. `blocks`: all, or none in a bubble.
+        """
+        template = self._template(dy, microbatch)
+
+        def step(count, carry):
+            dy, gradients, kept = carry
+            index = self.per_chunk - 1 - count
+            place = chunk * self.per_chunk + index
+            residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
+            split = self._split(template, residuals, self._weights(place), x)
+            dx, early, new = split.input(residuals, self._weights(place), x, dy)
+            kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
+            return dx, _add_some(gradients, early, place, split.is_late, False), kept
+
+        return lax.fori_loop(0, blocks, step, (dy, gradients, kept))
+
+    def backward_weight(
+        self, x: jax.Array, microbatch: Tree, chunk, stash: Tree, slot, gradients: Tree, kept: Tree, kept_slot, blocks
+    ) -> Tree:
+        """W: the gradients of a chunk's weights that `backward_input` left; of `x` only the type is read."""
+        template = self._template(x, microbatch)
+
+        def step(index, gradients):
+            place = chunk * self.per_chunk + index
+            residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
+            split = self._split(template, residuals, self._weights(place), x)
+            late = split.weight(residuals, self._weights(place), x, [whole[kept_slot, index] for whole in kept])
+            return _add_some(gradients, late, place, split.is_late, True)
+
+        return lax.fori_loop(0, blocks, step, gradients)
+
+    def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
+        """The block's backward in two; a gradient has the type of what it is the gradient of."""
+        return split_backward(lambda r, w, x, dy: _rebuild(template, r, (w, x))(dy), residuals, weights, x, x)
+
     def run_of(self, part, parts) -> tuple[jax.Array, jax.Array]:
         """(low, high) blocks of part `part` of `parts` of a backward: the last blocks are part 0, and as many or more."""
         bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
@@ -107,6 +159,16 @@ class Stack:
         """The VJP object's structure, with shapes for leaves. Two traces of a block give the same one."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
+
+
+def _add_some(totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
+    """Adds the next of `new` at `place` of each total whose flag in `is_late` is `late`."""
+    values = iter(new)
+    return jax.tree.map(
+        lambda total, flag: total.at[place].add(next(values).astype(total.dtype)) if flag == late else total,
+        totals,
+        is_late,
+    )
 
 
 def _rebuild(template, residuals: Tree, arguments: tuple):

@@ -10,31 +10,36 @@ import heapq
 
 import numpy as np
 
-from megajax.pipeline.schedule import BACKWARD, FORWARD, Schedule, Work
+from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 Route = tuple[tuple[int, int], ...]
 Interval = tuple[int, int, object]
+PREFIX = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight"}
+Times = dict[tuple[str, int, int], int]  # (result, stage, microbatch) -> tick
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
     """A schedule as arrays. Each column is int32 [ticks, ranks].
 
-    Columns of a forward (prefix `forward_`) and of a backward (`backward_`): `on` 1 where there is work, `chunk`,
-    `stage`, `microbatch`, `first` and `last` 1 on the model's first and last stage, `stash` the slot written or read,
-    `inbox` the slot its input waits in. `forward_loss_gradient` is where the head leaves the loss's gradient.
-    `forward_arrival_J` and `backward_arrival_J` say where what comes over route J goes at the end of the tick; the slot
-    after an inbox's last is for what nobody needs. `backward_part` of `backward_parts` says which run of the chunk's
-    blocks a backward goes through.
+    Columns of a forward (prefix `forward_`), of a backward or of its gradient of the input alone (`backward_`), and of the
+    weights' gradients done later (`weight_`): `on` 1 where there is work, `chunk`, `stage`, `microbatch`, `first` and
+    `last` 1 on the model's first and last stage, `stash` the slot written or read, `inbox` the slot its input waits in.
+    `forward_loss_gradient` is where the head leaves the loss's gradient. `forward_arrival_J` and `backward_arrival_J` say
+    where what comes over route J goes at the end of the tick; the slot after an inbox's last is for what nobody needs.
+    `backward_part` of `backward_parts` says which run of the chunk's blocks a backward goes through. `backward_kept` and
+    `weight_kept` are the slot of what I leaves for W.
 
     Attributes:
       stash_slots: chunk activations kept at once; the shape of the stash in the program.
-      inbox_slots: received activations and gradients waiting at once, by direction.
-      routes: by direction, the open chains of (sender, receiver) pairs along which results travel.
+      kept_slots: how many I wait for their W at once.
+      inbox_slots: received activations ("F") and gradients ("B") waiting at once.
+      routes: for activations ("F") and gradients ("B"), the open chains of (sender, receiver) pairs they travel along.
     """
 
     columns: dict[str, np.ndarray]
     stash_slots: int
+    kept_slots: int
     inbox_slots: dict[str, int]
     routes: dict[str, tuple[Route, ...]]
 
@@ -42,41 +47,43 @@ class Tables:
 def build(schedule: Schedule) -> Tables:
     """The tables of a valid schedule."""
     shape = (len(schedule.ticks), schedule.stages)
-    columns: dict[str, np.ndarray] = {"backward_part": np.zeros(shape, np.int32), "backward_parts": np.ones(shape, np.int32)}
-    for prefix in ("forward", "backward"):
-        for name in ("on", "chunk", "stage", "microbatch", "first", "last", "stash", "inbox"):
+    columns: dict[str, np.ndarray] = {}
+    for prefix in ("forward", "backward", "weight"):
+        for name in ("on", "chunk", "stage", "microbatch", "first", "last", "stash", "part"):
             columns[f"{prefix}_{name}"] = np.zeros(shape, np.int32)
-    start: dict[tuple[str, int, int], int] = {}
-    finish: dict[tuple[str, int, int], int] = {}
+        columns[f"{prefix}_parts"] = np.ones(shape, np.int32)
+    start: Times = {}
+    finish: Times = {}
+    for tick, rank, work in _works(schedule):
+        op, stage = schedule.does(work), schedule.stage(work.chunk, rank)
+        whole = op != BACKWARD  # an I or a W is never in parts, though it may be a part of a B
+        values = dict(
+            on=1,
+            chunk=work.chunk,
+            stage=stage,
+            microbatch=work.microbatch,
+            first=stage == 0,
+            last=stage == schedule.last_stage,
+            part=0 if whole else work.part,
+            parts=1 if whole else work.parts,
+        )
+        for name, value in values.items():
+            columns[f"{PREFIX[op]}_{name}"][tick, rank] = value
+        start.setdefault((INPUT if op == BACKWARD else op, stage, work.microbatch), tick)
+        for result in schedule.results(work):
+            finish[result, stage, work.microbatch] = tick
+    routes = {direction: _routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
+    stash_slots = _stash(schedule, columns, finish) if schedule.has_backward else 0
+    kept_slots = _kept(schedule, columns, finish)
+    inbox_slots = {way: _inbox(schedule, columns, start, finish, way, routes[way]) for way in (FORWARD, BACKWARD)}
+    return Tables(columns, stash_slots, kept_slots, inbox_slots, routes)
+
+
+def _works(schedule: Schedule):
     for tick, row in enumerate(schedule.ticks):
         for rank, works in enumerate(row):
             for work in works:
-                _describe(schedule, columns, tick, rank, work)
-                key = (work.op, schedule.stage(work.chunk, rank), work.microbatch)
-                start.setdefault(key, tick)
-                finish[key] = tick
-    routes = {direction: _routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
-    stash_slots = _stash(schedule, columns, start, finish) if schedule.has_backward else 0
-    inbox_slots = {FORWARD: _inbox(schedule, columns, start, finish, FORWARD, routes[FORWARD])}
-    inbox_slots[BACKWARD] = _inbox(schedule, columns, start, finish, BACKWARD, routes[BACKWARD])
-    return Tables(columns, stash_slots, inbox_slots, routes)
-
-
-def _describe(schedule: Schedule, columns: dict, tick: int, rank: int, work: Work) -> None:
-    prefix = "forward" if work.op == FORWARD else "backward"
-    stage = schedule.stage(work.chunk, rank)
-    values = dict(
-        on=1,
-        chunk=work.chunk,
-        stage=stage,
-        microbatch=work.microbatch,
-        first=stage == 0,
-        last=stage == schedule.last_stage,
-    )
-    if work.op == BACKWARD:
-        values |= dict(part=work.part, parts=work.parts)
-    for name, value in values.items():
-        columns[f"{prefix}_{name}"][tick, rank] = value
+                yield tick, rank, work
 
 
 def _stage_after(schedule: Schedule, direction: str, stage: int) -> int | None:
@@ -103,71 +110,85 @@ def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     return tuple(tuple(sorted(groups[distance])) for distance in sorted(groups, key=abs))
 
 
-def _stash(schedule: Schedule, columns: dict, start: dict, finish: dict) -> int:
+def _stash(schedule: Schedule, columns: dict, finish: Times) -> int:
     """Gives each forward the slot that its backward reads; returns how many slots the rank with most needs.
 
-    A masked forward in a bubble writes too, so it is given a slot that is free in that tick.
+    A slot is held until the weights' gradients are done. A masked forward in a bubble writes too, so it is given a slot
+    that is free in that tick.
     """
-    most = 0
-    for rank in range(schedule.stages):
-        intervals: list[Interval] = []
-        for (op, stage, microbatch), tick in start.items():
-            if op == FORWARD and schedule.home(stage)[1] == rank:
-                intervals.append((tick, finish[BACKWARD, stage, microbatch], (stage, microbatch)))
-        if schedule.paired:
-            spans = [range(segment.start, segment.stop) for segment in schedule.segments if FORWARD in segment.ops]
-            bubbles = [tick for span in spans for tick in span if not columns["forward_on"][tick, rank]]
-            intervals += [(tick, tick, ("bubble", tick)) for tick in bubbles]
-        slots = _colour(intervals)
-        most = max(most, 1 + max(slots.values()))
-        for tick, row in enumerate(schedule.ticks):
-            if ("bubble", tick) in slots:
-                columns["forward_stash"][tick, rank] = slots["bubble", tick]
-            for work in row[rank]:
-                prefix = "forward" if work.op == FORWARD else "backward"
-                slot = slots[schedule.stage(work.chunk, rank), work.microbatch]
-                columns[f"{prefix}_stash"][tick, rank] = slot
-    return most
-
-
-def _inbox(schedule: Schedule, columns: dict, start: dict, finish: dict, direction: str, routes) -> int:
-    """Gives each arriving value a slot from its arrival to its use; returns the number of slots, without the spare."""
-    prefix = "forward" if direction == FORWARD else "backward"
+    spans = [range(segment.start, segment.stop) for segment in schedule.segments if FORWARD in segment.ops]
     slots_of = {}
     for rank in range(schedule.stages):
-        intervals: list[Interval] = []
-        for (op, stage, microbatch), tick in finish.items():
-            after = _stage_after(schedule, direction, stage)
-            if op == direction and after is not None and schedule.home(after)[1] == rank:
-                intervals.append((tick + 1, start[direction, after, microbatch], (after, microbatch)))
-            if direction == BACKWARD and op == FORWARD and stage == schedule.last_stage and schedule.has_backward:
-                if schedule.home(stage)[1] == rank:  # the head's gradient is there at once
-                    intervals.append((tick, start[BACKWARD, stage, microbatch], (stage, microbatch)))
+        intervals: list[Interval] = [
+            (tick, finish[WEIGHT, stage, microbatch], (stage, microbatch))
+            for (result, stage, microbatch), tick in finish.items()
+            if result == FORWARD and schedule.home(stage)[1] == rank
+        ]
+        if schedule.paired:
+            bubbles = [tick for span in spans for tick in span if not columns["forward_on"][tick, rank]]
+            intervals += [(tick, tick, ("bubble", tick)) for tick in bubbles]
         slots_of[rank] = _colour(intervals)
-    count = max((1 + slot for slots in slots_of.values() for slot in slots.values()), default=0)
-    spare = count
-    shape = columns["forward_on"].shape
-    columns[f"{prefix}_inbox"] = np.full(shape, spare, np.int32)
-    arrivals = [np.full(shape, spare, np.int32) for _ in routes]
+        for name, slot in slots_of[rank].items():
+            if name[0] == "bubble":
+                columns["forward_stash"][name[1], rank] = slot
+    for tick, rank, work in _works(schedule):
+        column = columns[f"{PREFIX[schedule.does(work)]}_stash"]
+        column[tick, rank] = slots_of[rank][schedule.stage(work.chunk, rank), work.microbatch]
+    return _count(slots_of)
+
+
+def _kept(schedule: Schedule, columns: dict, finish: Times) -> int:
+    """Gives each I the slot that its W reads; returns how many the rank with most needs, 0 where nothing is split."""
+    for prefix in ("backward", "weight"):
+        columns[f"{prefix}_kept"] = np.zeros_like(columns["forward_on"])
+    splits = [(tick, rank, work) for tick, rank, work in _works(schedule) if schedule.does(work) in (INPUT, WEIGHT)]
+    slots_of = {}
+    for rank in range(schedule.stages):
+        own = {(schedule.stage(work.chunk, rank), work.microbatch) for _, at, work in splits if at == rank}
+        slots_of[rank] = _colour([(finish[INPUT, *name], finish[WEIGHT, *name], name) for name in own])
+    for tick, rank, work in splits:
+        column = columns[f"{PREFIX[schedule.does(work)]}_kept"]
+        column[tick, rank] = slots_of[rank][schedule.stage(work.chunk, rank), work.microbatch]
+    return _count(slots_of)
+
+
+def _inbox(schedule: Schedule, columns: dict, start: Times, finish: Times, direction: str, routes) -> int:
+    """Gives each arriving value a slot from its arrival to its use; returns the number of slots, without the spare."""
+    prefix, wanted = PREFIX[direction], FORWARD if direction == FORWARD else INPUT
+    intervals: dict[int, list[Interval]] = {rank: [] for rank in range(schedule.stages)}
+    for (result, stage, microbatch), tick in finish.items():
+        after = _stage_after(schedule, direction, stage)
+        if result == wanted and after is not None:
+            use = start[wanted, after, microbatch]
+            intervals[schedule.home(after)[1]].append((tick + 1, use, (after, microbatch)))
+        scored = direction == BACKWARD and result == FORWARD and stage == schedule.last_stage and schedule.has_backward
+        if scored:  # the head's gradient is there at once
+            intervals[schedule.home(stage)[1]].append((tick, start[INPUT, stage, microbatch], (stage, microbatch)))
+    slots_of = {rank: _colour(intervals[rank]) for rank in intervals}
+    spare = _count(slots_of)
+    columns[f"{prefix}_inbox"] = np.full_like(columns["forward_on"], spare)
+    arrivals = [np.full_like(columns["forward_on"], spare) for _ in routes]
     if direction == BACKWARD:
-        columns["forward_loss_gradient"] = np.full(shape, spare, np.int32)
-    for tick, row in enumerate(schedule.ticks):
-        for rank, works in enumerate(row):
-            for work in works:
-                stage = schedule.stage(work.chunk, rank)
-                slot = slots_of[rank].get((stage, work.microbatch))
-                if work.op == direction and slot is not None:
-                    columns[f"{prefix}_inbox"][tick, rank] = slot
-                if direction == BACKWARD and work.op == FORWARD and stage == schedule.last_stage and slot is not None:
-                    columns["forward_loss_gradient"][tick, rank] = slot
-                after = _stage_after(schedule, direction, stage)
-                if work.op == direction and work.completes and after is not None:
-                    edge = _edge(schedule, stage, after)
-                    route = next(index for index, pairs in enumerate(routes) if edge in pairs)
-                    arrivals[route][tick, edge[1]] = slots_of[edge[1]][after, work.microbatch]
+        columns["forward_loss_gradient"] = np.full_like(columns["forward_on"], spare)
+    for tick, rank, work in _works(schedule):
+        op, stage = schedule.does(work), schedule.stage(work.chunk, rank)
+        slot = slots_of[rank].get((stage, work.microbatch))
+        if slot is not None and PREFIX[op] == prefix:
+            columns[f"{prefix}_inbox"][tick, rank] = slot
+        if slot is not None and direction == BACKWARD and op == FORWARD and stage == schedule.last_stage:
+            columns["forward_loss_gradient"][tick, rank] = slot
+        after = _stage_after(schedule, direction, stage)
+        if wanted in schedule.results(work) and after is not None:
+            edge = _edge(schedule, stage, after)
+            route = next(index for index, pairs in enumerate(routes) if edge in pairs)
+            arrivals[route][tick, edge[1]] = slots_of[edge[1]][after, work.microbatch]
     for index, arrival in enumerate(arrivals):
         columns[f"{prefix}_arrival_{index}"] = arrival
-    return count
+    return spare
+
+
+def _count(slots_of: dict[int, dict]) -> int:
+    return max((1 + slot for slots in slots_of.values() for slot in slots.values()), default=0)
 
 
 def _colour(intervals: list[Interval]) -> dict[object, int]:

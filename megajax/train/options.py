@@ -141,7 +141,7 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         "--devices", default=None, metavar="WHERE", help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)"
     )
     run.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
-    run.add_argument("--tokenizer", default="bytes", metavar="NAME", help="how text becomes tokens (default: bytes)")
+    run.add_argument("--tokenizer", default="byte", metavar="NAME", help="how text becomes tokens: byte or gpt2 (default: byte)")
     run.add_argument(
         "--log-jsonl", default=None, metavar="FILE", help="write one JSON object a step to FILE, replacing it"
     )

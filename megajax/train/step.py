@@ -218,7 +218,9 @@ class Training:
         return run(cast(params, compute_dtype(self.run.train.precision)), batch)
 
     def _named(self, specs: Tree) -> Tree:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
+        )
 
     def _state_sharding(self) -> TrainState:
         replicated = NamedSharding(self.mesh, P())

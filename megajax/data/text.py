@@ -1,0 +1,74 @@
+"""Documents to train on: the text in the package, or a file of the user's."""
+
+import gzip
+import importlib.resources
+import json
+import pathlib
+
+import numpy as np
+
+from megajax.config import ConfigError
+from megajax.data.tokenizers import Tokenizer
+
+
+def load_documents(path: str | None = None) -> list[str]:
+    """The documents of a file: one per line's "text" in a .jsonl, else the whole file as one; .gz is unpacked.
+
+    Args:
+      path: None is the bundled plays and poems (megajax/data/text/SOURCE.md).
+
+    Raises:
+      ConfigError: the file cannot be read, is empty, is not UTF-8, or a line of it is not a JSON object with a text.
+    """
+    if path is None:
+        packaged = importlib.resources.files("megajax.data") / "text" / "corpus.jsonl.gz"
+        return _documents("corpus.jsonl", gzip.decompress(packaged.read_bytes()).decode())
+    try:
+        raw = pathlib.Path(path).read_bytes()
+        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the text {path}: {error.strerror or error}; give --text a readable file"
+        ) from None
+    except EOFError:
+        raise ConfigError(f"cannot read the text {path}: the compressed file is cut short") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text {path} is not UTF-8 (byte {error.start}); convert it, or give another") from None
+    documents = [document for document in _documents(path.removesuffix(".gz"), text) if document]
+    if not documents:
+        raise ConfigError(f"the text {path} is empty; give --text a file with text in it")
+    return documents
+
+
+def _documents(name: str, text: str) -> list[str]:
+    if not name.endswith(".jsonl"):
+        return [text]
+    documents = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            documents.append(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f'line {number} of {name} is not a JSON object with a "text"') from None
+    return documents
+
+
+def split_documents(documents: list[str], validation_share: float = 0.05) -> tuple[list[str], list[str]]:
+    """(training, validation), by whole documents, so that validation text is new to the model.
+
+    Documents from the end go to validation until it has at least `validation_share` of the characters; a single
+    document is cut there instead.
+    """
+    if len(documents) == 1:
+        cut = int(len(documents[0]) * (1 - validation_share))
+        return [documents[0][:cut]], [documents[0][cut:]]
+    wanted, count, size = validation_share * sum(map(len, documents)), 0, 0
+    while size < wanted and count < len(documents) - 1:
+        count += 1
+        size += len(documents[-count])
+    return documents[:-count], documents[-count:]
+
+
+def tokenise(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
+    """All documents as one int32 [tokens], an end of document after each."""
+    end = np.array([tokenizer.end_of_document], np.int32)
+    return np.concatenate([part for document in documents for part in (tokenizer.encode(document), end)])

@@ -1,0 +1,117 @@
+"""From text to batches, against hand-worked examples and the rules that must hold for any size."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.config import ConfigError
+from megajax.data.loader import Loader, TokenSamples
+from megajax.data.text import load_documents, split_documents, tokenise
+from megajax.data.tokenizers import load_tokenizer
+
+
+def test_the_bundled_text_is_what_source_md_says():
+    documents = load_documents()
+    assert len(documents) == 48
+    assert 6.2e6 < sum(map(len, documents)) < 6.4e6
+    assert any("To be, or not to be" in document for document in documents)
+    training, validation = split_documents(documents)
+    assert training + validation == documents
+    assert 0.05 <= sum(map(len, validation)) / sum(map(len, documents)) < 0.08
+
+
+def test_reading_files(tmp_path):
+    plain, packed = tmp_path / "a.txt", tmp_path / "b.jsonl.gz"
+    plain.write_text("Ünï")
+    packed.write_bytes(gzip.compress(b"\n".join(json.dumps({"text": t}).encode() for t in ("one", "two"))))
+    assert load_documents(str(plain)) == ["Ünï"]
+    assert load_documents(str(packed)) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "No such file"),
+        ("empty.txt", b"", "is empty"),
+        ("latin.txt", b"caf\xe9", "not UTF-8"),
+        ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}', "line 2"),
+        ("cut.txt.gz", gzip.compress(b"hello" * 99)[:20], "cut short"),
+        ("plain.gz", b"not gzip", "Not a gzipped file"),
+    ],
+)
+def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_documents(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_one_document_is_cut():
+    assert split_documents(["a" * 100], 0.1) == (["a" * 90], ["a" * 10])
+
+
+def test_byte_tokenizer():
+    tokenizer = load_tokenizer("byte")
+    assert tokenizer.encode("aé").tolist() == [97, 195, 169]
+    assert tokenizer.decode([97, 195, 169, 256, 195]) == "aé\ufffd"
+    assert tokenise(["a", "b"], tokenizer).tolist() == [97, 256, 98, 256]
+
+
+def test_gpt2_tokenizer():
+    """The ids that OpenAI's own encoder gives."""
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    text = "Naïve café, 12,345 — it's  fine.\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.end_of_document == 50256
+
+
+def test_unknown_tokenizer():
+    with pytest.raises(ConfigError, match="did you mean gpt2"):
+        load_tokenizer("gpt-2")
+
+
+def test_windows_overlap_by_one_token():
+    samples = TokenSamples(np.arange(10), 3, seed=None)
+    assert samples.count == 3
+    assert [samples.window(i).tolist() for i in range(3)] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+
+
+def test_too_short_a_text():
+    with pytest.raises(ConfigError, match="3 tokens and a sample needs 4"):
+        TokenSamples(np.arange(3), 3, seed=0)
+
+
+@given(st.integers(2, 200), st.integers(1, 9), st.integers(0, 2**31))
+def test_an_epoch_has_every_window_once(tokens, length, seed):
+    if tokens <= length:
+        return
+    samples = TokenSamples(np.arange(tokens), length, seed)
+    for epoch in range(2):
+        starts = [int(samples.window(epoch * samples.count + i)[0]) for i in range(samples.count)]
+        assert sorted(starts) == [i * length for i in range(samples.count)]
+
+
+@given(st.integers(0, 1000), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_batches_do_not_depend_on_microbatches_or_on_where_they_start(consumed, microbatches):
+    samples = TokenSamples(np.arange(500), 4, seed=3)
+    whole = Loader(samples, 12, 1).batch(consumed)
+    cut = Loader(samples, 12, microbatches).batch(consumed)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(array[0], cut[name].reshape(array[0].shape))
+    later = Loader(TokenSamples(np.arange(500), 4, seed=3), 6, 1).batch(consumed + 6)
+    np.testing.assert_array_equal(whole["tokens"][0, 6:], later["tokens"][0])
+    assert whole["sample"][0].tolist() == list(range(consumed, consumed + 12))
+
+
+def test_the_order_is_a_fixed_function_of_the_seed():
+    """It must not change between versions: a resumed run would see other samples."""
+    samples = TokenSamples(np.arange(1001), 10, seed=1234)
+    order = [int(samples.window(i)[0]) // 10 for i in range(8)]
+    assert order == [90, 92, 45, 93, 13, 75, 84, 53]

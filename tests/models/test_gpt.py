@@ -1,0 +1,169 @@
+"""The whole model: initial values, axes, the loss against numpy, and what does not depend on padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import ModelConfig, padded_vocabulary
+from megajax.models import gpt
+
+GPT = ModelConfig(layers=3, hidden=32, heads=4, vocabulary=61, sequence_length=16)
+LLAMA = ModelConfig(
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    feedforward=48,
+    vocabulary=61,
+    sequence_length=16,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rotary",
+    tied_embeddings=False,
+    biases=False,
+)
+MODELS = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+
+
+def make(config, tensor=1, seed=0):
+    return jax.jit(lambda: gpt.init(config, jax.random.key(seed), tensor))()
+
+
+def make_batch(config, microbatches=2, samples=3):
+    draw, shape = np.random.default_rng(0), (microbatches, samples, config.sequence_length)
+    return {
+        "tokens": draw.integers(0, config.vocabulary, shape, np.int32),
+        "labels": draw.integers(0, config.vocabulary, shape, np.int32),
+        "weights": draw.integers(0, 2, shape).astype(np.float32),
+        "sample": np.arange(microbatches * samples, dtype=np.uint32).reshape(microbatches, samples),
+    }
+
+
+@MODELS
+def test_parameter_count_is_the_configs(config):
+    params = make(config)
+    padding = (padded_vocabulary(61, 1) - 61) * config.hidden * (1 if config.tied_embeddings else 2)
+    assert sum(a.size for a in jax.tree.leaves(params)) - padding == config.parameters
+
+
+@MODELS
+def test_loss_at_the_start_is_that_of_a_uniform_guess(config):
+    loss = gpt.reference_loss(gpt.functions(config), make(config), make_batch(config))
+    assert abs(float(loss) - np.log(61)) < 0.05
+
+
+@MODELS
+def test_loss_is_the_one_written_by_hand(config):
+    """Embedding, final norm, logits and cross entropy in float64 numpy around the blocks (test_block has those)."""
+    params, batch, model = make(config), make_batch(config), gpt.functions(config)
+    shared = jax.tree.map(np.float64, params["shared"])
+    x = shared["embedding"]["tokens"][batch["tokens"]] + shared["embedding"].get("positions", 0)
+    total = 0
+    for m in range(2):
+        y = jnp.float32(x[m])
+        for layer in range(config.layers):
+            y = model.block(jax.tree.map(lambda a, i=layer: a[i], params["blocks"]), y, {}, layer)
+        y = np.float64(y)
+        if config.norm == "layernorm":
+            y = y - y.mean(-1, keepdims=True)
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        table = shared["embedding"]["tokens"] if config.tied_embeddings else shared["head"]["vocabulary"]
+        probability = np.exp(y @ table[:61].T)
+        probability /= probability.sum(-1, keepdims=True)
+        picked = np.take_along_axis(probability, batch["labels"][m][..., None], -1)[..., 0]
+        total -= (batch["weights"][m] * np.log(picked)).sum()
+    loss = gpt.reference_loss(model, params, batch)
+    np.testing.assert_allclose(loss, total / batch["weights"].sum(), rtol=1e-6)
+
+
+def test_logits_mask_the_padding():
+    params = make(GPT)
+    logits = gpt.functions(GPT, dtype=jnp.bfloat16).logits(params["shared"], jnp.ones((1, 16, 32), jnp.bfloat16))
+    assert logits.shape == (1, 16, 128)
+    assert logits.dtype == jnp.float32
+    assert (logits[..., 61:] < -1e29).all()
+    assert (jnp.abs(logits[..., :61]) < 100).all()
+
+
+def test_cross_entropy_has_autodiffs_gradient():
+    logits = np.random.default_rng(0).normal(size=(2, 5, 128)).astype(np.float32)
+    labels = np.random.default_rng(1).integers(0, 61, (2, 5))
+    weights = np.random.default_rng(2).normal(size=(2, 5)).astype(np.float32)
+
+    def plain(logits):
+        log_softmax = jax.nn.log_softmax(logits[..., :61])
+        return -(weights * jnp.take_along_axis(log_softmax, labels[..., None], -1)[..., 0]).sum()
+
+    ours = jax.value_and_grad(lambda z: (weights * gpt.cross_entropy(z, labels, 61)).sum())(logits)
+    for a, b in zip(ours, jax.value_and_grad(plain)(logits), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert (ours[1][..., 61:] == 0).all()
+
+
+@MODELS
+def test_padded_rows_change_nothing(config):
+    """For tensor = 3 the 61 rows are 384, for tensor = 1 128: same values, same loss, no gradient in the padding."""
+    few, many, batch, model = make(config, 1), make(config, 3), make_batch(config), gpt.functions(config)
+    loss = jax.value_and_grad(lambda params: gpt.reference_loss(model, params, batch))
+    (loss_few, gradient_few), (loss_many, gradient_many) = loss(few), loss(many)
+    np.testing.assert_allclose(loss_few, loss_many, rtol=1e-6)
+
+    def same(a, b):
+        cut = (slice(61),) if a.shape != b.shape else ()
+        np.testing.assert_allclose(a[cut], b[cut], rtol=1e-5, atol=1e-7)
+
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:61], b[:61]), few["shared"], many["shared"])
+    jax.tree.map(same, gradient_few, gradient_many)
+    table = ("embedding", "tokens") if config.tied_embeddings else ("head", "vocabulary")
+    assert (gradient_many["shared"][table[0]][table[1]][61:] == 0).all()
+
+
+def test_initial_values():
+    config = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=500, sequence_length=32)
+    params = make(config)
+    blocks = params["blocks"]
+    small = 0.02 / np.sqrt(2 * 4)
+    expected = [
+        (blocks["attention"]["qkv"]["kernel"], 0.02),
+        (blocks["feedforward"]["up"]["kernel"], 0.02),
+        (blocks["attention"]["output"]["kernel"], small),
+        (blocks["feedforward"]["down"]["kernel"], small),
+        (params["shared"]["embedding"]["tokens"][:500], 0.02),
+        (params["shared"]["embedding"]["positions"], 0.02),
+    ]
+    for value, deviation in expected:
+        assert abs(value.std() / deviation - 1) < 0.05
+        assert abs(value.mean()) < 0.05 * deviation
+    assert (blocks["attention_norm"]["scale"] == 1).all()
+    assert (blocks["feedforward"]["down"]["bias"] == 0).all()
+
+
+def test_initial_values_depend_on_name_and_layer_alone():
+    params, deeper, wider = make(GPT), make(ModelConfig(**{**vars(GPT), "layers": 5})), make(LLAMA)
+    kernel = params["blocks"]["attention"]["qkv"]["kernel"]
+    np.testing.assert_array_equal(kernel, deeper["blocks"]["attention"]["qkv"]["kernel"][:3])
+    assert len(np.unique(kernel)) > 0.99 * kernel.size  # no two layers share values
+    np.testing.assert_array_equal(params["shared"]["embedding"]["tokens"], wider["shared"]["embedding"]["tokens"])
+    assert np.abs(wider["shared"]["embedding"]["tokens"] - wider["shared"]["head"]["vocabulary"]).max() > 0.01
+
+
+@MODELS
+def test_axes_and_decay_fit_the_parameters(config):
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    axes, decay = gpt.logical_axes(config), gpt.decay_mask(config)
+    is_leaf = lambda node: isinstance(node, tuple)  # noqa: E731
+    assert jax.tree.structure(axes, is_leaf=is_leaf) == jax.tree.structure(params) == jax.tree.structure(decay)
+    jax.tree.map(lambda p, names: len(p.shape) == len(names) or pytest.fail(str(names)), params, axes)
+    assert all(names[0] == "layers" for names in jax.tree.leaves(axes["blocks"], is_leaf=is_leaf))
+    for path, decayed in jax.tree.leaves_with_path(decay):
+        assert decayed == (path[-1].key in ("kernel", "tokens", "positions", "vocabulary")), path
+
+
+def test_a_shorter_sequence_is_legal():
+    """Generation feeds fewer tokens than the table has positions."""
+    model, params = gpt.functions(GPT), make(GPT)
+    tokens = make_batch(GPT)["tokens"][0]
+    x = model.embed(params["shared"], {"tokens": tokens})
+    short = model.embed(params["shared"], {"tokens": tokens[:, :5]})
+    np.testing.assert_array_equal(x[:, :5], short)
