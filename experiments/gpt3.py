@@ -1,9 +1,9 @@
 """Train a GPT with tensor, pipeline and data parallelism.
 
-    python -m experiments.gpt3                                     a small GPT on 8 CPU devices, or on the GPUs there are
-    python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
-    python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --text corpus.jsonl.gz --steps 10000
-    python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
+python -m experiments.gpt3                                     a small GPT on 8 CPU devices, or on the GPUs there are
+python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
+python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --text corpus.jsonl.gz --steps 10000
+python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 """
 
 import sys
@@ -16,11 +16,12 @@ from megajax.train.options import Request, parse
 # What suits eight fake devices on two cores: under three minutes, and the loss visibly falls.
 DEFAULTS = {
     "model": "tiny",
-    "microbatch_size": 4,
-    "global_batch_size": 32,
-    "steps": 300,
-    "learning_rate": 3e-3,
-    "warmup_steps": 30,
+    "microbatch_size": 2,
+    "global_batch_size": 16,
+    "steps": 500,
+    "learning_rate": 4e-3,
+    "warmup_steps": 25,
+    "beta2": 0.98,
     "validation_every": 1000,
 }
 CPU_DEVICES = 8
@@ -60,12 +61,13 @@ def train(request: Request) -> int:
     from megajax.data.loader import Loader, TokenSamples
     from megajax.data.text import load_documents, split_documents, tokenise
     from megajax.data.tokenizers import load_tokenizer
-    from megajax.generate import generate
+    from megajax.generate import check_sampling, generate
     from megajax.mesh import make_mesh, start_devices
     from megajax.train.logging import JsonLines, RunLog
     from megajax.train.loop import train as train_loop
     from megajax.train.step import make_training
 
+    check_sampling(request.new_tokens, request.temperature, request.top_k)
     devices = start_devices(request.devices, request.devices_needed or CPU_DEVICES)
     on_cpu = devices[0].platform == "cpu"
     run = request.run(len(devices), "fp32" if on_cpu else "bf16")

@@ -32,6 +32,16 @@ def choose(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | N
     return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
 
 
+def check_sampling(new_tokens: int, temperature: float, top_k: int | None) -> None:
+    """Raises ConfigError for what `generate` cannot do; worth asking before a long training, not after it."""
+    if new_tokens < 0:
+        raise ConfigError(f"new_tokens = {new_tokens} must be 0 or more: type --new-tokens 200")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature = {temperature} must be 0 (the likeliest token) or more: type --temperature 0.8")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k = {top_k} leaves no token to draw: type --top-k 40, or leave it out")
+
+
 def generate(
     next_token_logits: NextTokenLogits,
     params: Any,
@@ -61,15 +71,12 @@ def generate(
       int32 [n, prompt length + new_tokens].
 
     Raises:
-      ConfigError: an empty prompt, a negative temperature or a top_k below 1.
+      ConfigError: an empty prompt, or see `check_sampling`.
     """
+    check_sampling(new_tokens, temperature, top_k)
     prompts = np.asarray(prompts, np.int32)
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ConfigError("the prompt is empty; give at least one token, for example the end-of-document token")
-    if temperature < 0:
-        raise ConfigError(f"temperature {temperature} is negative; give 0 (greedy) or more")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k {top_k} leaves no token; give 1 or more")
     samples, length = prompts.shape
     text = np.zeros((samples, length + new_tokens), np.int32)
     text[:, :length] = prompts

@@ -24,8 +24,8 @@ MEGATRON_VOCABULARY = 51200
 
 MODELS: dict[str, dict[str, Any]] = {
     # The run without arguments: small enough to learn something on a laptop's CPU in minutes. One token per byte, and
-    # one that ends a document; eight layers, so that it can be cut into pipe * chunks = 2, 4 or 8 pieces.
-    "tiny": _gpt(8, 128, 4, 257, 128),
+    # one that ends a document; four layers, so that it can be cut into pipe * chunks = 2 or 4 pieces.
+    "tiny": _gpt(4, 128, 4, 257, 128),
     # GPT-2: "Language Models are Unsupervised Multitask Learners" table 2, heads as released; dropout 0.1.
     "gpt2": _gpt(12, 768, 12, GPT2_VOCABULARY, 1024, 0.1),
     "gpt2-medium": _gpt(24, 1024, 16, GPT2_VOCABULARY, 1024, 0.1),

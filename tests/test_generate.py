@@ -79,6 +79,7 @@ def test_top_k_leaves_only_the_most_likely():
     ("prompt", "options", "word"),
     [
         (np.zeros((1, 0)), {}, "empty"),
+        (np.ones((1, 2)), {"temperature": float("nan")}, "temperature"),
         (np.ones((1, 2)), {"temperature": -1.0}, "temperature"),
         (np.ones((1, 2)), {"top_k": 0}, "top_k"),
     ],

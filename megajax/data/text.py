@@ -4,6 +4,7 @@ import gzip
 import importlib.resources
 import json
 import pathlib
+import zlib
 
 import numpy as np
 
@@ -25,16 +26,18 @@ def load_documents(path: str | None = None) -> list[str]:
         return _documents("corpus.jsonl", gzip.decompress(packaged.read_bytes()).decode())
     try:
         raw = pathlib.Path(path).read_bytes()
-        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode()
+        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"cannot read the text {path}: {error.strerror or error}; give --text a readable file"
         ) from None
-    except EOFError:
-        raise ConfigError(f"cannot read the text {path}: the compressed file is cut short") from None
+    except (EOFError, zlib.error):
+        raise ConfigError(
+            f"cannot read the text {path}: the compressed file is cut short or damaged; give --text a whole one"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"the text {path} is not UTF-8 (byte {error.start}); convert it, or give another") from None
-    documents = [document for document in _documents(path.removesuffix(".gz"), text) if document]
+    documents = [document for document in _documents(path.removesuffix(".gz"), text) if document.strip()]
     if not documents:
         raise ConfigError(f"the text {path} is empty; give --text a file with text in it")
     return documents
@@ -44,28 +47,35 @@ def _documents(name: str, text: str) -> list[str]:
     if not name.endswith(".jsonl"):
         return [text]
     documents = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 and others inside a string
+        if not line.strip():
+            continue
         try:
-            documents.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f'line {number} of {name} is not a JSON object with a "text"') from None
+            document = json.loads(line)["text"]
+            document.encode()  # no string has no encode; JSON can hold half a surrogate pair, UTF-8 cannot
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f'line {number} of {name} is not a JSON object with a string "text"') from None
+        documents.append(document)
     return documents
 
 
 def split_documents(documents: list[str], validation_share: float = 0.05) -> tuple[list[str], list[str]]:
     """(training, validation), by whole documents, so that validation text is new to the model.
 
-    Documents from the end go to validation until it has at least `validation_share` of the characters; a single
-    document is cut there instead.
+    Documents from the end go to validation until it has at least `validation_share` (above 0) of the characters. If
+    that would give it more than half of them, as when there is a single document, the last one taken is cut in two so
+    that validation has just its share.
     """
-    if len(documents) == 1:
-        cut = int(len(documents[0]) * (1 - validation_share))
-        return [documents[0][:cut]], [documents[0][cut:]]
-    wanted, count, size = validation_share * sum(map(len, documents)), 0, 0
-    while size < wanted and count < len(documents) - 1:
+    total = sum(map(len, documents))
+    wanted, count, size = validation_share * total, 0, 0
+    while size < wanted:
         count += 1
         size += len(documents[-count])
-    return documents[:-count], documents[-count:]
+    training, validation = documents[:-count], documents[-count:]
+    if size > total / 2:
+        cut = int(size - wanted)
+        training, validation = [*training, validation[0][:cut]], [validation[0][cut:], *validation[1:]]
+    return training, validation
 
 
 def tokenise(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:

@@ -80,7 +80,9 @@ class JsonLines:
         try:
             self._file = open(path, "w", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise ConfigError(f"cannot write the log {path}: {error.strerror}; give --log-jsonl a writable path") from error
+            raise ConfigError(
+                f"cannot write the log {path}: {error.strerror}; give --log-jsonl a writable path"
+            ) from error
 
     def write(self, record: Mapping[str, float]) -> None:
         self._file.write(to_json(record) + "\n")

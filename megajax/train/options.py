@@ -12,13 +12,13 @@ from typing import Any
 from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, near, preset
 
 MESH_FIELDS = ("data", "pipe", "tensor")
-# Defaults that follow from other options, as `--help` says them; `Request.run` and `mesh_for` compute them.
+# Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
 DERIVED = {
     "data": "the devices left by --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
     "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
     "chunks": "2 for interleaved_1f1b on 2 or more pipeline stages, else 1",
-    "warmup_steps": "20, or a tenth of a shorter run",
+    "warmup_steps": "{default}, or a tenth of --steps if that is less",
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
 }
@@ -26,7 +26,7 @@ DERIVED = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was typed: the options given, by field name, and the few that are not part of the run's configuration."""
+    """What is to be run: the configuration's fields that are known, and the options that are no part of it."""
 
     given: Mapping[str, Any]
     model: str
@@ -67,11 +67,6 @@ class Request:
         interleaved = parallel.get("schedule", "interleaved_1f1b") == "interleaved_1f1b"
         parallel = {"chunks": 2 if interleaved and parallel["pipe"] > 1 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
-        plain = TrainConfig(**train)
-        train = {
-            "warmup_steps": min(plain.warmup_steps, plain.steps // 10),
-            "minimum_learning_rate": plain.learning_rate / 10,
-        } | train
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
 
     def _given(self, config: type) -> dict[str, Any]:
@@ -111,9 +106,14 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown(unknown[0], parser))
-    given = vars(values)
-    other = {field.name: given.pop(field.name) for field in dataclasses.fields(Request) if field.name != "given"}
-    return Request(given={name: value for name, value in defaults.items() if name != "model"} | given, **other)
+    typed = vars(values)
+    other = {field.name: typed.pop(field.name) for field in dataclasses.fields(Request) if field.name != "given"}
+    given = {name: value for name, value in defaults.items() if name != "model"} | typed
+    plain = TrainConfig(**{name: given[name] for name in _names(TrainConfig) if name in given})
+    if "warmup_steps" not in typed:
+        given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
+    given.setdefault("minimum_learning_rate", plain.learning_rate / 10)
+    return Request(given=given, **other)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -138,10 +138,15 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
     )
     run.add_argument(
-        "--devices", default=None, metavar="WHERE", help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)"
+        "--devices",
+        default=None,
+        metavar="WHERE",
+        help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
     )
     run.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
-    run.add_argument("--tokenizer", default="byte", metavar="NAME", help="how text becomes tokens: byte or gpt2 (default: byte)")
+    run.add_argument(
+        "--tokenizer", default="byte", metavar="NAME", help="how text becomes tokens: byte or gpt2 (default: byte)"
+    )
     run.add_argument(
         "--log-jsonl", default=None, metavar="FILE", help="write one JSON object a step to FILE, replacing it"
     )
@@ -178,12 +183,9 @@ def _names(config: type) -> list[str]:
 def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:
     """Adds the option of one dataclass field; it is absent from the parsed values unless it is typed."""
     name = field.name
-    if name in defaults:
-        default = defaults[name]
-    elif name in DERIVED:
-        default = DERIVED[name]
-    else:
-        default = "the preset's" if from_preset else field.default
+    default = "the preset's" if from_preset else defaults.get(name, field.default)
+    if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
+        default = DERIVED[name].format(default=default)
     if isinstance(default, tuple):
         default = ",".join(default)
     elif isinstance(default, bool):

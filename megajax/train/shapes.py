@@ -13,8 +13,8 @@ from megajax.train.step import initial_params, parameter_specs
 def describe_shapes(run: RunConfig) -> str:
     """A table of all parameters (shape as stored, sharding, bytes on one device) and what a device holds in all.
 
-    Stored shapes of blocks are [chunks, pipe, layers per chunk, ...]. Bytes are of the fp32 parameters; AdamW's two moments
-    and the gradient accumulators have the same shapes and shardings.
+    Stored shapes of blocks are [chunks, pipe, layers per chunk, ...]. Bytes are of the fp32 parameters; AdamW's two
+    moments and the gradient accumulators have the same shapes and shardings.
     """
     parallel = run.parallel
     sizes = (parallel.data, parallel.pipe, parallel.tensor)
@@ -22,14 +22,19 @@ def describe_shapes(run: RunConfig) -> str:
     shapes = jax.eval_shape(lambda key: initial_params(run, key), jax.random.key(0))
     rows = [("parameter", "shape", "sharding", "bytes per device")]
     total = 0
-    for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(parameter_specs(run)), strict=True):
+    for (path, shape), spec in zip(
+        jax.tree.leaves_with_path(shapes), jax.tree.leaves(parameter_specs(run)), strict=True
+    ):
         local = NamedSharding(mesh, spec).shard_shape(shape.shape)
         bytes_here = math.prod(local) * shape.dtype.itemsize
         total += bytes_here
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_here:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3].rjust(18)]) for row in rows]
+    lines = [
+        "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
+        for row in rows
+    ]
     return "\n".join(
         [
             f"{run.model.name}: {run.model.parameters:,} parameters on "

@@ -41,6 +41,10 @@ def test_reading_files(tmp_path):
         ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}', "line 2"),
         ("cut.txt.gz", gzip.compress(b"hello" * 99)[:20], "cut short"),
         ("plain.gz", b"not gzip", "Not a gzipped file"),
+        ("damaged.txt.gz", gzip.compress(b"hello" * 99)[:10] + b"\xff" * 20, "damaged"),
+        ("number.jsonl", b'{"text": 5}', "line 1"),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}', "line 1"),
+        ("blank.txt", b" \n ", "is empty"),
     ],
 )
 def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
@@ -52,8 +56,32 @@ def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_one_document_is_cut():
-    assert split_documents(["a" * 100], 0.1) == (["a" * 90], ["a" * 10])
+def test_reading_odd_but_legal_files(tmp_path):
+    lines, marked = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    lines.write_bytes('{"text": "one\u2028\x85more"}\r\n\n{"text": "two"}\n'.encode())
+    marked.write_bytes("\ufeffthree".encode())
+    assert load_documents(str(lines)) == ["one\u2028\x85more", "two"]
+    assert load_documents(str(marked)) == ["three"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "training", "validation"),
+    [
+        (["a" * 100], ["a" * 90], ["a" * 10]),
+        (["a" * 10, "b" * 90], ["a" * 10, "b" * 80], ["b" * 10]),  # validation would take nine tenths
+        (["a" * 60, "b" * 35, "c" * 5], ["a" * 60], ["b" * 35, "c" * 5]),
+        (["a" * 92, "c" * 8], ["a" * 90], ["a" * 2, "c" * 8]),
+    ],
+)
+def test_splitting(documents, training, validation):
+    assert split_documents(documents, 0.1) == (training, validation)
+
+
+@given(st.lists(st.text(min_size=1), min_size=1), st.floats(0.01, 0.5))
+def test_splitting_loses_nothing(documents, share):
+    training, validation = split_documents(documents, share)
+    assert "".join(training + validation) == "".join(documents)
+    assert share * len("".join(documents)) <= len("".join(validation)) <= max(1 + len("".join(documents)) / 2, 1)
 
 
 def test_byte_tokenizer():
@@ -67,9 +95,33 @@ def test_gpt2_tokenizer():
     """The ids that OpenAI's own encoder gives."""
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
-    text = "Naïve café, 12,345 — it's  fine.\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.end_of_document == 50256
+
+
+@given(st.text())
+def test_decoding_undoes_encoding(text):
+    for name in ("byte", "gpt2"):
+        tokenizer = load_tokenizer(name)
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32
+        assert not (ids == tokenizer.end_of_document).any()
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_batch_by_hand():
+    """Four windows of two tokens in the order of the text; the batch that starts at sample 3 runs into epoch 2."""
+    batch = Loader(TokenSamples(np.arange(9), 2, seed=None), global_batch_size=4, microbatches=2).batch(3)
+    assert batch["tokens"].tolist() == [[[6, 7], [0, 1]], [[2, 3], [4, 5]]]
+    assert batch["labels"].tolist() == [[[7, 8], [1, 2]], [[3, 4], [5, 6]]]
+    assert batch["sample"].tolist() == [[3, 4], [5, 6]]
+    assert batch["weights"].tolist() == [[[1, 1], [1, 1]], [[1, 1], [1, 1]]]
+    assert [batch[name].dtype for name in ("tokens", "labels", "weights", "sample")] == ["i4", "i4", "f4", "u4"]
+
+
+def test_every_epoch_has_its_own_order():
+    samples = TokenSamples(np.arange(1001), 10, seed=0)
+    first, second = ([int(samples.window(epoch * 100 + i)[0]) for i in range(100)] for epoch in range(2))
+    assert first != second
 
 
 def test_unknown_tokenizer():

@@ -1,5 +1,7 @@
 """The block against a forward written by hand in numpy, what it keeps per recompute mode, and its dropout."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +80,7 @@ def numpy_block(config: ModelConfig, w, x):
     return x + active @ w["feedforward"]["down"]["kernel"] + bias(w["feedforward"]["down"])
 
 
+@cache
 def one_block(config: ModelConfig, samples=2):
     """(weights of block 1, x [samples, s, h])."""
     params = jax.jit(lambda: gpt.init(config, jax.random.key(0)))()
@@ -88,7 +91,7 @@ def one_block(config: ModelConfig, samples=2):
 @MODELS
 def test_forward_is_the_one_written_by_hand(config):
     weights, x = one_block(config)
-    y = gpt.functions(config).block(weights, x, {}, 1)
+    y = jax.jit(gpt.functions(config).block)(weights, x, {}, 1)
     expected = np.stack([numpy_block(config, weights, sample) for sample in x])
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
 
@@ -97,7 +100,7 @@ def test_forward_is_the_one_written_by_hand(config):
 def test_options_mix(change):
     config = changed(GPT, **change)
     weights, x = one_block(config, samples=1)
-    y = gpt.functions(config).block(weights, x, {}, 1)
+    y = jax.jit(gpt.functions(config).block)(weights, x, {}, 1)
     np.testing.assert_allclose(y[0], numpy_block(config, weights, x[0]), rtol=1e-5, atol=2e-5)
 
 
@@ -110,10 +113,10 @@ def test_rotation_depends_on_distance_only():
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
 
 
-def gradients(config, mode, weights, x, microbatch):
+def forward(config, mode, weights, x, microbatch):
+    """(y, its VJP), as the executor makes them."""
     block = gpt.functions(config, recompute=mode).block
-    y, vjp = jax.vjp(lambda w, x: block(w, x, microbatch, jnp.int32(1)), weights, x)
-    return y, vjp(jnp.cos(y)), vjp
+    return jax.vjp(lambda w, x: block(w, x, microbatch, jnp.int32(1)), weights, x)
 
 
 @MODELS
@@ -122,9 +125,14 @@ def test_recompute_changes_no_value_and_no_gradient(config, dropout):
     config = changed(config, dropout=dropout)
     weights, x = one_block(config)
     microbatch = {"sample": np.arange(2, dtype=np.uint32)}
-    expected = gradients(config, "none", weights, x, microbatch)[:2]
-    for mode in ("selective", "full"):
-        got = gradients(config, mode, weights, x, microbatch)[:2]
+
+    @jax.jit
+    def all_modes(weights, x):
+        pairs = [forward(config, mode, weights, x, microbatch) for mode in ("none", "selective", "full")]
+        return [(y, vjp(jnp.cos(y))) for y, vjp in pairs]
+
+    expected, *others = all_modes(weights, x)
+    for got in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
@@ -134,7 +142,8 @@ def test_recompute_changes_no_value_and_no_gradient(config, dropout):
 def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
     config = changed(config, dropout=dropout)
     weights, x = one_block(config)
-    _, _, vjp = gradients(config, mode, weights, jnp.bfloat16(x), {"sample": np.arange(2, dtype=np.uint32)})
+    sample = {"sample": np.arange(2, dtype=np.uint32)}
+    _, vjp = jax.eval_shape(lambda w, x: forward(config, mode, w, x, sample), weights, jnp.bfloat16(x))
     stash = [a for a in jax.tree.leaves(vjp.opaque_residuals) if hasattr(a, "shape") and a.size > x.shape[0]]
     values = recompute.kept_values(config, mode)[1:]  # the input is an argument, not a residual
     assert sorted(a.size for a in stash) == sorted(2 * value.elements for value in values)
@@ -147,7 +156,7 @@ def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
 @pytest.mark.parametrize(("mode", "matmuls"), [("none", 12), ("selective", 13), ("full", 17)])
 def test_matmuls_of_the_backward(mode, matmuls):
     weights, x = one_block(GPT)
-    y, _, vjp = gradients(GPT, mode, weights, x, {})
+    y, vjp = jax.eval_shape(lambda w, x: forward(GPT, mode, w, x, {}), weights, x)
     assert str(jax.make_jaxpr(lambda vjp, dy: vjp(dy))(vjp, y)).count("dot_general") == matmuls
 
 
@@ -175,9 +184,9 @@ def test_an_unknown_mode_is_refused():
 def test_precision_inside_is_fp32():
     """A bf16 block stays close to the fp32 one, and gives bf16."""
     weights, x = one_block(GPT)
-    y = gpt.functions(GPT, dtype=jnp.bfloat16).block(weights, jnp.bfloat16(x), {}, 1)
+    y = jax.jit(gpt.functions(GPT, dtype=jnp.bfloat16).block)(weights, jnp.bfloat16(x), {}, 1)
     assert y.dtype == jnp.bfloat16
-    expected = gpt.functions(GPT).block(weights, x, {}, 1)
+    expected = jax.jit(gpt.functions(GPT).block)(weights, x, {}, 1)
     assert np.abs(np.float32(y) - expected).max() < 0.05 * np.abs(expected).max()
 
 
@@ -186,14 +195,14 @@ class TestDropout:
 
     def test_the_mask_depends_on_the_sample_and_the_layer_not_on_the_microbatch(self):
         weights, x = one_block(self.config, samples=4)
-        block = gpt.functions(self.config, dropout_seed=3).block
+        block = jax.jit(gpt.functions(self.config, dropout_seed=3).block)
         whole = block(weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 1)
         parts = [block(weights, x[i : i + 2], {"sample": np.arange(i, i + 2, dtype=np.uint32)}, 1) for i in (0, 2)]
         np.testing.assert_allclose(whole, np.concatenate(parts), rtol=1e-5, atol=1e-5)
         other = {
             "layer": block(weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 2),
             "sample": block(weights, x, {"sample": np.arange(4, 8, dtype=np.uint32)}, 1),
-            "seed": gpt.functions(self.config, dropout_seed=4).block(
+            "seed": jax.jit(gpt.functions(self.config, dropout_seed=4).block)(
                 weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 1
             ),
         }
@@ -203,7 +212,7 @@ class TestDropout:
     def test_expectation(self):
         shared = jax.jit(lambda: gpt.init(self.config, jax.random.key(0)))()["shared"]
         microbatch = {"tokens": np.zeros((200, 16), np.int32), "sample": np.arange(200, dtype=np.uint32)}
-        dropped = np.asarray(gpt.functions(self.config).embed(shared, microbatch))
-        plain = np.asarray(gpt.functions(GPT).embed(shared, microbatch))
+        dropped = np.asarray(jax.jit(gpt.functions(self.config).embed)(shared, microbatch))
+        plain = np.asarray(jax.jit(gpt.functions(GPT).embed)(shared, microbatch))
         assert abs((dropped == 0).mean() - 0.2) < 0.01
         np.testing.assert_allclose(dropped[dropped != 0], plain[dropped != 0] / 0.8, rtol=1e-5)

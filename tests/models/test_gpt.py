@@ -1,5 +1,7 @@
 """The whole model: initial values, axes, the loss against numpy, and what does not depend on padding."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +28,9 @@ LLAMA = ModelConfig(
 MODELS = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 
 
-def make(config, tensor=1, seed=0):
-    return jax.jit(lambda: gpt.init(config, jax.random.key(seed), tensor))()
+@cache
+def make(config, tensor=1):
+    return jax.jit(lambda: gpt.init(config, jax.random.key(0), tensor))()
 
 
 def make_batch(config, microbatches=2, samples=3):
@@ -49,7 +52,7 @@ def test_parameter_count_is_the_configs(config):
 
 @MODELS
 def test_loss_at_the_start_is_that_of_a_uniform_guess(config):
-    loss = gpt.reference_loss(gpt.functions(config), make(config), make_batch(config))
+    loss = jax.jit(partial(gpt.reference_loss, gpt.functions(config)))(make(config), make_batch(config))
     assert abs(float(loss) - np.log(61)) < 0.05
 
 
@@ -57,13 +60,13 @@ def test_loss_at_the_start_is_that_of_a_uniform_guess(config):
 def test_loss_is_the_one_written_by_hand(config):
     """Embedding, final norm, logits and cross entropy in float64 numpy around the blocks (test_block has those)."""
     params, batch, model = make(config), make_batch(config), gpt.functions(config)
-    shared = jax.tree.map(np.float64, params["shared"])
+    block, shared = jax.jit(model.block), jax.tree.map(np.float64, params["shared"])
     x = shared["embedding"]["tokens"][batch["tokens"]] + shared["embedding"].get("positions", 0)
     total = 0
     for m in range(2):
         y = jnp.float32(x[m])
         for layer in range(config.layers):
-            y = model.block(jax.tree.map(lambda a, i=layer: a[i], params["blocks"]), y, {}, layer)
+            y = block(jax.tree.map(lambda a, i=layer: a[i], params["blocks"]), y, {}, layer)
         y = np.float64(y)
         if config.norm == "layernorm":
             y = y - y.mean(-1, keepdims=True)
@@ -73,13 +76,15 @@ def test_loss_is_the_one_written_by_hand(config):
         probability /= probability.sum(-1, keepdims=True)
         picked = np.take_along_axis(probability, batch["labels"][m][..., None], -1)[..., 0]
         total -= (batch["weights"][m] * np.log(picked)).sum()
-    loss = gpt.reference_loss(model, params, batch)
+    loss = jax.jit(partial(gpt.reference_loss, model))(params, batch)
     np.testing.assert_allclose(loss, total / batch["weights"].sum(), rtol=1e-6)
 
 
 def test_logits_mask_the_padding():
     params = make(GPT)
-    logits = gpt.functions(GPT, dtype=jnp.bfloat16).logits(params["shared"], jnp.ones((1, 16, 32), jnp.bfloat16))
+    logits = jax.jit(gpt.functions(GPT, dtype=jnp.bfloat16).logits)(
+        params["shared"], jnp.ones((1, 16, 32), jnp.bfloat16)
+    )
     assert logits.shape == (1, 16, 128)
     assert logits.dtype == jnp.float32
     assert (logits[..., 61:] < -1e29).all()
@@ -105,7 +110,7 @@ def test_cross_entropy_has_autodiffs_gradient():
 def test_padded_rows_change_nothing(config):
     """For tensor = 3 the 61 rows are 384, for tensor = 1 128: same values, same loss, no gradient in the padding."""
     few, many, batch, model = make(config, 1), make(config, 3), make_batch(config), gpt.functions(config)
-    loss = jax.value_and_grad(lambda params: gpt.reference_loss(model, params, batch))
+    loss = jax.jit(jax.value_and_grad(lambda params: gpt.reference_loss(model, params, batch)))
     (loss_few, gradient_few), (loss_many, gradient_many) = loss(few), loss(many)
     np.testing.assert_allclose(loss_few, loss_many, rtol=1e-6)
 

@@ -1,0 +1,221 @@
+"""Orders against Megatron-LM's, op for op; tables against closed forms; costs against the papers' formulas."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.pipeline import tables
+from megajax.pipeline.schedule import ScheduleError, Work
+from megajax.pipeline.schedules import make_schedule
+from megajax.pipeline.simulate import Costs, simulate_event, simulate_lockstep
+
+
+def text(order) -> str:
+    """An order as megatron-core's tests and papers write it: F3.1 is the forward of microbatch 3, chunk 1."""
+    return " ".join(f"{op}{microbatch}.{chunk}" for op, chunk, microbatch in order)
+
+
+def orders(name, stages, microbatches, chunks=1):
+    return make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks).orders()
+
+
+# Megatron-LM's orders on these sizes, written out (megatron/core/pipeline_parallel/schedules.py, August 2026).
+MEGATRON_2_2_4 = [
+    "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+    "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
+]
+MEGATRON_4_2_8_FIRST = (
+    "F0.0 F1.0 F2.0 F3.0 F0.1 F1.1 F2.1 F3.1 F4.0 F5.0 F6.0 B0.1 F7.0 B1.1 F4.1 B2.1 F5.1 B3.1 F6.1 B0.0 F7.1 B1.0 "
+    "B2.0 B3.0 B4.1 B5.1 B6.1 B7.1 B4.0 B5.0 B6.0 B7.0"
+)
+MEGATRON_4_2_8_LAST = (
+    "F0.0 F1.0 F2.0 F3.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1 F4.0 B0.0 F5.0 B1.0 F6.0 B2.0 F7.0 B3.0 "
+    "F4.1 B4.1 F5.1 B5.1 F6.1 B6.1 F7.1 B7.1 B4.0 B5.0 B6.0 B7.0"
+)
+MEGATRON_1F1B_4_8 = {
+    0: "F0.0 F1.0 F2.0 F3.0 B0.0 F4.0 B1.0 F5.0 B2.0 F6.0 B3.0 F7.0 B4.0 B5.0 B6.0 B7.0",
+    3: "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0 F4.0 B4.0 F5.0 B5.0 F6.0 B6.0 F7.0 B7.0",
+}
+
+
+def test_interleaved_order_is_megatrons():
+    assert [text(order) for order in orders("interleaved_1f1b", 2, 4, 2)] == MEGATRON_2_2_4
+    got = orders("interleaved_1f1b", 4, 8, 2)
+    assert (text(got[0]), text(got[3])) == (MEGATRON_4_2_8_FIRST, MEGATRON_4_2_8_LAST)
+
+
+def test_1f1b_order_is_megatrons():
+    got = orders("1f1b", 4, 8)
+    assert {rank: text(got[rank]) for rank in MEGATRON_1F1B_4_8} == MEGATRON_1F1B_4_8
+    # Fewer microbatches than stages: the early ranks only fill and drain.
+    assert [text(order) for order in orders("1f1b", 4, 2)] == [
+        "F0.0 F1.0 B0.0 B1.0",
+        "F0.0 F1.0 B0.0 B1.0",
+        "F0.0 F1.0 B0.0 B1.0",
+        "F0.0 B0.0 F1.0 B1.0",
+    ]
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 5))
+def test_interleaved_counts_are_megatrons(stages, chunks, groups):
+    """schedules.py: chunk(k) = (k mod pv) // p, mb(k) = (k // pv) p + k mod p, warm-up 2(p - r - 1) + (v - 1)p."""
+    total = stages * groups * chunks
+    for rank, order in enumerate(orders("interleaved_1f1b", stages, stages * groups, chunks)):
+        forwards = [(chunk, microbatch) for op, chunk, microbatch in order if op == "F"]
+        backwards = [(chunk, microbatch) for op, chunk, microbatch in order if op == "B"]
+        places = [
+            ((k % (stages * chunks)) // stages, k // (stages * chunks) * stages + k % stages) for k in range(total)
+        ]
+        assert forwards == places
+        assert backwards == [(chunks - 1 - chunk, microbatch) for chunk, microbatch in places]
+        warmup = min(2 * (stages - rank - 1) + (chunks - 1) * stages, total)
+        ops = "".join(op for op, _, _ in order)
+        assert ops == "F" * warmup + "FB" * (total - warmup) + "B" * warmup
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 5))
+def test_interleaved_in_paired_ticks_has_a_closed_form(stages, chunks, groups):
+    """At tick k rank r does forward u = k - r and backward w = k - ((v - 1)p + 2(p - 1) - r)."""
+    chunks = chunks if stages > 1 else 1
+    schedule = make_schedule("interleaved_1f1b", stages=stages, microbatches=stages * groups, chunks=chunks)
+    total = stages * groups * chunks
+    assert len(schedule.ticks) == total + (chunks - 1) * stages + 2 * (stages - 1)
+    for tick, row in enumerate(schedule.ticks):
+        for rank, works in enumerate(row):
+            want = []
+            place = lambda k: ((k // stages) % chunks, k // (stages * chunks) * stages + k % stages)  # noqa: E731
+            if 0 <= tick - rank < total:
+                want.append(Work("F", *place(tick - rank)))
+            backward = tick - ((chunks - 1) * stages + 2 * (stages - 1) - rank)
+            if 0 <= backward < total:
+                want.append(Work("B", chunks - 1 - place(backward)[0], place(backward)[1]))
+            assert works == tuple(want)
+
+
+def test_gpipe_goes_backwards_in_microbatch_order():
+    assert text(orders("gpipe", 3, 3)[1]) == "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0"
+
+
+NAMED = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
+ZERO_BUBBLE = [("zb_h1", 1), ("zb_1p_interleaved", 2), ("zb_v", 2)]
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 8), st.sampled_from(NAMED), st.integers(1, 4))
+def test_bubbles_are_the_papers(stages, kind, groups):
+    """(p - 1)/m, and (p - 1)/(mv) interleaved; in lockstep no more than event by event."""
+    name, chunks = kind
+    microbatches = stages * groups
+    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    for simulate in (simulate_event, simulate_lockstep):
+        assert simulate(schedule).bubble == pytest.approx((stages - 1) / (microbatches * chunks))
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 8), st.sampled_from(ZERO_BUBBLE), st.integers(2, 4))
+def test_zero_bubbles_are_the_papers(stages, kind, groups):
+    """2401.10241 at tF = tI = tW, the drain counted: (p - 1)/(3mv)."""
+    name, chunks = kind
+    schedule = make_schedule(name, stages=stages, microbatches=stages * groups, chunks=chunks)
+    for simulate in (simulate_event, simulate_lockstep):
+        assert simulate(schedule).bubble == pytest.approx((stages - 1) / (3 * stages * groups * chunks))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "cost"),
+    [
+        ("gpipe", 1, 117),
+        ("1f1b", 1, 117),
+        ("eager_1f1b", 1, 117),
+        ("interleaved_1f1b", 2, 106.5),
+        ("interleaved_1f1b", 4, 101.25),
+        ("zb_h1", 1, 103),
+        ("zb_1p_interleaved", 2, 99.5),
+        ("zb_v", 2, 99.5),
+    ],
+)
+def test_lockstep_costs_at_eight_stages(name, chunks, cost):
+    """32 microbatches, in units of a stage's forward; 96 is ideal."""
+    schedule = make_schedule(name, stages=8, microbatches=32, chunks=chunks)
+    lockstep = simulate_lockstep(schedule)
+    assert lockstep.makespan / chunks == pytest.approx(cost)
+    assert simulate_event(schedule).makespan == pytest.approx(lockstep.makespan)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_activations_in_flight(stages, groups):
+    microbatches = stages * groups
+    peaks = lambda name, chunks=1: (
+        simulate_event(  # noqa: E731
+            make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+        ).peak_live
+    )
+    ranks = range(stages)
+    assert peaks("gpipe") == (microbatches,) * stages
+    assert all(peak <= stages - rank for rank, peak in zip(ranks, peaks("1f1b"), strict=True))
+    assert all(peak <= 2 * (stages - rank) - 1 for rank, peak in zip(ranks, peaks("eager_1f1b"), strict=True))
+    assert all(peak <= stages for peak in peaks("zb_h1"))
+    if stages > 1:
+        bound = [min(2 * microbatches, stages + 2 * (stages - rank) - 1) for rank in ranks]
+        assert all(peak <= most for peak, most in zip(peaks("interleaved_1f1b", 2), bound, strict=True))
+        assert all(peak <= 2 * stages for peak in peaks("zb_v", 2))
+
+
+def test_a_slow_link_costs_eager_less_than_strict():
+    """2211.05322: what eager 1F1B is for."""
+
+    def time(name):
+        return simulate_event(make_schedule(name, stages=8, microbatches=32), Costs(latency=0.25)).makespan
+
+    assert time("eager_1f1b") < time("1f1b")
+
+
+def broken(schedule, tick, rank, works):
+    row = list(schedule.ticks[tick])
+    row[rank] = works
+    return dataclasses.replace(schedule, ticks=(*schedule.ticks[:tick], tuple(row), *schedule.ticks[tick + 1 :]))
+
+
+def test_broken_tables_are_refused_and_shown():
+    schedule = make_schedule("eager_1f1b", stages=2, microbatches=2)
+    with pytest.raises(ScheduleError, match=r"F0 of chunk 0 on rank 0 \(stage 0\) is missing|needs F of stage 0"):
+        broken(schedule, 0, 0, ()).validate()
+    with pytest.raises(ScheduleError, match="tick 1, rank 0: F0 of chunk 0 is done twice"):
+        broken(schedule, 1, 0, (Work("F", 0, 0),)).validate()
+    with pytest.raises(
+        ScheduleError, match="tick 0, rank 1: F0 of chunk 0 needs F of stage 0, microbatch 0 first"
+    ) as error:
+        broken(schedule, 0, 1, (Work("F", 0, 0),)).validate()
+    assert ">F0.0<" in str(error.value)
+    with pytest.raises(ScheduleError, match="at most a forward and then a backward"):
+        broken(schedule, 0, 0, (Work("F", 0, 0), Work("F", 0, 1))).validate()
+    mixed = make_schedule("1f1b", stages=2, microbatches=2)
+    with pytest.raises(ScheduleError, match="at most one piece of work"):
+        broken(mixed, 0, 0, (Work("F", 0, 0), Work("B", 0, 0, 0, 2))).validate()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("1f1", {}, "did you mean 1f1b"),
+        ("1f1b", {"chunks": 2}, "interleaved_1f1b takes several"),
+        ("interleaved_1f1b", {"microbatches": 5}, "take a multiple of 4"),
+        ("gpipe", {"microbatches": 0}, "must be 1 or more"),
+        ("zb_v", {}, "two chunks"),
+    ],
+)
+def test_schedules_that_cannot_be(name, sizes, message):
+    with pytest.raises(ScheduleError, match=message):
+        make_schedule(name, **{"stages": 4, "microbatches": 4} | sizes)
+
+
+def test_v_placement_is_its_own_inverse_pair():
+    schedule = make_schedule("zb_v", stages=4, microbatches=4, chunks=2)
+    assert [schedule.stage(1, rank) for rank in range(4)] == [7, 6, 5, 4]
+    assert all(schedule.stage(*schedule.home(stage)) == stage for stage in range(8))
+    assert tables.build(schedule).stash_slots == 8
