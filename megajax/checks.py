@@ -76,12 +76,7 @@ def _check_number(name: str, value: int | float, whole: bool) -> None:
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     low = "0 or more" if name in MAY_BE_ZERO else ("1 or more" if whole else "above 0")
     legal = f"{low} and below 1" if name in BELOW_ONE else low
-    if (
-        not number
-        or value < 0
-        or (value == 0 and name not in MAY_BE_ZERO)
-        or (value >= 1 and name in BELOW_ONE)
-    ):
+    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (value >= 1 and name in BELOW_ONE):
         raise ConfigError(f"{name} = {value!r} must be {kind}, {legal}: type {option(name)} with such a value.")
 
 

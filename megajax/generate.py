@@ -37,7 +37,9 @@ def check_sampling(new_tokens: int, temperature: float, top_k: int | None) -> No
     if new_tokens < 0:
         raise ConfigError(f"new_tokens = {new_tokens} must be 0 or more: type --new-tokens 200")
     if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature = {temperature} must be 0 (the likeliest token) or more: type --temperature 0.8")
+        raise ConfigError(
+            f"temperature = {temperature} must be 0 (the likeliest token) or more: type --temperature 0.8"
+        )
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k = {top_k} leaves no token to draw: type --top-k 40, or leave it out")
 

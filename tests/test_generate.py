@@ -62,9 +62,7 @@ def frequencies(logits, temperature, top_k, draws=4000):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_from_the_softmax_at_a_temperature(temperature):
     logits = jnp.array([0.0, 1.0, 2.0, -1.0])
-    np.testing.assert_allclose(
-        frequencies(logits, temperature, None), jax.nn.softmax(logits / temperature), atol=0.03
-    )
+    np.testing.assert_allclose(frequencies(logits, temperature, None), jax.nn.softmax(logits / temperature), atol=0.03)
 
 
 def test_top_k_leaves_only_the_most_likely():

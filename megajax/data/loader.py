@@ -24,7 +24,8 @@ class TokenSamples:
         self.count = (len(tokens) - 1) // sequence_length
         if self.count < 1:
             raise ConfigError(
-                f"a part of the text (training or validation) has {len(tokens)} tokens and a sample needs {sequence_length + 1}: give a longer --text, or "
+                f"a part of the text (training or validation) has {len(tokens)} tokens and a sample needs "
+                f"{sequence_length + 1}: give a longer --text, or "
                 "lower --sequence-length"
             )
         self._order = functools.lru_cache(maxsize=2)(self._draw)  # the current epoch's, and the next one's at its end

@@ -19,7 +19,7 @@ SHADES = {
 NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
 IDLE = "#eeeeee"
 ROW = 0.34  # inches of a rank's row
-MARGIN = 2.1  # inches right of the time axis, for the figures of each rank
+MARGIN = 2.4  # inches right of the time axis, for the figures of each rank
 
 
 def draw(schedules: Sequence[Schedule], simulations: Sequence[Simulation], path: str) -> None:
@@ -58,8 +58,9 @@ def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) 
         ink = "white" if shade >= 2 else "black"
         place = ((start + stop) / 2, rank + 0.52)
         axes.text(*place, str(work.microbatch), ha="center", va="center", fontsize=8, color=ink, clip_on=True)
+    unit = "chunks in flight" if schedule.chunks > 1 else "in flight"
     for rank in range(schedule.stages):
-        text = f"{simulation.busy[rank]:.0%} busy, {simulation.peak_live[rank]} in flight"
+        text = f"{simulation.busy[rank]:.0%} busy, {simulation.peak_live[rank]} {unit}"
         axes.text(longest * 1.012, rank + 0.5, text, va="center", fontsize=8)
     title = f"{schedule.name}: {schedule.microbatches} microbatches"
     title += f", {schedule.chunks} chunks a rank" if schedule.chunks > 1 else ""

@@ -17,7 +17,7 @@ DERIVED = {
     "data": "the devices left by --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
     "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
-    "chunks": "2 for interleaved_1f1b on 2 or more pipeline stages, else 1",
+    "chunks": "2 for interleaved_1f1b on 2 or more pipeline stages if the layers can be cut so, else 1",
     "warmup_steps": "{default}, or a tenth of --steps if that is less",
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
@@ -64,8 +64,8 @@ class Request:
         """
         model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
         parallel = self._given(ParallelConfig) | self.mesh(device_count)
-        interleaved = parallel.get("schedule", "interleaved_1f1b") == "interleaved_1f1b"
-        parallel = {"chunks": 2 if interleaved and parallel["pipe"] > 1 else 1} | parallel
+        interleaved = parallel.get("schedule", "interleaved_1f1b") == "interleaved_1f1b" and parallel["pipe"] > 1
+        parallel = {"chunks": 2 if interleaved and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
 

@@ -10,7 +10,9 @@ from megajax.pipeline.draw import main
 
 
 def test_json(capsys):
-    assert main(["--schedule", "interleaved_1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2", "--json"]) == 0
+    assert (
+        main(["--schedule", "interleaved_1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2", "--json"]) == 0
+    )
     got = json.loads(capsys.readouterr().out)
     assert {name: got[name] for name in ("schedule", "stages", "microbatches", "chunks", "placement", "ticks")} == {
         "schedule": "interleaved_1f1b",
@@ -27,12 +29,16 @@ def test_json(capsys):
 
 def test_pictures(tmp_path):
     picture = tmp_path / "x.svg"
-    assert main(["--compare", "gpipe", "1f1b", "zb_v", "--stages", "3", "--microbatches", "5", "--out", str(picture)]) == 0
+    assert (
+        main(["--compare", "gpipe", "1f1b", "zb_v", "--stages", "3", "--microbatches", "5", "--out", str(picture)]) == 0
+    )
     text = picture.read_text()
     xml.etree.ElementTree.fromstring(text)
     for name in ("gpipe", "1f1b", "zb_v"):
         assert f"<!-- {name}: 5 microbatches" in text
-    assert len(re.findall("<!-- 4 -->", text)) == 3 * (2 + 2 + 6)  # microbatch 4 in every row: F B, F B, and F I W twice
+    assert len(re.findall("<!-- 4 -->", text)) == 3 * (
+        2 + 2 + 6
+    )  # microbatch 4 in every row: F B, F B, and F I W twice
     assert main(["--out", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 

@@ -150,11 +150,11 @@ def test_lockstep_costs_at_eight_stages(name, chunks, cost):
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_activations_in_flight(stages, groups):
     microbatches = stages * groups
-    peaks = lambda name, chunks=1: (
-        simulate_event(  # noqa: E731
-            make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
-        ).peak_live
-    )
+
+    def peaks(name, chunks=1):
+        schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+        return simulate_event(schedule).peak_live
+
     ranks = range(stages)
     assert peaks("gpipe") == (microbatches,) * stages
     assert all(peak <= stages - rank for rank, peak in zip(ranks, peaks("1f1b"), strict=True))

@@ -1,0 +1,139 @@
+"""The executor on a model that is not ours: any pure embed, block and head_loss will do, and any schedule."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.pipeline import layout
+from megajax.pipeline.executor import gradient_function
+from megajax.pipeline.schedules import make_schedule
+
+LAYERS, WIDTH, SAMPLES, LENGTH = 8, 8, 2, 4
+
+
+def embed(shared, microbatch):
+    return shared["in"] * microbatch["x"]
+
+
+def block(weights, x, microbatch, layer):
+    """Two matmuls and a bias, one nonlinearity; each layer differs, and the microbatch is read."""
+    return (
+        x
+        + jnp.tanh(x @ weights["up"] + weights["bias"] + 0.1 * layer)
+        @ weights["down"]
+        * microbatch["gain"][:, None, None]
+    )
+
+
+def head_loss(shared, y, microbatch):
+    return ((y @ shared["out"] - microbatch["y"]) ** 2).sum()
+
+
+FUNCTIONS = types.SimpleNamespace(embed=embed, block=block, head_loss=head_loss)
+
+
+def problem(microbatches, data):
+    draw = np.random.default_rng(0)
+    normal = lambda *shape: draw.normal(size=shape).astype(np.float32)  # noqa: E731
+    blocks = {
+        "up": normal(LAYERS, WIDTH, WIDTH),
+        "bias": normal(LAYERS, WIDTH),
+        "down": 0.3 * normal(LAYERS, WIDTH, WIDTH),
+    }
+    params = {"blocks": blocks, "shared": {"in": normal(WIDTH), "out": normal(WIDTH, WIDTH)}}
+    shape = (microbatches, SAMPLES * data, LENGTH, WIDTH)
+    return params, {"x": normal(*shape), "y": normal(*shape), "gain": 1 + 0.1 * normal(*shape[:2])}
+
+
+def reference(params, batch):
+    def one(total, microbatch):
+        step = lambda x, layer: (block(layer[0], x, microbatch, layer[1]), None)  # noqa: E731
+        y, _ = lax.scan(step, embed(params["shared"], microbatch), (params["blocks"], jnp.arange(LAYERS)))
+        return total + head_loss(params["shared"], y, microbatch), None
+
+    return lax.scan(one, jnp.float32(0), batch)[0]
+
+
+def run(name, stages, microbatches, chunks, data=1, poison=False):
+    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    params, batch = problem(microbatches, data)
+    dealt = layout.deal(params["blocks"], stages=stages, chunks=chunks, placement=schedule.placement)
+    with jax.set_mesh(mesh):
+        dealt = jax.device_put(dealt, NamedSharding(mesh, P(None, "pipe")))
+        batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
+        run = gradient_function(FUNCTIONS, schedule, mesh, constrain=lambda x: x, poison_bubbles=poison)
+        loss, gradients = jax.jit(run)({**params, "blocks": dealt}, batch, jnp.float32(2))
+    gathered = layout.gather(jax.tree.map(np.asarray, gradients["blocks"]), placement=schedule.placement)
+    return loss, jax.tree.map(np.asarray, {**gradients, "blocks": gathered})
+
+
+def check(name, stages, microbatches, chunks, data=1):
+    loss, gradients = run(name, stages, microbatches, chunks, data)
+    want, expected = jax.jit(jax.value_and_grad(reference))(*problem(microbatches, data))
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        target = 2 * np.asarray(dict(jax.tree.leaves_with_path(expected))[path])
+        assert np.abs(gradient - target).max() <= 1e-5 * np.abs(target).max(), (name, jax.tree_util.keystr(path))
+
+
+CASES = [
+    ("gpipe", 2, 3, 1, 2),
+    ("1f1b", 2, 5, 1, 2),
+    ("eager_1f1b", 4, 4, 1, 1),
+    ("interleaved_1f1b", 4, 8, 2, 1),
+    ("zb_h1", 4, 6, 1, 2),
+    ("zb_h1", 1, 2, 1, 1),
+    ("zb_1p_interleaved", 2, 4, 4, 1),
+    ("zb_v", 4, 6, 2, 2),
+    ("zb_v", 4, 3, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks", "data"), CASES)
+def test_gradients_are_the_unpipelined_models(name, stages, microbatches, chunks, data):
+    check(name, stages, microbatches, chunks, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("eager_1f1b", 1), ("zb_h1", 1)] + [
+    (name, chunks) for name in ("interleaved_1f1b", "zb_1p_interleaved") for chunks in (1, 2, 4)
+] + [("zb_v", 2)])  # fmt: skip
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_on_a_grid(name, chunks, stages, groups):
+    if LAYERS % (stages * chunks):
+        pytest.skip(f"{LAYERS} blocks do not divide over {stages} ranks and {chunks} chunks")
+    check(name, stages, stages * groups, chunks)
+
+
+def test_no_matmul_is_done_twice_by_a_split_backward():
+    """I and W together multiply as often as the whole backward: 4 matmuls for 2 weights, and 1 recomputed by neither."""
+    from megajax.pipeline.split import split_backward
+
+    params, batch = problem(1, 1)
+    weights = jax.tree.map(lambda a: a[0], params["blocks"])
+    microbatch = jax.tree.map(lambda a: a[0], batch)
+    x = microbatch["x"]
+    backward = lambda residuals, weights, x, dy: jax.vjp(  # noqa: E731
+        lambda weights, x: block(weights, x, microbatch, 0), weights, x
+    )[1](dy)
+    split = split_backward(backward, (), weights, x, x)
+    matmuls = lambda f, *arguments: str(jax.make_jaxpr(f)(*arguments)).count("dot_general")  # noqa: E731
+    dx, early, kept = split.input((), weights, x, x)
+    late = split.weight((), weights, x, kept)
+    got = {"bias": early[0], "down": late[0], "up": late[1]}
+    want, want_dx = backward((), weights, x, x)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert jax.tree.map(bool, split.is_late) == {"bias": False, "down": True, "up": True}
+    assert matmuls(split.weight, (), weights, x, kept) == 2
+    assert (
+        matmuls(split.input, (), weights, x, x) + 2 == matmuls(backward, (), weights, x, x) - 1
+    )  # y itself is not needed

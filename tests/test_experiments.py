@@ -1,0 +1,103 @@
+"""The front door as people use it: in a process of its own, from the command line."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import gpt3
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    words = [sys.executable, "-m", "experiments.gpt3", *arguments]
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+
+
+def test_a_short_run(tmp_path):
+    """Trains, validates, samples, and writes one object a step."""
+    log = tmp_path / "log.jsonl"
+    small = (
+        "--steps 3 --layers 4 --hidden 32 --sequence-length 16 --global-batch-size 8 --microbatch-size 1 --new-tokens 5"
+    )
+    done = command("--devices", "cpu:8", *small.split(), "--validation-batches", "1", "--log-jsonl", str(log))
+    assert done.returncode == 0, done.stderr
+    assert "data 2 x pipe 2 x tensor 2 on 8 cpu devices" in done.stdout
+    assert "schedule  interleaved_1f1b, 2 chunks a rank, 4 microbatches" in done.stdout
+    assert "step 3: validation loss" in done.stdout and "a sample, continuing 'The ':\nThe " in done.stdout
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert {"loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "tflops_per_device"} <= steps[0].keys()
+    assert 5 < steps[0]["loss"] < 6.5 and steps[2]["loss"] < steps[0]["loss"]
+
+
+def test_shapes_without_the_devices():
+    done = command(
+        "--model", "gpt3-175b", "--steps", "1", "--pipe", "8", "--tensor", "8", "--chunks", "3", "--dry-shapes"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gpt3-175b: 174,615,846,912 parameters on data 1 x pipe 8 x tensor 8 = 64 devices" in done.stdout
+    up = next(line for line in done.stdout.splitlines() if "feedforward/up/kernel" in line)
+    assert "float32[3, 8, 4, 12288, 49152]" in up and "(None, 'pipe', None, None, 'tensor')" in up
+    assert up.endswith(f"{3 * 4 * 12288 * 49152 // 8 * 4:,}")
+
+
+def test_too_few_devices_ends_without_a_traceback():
+    done = command("--devices", "cpu:4", "--pipe", "4", "--tensor", "2", "--data", "1")
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert "4" in done.stderr and "8" in done.stderr
+
+
+BAD = [
+    (["--layers", "6", "--pipe", "4", "--data", "1", "--tensor", "2"], "layers"),
+    (["--heads", "3", "--hidden", "96"], "--tensor"),
+    (["--global-batch-size", "15"], "global_batch_size"),
+    (["--global-batch-size", "12"], "microbatches"),  # 3 microbatches, not a multiple of 2 stages
+    (["--schedule", "1f1", "--data", "2"], "did you mean 1f1b"),
+    (["--schedule", "gpipe", "--chunks", "2"], "chunks"),
+    (["--model", "gpt3-174b"], "did you mean"),
+    (["--recompute", "some"], "recompute"),
+    (["--precision", "fp8"], "fp16"),
+    (["--sequence-length", "127"], "sequence_length"),
+    (["--steps", "many"], "--steps"),
+    (["--stpes", "3"], "--steps"),
+    (["--learning-rate", "-1"], "learning_rate"),
+    (["--dropout", "1.5"], "dropout"),
+    (["--text", "/nowhere/text.txt"], "/nowhere/text.txt"),
+    (["--tokenizer", "gpt-2"], "did you mean gpt2"),
+    (["--tokenizer", "gpt2"], "--vocabulary 50257"),
+    (["--log-jsonl", "/nowhere/log.jsonl"], "/nowhere/log.jsonl"),
+    (["--devices", "tpu"], "--devices"),
+    (["--prompt"], "--prompt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_input_is_one_clear_line(arguments, message, capsys):
+    """In this process, which has eight CPU devices."""
+    devices = [] if "--devices" in arguments else ["--devices", "cpu:8"]
+    assert gpt3.main([*arguments, *devices]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert message in error
+
+
+def test_help_shows_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        gpt3.main(["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    options = "model data pipe tensor chunks schedule microbatch-size global-batch-size sequence-length recompute steps"
+    options += " learning-rate seed precision dropout devices log-jsonl sequence-parallel dry-shapes text tokenizer"
+    for name in options.split():
+        assert f"--{name}" in text, name
+    assert "--no-sequence-parallel" in text
+    assert text.count("(default:") > 40

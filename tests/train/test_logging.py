@@ -1,0 +1,115 @@
+"""What a run says: nothing left out, on a terminal, in a file and where neither is."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from megajax.config import ConfigError
+from megajax.train.logging import JsonLines, RunLog, Throughput, step_record
+
+THROUGHPUT = Throughput(tokens_per_step=4096, flops_per_step=8e12, devices=4, peak_flops=10e12)
+METRICS = {"loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0, "tokens": 4096.0}
+FIELDS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "skipped",
+    "samples",
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+]
+
+
+def record(step: int = 1, **metrics):
+    return step_record(step, METRICS | metrics, samples=32 * step, seconds=0.5, throughput=THROUGHPUT)
+
+
+def log_of(tmp_path, *, terminal: bool, steps: int = 25, every: int = 10):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=140, color_system=None)
+    path = tmp_path / "log.jsonl"
+    return RunLog(steps, every, console=console, jsonl=JsonLines(path)), text, path
+
+
+def test_rates_are_per_second_and_per_device():
+    """8 TFLOP in half a second on 4 devices are 4 TFLOP/s each, of 10."""
+    assert THROUGHPUT.rates(0.5) == pytest.approx({"tokens_per_second": 8192, "tflops_per_device": 4.0, "mfu": 0.4})
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_file_has_every_step_whatever_the_console_shows(tmp_path, terminal):
+    log, _, path = log_of(tmp_path, terminal=terminal)
+    with log:
+        for step in range(1, 26):
+            log.step(record(step))
+            assert len(path.read_text().splitlines()) == step  # a killed run keeps its log
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 26))
+    assert all(list(row) == FIELDS for row in rows)
+    assert rows[2] == pytest.approx(record(3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_numbers_that_are_none_stay_in_the_file_and_are_warned_of(tmp_path, name, bad):
+    log, text, path = log_of(tmp_path, terminal=False)
+    with log:
+        log.step(record(3, **{name: bad}))
+    read = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert list(read) == FIELDS
+    assert str(float(read[name])) == str(bad)
+    assert f"warning: step 3: {name} is {bad}" in text.getvalue()
+
+
+def test_a_skipped_step_is_warned_of(tmp_path):
+    log, text, path = log_of(tmp_path, terminal=False)
+    with log:
+        log.step(record(3, skipped=1, grad_norm=math.inf, loss_scale=65536.0))
+    assert "warning: step 3: gradients overflowed, step skipped; loss scale 65536" in text.getvalue()
+    assert json.loads(path.read_text())["skipped"] == 1
+
+
+def test_plain_lines_come_for_the_first_the_last_and_every_tenth_step(tmp_path):
+    log, text, _ = log_of(tmp_path, terminal=False)
+    with log:
+        for step in range(1, 26):
+            log.step(record(step))
+    lines = text.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    for number in ("loss 2.5000", "8,192 tokens/s", "4 TFLOP/s", "40.0% MFU", "grad norm 0.75", "learning rate 0.001"):
+        assert number in lines[0]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_a_terminal_shows_a_bar_with_loss_and_rates(tmp_path):
+    log, text, _ = log_of(tmp_path, terminal=True)
+    with log:
+        log.compiling()
+        for step in range(1, 26):
+            log.step(record(step))
+        log.message("[bold] is no markup here")
+    shown = text.getvalue()
+    for part in ("compiling", "25/25", "loss 2.5000", "8,192 tokens/s", "40.0% MFU", "[bold] is no markup here"):
+        assert part in shown
+
+
+def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write the log .*No such file.*--log-jsonl"):
+        JsonLines(tmp_path / "missing" / "log.jsonl")
+    with pytest.raises(ConfigError, match="--log-jsonl"):
+        JsonLines(tmp_path)
+
+
+def test_a_new_run_replaces_the_log(tmp_path):
+    for step in (1, 2):
+        file = JsonLines(tmp_path / "log.jsonl")
+        file.write(record(step))
+        file.close()
+    assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 2
