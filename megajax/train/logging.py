@@ -111,7 +111,8 @@ def describe_line(record: Mapping[str, float], steps: int) -> str:
 def warning(record: Mapping[str, float]) -> str | None:
     """What must not pass unseen in a step: a skipped step, or a loss or gradient that is not finite."""
     if record["skipped"]:
-        return f"step {record['step']}: gradients overflowed, step skipped; loss scale {record['loss_scale']:g}"
+        scale = f"; loss scale {record['loss_scale']:g}" if record["loss_scale"] != 1 else ""
+        return f"step {record['step']}: gradient norm is {record['grad_norm']}, step skipped{scale}"
     broken = [name for name in ("loss", "grad_norm") if not math.isfinite(record[name])]
     if broken:
         return f"step {record['step']}: " + ", ".join(f"{name} is {record[name]}" for name in broken)
@@ -139,6 +140,7 @@ class RunLog:
         self.console = console or Console(highlight=False, markup=False, soft_wrap=True)
         self._jsonl = jsonl
         self._bar: Progress | None = None
+        self._compiling = False
 
     def __enter__(self) -> "RunLog":
         return self
@@ -153,7 +155,8 @@ class RunLog:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compiling(self) -> None:
-        """Says why the first step takes long."""
+        """Says why the first step takes long; its rates will be marked as what they are."""
+        self._compiling = True
         if self.console.is_terminal:
             self._show(0, "compiling the first step")
         else:
@@ -163,10 +166,11 @@ class RunLog:
         """Shows and writes one step's record."""
         if self._jsonl:
             self._jsonl.write(record)
+        note, self._compiling = "  (with compilation)" if self._compiling else "", False
         if self.console.is_terminal:
-            self._show(int(record["step"]), describe_numbers(record))
+            self._show(int(record["step"]), describe_numbers(record) + note)
         elif record["step"] in (1, self.steps) or record["step"] % self.every == 0:
-            self.message(describe_line(record, self.steps))
+            self.message(describe_line(record, self.steps) + note)
         if text := warning(record):
             self.message(f"warning: {text}")
         if record["step"] >= self.steps:

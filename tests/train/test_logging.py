@@ -72,7 +72,7 @@ def test_a_skipped_step_is_warned_of(tmp_path):
     log, text, path = log_of(tmp_path, terminal=False)
     with log:
         log.step(record(3, skipped=1, grad_norm=math.inf, loss_scale=65536.0))
-    assert "warning: step 3: gradients overflowed, step skipped; loss scale 65536" in text.getvalue()
+    assert "warning: step 3: gradient norm is inf, step skipped; loss scale 65536" in text.getvalue()
     assert json.loads(path.read_text())["skipped"] == 1
 
 
@@ -98,6 +98,18 @@ def test_a_terminal_shows_a_bar_with_loss_and_rates(tmp_path):
     shown = text.getvalue()
     for part in ("compiling", "25/25", "loss 2.5000", "8,192 tokens/s", "40.0% MFU", "[bold] is no markup here"):
         assert part in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_rates_of_the_step_that_compiles_are_marked(tmp_path, terminal):
+    log, text, _ = log_of(tmp_path, terminal=terminal, every=1)
+    with log:
+        log.compiling()
+        log.step(record(1))
+        assert "(with compilation)" in text.getvalue()
+        before = len(text.getvalue())
+        log.step(record(2))
+        assert "(with compilation)" not in text.getvalue()[before:]
 
 
 def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path):

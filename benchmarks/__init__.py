@@ -1,0 +1,1 @@
+"""Commands whose figures the README and docs quote; each writes what it measured, and where, to benchmarks/results."""
