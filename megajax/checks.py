@@ -104,6 +104,8 @@ def _check_model(model: "ModelConfig") -> None:
 
 def _check_train(train: "TrainConfig") -> None:
     """The learning rate's schedule."""
+    if train.seed >= 2**32:  # jax's keys take 32 bits and would drop the rest in silence
+        raise ConfigError(f"seed = {train.seed} must be below 2**32 = {2**32}: type --seed with such a value.")
     if train.warmup_steps > train.steps:
         raise ConfigError(
             f"warmup_steps = {train.warmup_steps} is more than steps = {train.steps}: "

@@ -1,0 +1,62 @@
+"""What a person may type by mistake: each is one line that says what is wrong and what to type, exit code 2."""
+
+import jax
+import pytest
+
+from experiments import gpt3
+
+WRONG = [
+    ("--model gtp2", ["gtp2", "did you mean gpt2", "--model"]),
+    ("--shedule gpipe", ["--shedule", "did you mean --schedule"]),
+    ("--pipe 3 --tensor 1 --data 1 --devices cpu:3", ["layers = 4", "--pipe 1, 2 or 4"]),
+    ("--pipe 2 --tensor 3 --data 1 --devices cpu:6", ["tensor = 3", "--tensor"]),
+    (
+        "--data 4 --pipe 4 --tensor 4 --microbatch-size 1 --devices cpu:8",
+        ["64 devices", "there are 8", "--devices cpu:64"],
+    ),
+    ("--data 0", ["data = 0", "1 or more", "--data"]),
+    ("--data -1", ["data = -1", "--data"]),
+    ("--tensor 0", ["tensor = 0", "--tensor"]),
+    ("--pipe 0", ["pipe = 0", "--pipe"]),
+    ("--chunks 0", ["chunks = 0", "--chunks"]),
+    ("--microbatch-size 0", ["microbatch_size = 0", "--microbatch-size"]),
+    ("--layers 0", ["layers = 0", "--layers"]),
+    ("--heads 0", ["heads = 0", "--heads"]),
+    ("--kv-heads 3", ["kv_heads = 3", "--kv-heads"]),
+    ("--seed -1", ["seed = -1", "--seed"]),
+    ("--seed 99999999999999999999", ["seed", "--seed"]),
+    ("--steps 0", ["steps = 0", "1 or more"]),
+    ("--steps -5", ["steps = -5", "1 or more"]),
+    ("--steps 3 --warmup-steps 9", ["warmup_steps = 9", "--warmup-steps 0"]),
+    ("--learning-rate nan", ["learning_rate = nan", "--learning-rate"]),
+    ("--learning-rate inf", ["learning_rate = inf", "--learning-rate"]),
+    ("--axis-order pipe,data", ["axis_order", "--axis-order data,pipe,tensor"]),
+    ("--devices gpu", ["no GPU", "--devices cpu:8"]),
+    ("--devices cpu:", ["cpu:", "--devices cpu:8"]),
+    ("--devices cpu:0", ["cpu:0", "--devices cpu:8"]),
+    ("--devices cpu:99", ["cpu:99"]),
+    ("--text .", ["directory", "--text"]),
+    ("--log-jsonl .", ["--log-jsonl"]),
+    ("--sequence-length 20000000 --positions rotary", ["tokens", "--sequence-length"]),
+    ("--temperature -1", ["temperature = -1", "--temperature"]),
+    ("--temperature nan", ["temperature = nan", "--temperature"]),
+    ("--top-k 0", ["top_k = 0", "--top-k"]),
+    ("--new-tokens -1", ["new_tokens = -1", "--new-tokens"]),
+    ("--model gpt3-175b --pipe 7 --dry-shapes", ["layers = 96", "--pipe 3, 4, 6 or 8"]),
+    ("--model gpt3-175b --pipe 0 --dry-shapes", ["pipe = 0"]),
+    ("--vocabulary 10", ["257", "10", "--vocabulary 257"]),
+    ("--norm batchnorm", ["batchnorm", "layernorm"]),
+    ("--sequence-parallel=yes", ["--sequence-parallel"]),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
+def test_what_cannot_run_is_one_line_and_exit_code_2(words, said, capsys):
+    jax.devices()
+    assert gpt3.main(words.split()) == 2
+    out, err = capsys.readouterr()
+    print(err)
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for part in said:
+        assert part in err
