@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from megajax.config import ConfigError, RunConfig
 from megajax.pipeline.schedule import ScheduleError
+from megajax.pipeline.simulate import simulate_lockstep
 from megajax.train.options import Request, parse
 
 # What suits eight fake devices on two cores: under three minutes, and the loss visibly falls.
@@ -83,7 +84,7 @@ def train(request: Request) -> int:
     training = make_training(run, make_mesh(run.parallel, devices))
     peak = device_peak(devices, run.train.precision)
     with RunLog(run.train.steps, run.train.log_every, jsonl=jsonl) as log:
-        for line in describe(run, training.schedule(), devices, peak, len(parts[0])):
+        for line in describe(run, training.schedule, devices, peak, len(parts[0])):
             log.message(line)
         state = train_loop(training, batches, validation, log, peak)
         if request.new_tokens and run.train.steps:
@@ -113,8 +114,7 @@ def check_vocabulary(run: RunConfig, tokenizer) -> None:
 def describe(run: RunConfig, schedule, devices, peak, tokens: int) -> list[str]:
     """What is about to run, in a few lines."""
     model, parallel, train = run.model, run.parallel, run.train
-    ideal = run.microbatches * parallel.chunks
-    bubble = (parallel.pipe - 1) / ideal
+    bubble = simulate_lockstep(schedule).bubble
     return [
         f"model     {model.name}: {model.parameters:,} parameters, {model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads, {model.sequence_length} tokens a sample",

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # config imports this module
     from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 MESH_AXES = ("data", "pipe", "tensor")
+SEVERAL_CHUNKS = ("interleaved_1f1b", "zb_1p_interleaved", "zb_v")  # schedules that may have more than one a rank
+IN_ROUNDS = ("interleaved_1f1b", "zb_1p_interleaved")  # these send microbatches through in groups of `pipe`
 MAY_BE_ZERO = {
     "dropout",
     "minimum_learning_rate",
@@ -145,7 +147,9 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
             f"axis_order = {','.join(map(str, parallel.axis_order))} must hold {', '.join(MESH_AXES)} once each, "
             f"outermost first: type --axis-order {','.join(MESH_AXES)}."
         )
-    if parallel.chunks > 1 and parallel.schedule != "interleaved_1f1b":
+    if parallel.schedule == "zb_v" and parallel.chunks != 2:
+        raise ConfigError(f"chunks = {parallel.chunks}, but zb_v has two chunks on each rank: type --chunks 2.")
+    if parallel.chunks > 1 and parallel.schedule not in SEVERAL_CHUNKS:
         raise ConfigError(
             f"chunks = {parallel.chunks} needs schedule interleaved_1f1b, not {parallel.schedule}: "
             "type --schedule interleaved_1f1b, or --chunks 1."
@@ -179,11 +183,11 @@ def _check_batch(run: "RunConfig") -> None:
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
             f"{parallel.data} = {at_once}: type --global-batch-size {_some(_multiples(at_once, batch), batch)}{data}."
         )
-    if parallel.schedule == "interleaved_1f1b" and run.microbatches % parallel.pipe:
+    if parallel.schedule in IN_ROUNDS and run.microbatches % parallel.pipe:
         other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
-            f"is not a multiple of pipe = {parallel.pipe}, as interleaved_1f1b needs: type --global-batch-size "
+            f"is not a multiple of pipe = {parallel.pipe}, as {parallel.schedule} needs: type --global-batch-size "
             f"{_some(_multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
         )
 

@@ -92,11 +92,11 @@ class ParallelConfig:
     data: int = setting(1, "data-parallel replicas; each takes global_batch_size / data samples of a step")
     pipe: int = setting(1, "pipeline stages (ranks) the layers are split over")
     tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
-    chunks: int = setting(1, "model chunks per pipeline rank; more than 1 only for interleaved_1f1b (smaller bubble)")
+    chunks: int = setting(1, "model chunks per pipeline rank: more for the interleaved schedules, 2 for zb_v, else 1")
     schedule: str = setting(
         "interleaved_1f1b",
         "order of the pipeline's forwards and backwards",
-        ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+        ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v"),
     )
     microbatch_size: int = setting(1, "samples a replica runs forward at once")
     sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")

@@ -76,14 +76,15 @@ def expected(model: ModelConfig, seed: int = 0, dropout_seed: int = 1234):
 def place(training: Training, canonical):
     """Canonical parameters laid out for a run."""
     parallel = training.run.parallel
-    blocks = layout.deal(canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks)
+    placement = training.schedule.placement
+    blocks = layout.deal(canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
     return jax.device_put({**canonical, "blocks": blocks}, training.params_sharding)
 
 
-def canonical(params):
+def canonical(params, placement: str = "loop"):
     """The inverse of `place`, as numpy."""
     params = jax.tree.map(np.asarray, params)
-    return {**params, "blocks": layout.gather(params["blocks"])}
+    return {**params, "blocks": layout.gather(params["blocks"], placement=placement)}
 
 
 def training_of(run: RunConfig) -> Training:

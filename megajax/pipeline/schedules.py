@@ -23,8 +23,8 @@ def register(name: str) -> Callable[[Generator], Generator]:
     return add
 
 
-def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The named schedule over `stages` ranks, as a validated table.
+def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1, **options) -> Schedule:
+    """The named schedule over `stages` ranks, as a validated table; `options` are those of its generator.
 
     Raises:
       ScheduleError: an unknown name, sizes below 1, or sizes that this schedule does not allow.
@@ -36,7 +36,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1)
     for label, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
             raise ScheduleError(f"{label} is {value}; it must be 1 or more")
-    return SCHEDULES[name](stages, microbatches, chunks).validate()
+    return SCHEDULES[name](stages, microbatches, chunks, **options).validate()
 
 
 def _one_chunk(name: str, chunks: int) -> None:
@@ -107,13 +107,15 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 @register("forward_only")
-def forward_only(stages: int, microbatches: int, chunks: int) -> Schedule:
+def forward_only(stages: int, microbatches: int, chunks: int, placement: str = "loop") -> Schedule:
     """Forwards alone, for evaluation and sampling: groups of p microbatches through one chunk after the other.
 
-    Takes any number of microbatches; (p - 1) chunk forwards of bubble where it is a multiple of p.
+    Takes any number of microbatches; in "loop" placement (p - 1) chunk forwards of bubble where it is a multiple of p.
+    `placement` is that of the schedule the model was laid out for.
     """
     order = [Operation(FORWARD, chunk, microbatch) for chunk, microbatch in _depth_first(stages, microbatches, chunks)]
-    return pack("forward_only", [order] * stages, microbatches=microbatches, chunks=chunks, paired=True)
+    sizes = {"microbatches": microbatches, "chunks": chunks, "placement": placement}
+    return pack("forward_only", [order] * stages, **sizes, paired=True)
 
 
 def _depth_first(group: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megajax.checks import SEVERAL_CHUNKS
 from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, near, preset
 
 MESH_FIELDS = ("data", "pipe", "tensor")
@@ -17,7 +18,7 @@ DERIVED = {
     "data": "the devices left by --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
     "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
-    "chunks": "2 for interleaved_1f1b on 2 or more pipeline stages if the layers can be cut so, else 1",
+    "chunks": "2 for zb_v, and for the interleaved schedules on 2 or more stages if the layers can be cut so, else 1",
     "warmup_steps": "{default}, or a tenth of --steps if that is less",
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
@@ -64,8 +65,8 @@ class Request:
         """
         model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
         parallel = self._given(ParallelConfig) | self.mesh(device_count)
-        interleaved = parallel.get("schedule", "interleaved_1f1b") == "interleaved_1f1b" and parallel["pipe"] > 1
-        parallel = {"chunks": 2 if interleaved and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
+        several = parallel.get("schedule", "interleaved_1f1b") in SEVERAL_CHUNKS and parallel["pipe"] > 1
+        parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
 

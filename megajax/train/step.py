@@ -23,6 +23,7 @@ from megajax.parallel.rules import AxisRules
 from megajax.parallel.vocabulary import lookup
 from megajax.pipeline import layout
 from megajax.pipeline.executor import forward_function, gradient_function
+from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
 from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
@@ -51,7 +52,15 @@ def parameter_specs(run: RunConfig) -> Tree:
 def initial_params(run: RunConfig, key: jax.Array) -> Tree:
     """Fresh fp32 parameters, blocks dealt. Values depend on the key, the model and nothing of the mesh."""
     params = gpt.init(run.model, key, run.parallel.tensor)
-    return {**params, "blocks": layout.deal(params["blocks"], stages=run.parallel.pipe, chunks=run.parallel.chunks)}
+    parallel, placement = run.parallel, run_schedule(run).placement
+    blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
+    return {**params, "blocks": blocks}
+
+
+def run_schedule(run: RunConfig) -> Schedule:
+    """The schedule of the run's training step."""
+    parallel = run.parallel
+    return make_schedule(parallel.schedule, stages=parallel.pipe, microbatches=run.microbatches, chunks=parallel.chunks)
 
 
 def axis_rules(run: RunConfig) -> AxisRules:
@@ -86,7 +95,7 @@ class Training:
 
     def __init__(self, run: RunConfig, mesh: Mesh):
         """Builds the programs; nothing is compiled before its first call."""
-        self.run, self.mesh = run, mesh
+        self.run, self.mesh, self.schedule = run, mesh, run_schedule(run)
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
         self.params_sharding = self._named(parameter_specs(run))
         self.state_sharding = self._state_sharding()
@@ -98,16 +107,6 @@ class Training:
         )
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch))
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch))
-
-    def schedule(self, name: str | None = None, microbatches: int | None = None):
-        """The run's schedule, or another for the same layout of layers."""
-        parallel = self.run.parallel
-        return make_schedule(
-            name or parallel.schedule,
-            stages=parallel.pipe,
-            microbatches=microbatches or self.run.microbatches,
-            chunks=parallel.chunks,
-        )
 
     def init_state(self) -> TrainState:
         """Fresh parameters and optimizer state, made where they lie."""
@@ -189,7 +188,7 @@ class Training:
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         run = gradient_function(
             model_functions(self.run, training=True),
-            self.schedule(),
+            self.schedule,
             self.mesh,
             constrain=constrain_activation(self.run),
             poison_bubbles=poison_bubbles,
@@ -213,7 +212,14 @@ class Training:
         return self._forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
 
     def _forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
-        schedule = self.schedule("forward_only", batch["tokens"].shape[0])
+        parallel, microbatches = self.run.parallel, batch["tokens"].shape[0]
+        schedule = make_schedule(
+            "forward_only",
+            stages=parallel.pipe,
+            microbatches=microbatches,
+            chunks=parallel.chunks,
+            placement=self.schedule.placement,
+        )
         run = forward_function(functions, collect, schedule, self.mesh, constrain=constrain_activation(self.run))
         return run(cast(params, compute_dtype(self.run.train.precision)), batch)
 

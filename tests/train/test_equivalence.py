@@ -22,6 +22,9 @@ GRID = [
     ((1, 4, 2), "1f1b", 1, 2, True, "selective"),  # fewer microbatches than stages
     ((1, 8, 1), "1f1b", 1, 16, True, "selective"),  # one block a stage: it cannot be cut in halves
     ((2, 1, 4), "interleaved_1f1b", 1, 2, True, "selective"),
+    ((1, 4, 2), "zb_h1", 1, 8, True, "selective"),
+    ((2, 2, 2), "zb_1p_interleaved", 2, 4, True, "full"),
+    ((2, 2, 2), "zb_v", 2, 4, True, "selective"),
 ]
 # Every mesh with every schedule, microbatch count and sequence parallelism; the recompute modes take turns.
 LONG = [
@@ -29,7 +32,8 @@ LONG = [
     for index, (mesh, (schedule, chunks), microbatches, sequence_parallel) in enumerate(
         itertools.product(
             [(2, 2, 2), (1, 4, 2), (2, 4, 1), (1, 2, 4), (4, 2, 1)],
-            [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2)],
+            [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2)]
+            + [("zb_h1", 1), ("zb_1p_interleaved", 2), ("zb_v", 2)],
             [4, 8],
             [True, False],
         )
@@ -53,7 +57,7 @@ def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, mo
     loss, gradients = training.loss_and_gradients(params, small.make_batch(run))
     want_loss, want = small.expected(model)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    small.assert_gradients_close(small.canonical(gradients), want, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
     return training, params, loss, gradients
 
 
@@ -112,6 +116,7 @@ CURVES = [
     ((2, 1, 4), "gpipe", 1, 1),
     ((1, 8, 1), "1f1b", 1, 16),
     ((8, 1, 1), "1f1b", 1, 2),
+    ((1, 4, 2), "zb_v", 2, 4),
 ]
 
 
