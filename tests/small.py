@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -102,10 +101,3 @@ def assert_gradients_close(got, want, rtol: float) -> None:
 
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree_util.tree_map_with_path(check, got, want)
-
-
-def abstract(training: Training):
-    """(state, batch) as shapes, to compile a step without running it."""
-    state = jax.eval_shape(training._fresh_state)
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype), make_batch(training.run))
-    return state, batch

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megajax.checks import SEVERAL_CHUNKS
 from megajax.pipeline.schedule import Schedule, ScheduleError, show
 from megajax.pipeline.schedules import SCHEDULES, make_schedule
 from megajax.pipeline.simulate import Costs, Simulation, simulate_event, simulate_lockstep
@@ -119,7 +120,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _make(name: str, options: argparse.Namespace) -> Schedule:
-    several = name in ("interleaved_1f1b", "zb_1p_interleaved", "zb_v", "forward_only")
+    several = name in (*SEVERAL_CHUNKS, "forward_only")
     chunks = (
         options.chunks if options.chunks is not None and (several or not options.compare) else (2 if several else 1)
     )

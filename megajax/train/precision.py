@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import ConfigError, TrainConfig
-
-COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32, "fp16": jnp.float16}
+from megajax.cost.hardware import DTYPES
 
 
 def compute_dtype(precision: str) -> jnp.dtype:
@@ -21,9 +20,9 @@ def compute_dtype(precision: str) -> jnp.dtype:
     Raises:
       ConfigError: any other name.
     """
-    if precision not in COMPUTE_DTYPES:
-        raise ConfigError(f"precision {precision!r} is unknown; type one of {', '.join(COMPUTE_DTYPES)}")
-    return jnp.dtype(COMPUTE_DTYPES[precision])
+    if precision not in DTYPES:
+        raise ConfigError(f"precision {precision!r} is unknown; type one of {', '.join(DTYPES)}")
+    return jnp.dtype(DTYPES[precision])
 
 
 def cast(tree: Any, dtype: jnp.dtype) -> Any:
