@@ -208,14 +208,20 @@ def _check_batch(run: "RunConfig") -> None:
 
 
 def _check_rounds(run: "RunConfig") -> None:
-    """Schedules that need so many microbatches for their pipeline."""
+    """Schedules that need so many microbatches for their pipeline, or another precision."""
     parallel = run.parallel
-    least = 2 * parallel.pipe if parallel.schedule == "dualpipe_v" else 1
+    if parallel.schedule == "pipedream_2bw" and run.train.precision == "fp16":
+        raise ConfigError(
+            "precision = fp16 does not go with pipedream_2bw, whose two batches in flight would have different loss "
+            "scales: type --precision bf16, or another --schedule."
+        )
+    need = {"dualpipe_v": ("2 * pipe", 2 * parallel.pipe), "pipedream_2bw": ("2 * (pipe - 1)", 2 * parallel.pipe - 2)}
+    formula, least = need.get(parallel.schedule, ("", 1))
     if run.microbatches < least:
         at_once = parallel.microbatch_size * parallel.data
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {run.train.global_batch_size} / {at_once} = "
-            f"{run.microbatches} is less than 2 * pipe = {least}, as {parallel.schedule} needs: type --global-batch-size "
+            f"{run.microbatches} is less than {formula} = {least}, as {parallel.schedule} needs: type --global-batch-size "
             f"{least * at_once} or more, or another --schedule."
         )
 

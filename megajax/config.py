@@ -100,7 +100,7 @@ class ParallelConfig:
         "order of the pipeline's forwards and backwards; or a .csv or .json file that has it",
         (
             *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs"),
-            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto"),
+            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto", "pipedream_2bw"),
         ),
     )
     group_size: int | None = setting(

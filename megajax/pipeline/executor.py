@@ -42,16 +42,16 @@ class Carry(NamedTuple):
     kept: Tree  # what I leaves for W, [slots, blocks per chunk, ...]
     block_gradients: Tree  # fp32, [local layers, ...]
     shared_gradients: Tree  # fp32
-    output: Tree  # loss summed over microbatches, or what `collect` returned for each of them
+    output: Tree  # each microbatch's loss, or what `collect` returned for each of them
 
 
 def gradient_function(
     functions, schedule: Schedule, mesh: Mesh, *, constrain: Callable, poison_bubbles: bool = False
 ) -> Callable:
-    """`f(params, batch, cotangent) -> (loss, gradients)` for a whole batch, run by `schedule`.
+    """`f(params, batch, cotangent) -> (losses, gradients)` for a whole batch, run by `schedule`.
 
-    `loss` is `head_loss` summed over the batch; `gradients` are fp32, in the layout of `params`, and those of
-    cotangent * loss. They are summed over `data` once, after the last tick.
+    `losses` [microbatches] is `head_loss` summed over the replicas; `gradients` are fp32, in the layout of `params`, and
+    those of cotangent * losses.sum(). They are summed over `data` once, after the last tick.
 
     Args:
       constrain: `x -> x`, lays an activation between blocks over the axes that are not manual.
@@ -59,8 +59,9 @@ def gradient_function(
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, columns: Tree):
-        rank = _Rank(functions, schedule, table, constrain, params, batch, poison=poison_bubbles)
-        carry = rank.run(columns, rank.start(), cotangent=_vary(cotangent))
+        rank = Rank(functions, schedule, table, constrain, params, batch, poison=poison_bubbles)
+        cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
+        carry = rank.run(rank_columns(columns), rank.start(), vary(cotangents))
         blocks = jax.tree.map(
             lambda total, weights: lax.psum(total.reshape(weights.shape), "data"),
             carry.block_gradients,
@@ -85,8 +86,8 @@ def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mes
     """
 
     def run(params: Tree, batch: Tree, columns: Tree):
-        rank = _Rank(functions, schedule, table, constrain, params, batch, collect=collect)
-        return lax.psum(rank.run(columns, rank.start()).output, "pipe")
+        rank = Rank(functions, schedule, table, constrain, params, batch, collect=collect)
+        return lax.psum(rank.run(rank_columns(columns), rank.start()).output, "pipe")
 
     table = tables.build(schedule)
     layout = {"blocks": BLOCKS, "shared": P()}
@@ -96,56 +97,60 @@ def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mes
     return lambda params, batch: mapped(params, batch, table.columns)
 
 
-def _vary(tree: Tree) -> Tree:
+def rank_columns(columns: Tree) -> Tree:
+    """A rank's own columns, [ticks], of what `shard_map` gives it of the tables, [ticks, 1]."""
+    return jax.tree.map(lambda column: vary(column[:, 0]), columns)
+
+
+def vary(tree: Tree) -> Tree:
     """Marks values as differing between ranks and replicas.
 
     Without it `jax.vjp` of something replicated would sum its gradient over the mesh inside the tick loop.
     """
 
-    def vary(leaf):
+    def mark(leaf):
         missing = tuple(axis for axis in MANUAL if axis not in jax.typeof(leaf).mat.varying)
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(vary, tree)
+    return jax.tree.map(mark, tree)
 
 
-class _Rank:
+class Rank:
     """One rank's part of the program, while it is traced."""
 
     def __init__(self, functions, schedule, table, constrain, params, batch, *, collect=None, poison=False):
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
         self.pin = constrain
-        self.shared, self.batch = _vary(params["shared"]), _vary(batch)
-        blocks = _vary(params["blocks"])
+        self.shared, self.batch = vary(params["shared"]), vary(batch)
+        blocks = vary(params["blocks"])
         self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
         self.stack = Stack(functions.block, jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks), self.per_chunk)
 
     def start(self) -> Carry:
         """Empty stash, inboxes and accumulators."""
-        first = self.microbatch(0)
+        first, count = self.microbatch(0), self.schedule.microbatches
         shape = jax.eval_shape(self.functions.embed, self.shared, first)
-        x = self.pin(_vary(jnp.zeros(shape.shape, shape.dtype)))
+        x = self.pin(vary(jnp.zeros(shape.shape, shape.dtype)))
         inbox = {
-            direction: jax.vmap(self.pin)(_vary(jnp.zeros((slots + 1, *x.shape), x.dtype)))
+            direction: jax.vmap(self.pin)(vary(jnp.zeros((slots + 1, *x.shape), x.dtype)))
             for direction, slots in self.table.inbox_slots.items()
         }
         if self.collect is None:
-            stash = _vary(self.stack.empty_stash(self.table.stash_slots, x, first))
-            kept = _vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
-            zeros = lambda tree: jax.tree.map(lambda a: _vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
-            totals, output = (zeros(self.stack.weights), zeros(self.shared)), _vary(jnp.zeros((), jnp.float32))
+            stash = vary(self.stack.empty_stash(self.table.stash_slots, x, first))
+            kept = vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
+            zeros = lambda tree: jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
+            totals = (zeros(self.stack.weights), zeros(self.shared))
+            output = vary(jnp.zeros(count, jnp.float32))
         else:
             stash, kept, totals = (), (), ((), ())
-            count = self.schedule.microbatches
             result = jax.eval_shape(self.collect, self.shared, x, first)
-            output = jax.tree.map(lambda a: _vary(jnp.zeros((count, *a.shape), a.dtype)), result)
+            output = jax.tree.map(lambda a: vary(jnp.zeros((count, *a.shape), a.dtype)), result)
         return Carry(stash, inbox[FORWARD], inbox[BACKWARD], x, kept, *totals, output)
 
-    def run(self, columns: Tree, carry: Carry, cotangent=None) -> Carry:
-        """All ticks. `columns` are this rank's, [ticks, 1]."""
-        self.cotangent = cotangent
-        columns = jax.tree.map(lambda column: _vary(column[:, 0]), columns)
+    def run(self, columns: Tree, carry: Carry, cotangents: jax.Array | None = None) -> Carry:
+        """All ticks. `columns` are this rank's; `cotangents` [microbatches] multiply each microbatch's gradients."""
+        self.cotangents = cotangents
         for segment in self.schedule.segments:
             rows = jax.tree.map(lambda column: column[segment.start : segment.stop], columns)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
@@ -180,7 +185,8 @@ class _Rank:
 
     def forward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's forward; on the last stage the head too. Returns what to send on."""
-        on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
+        on, index = row["forward_on"] == 1, row["forward_microbatch"]
+        microbatch = self.microbatch(index)
         x = self.pin(carry.activations[row["forward_inbox"]])
         x = _run_if(
             on & (row["forward_first"] == 1), lambda x: self.pin(self.functions.embed(self.shared, microbatch)), x
@@ -191,17 +197,17 @@ class _Rank:
         chunk, stage = row["forward_chunk"], row["forward_stage"]
         if self.collect is not None:
             y = self.pin(self.stack.forward(x, microbatch, chunk, stage))
-            return carry._replace(output=self.store(carry.output, last, y, microbatch, row["forward_microbatch"])), y
+            return carry._replace(output=self.store(carry.output, last, y, microbatch, index)), y
         blocks = None if self.schedule.paired else row["forward_on"] * self.per_chunk
         y, stash = self.stack.forward_stashing(x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks)
         y = self.pin(y)
 
         def score(state):
-            shared_gradients, loss, waiting = state
+            shared_gradients, losses, waiting = state
             value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
-            shared, dy = vjp(self.cotangent.astype(value.dtype))
+            shared, dy = vjp(self.cotangents[index].astype(value.dtype))
             waiting = waiting.at[row["forward_loss_gradient"]].set(self.pin(dy))
-            return _accumulate(shared_gradients, shared), loss + value, jax.vmap(self.pin)(waiting)
+            return _accumulate(shared_gradients, shared), losses.at[index].add(value), jax.vmap(self.pin)(waiting)
 
         scored = _run_if(last, score, (carry.shared_gradients, carry.output, carry.gradients))
         return carry._replace(stash=stash, shared_gradients=scored[0], output=scored[1], gradients=scored[2]), y

@@ -2,6 +2,7 @@
 
 from megajax.checks import SCHEDULE_FILES
 from megajax.config import RunConfig
+from megajax.pipeline import continuous
 from megajax.pipeline.files import load
 from megajax.pipeline.schedule import Schedule, ScheduleError
 from megajax.pipeline.schedules import make_schedule
@@ -21,6 +22,8 @@ def run_schedule(run: RunConfig) -> Schedule:
         schedule = load(parallel.schedule)
         _check_sizes(run, schedule)
         return schedule
+    if parallel.schedule == continuous.NAME:
+        return continuous.steady_schedule(parallel.pipe, run.microbatches)
     options = {}
     if parallel.group_size is not None:
         options["group_size"] = parallel.group_size

@@ -21,7 +21,7 @@ from megajax.models import gpt
 from megajax.models.block import RESIDUAL
 from megajax.parallel.rules import AxisRules
 from megajax.parallel.vocabulary import lookup
-from megajax.pipeline import layout
+from megajax.pipeline import continuous, layout
 from megajax.pipeline.executor import forward_function, gradient_function
 from megajax.pipeline.schedules import make_schedule
 from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
@@ -39,6 +39,7 @@ class TrainState:
     params: Tree  # fp32; blocks dealt over chunks and ranks (pipeline/layout.py)
     optimizer_state: Tree
     loss_scale: LossScale
+    in_flight: Tree = ()  # what a pipeline that is not drained holds between steps (pipeline/continuous.py)
 
 
 def parameter_specs(run: RunConfig) -> Tree:
@@ -160,20 +161,25 @@ class Training:
         scale = state.loss_scale.scale
         loss, gradients = self._loss_and_gradients(state.params, batch, scale)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
+        return self._update(state, gradients, loss, batch)
+
+    def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
+        """The state after an update, which is left out where `gradients` are not finite or not `ready`; and metrics."""
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.params)
-        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
-        new = TrainState(
-            keep(optax.apply_updates(state.params, updates), state.params),
-            keep(optimizer_state, state.optimizer_state),
-            state.loss_scale.update(finite),
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
+        new = dataclasses.replace(
+            state,
+            params=keep(optax.apply_updates(state.params, updates), state.params),
+            optimizer_state=keep(optimizer_state, state.optimizer_state),
+            loss_scale=state.loss_scale.update(finite),
         )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": learning_rate_schedule(self.run.train)(updates_made(state.optimizer_state)),
-            "loss_scale": scale,
+            "loss_scale": state.loss_scale.scale,
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": batch["weights"].sum(),
         }
@@ -188,8 +194,8 @@ class Training:
             poison_bubbles=poison_bubbles,
         )
         total = batch["weights"].sum()
-        loss, gradients = run(cast(params, compute_dtype(self.run.train.precision)), batch, scale / total)
-        return loss / total, jax.lax.with_sharding_constraint(gradients, self.params_sharding)
+        losses, gradients = run(cast(params, compute_dtype(self.run.train.precision)), batch, scale / total)
+        return losses.sum() / total, jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         functions = model_functions(self.run, training=False)
@@ -237,4 +243,46 @@ class Training:
 
 def make_training(run: RunConfig, mesh: Mesh) -> Training:
     """The programs of a validated run on its mesh."""
+    if run.parallel.schedule == continuous.NAME:
+        return ContinuousTraining(run, mesh)
     return Training(run, mesh)
+
+
+class ContinuousTraining(Training):
+    """PipeDream-2BW: each step's batch goes into a pipeline that still holds the last batch, and its update is that one's.
+
+    The first step makes no update. The loss of a step is the mean over the tokens that passed the head in it, most of
+    them of its own batch, at the weights that each of them met.
+    """
+
+    def __init__(self, run: RunConfig, mesh: Mesh):
+        """Builds the programs."""
+        super().__init__(run, mesh)
+        functions = model_functions(run, training=True)
+        sizes = run.parallel.pipe, run.microbatches
+        self.pipeline = continuous.Continuous(functions, *sizes, mesh, constrain=constrain_activation(run))
+        self._train = jax.jit(self._train_step, donate_argnums=0)
+        self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), batch))
+
+    def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """As `Training.train_step`; a state with nothing in flight, fresh or restored, begins with an empty pipeline."""
+        with jax.set_mesh(self.mesh):
+            batch = jax.device_put(batch, NamedSharding(self.mesh, P(None, "data")))
+            if not jax.tree.leaves(state.in_flight):
+                state = dataclasses.replace(state, in_flight=self._empty(state.params, batch))
+            return self._train(state, batch)
+
+    def _cast(self, params: Tree) -> Tree:
+        return cast(params, compute_dtype(self.run.train.precision))
+
+    def _train_step(self, state: TrainState, batch: Tree):
+        flying = state.in_flight
+        losses, counted, gradients, after = self.pipeline.step(
+            self._cast(state.params), batch, 1 / batch["weights"].sum(), flying
+        )
+        tokens = jnp.where(counted, after.batch["weights"].sum((1, 2)), 0).sum()
+        gradients = jax.lax.with_sharding_constraint(gradients, self.params_sharding)
+        new, metrics = self._update(state, gradients, losses.sum() / tokens, batch, ready=flying.step > 0)
+        placed = {name: getattr(new, name) for name in ("params", "optimizer_state")}
+        shardings = {name: getattr(self.state_sharding, name) for name in placed}
+        return dataclasses.replace(new, in_flight=after, **jax.lax.with_sharding_constraint(placed, shardings)), metrics

@@ -40,7 +40,13 @@ def compiled(mesh, schedule, chunks, microbatches, sequence_parallel=True):
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "grows"),
-    [("1f1b", 1, False), ("eager_1f1b", 1, False), ("interleaved_1f1b", 2, False), ("gpipe", 1, True)],
+    [("1f1b", 1, False), ("eager_1f1b", 1, False), ("interleaved_1f1b", 2, False), ("gpipe", 1, True)]
+    + [("zb_h1", 1, False), ("zb_v", 2, False)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("zb_h2", 1, False), ("zb_1p_interleaved", 2, False), ("dualpipe_v", 2, False)]
+        + [("looped_bfs", 2, True)]
+    ],
 )
 def test_memory_does_not_grow_with_microbatches(schedule, chunks, grows):
     few, many = (
