@@ -66,9 +66,8 @@ def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig") -> None:
             file = field.name == "schedule" and str(value).endswith(SCHEDULE_FILES)
             if value not in names and not file:
                 hint = near(str(value), names)
-                raise ConfigError(
-                    f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {'|'.join(names)}."
-                )
+                typed = "|".join(names) if hint.startswith("did") else "and one of them"
+                raise ConfigError(f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {typed}.")
         elif field.type in (int, int | None, float) and not (value is None and field.type == int | None):
             _check_number(field.name, value, whole=field.type is not float)
         elif field.type is bool and not isinstance(value, bool):

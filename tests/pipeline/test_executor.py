@@ -63,7 +63,6 @@ def reference(params, batch):
 
 
 def layers_for(stages, chunks):
-    """Whole chunks, and two blocks in each where that is few: a backward cut into halves has then one in each half."""
     return max(LAYERS, stages * chunks)
 
 
