@@ -10,7 +10,9 @@ if TYPE_CHECKING:  # config imports this module
     from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 MESH_AXES = ("data", "pipe", "tensor")
-SEVERAL_CHUNKS = ("interleaved_1f1b", "zb_1p_interleaved", "zb_v")  # schedules that may have more than one a rank
+TWO_CHUNKS = ("zb_v", "dualpipe_v")  # schedules of exactly two chunks a rank
+SEVERAL_CHUNKS = ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved", *TWO_CHUNKS, "auto")  # of more than one
+SCHEDULE_FILES = (".csv", ".json")  # a schedule's name may be a file instead
 IN_ROUNDS = ("interleaved_1f1b", "zb_1p_interleaved")  # these send microbatches through in groups of `pipe`
 MAY_BE_ZERO = {
     "dropout",
@@ -50,6 +52,7 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_tensor(run.model, run.parallel)
     _check_pipeline(run.model, run.parallel)
     _check_batch(run)
+    _check_rounds(run)
     if device_count is not None:
         _check_device_count(run, device_count)
 
@@ -59,8 +62,9 @@ def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig") -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.metadata["choices"]:
-            if value not in field.metadata["choices"]:
-                names = field.metadata["choices"]
+            names = field.metadata["choices"]
+            file = field.name == "schedule" and str(value).endswith(SCHEDULE_FILES)
+            if value not in names and not file:
                 hint = near(str(value), names)
                 raise ConfigError(
                     f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {'|'.join(names)}."
@@ -147,11 +151,22 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
             f"axis_order = {','.join(map(str, parallel.axis_order))} must hold {', '.join(MESH_AXES)} once each, "
             f"outermost first: type --axis-order {','.join(MESH_AXES)}."
         )
-    if parallel.schedule == "zb_v" and parallel.chunks != 2:
-        raise ConfigError(f"chunks = {parallel.chunks}, but zb_v has two chunks on each rank: type --chunks 2.")
-    if parallel.chunks > 1 and parallel.schedule not in SEVERAL_CHUNKS:
+    schedule, from_file = parallel.schedule, parallel.schedule.endswith(SCHEDULE_FILES)
+    if schedule in TWO_CHUNKS and parallel.chunks != 2:
+        raise ConfigError(f"chunks = {parallel.chunks}, but {schedule} has two chunks on each rank: type --chunks 2.")
+    if parallel.group_size is not None and schedule != "interleaved_1f1b":
         raise ConfigError(
-            f"chunks = {parallel.chunks} needs schedule interleaved_1f1b, not {parallel.schedule}: "
+            f"group_size = {parallel.group_size} is for interleaved_1f1b, not {schedule}: "
+            "leave --group-size out, or type --schedule interleaved_1f1b."
+        )
+    if parallel.live_chunks is not None and schedule != "auto":
+        raise ConfigError(
+            f"live_chunks = {parallel.live_chunks} is for schedule auto, not {schedule}: "
+            "leave --live-chunks out, or type --schedule auto."
+        )
+    if parallel.chunks > 1 and schedule not in SEVERAL_CHUNKS and not from_file:
+        raise ConfigError(
+            f"chunks = {parallel.chunks} needs schedule interleaved_1f1b, not {schedule}: "
             "type --schedule interleaved_1f1b, or --chunks 1."
         )
     if parallel.chunks > 1 and parallel.pipe == 1:
@@ -183,12 +198,25 @@ def _check_batch(run: "RunConfig") -> None:
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
             f"{parallel.data} = {at_once}: type --global-batch-size {_some(_multiples(at_once, batch), batch)}{data}."
         )
-    if parallel.schedule in IN_ROUNDS and run.microbatches % parallel.pipe:
+    if parallel.schedule in IN_ROUNDS and parallel.group_size is None and run.microbatches % parallel.pipe:
         other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
             f"is not a multiple of pipe = {parallel.pipe}, as {parallel.schedule} needs: type --global-batch-size "
             f"{_some(_multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
+        )
+
+
+def _check_rounds(run: "RunConfig") -> None:
+    """Schedules that need so many microbatches for their pipeline."""
+    parallel = run.parallel
+    least = 2 * parallel.pipe if parallel.schedule == "dualpipe_v" else 1
+    if run.microbatches < least:
+        at_once = parallel.microbatch_size * parallel.data
+        raise ConfigError(
+            f"microbatches = global_batch_size / (microbatch_size * data) = {run.train.global_batch_size} / {at_once} = "
+            f"{run.microbatches} is less than 2 * pipe = {least}, as {parallel.schedule} needs: type --global-batch-size "
+            f"{least * at_once} or more, or another --schedule."
         )
 
 

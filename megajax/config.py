@@ -92,12 +92,21 @@ class ParallelConfig:
     data: int = setting(1, "data-parallel replicas; each takes global_batch_size / data samples of a step")
     pipe: int = setting(1, "pipeline stages (ranks) the layers are split over")
     tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
-    chunks: int = setting(1, "model chunks per pipeline rank: more for the interleaved schedules, 2 for zb_v, else 1")
+    chunks: int = setting(
+        1, "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, any for interleaved ones, else 1"
+    )
     schedule: str = setting(
         "interleaved_1f1b",
-        "order of the pipeline's forwards and backwards",
-        ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v"),
+        "order of the pipeline's forwards and backwards; or a .csv or .json file that has it",
+        (
+            *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs"),
+            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto"),
+        ),
     )
+    group_size: int | None = setting(
+        None, "interleaved_1f1b: microbatches through a chunk before the next chunk's turn; pipe if not given"
+    )
+    live_chunks: int | None = setting(None, "auto: chunk activations a rank may hold at once; any number if not given")
     microbatch_size: int = setting(1, "samples a replica runs forward at once")
     sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")
     recompute: str = setting(

@@ -3,6 +3,9 @@
 python -m megajax.pipeline.draw --schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --out x.svg
 python -m megajax.pipeline.draw --schedule 1f1b --stages 4 --microbatches 8 --text
 python -m megajax.pipeline.draw --compare gpipe 1f1b zb_h1 --stages 4 --microbatches 8 --out compare.png
+python -m megajax.pipeline.draw --schedule mine.csv --save mine.json
+
+A schedule is a name, or a .csv (in torch.distributed.pipelining's notation) or .json file.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.checks import SEVERAL_CHUNKS
+from megajax.pipeline.files import ENDINGS, load, save, to_json
 from megajax.pipeline.schedule import Schedule, ScheduleError, show
 from megajax.pipeline.schedules import SCHEDULES, make_schedule
 from megajax.pipeline.simulate import Costs, Simulation, simulate_event, simulate_lockstep
@@ -21,12 +25,7 @@ def as_json(schedule: Schedule, costs: Costs) -> dict:
     """A schedule and what it costs, as JSON values."""
     event, lockstep = simulate_event(schedule, costs), simulate_lockstep(schedule, costs)
     return {
-        "schedule": schedule.name,
-        "stages": schedule.stages,
-        "microbatches": schedule.microbatches,
-        "chunks": schedule.chunks,
-        "placement": schedule.placement,
-        "orders": [[list(operation) for operation in order] for order in schedule.orders()],
+        **to_json(schedule),
         "ticks": len(schedule.ticks),
         "simulated": {
             "ideal": event.ideal,
@@ -93,14 +92,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--schedule", default="interleaved_1f1b", help=f"one of {', '.join(SCHEDULES)} (default: %(default)s)"
+        "--schedule",
+        default="interleaved_1f1b",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(SCHEDULES)}, or a file (default: %(default)s)",
     )
-    what.add_argument("--compare", nargs="+", metavar="NAME", help="several under each other on one time axis")
+    what.add_argument("--compare", nargs="+", metavar="NAME|FILE", help="several under each other on one time axis")
     parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument(
         "--chunks", type=int, help="model chunks a rank (default: 2 where a schedule has several, else 1)"
     )
+    parser.add_argument("--group-size", type=int, help="interleaved_1f1b: microbatches through a chunk in one go")
+    parser.add_argument("--live-chunks", type=int, help="auto: most chunk activations alive on a rank at once")
     parser.add_argument(
         "--costs",
         type=_costs,
@@ -111,6 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.0, help="time of a send (default: %(default)s)")
     parser.add_argument("--lockstep", action="store_true", help="as one SPMD program runs it, tick by tick")
     parser.add_argument("--out", metavar="FILE", help="write a picture: .svg, .png or .pdf")
+    parser.add_argument("--save", metavar="FILE", help="write the schedule, to be edited and trained: .csv or .json")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write orders and costs (to the terminal)")
     parser.add_argument(
@@ -119,12 +124,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _make(name: str, options: argparse.Namespace) -> Schedule:
+def _make(name: str, options: argparse.Namespace, costs: Costs) -> Schedule:
+    """The schedule called `name`, or that of the file; sizes and options that suit some only go to those."""
+    if name.endswith(ENDINGS):
+        return load(name)
     several = name in (*SEVERAL_CHUNKS, "forward_only")
-    chunks = (
-        options.chunks if options.chunks is not None and (several or not options.compare) else (2 if several else 1)
-    )
-    return make_schedule(name, stages=options.stages, microbatches=options.microbatches, chunks=chunks)
+    chunks = 2 if several else 1
+    if options.chunks is not None and (several or not options.compare):
+        chunks = options.chunks
+    own = {}
+    if options.group_size is not None and (name == "interleaved_1f1b" or not options.compare):
+        own["group_size"] = options.group_size
+    if name == "auto":
+        own |= {"costs": costs.scaled(1 / chunks) if options.compare else costs}
+    if options.live_chunks is not None and (name == "auto" or not options.compare):
+        own["live_chunks"] = options.live_chunks
+    return make_schedule(name, stages=options.stages, microbatches=options.microbatches, chunks=chunks, **own)
 
 
 def _write(path: str, text: str) -> None:
@@ -146,7 +161,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     costs = dataclasses.replace(options.costs, latency=options.latency)
     if options.latency < 0:
         raise ScheduleError(f"latency is {options.latency:g}; it must be 0 or more")
-    schedules = [_make(name, options) for name in options.compare or [options.schedule]]
+    schedules = [_make(name, options, costs) for name in options.compare or [options.schedule]]
     simulate = simulate_lockstep if options.lockstep else simulate_event
     # Side by side, schedules with more chunks have smaller ones: costs are then those of all a rank's chunks together.
     scale = [1 / schedule.chunks if options.compare else 1 for schedule in schedules]
@@ -160,9 +175,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         values = [as_json(schedule, costs) for schedule in schedules]
         _write(options.json, json.dumps(values if options.compare else values[0]))
+    if options.save:
+        save(schedules[0], options.save)
     if options.trace:
         _write(options.trace, json.dumps(as_trace(schedules[0], simulations[0])))
-    if options.text or not (options.out or options.json or options.trace):
+    if options.text or not (options.out or options.save or options.json or options.trace):
         print("\n\n".join(as_text(*pair) for pair in zip(schedules, simulations, strict=True)))
 
 

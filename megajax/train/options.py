@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.checks import SEVERAL_CHUNKS
+from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS
 from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, near, preset
+from megajax.pipeline.files import load
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
@@ -18,7 +19,7 @@ DERIVED = {
     "data": "the devices left by --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
     "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
-    "chunks": "2 for zb_v, and for the interleaved schedules on 2 or more stages if the layers can be cut so, else 1",
+    "chunks": "2 for schedules that may have it, on 2 or more stages if the layers can be cut so, else 1; a file's",
     "warmup_steps": "{default}, or a tenth of --steps if that is less",
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
@@ -102,6 +103,7 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
 
     Raises:
       ConfigError: an option that does not exist, or a value that cannot be read.
+      ScheduleError: a schedule's file that cannot be read, or holds none.
     """
     parser = _parser(description, defaults)
     values, unknown = parser.parse_known_args(arguments)
@@ -114,6 +116,9 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
     if "warmup_steps" not in typed:
         given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
     given.setdefault("minimum_learning_rate", plain.learning_rate / 10)
+    if given.get("schedule", "").endswith(SCHEDULE_FILES):
+        schedule = load(given["schedule"])
+        given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
     return Request(given=given, **other)
 
 

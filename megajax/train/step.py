@@ -23,10 +23,10 @@ from megajax.parallel.rules import AxisRules
 from megajax.parallel.vocabulary import lookup
 from megajax.pipeline import layout
 from megajax.pipeline.executor import forward_function, gradient_function
-from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
 from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.schedule import run_schedule
 
 Tree = Any
 
@@ -55,12 +55,6 @@ def initial_params(run: RunConfig, key: jax.Array) -> Tree:
     parallel, placement = run.parallel, run_schedule(run).placement
     blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
     return {**params, "blocks": blocks}
-
-
-def run_schedule(run: RunConfig) -> Schedule:
-    """The schedule of the run's training step."""
-    parallel = run.parallel
-    return make_schedule(parallel.schedule, stages=parallel.pipe, microbatches=run.microbatches, chunks=parallel.chunks)
 
 
 def axis_rules(run: RunConfig) -> AxisRules:

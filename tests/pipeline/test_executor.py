@@ -60,8 +60,8 @@ def reference(params, batch):
     return lax.scan(one, jnp.float32(0), batch)[0]
 
 
-def run(name, stages, microbatches, chunks, data=1, poison=False):
-    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+def run(name, stages, microbatches, chunks, data=1, poison=False, **options):
+    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, **options)
     mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
     params, batch = problem(microbatches, data)
     dealt = layout.deal(params["blocks"], stages=stages, chunks=chunks, placement=schedule.placement)
@@ -74,8 +74,8 @@ def run(name, stages, microbatches, chunks, data=1, poison=False):
     return loss, jax.tree.map(np.asarray, {**gradients, "blocks": gathered})
 
 
-def check(name, stages, microbatches, chunks, data=1):
-    loss, gradients = run(name, stages, microbatches, chunks, data)
+def check(name, stages, microbatches, chunks, data=1, **options):
+    loss, gradients = run(name, stages, microbatches, chunks, data, **options)
     want, expected = jax.jit(jax.value_and_grad(reference))(*problem(microbatches, data))
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for path, gradient in jax.tree.leaves_with_path(gradients):
@@ -93,6 +93,9 @@ CASES = [
     ("zb_1p_interleaved", 2, 4, 4, 1),
     ("zb_v", 4, 6, 2, 2),
     ("zb_v", 4, 3, 2, 1),
+    ("looped_bfs", 2, 3, 2, 1),
+    ("zb_h2", 4, 6, 1, 1),
+    ("dualpipe_v", 2, 5, 2, 2),
 ]
 
 
@@ -101,13 +104,24 @@ def test_gradients_are_the_unpipelined_models(name, stages, microbatches, chunks
     check(name, stages, microbatches, chunks, data)
 
 
+def test_options_reach_the_program():
+    check("interleaved_1f1b", 2, 5, 2, group_size=3)
+    check("auto", 2, 3, 2, live_chunks=3)
+
+
+ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")
+GRID = [(name, 1) for name in ONE_CHUNK] + [
+    (name, chunks) for name in ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved") for chunks in (1, 2, 4)
+] + [("zb_v", 2), ("dualpipe_v", 2), ("auto", 2)]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("eager_1f1b", 1), ("zb_h1", 1)] + [
-    (name, chunks) for name in ("interleaved_1f1b", "zb_1p_interleaved") for chunks in (1, 2, 4)
-] + [("zb_v", 2)])  # fmt: skip
+@pytest.mark.parametrize(("name", "chunks"), GRID)
 @pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 3])
 def test_gradients_on_a_grid(name, chunks, stages, groups):
+    if name == "dualpipe_v" and groups == 1:
+        pytest.skip("dualpipe_v takes 2p microbatches or more")
     if LAYERS % (stages * chunks):
         pytest.skip(f"{LAYERS} blocks do not divide over {stages} ranks and {chunks} chunks")
     check(name, stages, stages * groups, chunks)

@@ -1,0 +1,53 @@
+"""The schedule of a run: by name, from a file, or the best for what the run's operations cost."""
+
+from megajax.checks import SCHEDULE_FILES
+from megajax.config import RunConfig
+from megajax.pipeline.files import load
+from megajax.pipeline.schedule import Schedule, ScheduleError
+from megajax.pipeline.schedules import make_schedule
+from megajax.pipeline.simulate import Costs
+
+__all__ = ["operation_costs", "run_schedule"]
+
+
+def run_schedule(run: RunConfig) -> Schedule:
+    """The schedule of the run's training step.
+
+    Raises:
+      ScheduleError: the sizes do not suit it, or a file's are not the run's.
+    """
+    parallel = run.parallel
+    if parallel.schedule.endswith(SCHEDULE_FILES):
+        schedule = load(parallel.schedule)
+        _check_sizes(run, schedule)
+        return schedule
+    options = {}
+    if parallel.group_size is not None:
+        options["group_size"] = parallel.group_size
+    if parallel.schedule == "auto":
+        options = {"costs": operation_costs(run), "live_chunks": parallel.live_chunks}
+    sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
+    return make_schedule(parallel.schedule, **sizes, **options)
+
+
+def operation_costs(run: RunConfig) -> Costs:
+    """What operations cost next to a forward: full recompute does the forward again before the input's gradient."""
+    return Costs(1.0, 3.0, 2.0, 1.0) if run.parallel.recompute == "full" else Costs()
+
+
+def _check_sizes(run: RunConfig, schedule: Schedule) -> None:
+    parallel, batch = run.parallel, run.parallel.microbatch_size * run.parallel.data
+    if not schedule.has_backward:
+        raise ScheduleError(f"{parallel.schedule} has no backwards: it trains nothing")
+    for name, of_run, of_file, typed in (
+        ("stages", parallel.pipe, schedule.stages, f"--pipe {schedule.stages}"),
+        ("chunks", parallel.chunks, schedule.chunks, f"--chunks {schedule.chunks}"),
+        (
+            "microbatches",
+            run.microbatches,
+            schedule.microbatches,
+            f"--global-batch-size {schedule.microbatches * batch}",
+        ),
+    ):
+        if of_run != of_file:
+            raise ScheduleError(f"{parallel.schedule} has {of_file} {name} and the run {of_run}: type {typed}")
