@@ -14,6 +14,7 @@ The modules only say what there is; `megajax.models.gpt` makes pure functions of
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -68,8 +69,20 @@ def plain_operations(constrain: Constrain = identity) -> Operations:
     """Matmuls whose communication XLA puts before or after them, from `constrain`'s word on how things lie."""
     return Operations(
         column=lambda y, kernel, axes: constrain(jnp.tensordot(constrain(y, *WHOLE), kernel, 1), *axes),
-        row=lambda x, kernel, contracted: constrain(jnp.tensordot(x, kernel, contracted), *RESIDUAL),
+        row=lambda x, kernel, contracted: _reduced(jnp.tensordot(x, kernel, contracted), constrain),
     )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduced(x: jax.Array, constrain: Constrain) -> jax.Array:
+    """A row-parallel product, reduce-scattered. Its gradient is gathered here, or XLA does it for each of two matmuls."""
+    return constrain(x, *RESIDUAL)
+
+
+_reduced.defvjp(
+    lambda x, constrain: (_reduced(x, constrain), None),
+    lambda constrain, _, gradient: (constrain(constrain(gradient, *RESIDUAL), *WHOLE),),
+)
 
 
 def named_key(key: jax.Array, name: str) -> jax.Array:
