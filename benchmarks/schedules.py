@@ -142,31 +142,31 @@ def _step(name: str, chunks: int, microbatches: int, devices):
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
-    """Bubble and memory against the number of ranks, a line for each schedule."""
+    """Bubble and memory against the number of ranks; schedules that come out the same share a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2)
-    marks = "osv^D*PXd<>"
-    for (name, chunks), mark in zip(KINDS, marks, strict=True):
-        own = [row for row in rows if (row["schedule"], row["chunks"]) == (name, chunks)]
-        label = f"{name}, {chunks} chunks" if chunks > 1 else name
-        for panel, value, scale in zip(panels, ("lockstep_bubble", "stash_in_stages"), (100, 1), strict=True):
-            heights = [scale * row[value] for row in own]
-            panel.plot([row["stages"] for row in own], heights, marker=mark, label=label, alpha=0.8)
-    for panel, title in zip(panels, ("bubble, % of the ideal time", "microbatches stashed on a rank"), strict=True):
+    titles = {"lockstep_bubble": "bubble, share of the ideal time", "stash_in_stages": "microbatches stashed on a rank"}
+    for panel, (value, title) in zip(panels, titles.items(), strict=True):
+        lines: dict[tuple[float, ...], list[str]] = {}
+        for name, chunks in KINDS:
+            heights = tuple(row[value] for row in rows if (row["schedule"], row["chunks"]) == (name, chunks))
+            lines.setdefault(heights, []).append(f"{name} v={chunks}" if chunks > 1 else name)
+        for heights, names in sorted(lines.items(), reverse=True):
+            panel.plot(STAGES, heights, marker="o", label=", ".join(names))
         panel.set_xscale("log", base=2)
         panel.set_xticks(STAGES, [str(stages) for stages in STAGES])
         panel.set_xlabel("ranks p, with 4p microbatches")
         panel.set_title(title)
         panel.grid(alpha=0.3)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8, frameon=False)
     panels[0].set_ylim(bottom=0)
     panels[1].set_yscale("log", base=2)
     panels[1].set_yticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _print(rows: list[dict]) -> None:

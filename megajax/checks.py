@@ -50,6 +50,7 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_model(run.model)
     _check_train(run.train)
     _check_tensor(run.model, run.parallel)
+    _check_context(run.model, run.parallel)
     _check_pipeline(run.model, run.parallel)
     _check_batch(run)
     _check_rounds(run)
@@ -131,7 +132,7 @@ def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
         "feedforward": model.feedforward_size,
     }
     if parallel.sequence_parallel:
-        split["sequence_length"] = model.sequence_length
+        split["sequence_length"] = model.sequence_length // max(1, parallel.context)
     legal = _divisors(math.gcd(*split.values()))
     for name, value in split.items():
         if value % parallel.tensor:
@@ -141,6 +142,27 @@ def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
                 f"type --tensor {_some(legal, parallel.tensor)}, "
                 f"or {option(name)} {_some(_multiples(parallel.tensor, value), value)}{instead}."
             )
+
+
+def _check_context(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+    """Rings: a sequence is shared out in two pieces a rank; a matmul's ring passes parts of the sequence."""
+    if parallel.context > 1 and model.sequence_length % (2 * parallel.context):
+        legal = [1] + [n for n in _divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
+        raise ConfigError(
+            f"sequence_length = {model.sequence_length} cannot be cut in 2 * context = {2 * parallel.context} pieces: "
+            f"type --context {_some(legal, parallel.context)}, or --sequence-length "
+            f"{_some(_multiples(2 * parallel.context, model.sequence_length), model.sequence_length)}."
+        )
+    if parallel.context > 1 and model.dropout > 0:
+        raise ConfigError(
+            f"dropout = {model.dropout}, but masks are drawn for whole sequences and context = {parallel.context} parts "
+            "them: type --dropout 0 or --context 1."
+        )
+    if parallel.tensor_overlap == "ring" and not parallel.sequence_parallel:
+        raise ConfigError(
+            "tensor_overlap = ring passes parts of the sequence, which sequence_parallel = False leaves whole: "
+            "type --sequence-parallel or --tensor-overlap none."
+        )
 
 
 def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
@@ -230,14 +252,22 @@ def _check_device_count(run: "RunConfig", device_count: int) -> None:
     parallel = run.parallel
     if parallel.devices == device_count:
         return
-    fitting = sorted((mesh for mesh in _meshes(device_count) if _is_legal(run, mesh)), key=lambda mesh: _far(run, mesh))
+    shared = parallel.context if device_count % parallel.context == 0 else device_count + 1  # no mesh has that many
+    meshes = (mesh for mesh in _meshes(device_count // shared) if _is_legal(run, mesh))
+    fitting = sorted(meshes, key=lambda mesh: _far(run, mesh))
     meshes = ", or ".join(" ".join(f"--{axis} {n}" for axis, n in mesh.items()) for mesh in fitting[:3])
     meshes = f"type {meshes}, or" if meshes else f"no mesh of {device_count} fits this model and batch:"
     raise ConfigError(
-        f"data * pipe * tensor = {parallel.data} * {parallel.pipe} * {parallel.tensor} = {parallel.devices} devices, "
+        f"{_mesh_size(parallel)} = {parallel.devices} devices, "
         f"but there are {device_count}: {meshes} run on {parallel.devices} "
         f"(for a trial on the CPU: --devices cpu:{parallel.devices})."
     )
+
+
+def _mesh_size(parallel: "ParallelConfig") -> str:
+    """The degrees and their product written out, "data * pipe * tensor = 2 * 2 * 2"; context if it is not 1."""
+    names = ("data", *(("context",) if parallel.context > 1 else ()), "pipe", "tensor")
+    return f"{' * '.join(names)} = {' * '.join(str(getattr(parallel, name)) for name in names)}"
 
 
 def _meshes(devices: int) -> Iterable[dict[str, int]]:

@@ -87,11 +87,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model and its batch are laid over data * pipe * tensor devices (PTD-P, 2104.04473 section 3)."""
+    """How the model and its batch are laid over data * context * pipe * tensor devices (2104.04473 section 3)."""
 
     data: int = setting(1, "data-parallel replicas; each takes global_batch_size / data samples of a step")
     pipe: int = setting(1, "pipeline stages (ranks) the layers are split over")
     tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
+    context: int = setting(
+        1, "devices that share a sample's sequence, attention going round a ring; neighbours on the mesh's data axis"
+    )
     chunks: int = setting(
         1, "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, any for interleaved ones, else 1"
     )
@@ -114,6 +117,16 @@ class ParallelConfig:
         "what the backward computes again: nothing, the attention core (selective), or the whole block (full)",
         ("none", "selective", "full"),
     )
+    attention: str = setting(
+        "auto",
+        "attention's implementation; auto is cudnn where GPUs have it for the model's heads, else xla",
+        ("auto", "xla", "cudnn"),
+    )
+    tensor_overlap: str = setting(
+        "none",
+        "ring: a tensor group's matmuls are cut up, and pass their communication round a ring meanwhile",
+        ("none", "ring"),
+    )
     axis_order: tuple[str, ...] = setting(
         ("data", "pipe", "tensor"), "mesh axes, outermost first; the last one's neighbours are on the fastest links"
     )
@@ -121,7 +134,7 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         """Devices the mesh needs."""
-        return self.data * self.pipe * self.tensor
+        return self.data * self.context * self.pipe * self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)

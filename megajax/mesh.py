@@ -1,5 +1,6 @@
 """Devices: starting jax on the ones a run asks for, and laying the mesh axes ("data", "pipe", "tensor") over them."""
 
+import glob
 import os
 from collections.abc import Sequence
 
@@ -8,15 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config import ConfigError, ParallelConfig
+from megajax.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
 
 AXES = ("data", "pipe", "tensor")
-
-# Fake CPU devices share few cores, so one can be minutes late at a collective; by default XLA then ends the process.
-# XLA aborts on a flag it does not know: these are known to jaxlib 0.10.2 and 0.12.0.
-CPU_FLAGS = (
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-)
 
 
 def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
@@ -31,9 +26,12 @@ def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
         All devices of that kind, of every process: at least as many as `spec` says.
 
     Raises:
-        ConfigError: `spec` is none of these, there is no GPU, or jax has already started with fewer CPU devices.
+        ConfigError: `spec` is none of these, there is no GPU, jax has already started with fewer CPU devices, or
+            jaxlib does not know a flag in XLA_FLAGS.
     """
     kind, _, number = (spec or "").partition(":")
+    if spec == "gpu" or (spec is None and _has_nvidia_gpu()):
+        add_gpu_flags()
     if spec == "gpu":
         try:
             return jax.devices("gpu")
@@ -67,10 +65,13 @@ def _make_cpu_devices(count: int) -> bool:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         return False
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    names = {flag.split("=")[0] for flag in flags}
-    os.environ["XLA_FLAGS"] = " ".join(flags + [flag for flag in CPU_FLAGS if flag.split("=")[0] not in names])
+    add_flags(CPU_FLAGS)
     return True
+
+
+def _has_nvidia_gpu() -> bool:
+    """Whether jax may find one; it cannot be asked, as its flags are read when it starts."""
+    return bool(glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"))  # the second: under Windows
 
 
 def choose_devices(spec: str | None, count: int) -> list[jax.Device]:
@@ -92,7 +93,8 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     divides the number of a host's GPUs. (A larger tensor is legal, but its reduce-scatters and all-gathers, four of
     each per layer and microbatch, then cross the network.) Pipeline neighbours, which exchange one activation per
     microbatch, come next and may lie in different hosts; data-parallel replicas, which meet once a step, are farthest
-    apart (2104.04473 section 3, takeaways 1 to 3).
+    apart (2104.04473 section 3, takeaways 1 to 3). The `context` devices that share a sample's sequence are neighbours
+    on the data axis, which is data * context long: to all but attention they are replicas that see other tokens.
 
         axis_order data, pipe, tensor with data=2 pipe=2 tensor=2:
                        tensor 0  tensor 1
@@ -103,18 +105,18 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
 
     Args:
         parallel: sizes of the axes, and their order.
-        devices: devices to use; the first data * pipe * tensor are taken. Default: jax.devices().
+        devices: devices to use; the first data * context * pipe * tensor are taken. Default: jax.devices().
 
     Returns:
-        Mesh of shape [data, pipe, tensor], its axes of type Auto.
+        Mesh of shape [data * context, pipe, tensor], its axes of type Auto.
 
     Raises:
         ConfigError: there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
     _check_enough(devices, parallel.devices)
-    sizes = [getattr(parallel, axis) for axis in parallel.axis_order]
-    laid = np.array(devices[: parallel.devices], dtype=object).reshape(sizes)
+    sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
+    laid = np.array(devices[: parallel.devices], dtype=object).reshape([sizes[axis] for axis in parallel.axis_order])
     grid = laid.transpose([parallel.axis_order.index(axis) for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -14,6 +14,8 @@ The modules only say what there is; `megajax.models.gpt` makes pure functions of
 
 import zlib
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
 
-__all__ = ["Block", "Dropout", "Norm", "causal_attention", "identity", "named_key", "parameter", "rotate"]
+__all__ = [
+    "Block",
+    "Dropout",
+    "Norm",
+    "Operations",
+    "causal_attention",
+    "identity",
+    "named_key",
+    "parameter",
+    "plain_operations",
+    "rotate",
+]
 
 Constrain = Callable[..., jax.Array]
 RESIDUAL = ("batch", "sequence", "hidden")  # between matmul pairs
@@ -36,6 +49,40 @@ HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scor
 def identity(x: jax.Array, *axes: str | None) -> jax.Array:
     """The `constrain` of a model that is on no mesh."""
     return x
+
+
+class Operations(NamedTuple):
+    """What a block computes with; megajax.parallel has some that communicate meanwhile, or on parts of the sequence.
+
+    Attributes:
+      column: (y [b, split s, h], kernel [h, *o], names of the result's axes) -> y kernel [b, whole s, *o].
+      row: (x [b, whole s, *i], kernel [*i, h], number of axes in i) -> x kernel [b, split s, h].
+      attend: (query, key, value) -> context, shaped as for `causal_attention`, naming what it keeps; None: that one.
+    """
+
+    column: Callable[[jax.Array, jax.Array, tuple], jax.Array]
+    row: Callable[[jax.Array, jax.Array, int], jax.Array]
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+
+
+def plain_operations(constrain: Constrain = identity) -> Operations:
+    """Matmuls whose communication XLA puts before or after them, from `constrain`'s word on how things lie."""
+    return Operations(
+        column=lambda y, kernel, axes: constrain(jnp.tensordot(constrain(y, *WHOLE), kernel, 1), *axes),
+        row=lambda x, kernel, contracted: _reduced(jnp.tensordot(x, kernel, contracted), constrain),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduced(x: jax.Array, constrain: Constrain) -> jax.Array:
+    """A row-parallel product, reduce-scattered. Its gradient is gathered here, or XLA does it for each of two matmuls."""
+    return constrain(x, *RESIDUAL)
+
+
+_reduced.defvjp(
+    lambda x, constrain: (_reduced(x, constrain), None),
+    lambda constrain, _, gradient: (constrain(constrain(gradient, *RESIDUAL), *WHOLE),),
+)
 
 
 def named_key(key: jax.Array, name: str) -> jax.Array:
@@ -113,27 +160,28 @@ class Linear(nnx.Module):
         """Takes the axes as name -> size, in order; a name that starts with "_" is of no logical axis."""
         shape, names = (*inputs.values(), *outputs.values()), [*inputs, *outputs]
         axes = [None if name.startswith("_") else name for name in names]
-        self.contracted = len(inputs)
         self.kernel = parameter(jax.random.normal(named_key(key, "kernel"), shape) * deviation, *axes)
         if biases:
             self.bias = parameter(jnp.zeros(tuple(outputs.values())), *axes[len(inputs) :], decay=False)
 
-    def __call__(self, x: jax.Array, constrain: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """From [..., *inputs] to [..., *outputs]. The bias comes after `constrain`: a row-parallel sum adds it once."""
-        y = constrain(jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted))
+    def __call__(self, x: jax.Array, product: Callable[..., jax.Array], *how) -> jax.Array:
+        """`product(x, kernel, *how)`, from [..., *inputs] to [..., *outputs]; a row-parallel sum adds the bias once."""
+        y = product(x, self.kernel[...].astype(x.dtype), *how)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
-def rotate(x: jax.Array, base: float) -> jax.Array:
+def rotate(x: jax.Array, base: float, positions: jax.Array | None = None) -> jax.Array:
     """Rotary position embedding (2104.09864) in llama's layout: element i turns with element i + d/2.
 
     Args:
-      x: [b, s, ..., d] queries or keys of positions 0 to s - 1.
+      x: [b, s, ..., d] queries or keys.
       base: of the frequencies base^(-2i/d).
+      positions: of the tokens, [b, s]; not given: 0 to s - 1.
     """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
-    angle = angle.reshape(x.shape[1], *[1] * (x.ndim - 3), half)
+    positions = jnp.arange(x.shape[1])[None] if positions is None else positions
+    angle = positions[..., None] * base ** (-jnp.arange(half) / half)
+    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), half)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle)]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -181,8 +229,8 @@ def causal_attention(
 class Attention(nnx.Module):
     """Causal self-attention; queries, keys and values from one fused matmul, groups split over tensor."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain):
-        self.config, self.constrain = config, constrain
+    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain, operations: Operations):
+        self.config, self.constrain, self.operations = config, constrain, operations
         groups, size = config.key_value_heads, config.head_size
         fused = {"groups": groups, "_queries_key_value": config.heads // groups + 2, "_head_size": size}
         small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
@@ -190,23 +238,28 @@ class Attention(nnx.Module):
         joined = {"heads": config.heads, "_head_size": size}
         self.output = Linear(named_key(key, "output"), joined, {"hidden": config.hidden}, small, config.biases)
 
-    def __call__(self, y: jax.Array, dropout: Dropout) -> jax.Array:
-        """Attention of y [b, whole s, h] to itself: [b, split s, h]."""
-        qkv = checkpoint_name(self.qkv(y, lambda z: self.constrain(z, *QKV)), "qkv")  # [b, s, g, a/g + 2, d]
+    def __call__(self, y: jax.Array, dropout: Dropout, positions: jax.Array | None) -> jax.Array:
+        """Attention of y [b, split s, h] to itself: the same shape. `positions` [b, s] where they are not 0 to s - 1."""
+        qkv = checkpoint_name(self.qkv(y, self.operations.column, QKV), "qkv")  # [b, whole s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.positions == "rotary":
-            query, key = rotate(query, self.config.rotary_base), rotate(key, self.config.rotary_base)
-        drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-        context = causal_attention(query, key, value, drop, self.constrain)
+            query, key = (rotate(x, self.config.rotary_base, positions) for x in (query, key))
+        if self.operations.attend is None:
+            drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
+            context = causal_attention(query, key, value, drop, self.constrain)
+        else:
+            context = self.operations.attend(query, key, value)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
-        return self.output(checkpoint_name(context, "context"), lambda z: self.constrain(z, *RESIDUAL))
+        if self.operations.attend is None:
+            context = checkpoint_name(context, "context")
+        return self.output(context, self.operations.row, 2)
 
 
 class FeedForward(nnx.Module):
     """Two matmuls around GELU (its tanh form, as GPT-2) or SwiGLU (2002.05202), the inner width split over tensor."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain):
-        self.config, self.constrain = config, constrain
+    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain, operations: Operations):
+        self.config, self.constrain, self.operations = config, constrain, operations
         hidden, inner = {"hidden": config.hidden}, {"feedforward": config.feedforward_size}
         gated = {"_gate_and_up": 2, **inner} if config.activation == "swiglu" else inner
         small = config.init_deviation / (2 * config.layers) ** 0.5
@@ -214,10 +267,10 @@ class FeedForward(nnx.Module):
         self.down = Linear(named_key(key, "down"), inner, hidden, small, config.biases)
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """From [b, whole s, h] to [b, split s, h]."""
+        """From [b, split s, h] to the same, through [b, whole s, split f]."""
         gates = (None,) if self.config.activation == "swiglu" else ()
         lead = ("batch", "whole_sequence")
-        up = checkpoint_name(self.up(y, lambda z: self.constrain(z, *lead, *gates, "feedforward")), "up")
+        up = checkpoint_name(self.up(y, self.operations.column, (*lead, *gates, "feedforward")), "up")
         wide = up.astype(jnp.float32)
         if self.config.activation == "swiglu":  # up [b, s, 2, f]: the gate, then what it lets through
             active = jax.nn.silu(wide[..., 0, :]) * wide[..., 1, :]
@@ -225,29 +278,35 @@ class FeedForward(nnx.Module):
             active = jax.nn.gelu(wide, approximate=True)
         # Its gradient must be split by feedforward too: left free, XLA may split it by sequence and add an all-to-all.
         active = checkpoint_name(self.constrain(active.astype(y.dtype), *lead, "feedforward"), "activation")
-        return self.down(active, lambda z: self.constrain(z, *RESIDUAL))
+        return self.down(active, self.operations.row, 1)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array, constrain: Constrain = identity):
+    def __init__(
+        self,
+        config: ModelConfig,
+        key: jax.Array,
+        constrain: Constrain = identity,
+        operations: Operations | None = None,
+    ):
         """Draws the block's weights from `key`, which is of this layer alone."""
         self.constrain = constrain
+        operations = plain_operations(constrain) if operations is None else operations
         self.attention_norm, self.feedforward_norm = Norm(config), Norm(config)
-        self.attention = Attention(config, named_key(key, "attention"), constrain)
-        self.feedforward = FeedForward(config, named_key(key, "feedforward"), constrain)
+        self.attention = Attention(config, named_key(key, "attention"), constrain, operations)
+        self.feedforward = FeedForward(config, named_key(key, "feedforward"), constrain, operations)
 
-    def _gathered(self, y: jax.Array, name: str) -> jax.Array:
-        """The normed residual, whole along the sequence. Split first: so its gradient is reduce-scattered."""
-        y = checkpoint_name(self.constrain(y, *RESIDUAL), name)
-        return self.constrain(y, *WHOLE)
+    def _split(self, y: jax.Array, name: str) -> jax.Array:
+        """The normed residual, split by sequence before it is gathered: so its gradient is reduce-scattered."""
+        return checkpoint_name(self.constrain(y, *RESIDUAL), name)
 
-    def __call__(self, x: jax.Array, dropout: Dropout) -> jax.Array:
-        """From x [b, split s, h] to the same shape, type and sharding."""
-        y = self._gathered(self.attention_norm(x), "attention_input")
-        x = x + dropout(self.attention(y, dropout), "attention", *RESIDUAL)
+    def __call__(self, x: jax.Array, dropout: Dropout, positions: jax.Array | None = None) -> jax.Array:
+        """From x [b, split s, h] to the same shape, type and sharding; `positions` as in `rotate`."""
+        y = self._split(self.attention_norm(x), "attention_input")
+        x = x + dropout(self.attention(y, dropout, positions), "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
-        y = self._gathered(self.feedforward_norm(x), "feedforward_input")
+        y = self._split(self.feedforward_norm(x), "feedforward_input")
         x = x + dropout(self.feedforward(y), "feedforward", *RESIDUAL)
         return self.constrain(x, *RESIDUAL)

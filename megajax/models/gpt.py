@@ -20,7 +20,7 @@ from jax import lax
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.models import recompute as modes
-from megajax.models.block import RESIDUAL, WHOLE, Block, Dropout, Norm, identity, named_key, parameter
+from megajax.models.block import RESIDUAL, WHOLE, Block, Dropout, Norm, Operations, identity, named_key, parameter
 
 __all__ = [
     "Embedding",
@@ -58,11 +58,15 @@ class Embedding(nnx.Module):
             table = jax.random.normal(named_key(key, "positions"), shape) * config.init_deviation
             self.positions = parameter(table, "positions", "hidden")
 
-    def __call__(self, tokens: jax.Array, dtype: jnp.dtype, dropout: Dropout) -> jax.Array:
-        """Tokens [b, s] -> [b, split s, h] of `dtype`."""
+    def __call__(self, tokens: jax.Array, dtype: jnp.dtype, dropout: Dropout, positions=None) -> jax.Array:
+        """Tokens [b, s] -> [b, split s, h] of `dtype`; `positions` [b, s] of the tokens where they are not 0 to s - 1."""
         x = self.constrain(self.lookup(self.tokens[...], tokens).astype(dtype), *RESIDUAL)
         if self.config.positions == "learned":
-            x = self.constrain(x + self.positions[: tokens.shape[1]].astype(dtype), *RESIDUAL)
+            if positions is None:
+                added = self.positions[: tokens.shape[1]].astype(dtype)
+            else:  # fp32, in which the gradient's rows are added up
+                added = jnp.take(self.positions[...].astype(jnp.float32), positions, axis=0).astype(dtype)
+            x = self.constrain(x + added, *RESIDUAL)
         return self.constrain(dropout(x, "embedding", *RESIDUAL), *RESIDUAL)
 
 
@@ -147,7 +151,7 @@ class ModelFunctions:
     Attributes:
       embed: (shared, microbatch) -> x [b, s, h] of dtype.
       block: (weights of one block, x, microbatch, layer's index) -> x. Checkpointed by the recompute mode. Reads the
-        microbatch's "sample" and the layer only if the model has dropout.
+        microbatch's "sample" and the layer only if the model has dropout, and "positions", like embed, if it has them.
       logits: (shared, x) -> fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT.
       head_loss: (shared, x, microbatch) -> fp32 scalar: sum over tokens of weights * cross entropy.
     """
@@ -163,6 +167,7 @@ def functions(
     *,
     constrain: Callable[..., jax.Array] = identity,
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = take,
+    operations: Operations | None = None,
     dtype: jnp.dtype = jnp.float32,
     recompute: str = "selective",
     dropout_seed: int = 0,
@@ -173,6 +178,7 @@ def functions(
       config: the model.
       constrain: (x, *logical axes) -> x, lays an activation out, see megajax.parallel.rules.
       lookup: (table [v, h], tokens [b, s]) -> [b, s, h], see megajax.parallel.vocabulary.
+      operations: the block's matmuls and attention; plain ones if not given.
       dtype: of activations and matmuls; softmax, norms, activation function and loss are fp32 inside.
       recompute: none, selective or full, see megajax.models.recompute.
       dropout_seed: of the run; masks come from it, the sample's index, the layer and the place.
@@ -181,7 +187,7 @@ def functions(
       ConfigError: for an unknown recompute mode.
     """
     key = jax.random.key(0)  # of no consequence: only the structure of the modules is used
-    block_module = nnx.split(nnx.eval_shape(lambda: Block(config, key, constrain)))[0]
+    block_module = nnx.split(nnx.eval_shape(lambda: Block(config, key, constrain, operations)))[0]
     shared_module = nnx.split(nnx.eval_shape(lambda: Shared(config, key, 1, constrain, lookup)))[0]
 
     def dropout(microbatch, layer):
@@ -189,12 +195,13 @@ def functions(
 
     def embed(shared, microbatch):
         embedding = nnx.merge(shared_module, shared).embedding
-        return embedding(microbatch["tokens"], dtype, dropout(microbatch, config.layers))  # one past the last block
+        masks = dropout(microbatch, config.layers)  # one past the last block
+        return embedding(microbatch["tokens"], dtype, masks, microbatch.get("positions"))
 
     # Forward and backward are in different loops, where XLA cannot merge what is computed twice: no barriers needed.
     @partial(jax.checkpoint, policy=modes.policy(recompute), prevent_cse=False)
     def block(weights, x, microbatch, layer):
-        return nnx.merge(block_module, weights)(x, dropout(microbatch, layer))
+        return nnx.merge(block_module, weights)(x, dropout(microbatch, layer), microbatch.get("positions"))
 
     def raw_logits(shared, y):
         model = nnx.merge(shared_module, shared)

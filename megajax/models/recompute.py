@@ -9,6 +9,7 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
     qkv                  [b, s, g, a/g+2, d]  tensor        kept    kept
     probabilities        [b, g, a/g, s, s]  tensor          kept
     context              [b, s, a, d]       tensor          kept    kept
+    attention_statistics [b, a, s]          tensor          kept    kept              fp32; of fused attention only
     residual             [b, s, h]          sequence        kept    kept              after attention
     feedforward_input    [b, s, h]          sequence        kept                      gathered again
     up                   [b, s, f] or [b, s, 2, f]  tensor  kept    kept              before the activation
@@ -18,6 +19,7 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
 none recomputes no matmul, selective one (queries times keys), full five of the six (not the down projection).
 For a GPT without dropout "selective" is 20 sbh bytes, less than the paper's 34 sbh (its table 2):
 norms and the activation are cheap to compute again from `residual` and `up`, and a mask is drawn again from its key.
+Fused attention has no probabilities; with context and statistics its backward needs no forward again, but under full.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from megajax.config import ConfigError, ModelConfig, near
 
 __all__ = ["MODES", "Value", "bytes_per_layer", "kept_names", "kept_values", "policy"]
 
-SELECTIVE = ("qkv", "context", "residual", "up")
+SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up")
 NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
 MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn only where the model has dropout
 MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}
@@ -45,12 +47,16 @@ class Value:
       split: the axis that is shared out over tensor: "tensor" (heads or feedforward: always) or "sequence" (with
         sequence parallelism, otherwise every rank holds all of it).
       mask: True for a dropout mask, 1 byte an element whatever the precision.
+      fused: True for a value that only fused attention has, False for one that it has not; None for all others.
+      itemsize: bytes of an element whatever the precision; None: the precision's.
     """
 
     name: str
     elements: int
     split: str
     mask: bool = False
+    fused: bool | None = None
+    itemsize: int | None = None
 
 
 def kept_names(mode: str) -> tuple[str, ...]:
@@ -69,7 +75,9 @@ def policy(mode: str) -> Callable[..., bool]:
     return jax.checkpoint_policies.save_only_these_names(*kept_names(mode))
 
 
-def kept_values(config: ModelConfig, mode: str, sequence: int | None = None) -> tuple[Value, ...]:
+def kept_values(
+    config: ModelConfig, mode: str, sequence: int | None = None, fused_attention: bool = False
+) -> tuple[Value, ...]:
     """What one block keeps for its backward under `mode`, its input first, for samples of `sequence` tokens."""
     sequence = config.sequence_length if sequence is None else sequence
     residual = sequence * config.hidden
@@ -80,18 +88,20 @@ def kept_values(config: ModelConfig, mode: str, sequence: int | None = None) -> 
         Value("input", residual, "sequence"),
         Value("attention_input", residual, "sequence"),
         Value("qkv", sequence * (config.heads + 2 * config.key_value_heads) * config.head_size, "tensor"),
-        Value("probabilities", scores, "tensor"),
-        Value("probabilities_mask", scores, "tensor", mask=True),
+        Value("probabilities", scores, "tensor", fused=False),
+        Value("probabilities_mask", scores, "tensor", mask=True, fused=False, itemsize=1),
         Value("context", residual, "tensor"),
-        Value("attention_mask", residual, "sequence", mask=True),
+        Value("attention_statistics", config.heads * sequence, "tensor", fused=True, itemsize=4),
+        Value("attention_mask", residual, "sequence", mask=True, itemsize=1),
         Value("residual", residual, "sequence"),
         Value("feedforward_input", residual, "sequence"),
         Value("up", gates * feedforward, "tensor"),
         Value("activation", feedforward, "tensor"),
-        Value("feedforward_mask", residual, "sequence", mask=True),
+        Value("feedforward_mask", residual, "sequence", mask=True, itemsize=1),
     )
     kept = ("input", *kept_names(mode))
-    return tuple(value for value in values if value.name in kept and not (value.mask and config.dropout == 0))
+    there = (value for value in values if value.fused in (None, fused_attention))
+    return tuple(value for value in there if value.name in kept and not (value.mask and config.dropout == 0))
 
 
 def bytes_per_layer(
@@ -103,6 +113,7 @@ def bytes_per_layer(
     tensor: int = 1,
     sequence_parallel: bool = True,
     itemsize: int = 2,
+    fused_attention: bool = False,
 ) -> int:
     """Bytes one device keeps of one block for one microbatch; compare 2205.05198 table 2.
 
@@ -114,9 +125,10 @@ def bytes_per_layer(
       tensor: devices that share the block.
       sequence_parallel: whether they also share the residual stream's sequence.
       itemsize: bytes of an activation, 2 for bf16 and fp16.
+      fused_attention: whether attention is cuDNN's, or a ring's.
     """
     total = 0
-    for value in kept_values(config, mode, sequence):
+    for value in kept_values(config, mode, sequence, fused_attention):
         parts = tensor if value.split == "tensor" or sequence_parallel else 1
-        total += samples * value.elements * (1 if value.mask else itemsize) // parts
+        total += samples * value.elements * (value.itemsize or itemsize) // parts
     return total

@@ -16,7 +16,7 @@ from megajax.pipeline.files import load
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
 DERIVED = {
-    "data": "the devices left by --pipe and --tensor",
+    "data": "the devices left by --context, --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
     "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
     "chunks": "2 for schedules that may have it, on 2 or more stages if the layers can be cut so, else 1; a file's",
@@ -44,7 +44,8 @@ class Request:
 
     def mesh(self, device_count: int) -> dict[str, int]:
         """Degrees data, pipe, tensor for a number of devices; those typed are kept as they are."""
-        return mesh_for(device_count, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
+        context = max(1, self.given.get("context", 1))
+        return mesh_for(device_count // context, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
 
     @property
     def devices_needed(self) -> int | None:
@@ -52,7 +53,7 @@ class Request:
         degrees = [self.given[axis] for axis in MESH_FIELDS if axis in self.given]
         if not degrees:
             return None
-        needed = 1
+        needed = max(1, self.given.get("context", 1))
         for degree in degrees:
             needed *= max(1, degree)
         return needed

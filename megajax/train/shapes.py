@@ -17,7 +17,7 @@ def describe_shapes(run: RunConfig) -> str:
     moments and the gradient accumulators have the same shapes and shardings.
     """
     parallel = run.parallel
-    sizes = (parallel.data, parallel.pipe, parallel.tensor)
+    sizes = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
     mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     shapes = jax.eval_shape(lambda key: initial_params(run, key), jax.random.key(0))
     rows = [("parameter", "shape", "sharding", "bytes per device")]

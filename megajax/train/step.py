@@ -19,11 +19,15 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import RunConfig
 from megajax.models import gpt
 from megajax.models.block import RESIDUAL
+from megajax.parallel.attention import Choice
+from megajax.parallel.context import of_owner, split_batch
 from megajax.parallel.rules import AxisRules
 from megajax.parallel.vocabulary import lookup
 from megajax.pipeline import continuous, layout
 from megajax.pipeline.executor import forward_function, gradient_function
+from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
+from megajax.train.operations import attention_choice, block_operations
 from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.schedule import run_schedule
@@ -68,14 +72,15 @@ def constrain_activation(run: RunConfig) -> Callable[[jax.Array], jax.Array]:
     return lambda x: axis_rules(run).constrain(x, *RESIDUAL)
 
 
-def model_functions(run: RunConfig, *, training: bool) -> gpt.ModelFunctions:
-    """The model's pure functions on this run's mesh axes; without dropout unless `training`."""
+def model_functions(run: RunConfig, schedule: Schedule, attention: Choice, *, training: bool) -> gpt.ModelFunctions:
+    """The model's pure functions on this run's mesh axes, for this schedule; without dropout unless `training`."""
     model = run.model if training else dataclasses.replace(run.model, dropout=0.0)
     rules = axis_rules(run)
     return gpt.functions(
         model,
         constrain=rules.constrain,
         lookup=lambda table, tokens: lookup(table, tokens, rules.sequence_parallel),
+        operations=block_operations(run, rules, schedule, attention.name),
         dtype=compute_dtype(run.train.precision),
         recompute=run.parallel.recompute,
         dropout_seed=run.train.seed,
@@ -91,10 +96,13 @@ class Training:
     def __init__(self, run: RunConfig, mesh: Mesh):
         """Builds the programs; nothing is compiled before its first call."""
         self.run, self.mesh, self.schedule = run, mesh, run_schedule(run)
+        self.attention = attention_choice(run, mesh.devices.flat[0])
+        self.functions = model_functions(run, self.schedule, self.attention, training=True)
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
         self.params_sharding = self._named(parameter_specs(run))
         self.state_sharding = self._state_sharding()
-        batch = NamedSharding(mesh, P(None, "data"))
+        # A sample that context ranks share is no rank's alone: the program, not the caller, shares it out.
+        batch = self.batch_sharding = NamedSharding(mesh, P(None, "data") if run.parallel.context == 1 else P())
         state = self.state_sharding
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(
@@ -153,6 +161,12 @@ class Training:
 
     # The functions below are traced.
 
+    def _cast(self, params: Tree) -> Tree:
+        return cast(params, compute_dtype(self.run.train.precision))
+
+    def _split(self, batch: Tree) -> Tree:
+        return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
+
     def _fresh_state(self) -> TrainState:
         params = initial_params(self.run, jax.random.key(self.run.train.seed))
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
@@ -187,29 +201,34 @@ class Training:
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         run = gradient_function(
-            model_functions(self.run, training=True),
+            self.functions,
             self.schedule,
             self.mesh,
             constrain=constrain_activation(self.run),
             poison_bubbles=poison_bubbles,
         )
         total = batch["weights"].sum()
-        losses, gradients = run(cast(params, compute_dtype(self.run.train.precision)), batch, scale / total)
+        losses, gradients = run(self._cast(params), self._split(batch), scale / total)
         return losses.sum() / total, jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
-        functions = model_functions(self.run, training=False)
+        functions = self._functions_without_dropout()
         collect = lambda shared, y, microbatch: functions.head_loss(shared, y, microbatch)[None]  # noqa: E731
         return self._forward(functions, collect, params, batch).sum() / batch["weights"].sum()
 
     def _last_logits(self, params: Tree, batch: Tree) -> jax.Array:
-        functions = model_functions(self.run, training=False)
+        functions = self._functions_without_dropout()
 
         def collect(shared, y, microbatch):
-            here = microbatch["position"][:, None] == jnp.arange(y.shape[1])
+            here = microbatch["position"][:, None] == microbatch.get("positions", jnp.arange(y.shape[1]))
             return functions.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
 
-        return self._forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
+        logits = self._forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
+        parallel, length = self.run.parallel, batch["tokens"].shape[2]
+        return of_owner(logits, batch["position"][0], length, parallel.data, parallel.context)
+
+    def _functions_without_dropout(self) -> gpt.ModelFunctions:
+        return model_functions(self.run, self.schedule, self.attention, training=False)
 
     def _forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
         parallel, microbatches = self.run.parallel, batch["tokens"].shape[0]
@@ -221,7 +240,8 @@ class Training:
             placement=self.schedule.placement,
         )
         run = forward_function(functions, collect, schedule, self.mesh, constrain=constrain_activation(self.run))
-        return run(cast(params, compute_dtype(self.run.train.precision)), batch)
+        batch = split_batch(batch, parallel.data, parallel.context)
+        return run(self._cast(params), batch)
 
     def _named(self, specs: Tree) -> Tree:
         return jax.tree.map(
@@ -258,27 +278,23 @@ class ContinuousTraining(Training):
     def __init__(self, run: RunConfig, mesh: Mesh):
         """Builds the programs."""
         super().__init__(run, mesh)
-        functions = model_functions(run, training=True)
         sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = continuous.Continuous(functions, *sizes, mesh, constrain=constrain_activation(run))
+        self.pipeline = continuous.Continuous(self.functions, *sizes, mesh, constrain=constrain_activation(run))
         self._train = jax.jit(self._train_step, donate_argnums=0)
-        self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), batch))
+        self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `Training.train_step`; a state with nothing in flight, fresh or restored, begins with an empty pipeline."""
         with jax.set_mesh(self.mesh):
-            batch = jax.device_put(batch, NamedSharding(self.mesh, P(None, "data")))
+            batch = jax.device_put(batch, self.batch_sharding)
             if not jax.tree.leaves(state.in_flight):
                 state = dataclasses.replace(state, in_flight=self._empty(state.params, batch))
             return self._train(state, batch)
 
-    def _cast(self, params: Tree) -> Tree:
-        return cast(params, compute_dtype(self.run.train.precision))
-
     def _train_step(self, state: TrainState, batch: Tree):
         flying = state.in_flight
         losses, counted, gradients, after = self.pipeline.step(
-            self._cast(state.params), batch, 1 / batch["weights"].sum(), flying
+            self._cast(state.params), self._split(batch), 1 / batch["weights"].sum(), flying
         )
         tokens = jnp.where(counted, after.batch["weights"].sum((1, 2)), 0).sum()
         gradients = jax.lax.with_sharding_constraint(gradients, self.params_sharding)

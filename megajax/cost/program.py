@@ -1,0 +1,277 @@
+"""Reads what a compiled program (HLO text, `compiled.as_text()`) does: its collectives, their bytes, its matmuls.
+
+Counts are per run of the program: what is in a loop counts as often as the loop turns, where the text says how often
+(XLA's known_trip_count). A loop whose turns are decided at run time is taken to turn once, and what is in it is marked
+`conditional`: megajax's executor writes "if" as a loop of one turn or none. In mixed ticks its loops over blocks are of
+this kind too, so there the counts are of single blocks.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+__all__ = ["Collective", "Program", "collectives", "read"]
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Bytes that a device sends for each byte of what the collective returns, in a group of g: the least possible, a ring's.
+SENT = {
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "all-gather": lambda g: (g - 1) / g,
+    "reduce-scatter": lambda g: g - 1,
+    "all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1,
+}
+COMPUTE = (
+    "fusion",
+    "dot",
+    "custom-call",
+    "convolution",
+    "while",
+    "call",
+    "conditional",
+)  # what a collective can hide behind
+MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul")
+NAME = re.compile(r"%?([\w.\-]+)")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      kind: of KINDS.
+      shape: of (the first of) what it returns on one device.
+      bytes: of all that it returns on one device.
+      groups: devices that meet, or (from, to) pairs of a permute.
+      times: how often it runs.
+      conditional: whether it is in a loop that may not turn, or a branch: then it runs `times` at most.
+      in_loop: whether a `while` runs it.
+      asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
+      behind: operations that compute which are scheduled between its start and its done.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: float
+    conditional: bool
+    in_loop: bool
+    asynchronous: bool
+    behind: int
+
+    def axes(self, mesh) -> tuple[str, ...]:
+        """Axes of a `jax.sharding.Mesh` along which devices that meet differ."""
+        place = {device.id: index for index, device in np.ndenumerate(mesh.devices)}
+        places = [np.array([place[device] for device in group]) for group in self.groups]
+        differ = np.any([(group != group[0]).any(0) for group in places], axis=0)
+        return tuple(name for name, along in zip(mesh.axis_names, differ, strict=True) if along)
+
+    def sent(self) -> dict[int, float]:
+        """Bytes that each device sends in all its runs; devices that send nothing are left out."""
+        size = len(self.groups[0])
+        if self.kind == "collective-permute":
+            pairs = [(source, 1) for source, target in self.groups if source != target]
+        else:
+            pairs = [(device, SENT[self.kind](size)) for group in self.groups for device in group if size > 1]
+        return {device: self.times * factor * self.bytes for device, factor in pairs}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a program does on each device.
+
+    Attributes:
+      collectives: all of them, in the order of the text.
+      matmul_flops: of the matrix products, of XLA's and of the library's.
+      conditional_matmul_flops: the part of them that may not run.
+      kernels: how often each custom call runs, by target.
+    """
+
+    collectives: tuple[Collective, ...]
+    matmul_flops: float
+    conditional_matmul_flops: float
+    kernels: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    name: str
+    type: str
+    op: str
+    rest: str  # operands and attributes
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """The collectives of a module."""
+    return read(text).collectives
+
+
+def read(text: str) -> Program:
+    """Reads a module."""
+    computations, entry = _computations(text)
+    found, flops, kernels = [], {True: 0.0, False: 0.0}, {}
+    for name, times, conditional, in_loop in _visits(computations, entry):
+        lines = computations[name]
+        types = {line.name: line.type for line in lines}
+        for place, line in enumerate(lines):
+            kind = line.op.removesuffix("-start")
+            if kind in KINDS:
+                found.append(_collective(lines, place, kind, times, conditional, in_loop))
+            flops[conditional] += times * _matmul_flops(line, types)
+            if line.op == "custom-call":
+                target = re.search(r'custom_call_target="([^"]*)"', line.rest)[1]
+                kernels[target] = kernels.get(target, 0) + times
+    return Program(tuple(found), flops[True] + flops[False], flops[True], kernels)
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
+    """The computations by name, and the entry's name."""
+    computations, lines, entry = {}, [], ""
+    for row in text.splitlines():
+        head = HEAD.match(row)
+        if head:
+            lines = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif match := LINE.match(row):
+            lines.append(_Line(*match.groups()))
+    return computations, entry
+
+
+def _visits(
+    computations: dict, name: str, times: float = 1, conditional: bool = False, in_loop: bool = False
+) -> Iterator[tuple[str, float, bool, bool]]:
+    """(computation, how often it runs, whether it may not, whether a loop runs it) for every way to come to it."""
+    yield name, times, conditional, in_loop
+    for line in computations[name]:
+        if line.op in ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS):
+            continue  # what it applies is of scalars
+        count, unsure, looped = times, conditional, in_loop
+        if line.op == "while":
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
+            count, unsure, looped = times * int(turns[1] if turns else 1), conditional or not turns, True
+        elif line.op == "conditional":
+            unsure = True
+        for called in _called(line.rest):
+            if called in computations:
+                yield from _visits(computations, called, count, unsure, looped)
+
+
+def _called(rest: str) -> list[str]:
+    """Names of the computations that an operation runs."""
+    names = []
+    for match in CALLED.finditer(rest):
+        after = rest[match.end() :]
+        listed = after[1 : after.index("}")].split(",") if after.startswith("{") else [after]
+        names += [NAME.match(word.strip())[1] for word in listed]
+    return names
+
+
+def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, _numbers(sizes)) for name, sizes in ARRAY.findall(type_)]
+
+
+def _bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    """Of one array; a type's name ends in its bits (f8e4m3fn: begins), but for pred's."""
+    bits = re.match(r"[a-z]+(\d+)", array[0])
+    return math.prod(array[1]) * max(1, int(bits[1]) // 8 if bits else 1)
+
+
+def _collective(lines, place, kind, times, conditional, in_loop) -> Collective:
+    line = lines[place]
+    started = line.op.endswith("-start")
+    returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
+    done = f"{kind}-done"
+    end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
+    return Collective(
+        kind=kind,
+        shape=returned[0][1],
+        bytes=sum(map(_bytes, returned)),
+        groups=_groups(line.rest),
+        times=times,
+        conditional=conditional,
+        in_loop=in_loop,
+        asynchronous=started and '"is_sync":true' not in line.rest,
+        behind=sum(other.op in COMPUTE for other in lines[place:end]),
+    )
+
+
+def _uses(line: _Line, name: str) -> bool:
+    return re.match(rf"%?{re.escape(name)}[,)]", line.rest) is not None
+
+
+def _second(type_: str) -> str:
+    """The second of the parts of a tuple's type: a start returns what it was given, and then what it makes."""
+    depth, parts = 0, [""]
+    for letter in type_[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1]
+
+
+def _matmul_flops(line: _Line, types: dict[str, str]) -> float:
+    """2 for each product of two elements; 0 for what is no matmul."""
+    library = line.op == "custom-call" and MATMULS.search(line.rest)
+    if line.op != "dot" and not library:
+        return 0.0
+    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
+    operand = ARRAY.search(line.rest.split("%")[0]) or ARRAY.search(types.get(NAME.search(line.rest)[1], ""))
+    if not contracted or not operand:
+        return 0.0
+    sizes = _numbers(operand[2])
+    length = math.prod(sizes[axis] for axis in _numbers(contracted[1].replace('"', "")))
+    return 2.0 * math.prod(_arrays(line.type)[0][1]) * length
+
+
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    """Groups as they are written, in one of three forms.
+
+    A list, {{0,1},{2,3}}; an iota, [2,2]<=[4] or [2,2]<=[2,2]T(1,0); or axes of a mesh, mesh['a'=2,'b'=4] {'b'}, whose
+    devices may be in an order of their own, device_ids=([4,2]T(1,0)).
+    """
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
+    if listed:
+        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if iota:
+        ids = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
+        return tuple(map(tuple, ids.tolist()))
+    mesh = re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
+    )
+    assert mesh, f"replica groups of an unknown form: {rest}"
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    shape = [int(size) for size in sizes.values()]
+    ids = _iota(mesh[2] or str(math.prod(shape)), mesh[3]).reshape(shape)
+    meeting = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", mesh[4])]
+    ids = np.moveaxis(ids, meeting, range(-len(meeting), 0))
+    return tuple(map(tuple, ids.reshape(-1, math.prod(shape[axis] for axis in meeting)).tolist()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def sent_by_axes(found: Sequence[Collective], mesh) -> dict[tuple[tuple[str, ...], bool], float]:
+    """Most bytes that any device sends in a run, by (mesh axes that meet, whether conditional)."""
+    totals: dict = {}
+    for collective in found:
+        counts = totals.setdefault((collective.axes(mesh), collective.conditional), {})
+        for device, sent in collective.sent().items():
+            counts[device] = counts.get(device, 0) + sent
+    return {key: max(counts.values(), default=0.0) for key, counts in totals.items()}

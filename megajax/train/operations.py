@@ -1,0 +1,71 @@
+"""What a run's blocks compute with: which attention, and whether communication goes in rings beside the matmuls."""
+
+import jax
+
+from megajax.config import ConfigError, RunConfig
+from megajax.models.block import Operations, plain_operations
+from megajax.parallel.attention import CUDNN, XLA, Choice, choose_attention, fused_attention
+from megajax.parallel.context import ring_attention
+from megajax.parallel.ring import column_matmul, row_matmul
+from megajax.parallel.rules import AxisRules
+from megajax.pipeline.schedule import Schedule
+from megajax.xla_flags import check_ring_flags
+
+__all__ = ["attention_choice", "block_operations"]
+
+
+def attention_choice(run: RunConfig, device: jax.Device) -> Choice:
+    """The attention that the run gets on devices like this one, and why.
+
+    Raises:
+      ConfigError: the one asked for cannot run there.
+    """
+    model = run.model
+    return choose_attention(
+        run.parallel.attention,
+        head_size=model.head_size,
+        dropout=model.dropout,
+        precision=run.train.precision,
+        device=device,
+    )
+
+
+def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: str) -> Operations:
+    """The operations of the run's blocks.
+
+    Args:
+      run: validated.
+      rules: how its arrays lie.
+      schedule: that runs the blocks.
+      attention: "xla" or "cudnn".
+
+    Raises:
+      ConfigError: a ring under a schedule in which not all ranks run a block at once, or under a flag that breaks it.
+    """
+    parallel, operations = run.parallel, plain_operations(rules.constrain)
+    overlap = parallel.tensor_overlap == "ring" and parallel.tensor > 1
+    for field, on in (("context", parallel.context > 1), ("tensor_overlap", overlap)):
+        if on:
+            _check_ring(field, getattr(parallel, field), schedule)
+    if overlap:
+
+        def column(y, kernel, axes):
+            return column_matmul(y, kernel, rules.spec(axes).index("tensor") - 1)
+
+        operations = operations._replace(column=column, row=row_matmul)
+    kernel = CUDNN if attention == "cudnn" else XLA
+    if parallel.context > 1:
+        kernel = ring_attention(kernel, "data", parallel.context)
+    if parallel.context > 1 or attention == "cudnn":
+        operations = operations._replace(attend=lambda query, key, value: fused_attention(query, key, value, kernel))
+    return operations
+
+
+def _check_ring(field: str, value, schedule: Schedule) -> None:
+    """In a mixed tick one rank runs a block while another does not: it would wait for a send that never comes."""
+    if not schedule.paired:
+        raise ConfigError(
+            f"{field} = {value} sends round a ring inside every block, which {schedule.name} does not run on all ranks "
+            "at once: type --schedule interleaved_1f1b, eager_1f1b or gpipe."
+        )
+    check_ring_flags(field)

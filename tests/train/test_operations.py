@@ -1,0 +1,132 @@
+"""Rings in the matmuls, a sequence shared out and fused attention change no loss and no gradient."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError
+from megajax.parallel.attention import XLA, fused_attention
+from megajax.train import operations
+from tests import hlo, small
+
+
+def check(training, model):
+    """Loss and gradients against the unpipelined model's."""
+    params = small.place(training, small.busy_params(model))
+    loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
+    want_loss, want = small.expected(model)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
+    return params
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """XLA's kernel in place of cuDNN's, through the same plumbing."""
+    monkeypatch.setattr(operations, "CUDNN", XLA)
+    monkeypatch.setattr(operations, "choose_attention", lambda *_, **__: operations.Choice("cudnn", "for a test"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "chunks", "options", "model"),
+    [
+        ((1, 2, 4), "interleaved_1f1b", 2, {"tensor_overlap": "ring"}, small.MODEL),
+        ((2, 2, 2), "eager_1f1b", 1, {"tensor_overlap": "ring", "recompute": "full"}, small.LLAMA),
+        ((1, 2, 1), "interleaved_1f1b", 2, {"context": 4, "recompute": "none"}, small.MODEL),
+        ((2, 1, 2), "gpipe", 1, {"context": 2}, small.LLAMA),
+        ((1, 2, 2), "interleaved_1f1b", 2, {"context": 2, "tensor_overlap": "ring"}, small.MODEL),
+    ],
+    ids=str,
+)
+def test_rings_change_no_loss_and_no_gradient(mesh, schedule, chunks, options, model):
+    run = small.make_run(mesh, schedule=schedule, chunks=chunks, model=model, **options)
+    check(small.training_of(run), model)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "recompute"),
+    [((1, 2, 2), "interleaved_1f1b", "selective"), ((1, 2, 2), "1f1b", "full"), ((1, 2, 2), "zb_h1", "none")],
+)
+def test_fused_attention_changes_no_loss_and_no_gradient(fused, mesh, schedule, recompute):
+    """In every recompute mode, in mixed ticks, and with a backward cut in two."""
+    training = small.training_of(small.make_run(mesh, schedule=schedule, recompute=recompute, model=small.LLAMA))
+    assert training.attention.name == "cudnn"
+    check(training, small.LLAMA)
+
+
+def test_evaluation_and_generation_with_a_sequence_shared_out():
+    """The validation loss and the logits of any position are those of one device."""
+    positions = [0, 3, 7, 15]
+    want, got = [], []
+    for results, mesh, context in ((want, (1, 1, 1), 1), (got, (1, 2, 2), 2)):
+        training = small.training_of(small.make_run(mesh, context=context, microbatches=4))
+        params = small.place(training, small.busy_params(small.MODEL))
+        batch = small.make_batch(training.run)
+        results.append(training.evaluate(params, batch))
+        results += [training.next_token_logits(params, batch["tokens"][0, :3], position) for position in positions]
+    for got_, want_ in zip(got, want, strict=True):
+        np.testing.assert_allclose(got_, want_, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sends_of_the_rings_replace_xlas_collectives():
+    """Inside the block's loops nothing of a tensor group meets but permutes, and the small sums over norms' gradients."""
+    sent = {}
+    for overlap in ("none", "ring"):
+        training = small.training_of(small.make_run((1, 2, 4), chunks=2, tensor_overlap=overlap))
+        lowered = jax.eval_shape(training._fresh_state)
+        batch = jax.eval_shape(lambda training=training: small.make_batch(training.run))
+        found = hlo.collectives(training.compile_train_step(lowered, batch).as_text())
+        sent[overlap] = {c.kind for c in found if c.in_loop and np.prod(c.shape) >= 4 * 4 * 32}
+    assert "reduce-scatter" in sent["none"] or "all-reduce" in sent["none"]
+    assert sent["ring"] == {"collective-permute"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": "1f1b", "context": 2}, "context = 2 sends round a ring .* which 1f1b does not run .* gpipe"),
+        ({"schedule": "zb_h1", "tensor_overlap": "ring"}, "tensor_overlap = ring sends .* --schedule interleaved_1f1b"),
+        ({"attention": "cudnn"}, "attention = cudnn, but cpu is not an NVIDIA GPU: type --attention xla"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_line(change, message):
+    run = small.make_run((1, 2, 2), microbatches=4)
+    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **change))
+    run.validate()
+    with pytest.raises(ConfigError, match=message):
+        small.training_of(run)
+
+
+def test_rings_are_refused_where_xla_would_lose_their_data(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_p2p=true")
+    with pytest.raises(ConfigError, match="openxla/xla#45222"):
+        small.training_of(small.make_run((1, 2, 2), tensor_overlap="ring"))
+
+
+def test_fused_attention_is_not_run_again_but_under_full_recompute():
+    """Forward kernels in a differentiated block: one, which the backward does not need; two under full."""
+    model = dataclasses.replace(small.MODEL, layers=1)
+    calls = []
+
+    def forward(*arguments):
+        calls.append("forward")
+        return XLA.forward(*arguments)
+
+    kernel = XLA._replace(forward=forward)
+    assert fused_attention is operations.fused_attention
+    for mode, times in (("none", 0), ("selective", 0), ("full", 1)):
+        run = small.make_run((1, 1, 2), model=model, recompute=mode)
+        training = small.training_of(run)
+        block = small.gpt.functions(
+            model,
+            recompute=mode,
+            operations=operations.plain_operations()._replace(attend=lambda *qkv: fused_attention(*qkv, kernel)),
+        ).block
+        weights = jax.tree.map(lambda a: a[0], small.busy_params(model)["blocks"])
+        x = np.ones((2, 16, 32), np.float32)
+        with jax.set_mesh(training.mesh):
+            _, vjp = jax.vjp(lambda w, x: block(w, x, {}, 0), weights, x)  # noqa: B023
+            text = str(jax.make_jaxpr(lambda vjp, dy: vjp(dy))(vjp, x))
+        assert text.count("reduce_max") == times  # of the softmax's statistics
