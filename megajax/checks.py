@@ -65,7 +65,8 @@ def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig") -> None:
         if field.metadata["choices"]:
             names = field.metadata["choices"]
             file = field.name == "schedule" and str(value).endswith(SCHEDULE_FILES)
-            if value not in names and not file:
+            if (value not in names or isinstance(value, bool)) and not file:
+                names = tuple(map(str, names))
                 hint = near(str(value), names)
                 typed = "|".join(names) if hint.startswith("did") else "and one of them"
                 raise ConfigError(f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {typed}.")
@@ -235,6 +236,11 @@ def _check_rounds(run: "RunConfig") -> None:
         raise ConfigError(
             "precision = fp16 does not go with pipedream_2bw, whose two batches in flight would have different loss "
             "scales: type --precision bf16, or another --schedule."
+        )
+    if parallel.schedule == "pipedream_2bw" and parallel.zero == 3:
+        raise ConfigError(
+            "zero = 3 does not go with pipedream_2bw, which holds two versions of its weights: type --zero 1, or another "
+            "--schedule."
         )
     need = {"dualpipe_v": ("2 * pipe", 2 * parallel.pipe), "pipedream_2bw": ("2 * (pipe - 1)", 2 * parallel.pipe - 2)}
     formula, least = need.get(parallel.schedule, ("", 1))

@@ -112,6 +112,16 @@ class ParallelConfig:
     live_chunks: int | None = setting(None, "auto: chunk activations a rank may hold at once; any number if not given")
     microbatch_size: int = setting(1, "samples a replica runs forward at once")
     sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")
+    vocab_parallel: str = setting(
+        "pipe",
+        "devices that share embedding and head: all of pipe * tensor, or, as in Megatron-LM, each end's tensor group",
+        ("pipe", "tensor"),
+    )
+    zero: int = setting(
+        0,
+        "what data-parallel replicas share out: 0 nothing; 1 optimizer state and fp32 weights; 3 weights and gradients too",
+        (0, 1, 3),
+    )
     recompute: str = setting(
         "selective",
         "what the backward computes again: nothing, the attention core (selective), or the whole block (full)",
@@ -130,6 +140,11 @@ class ParallelConfig:
     axis_order: tuple[str, ...] = setting(
         ("data", "pipe", "tensor"), "mesh axes, outermost first; the last one's neighbours are on the fastest links"
     )
+
+    @property
+    def vocabulary_shares(self) -> int:
+        """Devices that the token tables' rows are split over."""
+        return self.tensor * (self.pipe if self.vocab_parallel == "pipe" else 1)
 
     @property
     def devices(self) -> int:
@@ -185,9 +200,9 @@ class RunConfig:
         check_run(self, device_count)
 
 
-def padded_vocabulary(vocabulary: int, tensor: int) -> int:
-    """The next multiple of lcm(128, tensor): rows split evenly over tensor, and the logits' matmul has whole tiles."""
-    multiple = math.lcm(128, tensor)
+def padded_vocabulary(vocabulary: int, shares: int) -> int:
+    """The next multiple of lcm(128, shares): rows split evenly, and the logits' matmul has whole tiles."""
+    multiple = math.lcm(128, shares)
     return -(-vocabulary // multiple) * multiple
 
 

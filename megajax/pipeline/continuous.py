@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import tables
-from megajax.pipeline.executor import BATCH, BLOCKS, MANUAL, Carry, Rank, rank_columns, vary
+from megajax.pipeline.executor import BATCH, MANUAL, WHOLE, Carry, Rank, Specs, rank_columns, summed, vary
 from megajax.pipeline.schedule import BACKWARD, FORWARD, Schedule, ScheduleError, Work
 from megajax.pipeline.schedules import make_schedule
 
@@ -83,9 +83,23 @@ class Continuous:
       schedule: one step's ticks.
     """
 
-    def __init__(self, functions, stages: int, microbatches: int, mesh: Mesh, *, constrain: Callable):
-        """`functions` and `constrain` as for `executor.gradient_function`; the model has `stages` chunks, one a rank."""
-        self.schedule = steady_schedule(stages, microbatches)
+    def __init__(
+        self,
+        functions,
+        stages: int,
+        microbatches: int,
+        mesh: Mesh,
+        *,
+        constrain: Callable,
+        specs: Specs = WHOLE,
+        share_ends: bool = False,
+    ):
+        """Arguments as for `executor.gradient_function`; the model has `stages` chunks, one a rank."""
+        self.schedule, self.share_ends = steady_schedule(stages, microbatches), share_ends
+        self.specs = specs
+        in_turn = lambda spec: P(None, *spec)  # noqa: E731
+        shared = jax.tree.map(in_turn, specs.weights["shared"], is_leaf=lambda node: isinstance(node, P))
+        self.versions = {"blocks": specs.weights["blocks"], "shared": shared}
         self.functions, self.mesh, self.constrain = _versioned(functions), mesh, constrain
         eager = tables.build(make_schedule("eager_1f1b", stages=stages, microbatches=microbatches))
         self.table = tables.Tables({}, 2 * stages - 1, 0, {FORWARD: 1, BACKWARD: 1}, eager.routes)
@@ -100,7 +114,7 @@ class Continuous:
         }
         batches = jax.tree.map(double, batch)
         make = lambda weights, batch: _spread(self._rank(weights, batch).start())  # noqa: E731
-        carry = self._map(make, ({"blocks": BLOCKS, "shared": P()}, BATCH), P(*MANUAL))(weights, self._tag(batches))
+        carry = self._map(make, (self.versions, BATCH), P(*MANUAL))(weights, self._tag(batches))
         return InFlight(jnp.int32(0), weights, batches, jnp.zeros(count, jnp.float32), carry)
 
     def step(
@@ -143,17 +157,17 @@ class Continuous:
                 lambda total, like: total.reshape(like.shape), carry.block_gradients, weights["blocks"]
             )
             take = lambda a: lax.dynamic_index_in_dim(a, done, 0, keepdims=False)  # noqa: E731
-            gradients = {
-                "blocks": jax.tree.map(lambda a: lax.psum(take(a)[None], "data"), halves),
-                "shared": jax.tree.map(lambda a: lax.psum(take(a), MANUAL), carry.shared_gradients),
+            totals = {
+                "blocks": jax.tree.map(lambda a: take(a)[None], halves),
+                "shared": jax.tree.map(take, carry.shared_gradients),
             }
             clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(take(a)), done, 0)  # noqa: E731
             blocks = jax.tree.map(lambda a: clear(a).reshape(-1, *a.shape[3:]), halves)
             left = carry._replace(block_gradients=blocks, shared_gradients=jax.tree.map(clear, carry.shared_gradients))
-            return lax.psum(carry.output, MANUAL), gradients, _spread(left)
+            return lax.psum(carry.output, MANUAL), summed(totals, self.specs), _spread(left)
 
-        layout = {"blocks": BLOCKS, "shared": P()}
-        mapped = self._map(run, (layout, BATCH, P(), P(None, "pipe"), P(), P(*MANUAL)), (P(), layout, P(*MANUAL)))
+        arguments = (self.versions, BATCH, P(), P(None, "pipe"), P(), P(*MANUAL))
+        mapped = self._map(run, arguments, (P(), self.specs.gradients, P(*MANUAL)))
         losses, gradients, carry = mapped(weights, self._tag(batches), cotangents, columns, newest, flying.carry)
         heads = columns["forward_microbatch"][:, -1], columns["forward_on"][:, -1] == 1
         counted = jnp.zeros(2 * count, bool).at[heads[0]].set(heads[1])
@@ -198,6 +212,11 @@ class Continuous:
                 inbox=0,
             )
             columns |= {f"{prefix}_{name}": value for name, value in values.items()}
+        for end, prefix, where in (("embed", "forward", 0), ("head", "forward", -1), ("embed_backward", "backward", 0)):
+            on, microbatch = (jnp.broadcast_to(columns[f"{prefix}_{name}"], (count, stages))[:, where, None]
+                              for name in ("on", "microbatch"))  # fmt: skip
+            here = self.share_ends | (ranks == ranks[where])
+            columns |= {f"{end}_on": on & here, f"{end}_microbatch": microbatch}
         return {
             name: jnp.broadcast_to(jnp.asarray(value, jnp.int32), (count, stages)) for name, value in columns.items()
         }

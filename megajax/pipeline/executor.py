@@ -10,7 +10,9 @@ Tensor parallelism is not seen here: the mesh axis `tensor` is left to XLA's par
 The executor knows no model. It is given `functions` with
   `embed(shared, microbatch) -> x`, `block(weights, x, microbatch, layer) -> x`,
   `head_loss(shared, y, microbatch) -> scalar sum`,
-and params {"blocks": [chunks, pipe, layers per chunk, ...] sharded on axis 1, "shared": replicated over data and pipe}.
+and params {"blocks": [chunks, pipe, layers per chunk, ...] sharded on axis 1, "shared"}, which lie as `Specs` says. Where
+ranks share the model's ends (parallel/vocabulary.py), embed and head_loss hold collectives over pipe: all ranks run them in
+the ticks in which one rank has a microbatch there; what is not that rank's is zero going in, and dropped coming out.
 """
 
 from collections.abc import Callable
@@ -32,6 +34,20 @@ BLOCKS = P(None, "pipe")
 BATCH = P(None, "data")
 
 
+class Specs(NamedTuple):
+    """How params and gradients lie over data and pipe: two trees of PartitionSpec, like params or a prefix of that.
+
+    A gradient is summed over the axes that its weight is not split over, and comes out split as its own spec says: by a
+    reduce-scatter where that has an axis which the weight's has not (ZeRO-1).
+    """
+
+    weights: Tree
+    gradients: Tree
+
+
+WHOLE = Specs({"blocks": BLOCKS, "shared": P()}, {"blocks": BLOCKS, "shared": P()})
+
+
 class Carry(NamedTuple):
     """What a rank holds from tick to tick."""
 
@@ -46,53 +62,72 @@ class Carry(NamedTuple):
 
 
 def gradient_function(
-    functions, schedule: Schedule, mesh: Mesh, *, constrain: Callable, poison_bubbles: bool = False
+    functions,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    constrain: Callable,
+    specs: Specs = WHOLE,
+    share_ends: bool = False,
+    poison_bubbles: bool = False,
 ) -> Callable:
     """`f(params, batch, cotangent) -> (losses, gradients)` for a whole batch, run by `schedule`.
 
     `losses` [microbatches] is `head_loss` summed over the replicas; `gradients` are fp32, in the layout of `params`, and
-    those of cotangent * losses.sum(). They are summed over `data` once, after the last tick.
+    those of cotangent * losses.sum(). They are summed over `data` once, after the last tick (but see `specs`).
 
     Args:
       constrain: `x -> x`, lays an activation between blocks over the axes that are not manual.
+      specs: how params and gradients lie. A block's weight that is split over `data` is put together whenever its block
+        runs, and its gradient is summed over `data` there.
+      share_ends: whether all ranks run embed and head_loss together.
       poison_bubbles: feeds NaN to every bubble, to prove that bubbles touch no result.
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, columns: Tree):
-        rank = Rank(functions, schedule, table, constrain, params, batch, poison=poison_bubbles)
+        rank = Rank(functions, schedule, table, constrain, params, batch, specs=specs, poison=poison_bubbles)
         cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
         carry = rank.run(rank_columns(columns), rank.start(), vary(cotangents))
-        blocks = jax.tree.map(
-            lambda total, weights: lax.psum(total.reshape(weights.shape), "data"),
-            carry.block_gradients,
-            params["blocks"],
-        )
-        shared = jax.tree.map(lambda total: lax.psum(total, MANUAL), carry.shared_gradients)
-        return lax.psum(carry.output, MANUAL), {"blocks": blocks, "shared": shared}
+        totals = {
+            "blocks": jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"]),
+            "shared": carry.shared_gradients,
+        }
+        return lax.psum(carry.output, MANUAL), summed(totals, specs)
 
-    table = tables.build(schedule)
-    layout = {"blocks": BLOCKS, "shared": P()}
+    table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(layout, BATCH, P(), P(None, "pipe")), out_specs=(P(), layout), axis_names=set(MANUAL)
+        run,
+        mesh=mesh,
+        in_specs=(specs.weights, BATCH, P(), P(None, "pipe")),
+        out_specs=(P(), specs.gradients),
+        axis_names=set(MANUAL),
     )
     return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.columns)
 
 
-def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mesh, *, constrain: Callable) -> Callable:
+def forward_function(
+    functions,
+    collect: Callable,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    constrain: Callable,
+    specs: Specs = WHOLE,
+    share_ends: bool = False,
+) -> Callable:
     """`f(params, batch) -> outputs` by a forward-only schedule.
 
     `collect(shared, y, microbatch)` sees the last block's output and returns a pytree of [n, ...]; `outputs` holds them
-    as [microbatches, data * n, ...].
+    as [microbatches, data * n, ...]. With `share_ends` all ranks run it together, and the last stage's result counts.
     """
 
     def run(params: Tree, batch: Tree, columns: Tree):
-        rank = Rank(functions, schedule, table, constrain, params, batch, collect=collect)
+        rank = Rank(functions, schedule, table, constrain, params, batch, collect=collect, specs=specs)
         return lax.psum(rank.run(rank_columns(columns), rank.start()).output, "pipe")
 
-    table = tables.build(schedule)
-    layout = {"blocks": BLOCKS, "shared": P()}
+    table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(layout, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
+        run, mesh=mesh, in_specs=(specs.weights, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
     )
     return lambda params, batch: mapped(params, batch, table.columns)
 
@@ -115,17 +150,52 @@ def vary(tree: Tree) -> Tree:
     return jax.tree.map(mark, tree)
 
 
+def summed(totals: Tree, specs: Specs) -> Tree:
+    """Each rank's totals, shaped like its part of the weights, to the gradients as they are to lie."""
+
+    def one(total, weight: P, gradient: P):
+        whole = []
+        for axis in MANUAL:
+            if _axis_of(weight, axis) < 0 and (cut := _axis_of(gradient, axis)) >= 0:
+                total = lax.psum_scatter(total, axis, scatter_dimension=cut, tiled=True)
+            elif _axis_of(weight, axis) < 0:
+                whole.append(axis)
+        return lax.psum(total, tuple(whole)) if whole else total
+
+    return jax.tree.map(one, totals, *(_full(spec, totals) for spec in specs))
+
+
+def _full(specs: Tree, like: Tree) -> Tree:
+    """A prefix of a tree of PartitionSpec, as the whole tree."""
+    is_spec = lambda node: isinstance(node, P)  # noqa: E731
+    return jax.tree.map(lambda spec, below: jax.tree.map(lambda _: spec, below), specs, like, is_leaf=is_spec)
+
+
+def _axis_of(spec: P, name: str) -> int:
+    """Which array axis lies on mesh axis `name`; -1 for none."""
+    return next((axis for axis, entry in enumerate(spec) if entry == name), -1)
+
+
 class Rank:
     """One rank's part of the program, while it is traced."""
 
-    def __init__(self, functions, schedule, table, constrain, params, batch, *, collect=None, poison=False):
+    def __init__(
+        self, functions, schedule, table, constrain, params, batch, *, collect=None, specs=WHOLE, poison=False
+    ):
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
         self.pin = constrain
-        self.shared, self.batch = vary(params["shared"]), vary(batch)
-        blocks = vary(params["blocks"])
-        self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
-        self.stack = Stack(functions.block, jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks), self.per_chunk)
+        full = _full(specs.weights, params)
+        cuts = jax.tree.map(lambda spec: _axis_of(spec, "data"), full, is_leaf=lambda node: isinstance(node, P))
+        self.batch, self.blocks = vary(batch), vary(params["blocks"])
+        self.shared = vary(params["shared"])
+        self.per_chunk = jax.tree.leaves(self.blocks)[0].shape[2]
+        self.stack = Stack(
+            functions.block,
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), self.blocks),
+            self.per_chunk,
+            jax.tree.map(lambda axis: max(axis - 3, -1), cuts["blocks"]),  # without chunk, rank and layer
+        )
 
     def start(self) -> Carry:
         """Empty stash, inboxes and accumulators."""
@@ -185,41 +255,45 @@ class Rank:
 
     def forward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's forward; on the last stage the head too. Returns what to send on."""
-        on, index = row["forward_on"] == 1, row["forward_microbatch"]
-        microbatch = self.microbatch(index)
+        on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
         x = self.pin(carry.activations[row["forward_inbox"]])
-        x = _run_if(
-            on & (row["forward_first"] == 1), lambda x: self.pin(self.functions.embed(self.shared, microbatch)), x
-        )
+        first, entering = on & (row["forward_first"] == 1), self.microbatch(row["embed_microbatch"])
+        embed = lambda x: jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x)  # noqa: E731
+        x = self.pin(_run_if(row["embed_on"] == 1, embed, x))
         if self.poison:
             x = jnp.where(on, x, jnp.nan)
         last = on & (row["forward_last"] == 1)
         chunk, stage = row["forward_chunk"], row["forward_stage"]
         if self.collect is not None:
             y = self.pin(self.stack.forward(x, microbatch, chunk, stage))
-            return carry._replace(output=self.store(carry.output, last, y, microbatch, index)), y
+            return carry._replace(output=self.store(carry.output, last, y, row)), y
         blocks = None if self.schedule.paired else row["forward_on"] * self.per_chunk
         y, stash = self.stack.forward_stashing(x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks)
         y = self.pin(y)
 
         def score(state):
             shared_gradients, losses, waiting = state
-            value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
-            shared, dy = vjp(self.cotangents[index].astype(value.dtype))
+            index = row["head_microbatch"]
+            leaving, own = self.microbatch(index), jnp.where(last, y, 0)
+            value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, leaving), self.shared, own)
+            shared, dy = vjp(jnp.where(last, self.cotangents[index], 0).astype(value.dtype))
             waiting = waiting.at[row["forward_loss_gradient"]].set(self.pin(dy))
-            return _accumulate(shared_gradients, shared), losses.at[index].add(value), jax.vmap(self.pin)(waiting)
+            losses = losses.at[index].add(jnp.where(last, value, 0))
+            return _accumulate(shared_gradients, shared), losses, jax.vmap(self.pin)(waiting)
 
-        scored = _run_if(last, score, (carry.shared_gradients, carry.output, carry.gradients))
+        scored = _run_if(row["head_on"] == 1, score, (carry.shared_gradients, carry.output, carry.gradients))
         return carry._replace(stash=stash, shared_gradients=scored[0], output=scored[1], gradients=scored[2]), y
 
-    def store(self, output, last, y, microbatch, index):
+    def store(self, output, last, y, row):
         """What `collect` makes of the last block's output, kept in the microbatch's place."""
 
         def collect(output):
-            result = self.collect(self.shared, y, microbatch)
-            return jax.tree.map(lambda whole, new: whole.at[index].set(new), output, result)
+            index = row["head_microbatch"]
+            result = self.collect(self.shared, jnp.where(last, y, 0), self.microbatch(index))
+            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
+            return jax.tree.map(place, output, vary(result))
 
-        return _run_if(last, collect, output)
+        return _run_if(row["head_on"] == 1, collect, output)
 
     def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's backward, whole, in part or I; on the first stage the embedding's too. Returns what to send back."""
@@ -240,13 +314,16 @@ class Rank:
             carry = carry._replace(middle=self.pin(dx))
         carry, dx = carry._replace(block_gradients=block_gradients), self.pin(dx)
 
-        def embed_backward(shared_gradients):
-            _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
-            return _accumulate(shared_gradients, vjp(dx)[0])
-
         complete = row["backward_part"] == row["backward_parts"] - 1
         first = on & complete & (row["backward_first"] == 1)
-        return carry._replace(shared_gradients=_run_if(first, embed_backward, carry.shared_gradients)), dx
+
+        def embed_backward(shared_gradients):
+            entered = self.microbatch(row["embed_backward_microbatch"])
+            _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, entered), self.shared)
+            return _accumulate(shared_gradients, vjp(jnp.where(first, dx, 0))[0])
+
+        shared = _run_if(row["embed_backward_on"] == 1, embed_backward, carry.shared_gradients)
+        return carry._replace(shared_gradients=shared), dx
 
     def weight_gradients(self, carry: Carry, row) -> Carry:
         """The tick's W: what an earlier I left undone."""

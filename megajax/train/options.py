@@ -203,7 +203,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
     read, metavar = _readers()[field.type]
-    metavar = "|".join(field.metadata["choices"]) or metavar
+    metavar = "|".join(map(str, field.metadata["choices"])) or metavar
     group.add_argument(flag, type=read, metavar=metavar, help=text)
 
 

@@ -7,6 +7,7 @@ it does not depend on how the batch is cut into microbatches or over replicas.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,9 +22,8 @@ from megajax.models import gpt
 from megajax.models.block import RESIDUAL
 from megajax.parallel.attention import Choice
 from megajax.parallel.context import of_owner, split_batch
-from megajax.parallel.rules import AxisRules
-from megajax.parallel.vocabulary import lookup
-from megajax.pipeline import continuous, layout
+from megajax.parallel.vocabulary import lookup, over_pipe
+from megajax.pipeline import continuous
 from megajax.pipeline.executor import forward_function, gradient_function
 from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
@@ -31,6 +31,7 @@ from megajax.train.operations import attention_choice, block_operations
 from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.schedule import run_schedule
+from megajax.train.sharding import axis_rules, initial_params, parameter_specs, share_ends
 
 Tree = Any
 
@@ -46,40 +47,18 @@ class TrainState:
     in_flight: Tree = ()  # what a pipeline that is not drained holds between steps (pipeline/continuous.py)
 
 
-def parameter_specs(run: RunConfig) -> Tree:
-    """The PartitionSpec of every parameter, blocks in dealt form."""
-    rules = axis_rules(run)
-    specs = jax.tree.map(rules.spec, gpt.logical_axes(run.model), is_leaf=lambda node: isinstance(node, tuple))
-    is_spec = lambda node: isinstance(node, P)  # noqa: E731
-    return {**specs, "blocks": jax.tree.map(layout.dealt_spec, specs["blocks"], is_leaf=is_spec)}
-
-
-def initial_params(run: RunConfig, key: jax.Array) -> Tree:
-    """Fresh fp32 parameters, blocks dealt. Values depend on the key, the model and nothing of the mesh."""
-    params = gpt.init(run.model, key, run.parallel.tensor)
-    parallel, placement = run.parallel, run_schedule(run).placement
-    blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
-    return {**params, "blocks": blocks}
-
-
-def axis_rules(run: RunConfig) -> AxisRules:
-    """How the run's arrays lie on its mesh."""
-    return AxisRules(sequence_parallel=run.parallel.sequence_parallel)
-
-
-def constrain_activation(run: RunConfig) -> Callable[[jax.Array], jax.Array]:
-    """`x -> x` that lays out what travels between blocks, [samples, sequence, hidden]."""
-    return lambda x: axis_rules(run).constrain(x, *RESIDUAL)
-
-
 def model_functions(run: RunConfig, schedule: Schedule, attention: Choice, *, training: bool) -> gpt.ModelFunctions:
     """The model's pure functions on this run's mesh axes, for this schedule; without dropout unless `training`."""
     model = run.model if training else dataclasses.replace(run.model, dropout=0.0)
     rules = axis_rules(run)
+    find, ranks = partial(lookup, sequence_parallel=rules.sequence_parallel), gpt.ALL_ROWS
+    if share_ends(run):
+        find, ranks = over_pipe(rules.sequence_parallel)
     return gpt.functions(
         model,
         constrain=rules.constrain,
-        lookup=lambda table, tokens: lookup(table, tokens, rules.sequence_parallel),
+        lookup=find,
+        ranks=ranks,
         operations=block_operations(run, rules, schedule, attention.name),
         dtype=compute_dtype(run.train.precision),
         recompute=run.parallel.recompute,
@@ -99,7 +78,14 @@ class Training:
         self.attention = attention_choice(run, mesh.devices.flat[0])
         self.functions = model_functions(run, self.schedule, self.attention, training=True)
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
-        self.params_sharding = self._named(parameter_specs(run))
+        self.specs = parameter_specs(run)
+        self.params_sharding = self._named(self.specs.stored)
+        rules = axis_rules(run)
+        self.layout = {  # how the executor lays things out
+            "constrain": lambda x: rules.constrain(x, *RESIDUAL),
+            "specs": self.specs.executor,
+            "share_ends": share_ends(run),
+        }
         self.state_sharding = self._state_sharding()
         # A sample that context ranks share is no rank's alone: the program, not the caller, shares it out.
         batch = self.batch_sharding = NamedSharding(mesh, P(None, "data") if run.parallel.context == 1 else P())
@@ -162,13 +148,15 @@ class Training:
     # The functions below are traced.
 
     def _cast(self, params: Tree) -> Tree:
-        return cast(params, compute_dtype(self.run.train.precision))
+        """The parameters to compute with: in their type, then together from where they are stored."""
+        params = cast(params, compute_dtype(self.run.train.precision))
+        return jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
 
     def _split(self, batch: Tree) -> Tree:
         return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
 
     def _fresh_state(self) -> TrainState:
-        params = initial_params(self.run, jax.random.key(self.run.train.seed))
+        params = initial_params(self.run, jax.random.key(self.run.train.seed), self.schedule.placement)
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
     def _train_step(self, state: TrainState, batch: Tree):
@@ -204,7 +192,7 @@ class Training:
             self.functions,
             self.schedule,
             self.mesh,
-            constrain=constrain_activation(self.run),
+            **self.layout,
             poison_bubbles=poison_bubbles,
         )
         total = batch["weights"].sum()
@@ -239,7 +227,7 @@ class Training:
             chunks=parallel.chunks,
             placement=self.schedule.placement,
         )
-        run = forward_function(functions, collect, schedule, self.mesh, constrain=constrain_activation(self.run))
+        run = forward_function(functions, collect, schedule, self.mesh, **self.layout)
         batch = split_batch(batch, parallel.data, parallel.context)
         return run(self._cast(params), batch)
 
@@ -279,7 +267,7 @@ class ContinuousTraining(Training):
         """Builds the programs."""
         super().__init__(run, mesh)
         sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = continuous.Continuous(self.functions, *sizes, mesh, constrain=constrain_activation(run))
+        self.pipeline = continuous.Continuous(self.functions, *sizes, mesh, **self.layout)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 
