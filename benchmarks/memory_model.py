@@ -58,6 +58,28 @@ GRID = [
     _run("gpt3-13b", (1, 2, 4), 16, schedule="eager_1f1b", sequence_parallel=False),
     _run("gpt2-xl", (2, 4, 1), 16, chunks=2, microbatch_size=2),
     _run("gpt3-2.7b", (1, 2, 2), 8, chunks=2, precision="fp16", microbatch_size=2),
+    _run("gpt3-6.7b", (1, 4, 2), 16, chunks=2, recompute="none"),
+    _run("gpt3-6.7b", (1, 2, 4), 8, schedule="1f1b", recompute="none", microbatch_size=2),
+    _run("llama2-7b", (2, 2, 4), 8, schedule="eager_1f1b", microbatch_size=2),
+    _run("gpt3-13b", (1, 4, 4), 16, schedule="zb_h1", recompute="full"),
+    _run("gpt3-2.7b", (1, 1, 1), 4),
+    _run("megatron-76.1b", (8, 6, 8), 24, chunks=2, microbatch_size=2),
+    _run("gpt2-large", (2, 2, 2), 8, chunks=2, microbatch_size=4, recompute="none"),
+    _run("megatron-8.3b-2019", (8, 1, 8), 4, microbatch_size=4, recompute="full"),
+    _run("gpt3-175b", (1, 16, 8), 64, schedule="zb_v", chunks=2),
+]
+
+# Runs that no term of the model was read from.
+HELD_OUT = [
+    _run("llama2-7b", (1, 4, 2), 8, chunks=2, microbatch_size=2),
+    _run("gpt3-6.7b", (2, 4, 4), 8, chunks=2, microbatch_size=2, recompute="none"),
+    _run("gpt3-13b", (1, 4, 8), 8, chunks=2, schedule="zb_1p_interleaved", recompute="full", microbatch_size=2),
+    _run("gpt3-13b", (2, 4, 4), 16, schedule="1f1b", microbatch_size=4),
+    _run("gpt2-large", (4, 2, 1), 8, schedule="1f1b", microbatch_size=2),
+    _run("megatron-18.4b", (4, 8, 2), 32, chunks=5),
+    _run("gpt3-6.7b", (1, 4, 4), 8, schedule="zb_v", chunks=2, recompute="none"),
+    _run("megatron-145.6b", (2, 16, 8), 64, chunks=5, microbatch_size=2),
+    _run("megatron-529.6b", (4, 15, 8), 60, schedule="eager_1f1b", recompute="full"),
 ]
 
 

@@ -160,29 +160,33 @@ def _kept_for_weights(run: RunConfig, item: int) -> int:
     model, parallel = run.model, run.parallel
     tokens = parallel.microbatch_size * model.sequence_length
     gates = 2 if model.activation == "swiglu" else 1
-    split = (model.heads + 2 * model.key_value_heads) * model.head_size + gates * model.feedforward_size
+    inner = gates * model.feedforward_size
+    split = item * ((model.heads + 2 * model.key_value_heads) * model.head_size + inner)
     residuals = 2
     if parallel.recompute == "full":
-        split += model.hidden + gates * model.feedforward_size
-        residuals += 1
+        split += item * (model.hidden + inner) + 2 * 4 * inner  # two steps of the activation function are fp32
     whole = parallel.tensor if parallel.sequence_parallel else 1
-    return tokens * item * (split // parallel.tensor + residuals * model.hidden // whole)
+    return tokens * (split // parallel.tensor + item * residuals * model.hidden // whole)
 
 
 def _copies(run: RunConfig, item: int) -> int:
-    """Second copies of stashed values, by block: XLA's GPU compiler wants some transposed for the backward's matmuls.
+    """Second copies of stashed values, by block: XLA's GPU compiler takes a transposition that the backward's matmuls want
+    out of the loop over blocks, and so transposes the whole stash, once a chunk.
 
-    Where a microbatch is one sample it takes the transposition out of the loop over blocks, and so transposes the whole
-    stash. Read off compiled programs (jax 0.10.2): "up", and "probabilities" where they are kept; not with a gate.
+    Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; the inner activation where a microbatch is
+    one sample; queries, keys and values where they are rotated and it is more.
     """
     parallel, model = run.parallel, run.model
-    if parallel.pipe == 1 or parallel.microbatch_size > 1 or parallel.recompute == "full":
+    if parallel.pipe == 1 or parallel.recompute == "full":
         return 0
-    copied = {"selective": ("up",), "none": ("activation", "probabilities")}[parallel.recompute]
-    if model.activation == "swiglu":
-        copied = tuple(name for name in copied if name == "probabilities")
-    values = kept_values(model, parallel.recompute)
-    return sum(value.elements * item // parallel.tensor for value in values if value.name in copied)
+    copied = {"probabilities", "probabilities_mask"}
+    if parallel.microbatch_size == 1 and model.activation != "swiglu":
+        copied.add("up" if parallel.recompute == "selective" else "activation")
+    if parallel.microbatch_size > 1 and model.positions == "rotary":
+        copied.add("qkv")
+    values = [value for value in kept_values(model, parallel.recompute) if value.name in copied]
+    samples = parallel.microbatch_size
+    return sum(samples * value.elements * (1 if value.mask else item) // parallel.tensor for value in values)
 
 
 def _workspace(run: RunConfig, item: int) -> int:

@@ -68,7 +68,10 @@ def compile_for(run: RunConfig, card: Card, timeout: float = 900) -> dict[str, A
             how = f"aborted (signal {-done.returncode})" if done.returncode < 0 else "failed"
             raise CompilerError(f"the compiler {how}: " + " / ".join(said))
         result = json.loads(answer.read_text())
-        return result | {"buffers": _largest_buffers(pathlib.Path(folder)), "hlo": pathlib.Path(folder, "hlo").read_text()}
+        return result | {
+            "buffers": _largest_buffers(pathlib.Path(folder)),
+            "hlo": pathlib.Path(folder, "hlo").read_text(),
+        }
 
 
 def _largest_buffers(folder: pathlib.Path) -> list[tuple[int, str]]:
