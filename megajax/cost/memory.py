@@ -138,6 +138,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots 
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
     )
+    workspace, copies = _workspace(run, item), slots.stash * per_chunk * _copies(run, item)
     gathered = 2 * block * item if sharding.zero >= 3 else 0  # the block at work and the next
     return {
         "weights": 4 * parameters // state,
@@ -145,10 +146,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots 
         "gradients": 4 * parameters // work,
         "16-bit weights": (item * parameters // work if item < 4 else 0) + gathered,
         "stash": slots.stash * per_chunk * layer,
-        "copies": slots.stash * per_chunk * _copies(run, item),
+        "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
         "input to weight gradients": slots.kept * per_chunk * _kept_for_weights(run, item),
         "inboxes": slots.inbox * residual,
-        "workspace": _workspace(run, item),
+        "workspace": workspace,
     }
 
 
@@ -162,11 +163,14 @@ def _kept_for_weights(run: RunConfig, item: int) -> int:
     gates = 2 if model.activation == "swiglu" else 1
     inner = gates * model.feedforward_size
     split = item * ((model.heads + 2 * model.key_value_heads) * model.head_size + inner)
-    residuals = 2
+    whole = 0
     if parallel.recompute == "full":
-        split += item * (model.hidden + inner) + 2 * 4 * inner  # two steps of the activation function are fp32
-    whole = parallel.tensor if parallel.sequence_parallel else 1
-    return tokens * (split // parallel.tensor + item * residuals * model.hidden // whole)
+        split += item * model.hidden + 2 * 4 * inner  # two steps of the activation function are fp32
+        whole = model.hidden * (
+            1 if parallel.microbatch_size == 1 else 2
+        )  # gathered; and XLA transposes several samples
+    residual = 2 * model.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
+    return tokens * (split // parallel.tensor + item * (residual + whole))
 
 
 def _copies(run: RunConfig, item: int) -> int:
@@ -174,7 +178,8 @@ def _copies(run: RunConfig, item: int) -> int:
     out of the loop over blocks, and so transposes the whole stash, once a chunk.
 
     Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; the inner activation where a microbatch is
-    one sample; queries, keys and values where they are rotated and it is more.
+    one sample; queries, keys and values where they are rotated and it is more. Where a chunk is one block there is no loop:
+    the workspace then uses the copy's memory again.
     """
     parallel, model = run.parallel, run.model
     if parallel.pipe == 1 or parallel.recompute == "full":
