@@ -2,7 +2,7 @@
 
 Counted from the same lists the program uses: the schedule's slots (`pipeline/tables.py`) times what a block keeps under a
 recompute mode (`models/recompute.py`), and the parameters as `models/gpt.py` shapes them. Two terms are XLA's doing and
-were read off programs compiled for H100s: the *workspace* and the *copies* (see `_workspace`, `_copies`).
+were read off programs compiled for H100s: the *workspace* and the *copies* (see `_workspace`, `stash_copies`).
 `python -m benchmarks.memory_model --show` compares the sum with XLA's own over the grid it was read from.
 """
 
@@ -138,7 +138,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots 
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
     )
-    workspace, copies = _workspace(run, item), slots.stash * per_chunk * _copies(run, item)
+    workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
     gathered = 2 * block * item if sharding.zero >= 3 else 0  # the block at work and the next
     return {
         "weights": 4 * parameters // state,
@@ -173,7 +173,7 @@ def _kept_for_weights(run: RunConfig, item: int) -> int:
     return tokens * (split // parallel.tensor + item * (residual + whole))
 
 
-def _copies(run: RunConfig, item: int) -> int:
+def stash_copies(run: RunConfig, item: int) -> int:
     """Second copies of stashed values, by block: XLA's GPU compiler takes a transposition that the backward's matmuls want
     out of the loop over blocks, and so transposes the whole stash, once a chunk.
 

@@ -18,6 +18,9 @@ class Software:
       gradient_bytes: of an element of the gradient as it is summed over replicas.
       logit_bytes: memory traffic of the loss for each logit, forwards and backwards.
       dropout: blocks draw and apply masks.
+      gathers_again: all-gathers of a block's backward beyond the two pairs', where the sequence is split: what a matmul
+        was given is gathered once more for its weights' gradient (2205.05198 section 4.2.2 hides these).
+      copies_stash: XLA transposes some of the stash once a chunk (`cost/memory.py`, `stash_copies`).
     """
 
     name: str
@@ -30,10 +33,13 @@ class Software:
     gradient_bytes: int = 4
     logit_bytes: int = 10
     dropout: bool = False
+    gathers_again: int = 0
+    copies_stash: bool = False
 
 
 # 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
-MEGAJAX = Software("megajax", lockstep=True)
+# Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
+MEGAJAX = Software("megajax", lockstep=True, gathers_again=2, copies_stash=True)
 MEGAJAX_FUSED = dataclasses.replace(MEGAJAX, name="megajax with fused attention", fused_attention=True)
 
 # 52 bytes a logit: the passes of Megatron-LM's vocab_parallel_cross_entropy, counted in tensor_parallel/cross_entropy.py:

@@ -13,7 +13,16 @@ import dataclasses
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig
 from megajax.cost.cards import Card
-from megajax.cost.memory import ITEMSIZE, PROGRAM, SPLIT_BACKWARD, Sharding, block_parameters, shared_parameters
+from megajax.cost.memory import (
+    ITEMSIZE,
+    PROGRAM,
+    SPLIT_BACKWARD,
+    Sharding,
+    block_parameters,
+    closed_form_slots,
+    shared_parameters,
+    stash_copies,
+)
 from megajax.cost.prices import FITTED, Fitted, Prices, spread
 from megajax.cost.software import MEGAJAX, Software
 
@@ -47,6 +56,7 @@ class StepTime:
       sends: exposed communication between stages.
       data: exposed sum of the gradients over replicas, and gathering of weights.
       optimizer: reading gradients, moments and weights, and writing them.
+      copies: transposing the stash, which a better compiled program would not.
     """
 
     blocks: float
@@ -56,6 +66,7 @@ class StepTime:
     sends: float
     data: float
     optimizer: float
+    copies: float = 0.0
 
     @property
     def total(self) -> float:
@@ -96,8 +107,10 @@ def layer_times(model: ModelConfig, parallel: ParallelConfig, prices: Prices) ->
     whole = rows * model.hidden * item
     one = prices.collective(whole, parallel.tensor, spread(parallel, "tensor"))
     exchange = 2 * 2 * one * (1 - software.tensor_overlap)
+    kept_split = parallel.sequence_parallel and parallel.recompute != "full"  # full gathers while it computes again
+    exchange_again = software.gathers_again * one if kept_split else 0.0
     forward = LayerTime(matmul, attention, elementwise, exchange)
-    backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange)
+    backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange + exchange_again)
     if parallel.recompute == "full":
         backward = backward + forward
     elif parallel.recompute == "selective":
@@ -191,7 +204,17 @@ def step_time(
         sends=_sends_time(run, prices),
         data=_data_time(run, prices, sharding, backward.total * layers),
         optimizer=_optimizer_time(run, prices, sharding),
+        copies=_copies_time(run, prices) if software.copies_stash else 0.0,
     )
+
+
+def _copies_time(run: RunConfig, prices: Prices) -> float:
+    """Reading and writing the transposed part of the stash, once for each chunk's backward, bubbles included."""
+    parallel = run.parallel
+    slots = closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
+    count = slots.stash * run.model.layers // parallel.pipe // parallel.chunks * stash_copies(run, prices.itemsize)
+    turns = run.microbatches * parallel.chunks + parallel.pipe - 1
+    return turns * prices.traffic(2 * count)
 
 
 def _sends_time(run: RunConfig, prices: Prices) -> float:

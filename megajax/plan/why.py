@@ -14,7 +14,7 @@ from megajax.cost.time import layer_times
 from megajax.models.recompute import bytes_per_layer
 from megajax.plan.search import Candidate, best_by
 
-PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer")
+PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies")
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
