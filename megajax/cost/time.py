@@ -153,17 +153,22 @@ def bubble_time(
       backward: of its backward, all of it.
       weight: of the part of the backward that makes the weights' gradients.
       lockstep: ranks go from tick to tick together, as megajax's do (`simulate_lockstep`); otherwise each goes on as
-        soon as it can (`simulate_event`). They differ for ticks that hold one op each, if ops differ in cost.
+        soon as it can (`simulate_event`). They differ for ticks that hold one op each, if ops differ in cost. For a split
+        backward this is then a bound from above: close for p >= 4, and up to a quarter of the step too much for p = 2.
     """
     waits, name = parallel.pipe - 1, parallel.schedule
     if waits == 0:
         return 0.0
     gradient = backward - weight
     work = microbatches * parallel.chunks
-    if lockstep and name == "1f1b":  # ticks of a forward or half a backward
-        return 3 * (microbatches + waits) * max(forward, backward / 2) - work * (forward + backward)
-    if lockstep and name in SPLIT_BACKWARD:
-        return (3 * work + waits) * max(forward, gradient, weight) - work * (forward + backward)
+    if lockstep and name == "1f1b":  # ticks of a forward or half a backward; in p of them there are forwards alone
+        dearest = max(forward, backward / 2)
+        ticks = 3 * (microbatches + waits) * dearest - parallel.pipe * (dearest - forward)
+        return ticks - work * (forward + backward)
+    if lockstep and name in SPLIT_BACKWARD:  # while the pipeline fills, at least vp ticks hold none of the dearest
+        dearest = max(forward, gradient, weight)
+        cheaper = min(work, parallel.pipe * parallel.chunks) * (dearest - min(forward, gradient, weight))
+        return (3 * work + waits) * dearest - cheaper - work * (forward + backward)
     if name in SPLIT_BACKWARD:
         return waits * max(0.0, forward + gradient - weight)
     return waits * (forward + backward)
