@@ -82,6 +82,11 @@ def question_of(asked: argparse.Namespace) -> Question:
             raise ConfigError(
                 f"{name} = {getattr(asked, name)} must be 1 or more: type --{name.replace('_', '-')} COUNT."
             )
+    if min(asked.microbatch_sizes) < 1:
+        sizes = " ".join(map(str, asked.microbatch_sizes))
+        raise ConfigError(f"microbatch_sizes = {sizes} must be 1 or more: type --microbatch-sizes 1 2 4.")
+    if not asked.tokens > 0:
+        raise ConfigError(f"tokens = {asked.tokens} must be above 0: type --tokens 300e9.")
     model = preset(asked.model)
     changed = {name: getattr(asked, name) for name in SHAPE if getattr(asked, name) is not None}
     if changed:
