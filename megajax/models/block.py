@@ -14,6 +14,7 @@ The modules only say what there is; `megajax.models.gpt` makes pure functions of
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,35 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [..., *n] + bias [*n], the bias's gradient summed in fp32.
+
+    A sum in 16 bit makes XLA's GPU compiler transpose what y is stashed with, all of it, for every chunk (jax 0.10.2).
+    """
+    return y + bias
+
+
+def _add_bias_backward(bias, dy):
+    lead = tuple(range(dy.ndim - bias.ndim))
+    return dy, dy.astype(jnp.float32).sum(lead).astype(bias.dtype)
+
+
+add_bias.defvjp(lambda y, bias: (y + bias, bias), _add_bias_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scattered(y: jax.Array, constrain: Constrain) -> jax.Array:
+    """A row-parallel sum, split along the sequence; its gradient is gathered once, for both matmuls that need it."""
+    return constrain(y, *RESIDUAL)
+
+
+scattered.defvjp(
+    lambda y, constrain: (constrain(y, *RESIDUAL), None),
+    lambda constrain, _, dy: (constrain(constrain(dy, *RESIDUAL), *WHOLE),),
+)
+
+
 class Linear(nnx.Module):
     """A matmul from the last axes of x to new ones, in x's type, with or without a bias."""
 
@@ -121,7 +151,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, constrain: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """From [..., *inputs] to [..., *outputs]. The bias comes after `constrain`: a row-parallel sum adds it once."""
         y = constrain(jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted))
-        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+        return add_bias(y, self.bias[...].astype(x.dtype)) if hasattr(self, "bias") else y
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:
@@ -199,7 +229,7 @@ class Attention(nnx.Module):
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
         context = causal_attention(query, key, value, drop, self.constrain)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
-        return self.output(checkpoint_name(context, "context"), lambda z: self.constrain(z, *RESIDUAL))
+        return self.output(checkpoint_name(context, "context"), lambda z: scattered(z, self.constrain))
 
 
 class FeedForward(nnx.Module):
@@ -225,7 +255,7 @@ class FeedForward(nnx.Module):
             active = jax.nn.gelu(wide, approximate=True)
         # Its gradient must be split by feedforward too: left free, XLA may split it by sequence and add an all-to-all.
         active = checkpoint_name(self.constrain(active.astype(y.dtype), *lead, "feedforward"), "activation")
-        return self.down(active, lambda z: self.constrain(z, *RESIDUAL))
+        return self.down(active, lambda z: scattered(z, self.constrain))
 
 
 class Block(nnx.Module):
