@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from megajax.config import RunConfig
 from megajax.cost.cards import card
 from megajax.cost.prices import FITTED, Fitted
 from megajax.cost.published import ROWS, Row
@@ -20,7 +21,7 @@ class Check:
     """A row beside its prediction: TFLOP/s per GPU, and the run that was taken."""
 
     row: Row
-    run: object
+    run: RunConfig
     time: StepTime
     teraflops: float
 

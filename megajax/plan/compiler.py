@@ -109,9 +109,14 @@ def target_config(card: Card) -> str:
 
 
 def run_from_json(fields: dict[str, Any]) -> RunConfig:
-    """The inverse of `dataclasses.asdict` for a RunConfig."""
-    parallel = {**fields["parallel"], "axis_order": tuple(fields["parallel"]["axis_order"])}
-    return RunConfig(ModelConfig(**fields["model"]), ParallelConfig(**parallel), TrainConfig(**fields["train"]))
+    """The inverse of `dataclasses.asdict` for a RunConfig, by way of JSON, which has lists for tuples."""
+    tables = {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        for name, table in fields.items()
+    }
+    return RunConfig(
+        ModelConfig(**tables["model"]), ParallelConfig(**tables["parallel"]), TrainConfig(**tables["train"])
+    )
 
 
 def _child(request: pathlib.Path) -> None:

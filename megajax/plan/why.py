@@ -41,17 +41,13 @@ def slower(one: Candidate, best: Candidate) -> str:
     )
 
 
-def _same(one: Candidate, best: Candidate) -> bool:
-    return one is best
-
-
 def _alternatives(
     name: str, of: Callable, best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]
 ) -> list[str]:
     """The best of each value of one choice, everything else free but the mesh."""
     on_mesh = [one for one in fitting if one.mesh == best.mesh]
     values = best_by(on_mesh, of)
-    shown = [f"{value} {slower(one, best)}" for value, one in values.items() if not _same(one, best)]
+    shown = [f"{value} {slower(one, best)}" for value, one in values.items() if one is not best]
     too_large = best_by((one for one in every if one.mesh == best.mesh and not one.fits), of)
     shown += [
         f"{value} does not fit ({one.peak / 1e9:.0f} GB at least)"
