@@ -108,6 +108,13 @@ class Training:
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch))
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch))
 
+    def step_shapes(self) -> tuple[TrainState, Tree]:
+        """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
+        rows = (self.run.microbatches, self.run.parallel.microbatch_size * self.run.parallel.data)
+        of = lambda dtype: jax.ShapeDtypeStruct((*rows, self.run.model.sequence_length), dtype)  # noqa: E731
+        batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
+        return jax.eval_shape(self._fresh_state), batch | {"sample": jax.ShapeDtypeStruct(rows, np.uint32)}
+
     def init_state(self) -> TrainState:
         """Fresh parameters and optimizer state, made where they lie."""
         with jax.set_mesh(self.mesh):
@@ -125,13 +132,6 @@ class Training:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
         with jax.set_mesh(self.mesh):
             return self._train.lower(state, batch).compile()
-
-    def step_shapes(self) -> tuple[TrainState, Tree]:
-        """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
-        rows = (self.run.microbatches, self.run.parallel.microbatch_size * self.run.parallel.data)
-        of = lambda dtype: jax.ShapeDtypeStruct((*rows, self.run.model.sequence_length), dtype)  # noqa: E731
-        batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
-        return jax.eval_shape(self._fresh_state), batch | {"sample": jax.ShapeDtypeStruct(rows, np.uint32)}
 
     def loss_and_gradients(self, params: Tree, batch: Tree, *, poison_bubbles: bool = False) -> tuple[jax.Array, Tree]:
         """Mean loss and fp32 gradients in the layout of `params`, without an update."""
