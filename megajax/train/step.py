@@ -97,6 +97,13 @@ class Training:
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch))
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch))
 
+    def step_shapes(self) -> tuple[TrainState, Tree]:
+        """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
+        rows = (self.run.microbatches, self.run.parallel.microbatch_size * self.run.parallel.data)
+        of = lambda dtype: jax.ShapeDtypeStruct((*rows, self.run.model.sequence_length), dtype)  # noqa: E731
+        batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
+        return jax.eval_shape(self._fresh_state), batch | {"sample": jax.ShapeDtypeStruct(rows, np.uint32)}
+
     def init_state(self) -> TrainState:
         """Fresh parameters and optimizer state, made where they lie."""
         with jax.set_mesh(self.mesh):
