@@ -1,13 +1,13 @@
 """Which axis of an array lies on which axis of the mesh. One table; change it to change the parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-__all__ = ["AxisRules", "without"]
+__all__ = ["AxisRules", "only", "without"]
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,17 @@ class AxisRules:
 
 def without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """The partition with some mesh axes left out: (P(("pipe", "tensor")), ("pipe",)) -> P("tensor")."""
+    return _kept(spec, lambda name: name not in axes)
 
+
+def only(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The partition with all other mesh axes left out: (P("data", "tensor"), ("tensor",)) -> P(None, "tensor")."""
+    return _kept(spec, lambda name: name in axes)
+
+
+def _kept(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
     def left(entry):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        names = tuple(name for name in names if name is not None and name not in axes)
+        names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name and keep(name))
         return names if len(names) > 1 else names[0] if names else None
 
     return PartitionSpec(*(left(entry) for entry in spec))

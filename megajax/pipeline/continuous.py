@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import tables
-from megajax.pipeline.executor import BATCH, MANUAL, WHOLE, Carry, Rank, Specs, rank_columns, summed, vary
+from megajax.pipeline.executor import BATCH, MANUAL, WHOLE, Carry, Rank, Specs, is_spec, rank_columns, summed, vary
 from megajax.pipeline.schedule import BACKWARD, FORWARD, Schedule, ScheduleError, Work
 from megajax.pipeline.schedules import make_schedule
 
@@ -97,9 +97,9 @@ class Continuous:
         """Arguments as for `executor.gradient_function`; the model has `stages` chunks, one a rank."""
         self.schedule, self.share_ends = steady_schedule(stages, microbatches), share_ends
         self.specs = specs
-        in_turn = lambda spec: P(None, *spec)  # noqa: E731
-        shared = jax.tree.map(in_turn, specs.weights["shared"], is_leaf=lambda node: isinstance(node, P))
-        self.versions = {"blocks": specs.weights["blocks"], "shared": shared}
+        weights = specs.manual.weights
+        shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)
+        self.versions = {"blocks": weights["blocks"], "shared": shared}
         self.functions, self.mesh, self.constrain = _versioned(functions), mesh, constrain
         eager = tables.build(make_schedule("eager_1f1b", stages=stages, microbatches=microbatches))
         self.table = tables.Tables({}, 2 * stages - 1, 0, {FORWARD: 1, BACKWARD: 1}, eager.routes)
@@ -167,7 +167,7 @@ class Continuous:
             return lax.psum(carry.output, MANUAL), summed(totals, self.specs), _spread(left)
 
         arguments = (self.versions, BATCH, P(), P(None, "pipe"), P(), P(*MANUAL))
-        mapped = self._map(run, arguments, (P(), self.specs.gradients, P(*MANUAL)))
+        mapped = self._map(run, arguments, (P(), self.specs.manual.gradients, P(*MANUAL)))
         losses, gradients, carry = mapped(weights, self._tag(batches), cotangents, columns, newest, flying.carry)
         heads = columns["forward_microbatch"][:, -1], columns["forward_on"][:, -1] == 1
         counted = jnp.zeros(2 * count, bool).at[heads[0]].set(heads[1])

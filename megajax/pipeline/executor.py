@@ -24,6 +24,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.parallel.rules import only
+from megajax.parallel.zero import Cut
 from megajax.pipeline import tables
 from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from megajax.pipeline.stage import Stack
@@ -35,7 +37,7 @@ BATCH = P(None, "data")
 
 
 class Specs(NamedTuple):
-    """How params and gradients lie over data and pipe: two trees of PartitionSpec, like params or a prefix of that.
+    """How params and gradients lie on the mesh: two trees of PartitionSpec, like params or a prefix of that.
 
     A gradient is summed over the axes that its weight is not split over, and comes out split as its own spec says: by a
     reduce-scatter where that has an axis which the weight's has not (ZeRO-1).
@@ -43,6 +45,16 @@ class Specs(NamedTuple):
 
     weights: Tree
     gradients: Tree
+
+    @property
+    def manual(self) -> "Specs":
+        """The same over the axes that the executor is manual over."""
+        return Specs(*(jax.tree.map(lambda spec: only(spec, MANUAL), specs, is_leaf=is_spec) for specs in self))
+
+
+def is_spec(node) -> bool:
+    """Whether a node of a tree is a PartitionSpec, which is its leaf."""
+    return isinstance(node, P)
 
 
 WHOLE = Specs({"blocks": BLOCKS, "shared": P()}, {"blocks": BLOCKS, "shared": P()})
@@ -98,8 +110,8 @@ def gradient_function(
     mapped = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(specs.weights, BATCH, P(), P(None, "pipe")),
-        out_specs=(P(), specs.gradients),
+        in_specs=(specs.manual.weights, BATCH, P(), P(None, "pipe")),
+        out_specs=(P(), specs.manual.gradients),
         axis_names=set(MANUAL),
     )
     return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.columns)
@@ -127,7 +139,7 @@ def forward_function(
 
     table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(specs.weights, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
+        run, mesh=mesh, in_specs=(specs.manual.weights, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
     )
     return lambda params, batch: mapped(params, batch, table.columns)
 
@@ -154,26 +166,19 @@ def summed(totals: Tree, specs: Specs) -> Tree:
     """Each rank's totals, shaped like its part of the weights, to the gradients as they are to lie."""
 
     def one(total, weight: P, gradient: P):
-        whole = []
-        for axis in MANUAL:
-            if _axis_of(weight, axis) < 0 and (cut := _axis_of(gradient, axis)) >= 0:
-                total = lax.psum_scatter(total, axis, scatter_dimension=cut, tiled=True)
-            elif _axis_of(weight, axis) < 0:
-                whole.append(axis)
-        return lax.psum(total, tuple(whole)) if whole else total
+        over = [axis for axis in MANUAL if axis not in only(weight, MANUAL)]
+        cut = Cut.of(gradient)
+        if "data" in over and cut.axis is not None:
+            total = cut.scatter(total)
+            over.remove("data")
+        return lax.psum(total, tuple(over)) if over else total
 
     return jax.tree.map(one, totals, *(_full(spec, totals) for spec in specs))
 
 
 def _full(specs: Tree, like: Tree) -> Tree:
     """A prefix of a tree of PartitionSpec, as the whole tree."""
-    is_spec = lambda node: isinstance(node, P)  # noqa: E731
     return jax.tree.map(lambda spec, below: jax.tree.map(lambda _: spec, below), specs, like, is_leaf=is_spec)
-
-
-def _axis_of(spec: P, name: str) -> int:
-    """Which array axis lies on mesh axis `name`; -1 for none."""
-    return next((axis for axis, entry in enumerate(spec) if entry == name), -1)
 
 
 class Rank:
@@ -185,8 +190,7 @@ class Rank:
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
         self.pin = constrain
-        full = _full(specs.weights, params)
-        cuts = jax.tree.map(lambda spec: _axis_of(spec, "data"), full, is_leaf=lambda node: isinstance(node, P))
+        specs = _full(specs.weights, params)["blocks"]
         self.batch, self.blocks = vary(batch), vary(params["blocks"])
         self.shared = vary(params["shared"])
         self.per_chunk = jax.tree.leaves(self.blocks)[0].shape[2]
@@ -194,7 +198,7 @@ class Rank:
             functions.block,
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), self.blocks),
             self.per_chunk,
-            jax.tree.map(lambda axis: max(axis - 3, -1), cuts["blocks"]),  # without chunk, rank and layer
+            jax.tree.map(lambda spec: Cut.of(spec, 3), specs, is_leaf=is_spec),  # without chunk, rank and layer
         )
 
     def start(self) -> Carry:

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from megajax.parallel.zero import Cut
 from megajax.pipeline.split import Split, split_backward
 
 Tree = Any
@@ -25,14 +27,14 @@ class Stack:
       block: `block(weights, x, microbatch, layer) -> x`, one block on one microbatch.
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
       per_chunk: blocks in a chunk.
-      cut: like weights, the axis of a block's weight that is cut over `data`, -1 for one that every replica has whole. A
-        block's weights are put together when it runs, and its gradients summed and cut again at once (ZeRO-3).
+      cut: like weights, `Cut`s of a block's weights over `data`. They are put together when the block runs, and the
+        gradients summed and cut again at once (ZeRO-3).
     """
 
     def __init__(self, block: Callable, weights: Tree, per_chunk: int, cut: Tree | None = None):
         """Wraps the stack; nothing is copied."""
         self.block, self.weights, self.per_chunk = block, weights, per_chunk
-        self.cut = jax.tree.map(lambda _: -1, weights) if cut is None else cut
+        self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
         """Zeros of [slots, blocks per chunk, ...] for one block's residuals and its input `x`; structure only is read."""
@@ -90,7 +92,7 @@ class Stack:
             dw, dx = _rebuild(template, residuals, (self._weights(place), x))(dy)
 
             def add(total, new, cut):
-                new = _part(new.astype(total.dtype), cut)
+                new = cut.scatter(new.astype(total.dtype))
                 return total.at[place].add(new if keep is None else jnp.where(keep, new, 0))
 
             return dx, jax.tree.map(add, gradients, dw, self.cut)
@@ -154,14 +156,14 @@ class Stack:
 
     def _weights(self, index) -> Tree:
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
-        return jax.tree.map(_whole, one, self.cut)
+        return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
 
     def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
         """Adds the next of `new` at `place` of each total whose flag in `is_late` is `late`."""
         values = iter(new)
 
         def add(total, flag, cut):
-            return total.at[place].add(_part(next(values).astype(total.dtype), cut)) if flag == late else total
+            return total.at[place].add(cut.scatter(next(values).astype(total.dtype))) if flag == late else total
 
         return jax.tree.map(add, totals, is_late, self.cut)
 
@@ -172,14 +174,6 @@ class Stack:
         """The VJP object's structure, with shapes for leaves. Two traces of a block give the same one."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
-
-
-def _whole(weight: jax.Array, cut: int) -> jax.Array:
-    return weight if cut < 0 else lax.all_gather(weight, "data", axis=cut, tiled=True)
-
-
-def _part(gradient: jax.Array, cut: int) -> jax.Array:
-    return gradient if cut < 0 else lax.psum_scatter(gradient, "data", scatter_dimension=cut, tiled=True)
 
 
 def _rebuild(template, residuals: Tree, arguments: tuple):

@@ -138,7 +138,7 @@ def _program(run: RunConfig, result: dict[str, Any]) -> str:
     program = Program(
         result["hlo"],
         (parallel.data, parallel.pipe, parallel.tensor),
-        vocabulary_rows=padded_vocabulary(model.vocabulary, parallel.tensor) // parallel.tensor,
+        vocabulary_rows=padded_vocabulary(model.vocabulary, parallel.vocabulary_shares) // parallel.vocabulary_shares,
         blocks_run=run.microbatches * model.layers // parallel.pipe,
         microbatches=run.microbatches,
     )

@@ -4,14 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from megajax.config import RunConfig
 from megajax.models import gpt
-from megajax.parallel.rules import AxisRules, without
+from megajax.parallel.rules import AxisRules
 from megajax.parallel.zero import cut_over_data
 from megajax.pipeline import layout
-from megajax.pipeline.executor import Specs
+from megajax.pipeline.executor import Specs, is_spec
 
 __all__ = ["ParameterSpecs", "axis_rules", "initial_params", "parameter_specs", "share_ends"]
 
@@ -33,15 +32,15 @@ class ParameterSpecs:
 
     @property
     def executor(self) -> Specs:
-        """The same without the axis that the executor leaves to XLA."""
-        return Specs(_without_tensor(self.computed), _without_tensor(self.stored))
+        """What the executor needs to know."""
+        return Specs(self.computed, self.stored)
 
 
 def parameter_specs(run: RunConfig) -> ParameterSpecs:
     """How the run's parameters lie on its mesh."""
     rules, parallel = axis_rules(run), run.parallel
     specs = jax.tree.map(rules.spec, gpt.logical_axes(run.model), is_leaf=lambda node: isinstance(node, tuple))
-    whole = {**specs, "blocks": jax.tree.map(layout.dealt_spec, specs["blocks"], is_leaf=_is_spec)}
+    whole = {**specs, "blocks": jax.tree.map(layout.dealt_spec, specs["blocks"], is_leaf=is_spec)}
     if parallel.zero == 0:
         return ParameterSpecs(whole, whole)
     replicas = parallel.data * parallel.context
@@ -50,7 +49,7 @@ def parameter_specs(run: RunConfig) -> ParameterSpecs:
     def cut(part: str) -> Tree:
         first = BLOCK_AXES if part == "blocks" else 0
         one = lambda spec, leaf: cut_over_data(spec, leaf.shape, replicas, first)  # noqa: E731
-        return jax.tree.map(one, whole[part], shapes[part], is_leaf=_is_spec)
+        return jax.tree.map(one, whole[part], shapes[part], is_leaf=is_spec)
 
     stored = {part: cut(part) for part in whole}
     return ParameterSpecs(stored, {**whole, "blocks": stored["blocks"]} if parallel.zero == 3 else whole)
@@ -71,11 +70,3 @@ def axis_rules(run: RunConfig) -> AxisRules:
 def share_ends(run: RunConfig) -> bool:
     """Whether all pipeline ranks share embedding and head."""
     return run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
-
-
-def _without_tensor(specs: Tree) -> Tree:
-    return jax.tree.map(lambda spec: without(spec, ("tensor",)), specs, is_leaf=_is_spec)
-
-
-def _is_spec(node) -> bool:
-    return isinstance(node, P)
