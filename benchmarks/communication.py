@@ -42,7 +42,6 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
     from megajax.cost.communication import expected
     from megajax.cost.program import Collective, most_sent, read
-    from megajax.mesh import lay
 
     request = parse(arguments, __doc__, DEFAULTS)
     on_cpu = request.devices is not None and request.devices.startswith("cpu")
@@ -50,48 +49,44 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
     run.validate()
     text, source = (pathlib.Path(hlo).read_text(), hlo) if hlo else compiled(run, request.devices)
     program = read(text)
-    ids = lay(run.parallel, range(run.parallel.devices)).astype(int)
+    shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
     axes: dict[tuple, list[Collective]] = {}
     for collective in program.collectives:
-        axes.setdefault((collective.axes(ids), collective.conditional), []).append(collective)
-    lines = [
-        f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; GB that a device sends per step"
-    ]
+        axes.setdefault((collective.axes(shape), collective.conditional), []).append(collective)
+    lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
     formulas = expected(run)
     for axis in ("tensor", "pipe", "data"):
-        lines += ["", f"{axis:8} {'formula':>10}"]
-        lines += [
-            f"{'':8} {line.bytes / 1e9:10.3f}  {line.what}: {line.formula}" for line in formulas if line.axis == axis
-        ]
+        lines += ["", axis]
+        lines += [f"{'':8} {size(line.bytes)}  {line.what}: {line.formula}" for line in formulas if line.axis == axis]
         total = sum(line.bytes for line in formulas if line.axis == axis)
         sent = most_sent(axes.get(((axis,), False), []))
-        ratio = f"{sent / total:.3f} of the formulas' {total / 1e9:.3f}" if total else "and no formula"
-        lines.append(f"{'':8} {sent / 1e9:10.3f}  compiled: {ratio}")
+        ratio = f"{sent / total:.3f} of the formulas' {size(total).strip()}" if total else "and no formula"
+        lines.append(f"{'':8} {size(sent)}  compiled: {ratio}")
         for kind, several in by_kind(axes.get(((axis,), False), [])).items():
             hidden = sum(c.times for c in several if c.asynchronous and c.behind) / sum(c.times for c in several)
             number = sum(c.times for c in several)
             lines.append(
-                f"{'':21} {most_sent(several) / 1e9:.3f} by {number:,.0f} {kind}, {hidden:.0%} behind a matmul"
+                f"{'':21} {size(most_sent(several)).strip()} by {number:,.0f} {kind}, {hidden:.0%} behind a matmul"
             )
         if perhaps := axes.get(((axis,), True)):
-            lines.append(f"{'':8} {most_sent(perhaps) / 1e9:10.3f}  embedding and head, if every tick had them")
+            lines.append(f"{'':8} {size(most_sent(perhaps))}  embedding and head, if every tick had them")
     for (names, conditional), several in axes.items():
         if len(names) > 1:
             where = " and ".join(names) + (", if every tick had them" if conditional else "")
-            lines += ["", f"{'':8} {most_sent(several) / 1e9:10.3f}  over {where} at once"]
+            lines += ["", f"{'':8} {size(most_sent(several))}  over {where} at once"]
     return lines
 
 
 def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:
     """The text of the run's compiled step, and what it is for."""
-    from megajax.plan.compiler import compile_for, has_compiler
-
-    if devices is None and has_compiler():
-        from megajax.cost.cards import CARDS
-
-        return compile_for(run, CARDS["h100-80gb"])["hlo"], "H100s"
     from megajax.mesh import make_mesh, start_devices
 
+    if devices is None:
+        from megajax.cost.cards import CARDS
+        from megajax.plan.compiler import compile_for, has_compiler
+
+        if has_compiler():
+            return compile_for(run, CARDS["h100-80gb"])["hlo"], "H100s"
     mesh = make_mesh(run.parallel, start_devices(f"cpu:{run.parallel.devices}"))
     return step_text(run, mesh), "CPU devices"
 
@@ -109,6 +104,12 @@ def step_text(run: RunConfig, mesh) -> str:
     batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
     batch["sample"] = of(np.uint32, whole[:2])
     return training.compile_train_step(jax.eval_shape(training._fresh_state), batch).as_text()
+
+
+def size(count: float) -> str:
+    """Bytes with a unit, in a column."""
+    unit, factor = next((pair for pair in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= pair[1]), (" B", 1))
+    return f"{count / factor:9.2f} {unit}"
 
 
 def by_kind(several: Sequence) -> dict[str, list]:

@@ -115,14 +115,10 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     """
     devices = jax.devices() if devices is None else devices
     _check_enough(devices, parallel.devices)
-    return Mesh(lay(parallel, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def lay(parallel: ParallelConfig, devices: Sequence) -> np.ndarray:
-    """The first devices (or whatever stands for them) as `make_mesh` lays them, [data * context, pipe, tensor]."""
     sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
     laid = np.array(devices[: parallel.devices], dtype=object).reshape([sizes[axis] for axis in parallel.axis_order])
-    return laid.transpose([parallel.axis_order.index(axis) for axis in AXES])
+    grid = laid.transpose([parallel.axis_order.index(axis) for axis in AXES])
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _check_enough(devices: Sequence[jax.Device], count: int) -> None:

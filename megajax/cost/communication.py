@@ -52,7 +52,8 @@ def expected(run: RunConfig, gradient_bytes: int = 4) -> list[Sent]:
             count = RECOMPUTED if parallel.sequence_parallel else 2
             lines.append(Sent("tensor", "full recompute", f"{count} bsh (t-1)/t per layer and microbatch", count * one))
     if p > 1:
-        sends = 2 * m * parallel.chunks * activation / split
+        ends = 1 if p == 2 else 0  # the first chunk sends nothing back, the last nothing on; others have neither
+        sends = (2 * parallel.chunks - ends) * m * activation / split
         lines.append(Sent("pipe", "activations and gradients", "2 v bsh/t per microbatch", sends))
         shared = (model.parameters - _block_parameters(run)) * gradient_bytes / t
         lines.append(Sent("pipe", "embedding and head", "2 (p-1)/p of their gradients", 2 * (p - 1) / p * shared))

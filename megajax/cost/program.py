@@ -9,7 +9,7 @@ this kind too, so there the counts are of single blocks.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Collective:
       kind: of KINDS.
       shape: of (the first of) what it returns on one device.
       bytes: of all that it returns on one device.
-      groups: devices that meet, or (from, to) pairs of a permute.
+      groups: devices that meet, or (from, to) pairs of a permute: by their place in the mesh, whose last axis varies
+        fastest, whatever the devices' own numbers are.
       times: how often it runs.
       conditional: whether it is in a loop that may not turn, or a branch: then it runs `times` at most.
       in_loop: whether a `while` runs it.
@@ -60,10 +61,9 @@ class Collective:
     asynchronous: bool
     behind: int
 
-    def axes(self, ids: np.ndarray) -> tuple[str, ...]:
-        """Axes of the mesh along which devices that meet differ; `ids` [data, pipe, tensor] as `mesh.lay` has them."""
-        places = np.empty((ids.size, ids.ndim), int)
-        places[ids.reshape(-1)] = np.indices(ids.shape).reshape(ids.ndim, -1).T
+    def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which devices that meet differ."""
+        places = np.indices(shape).reshape(len(shape), -1).T
         differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
         return tuple(name for name, along in zip(AXES, differ, strict=True) if along)
 
