@@ -84,7 +84,7 @@ def train(request: Request) -> int:
     training = make_training(run, make_mesh(run.parallel, devices))
     peak = device_peak(devices, run.train.precision)
     with RunLog(run.train.steps, run.train.log_every, jsonl=jsonl) as log:
-        for line in describe(run, training.schedule, devices, peak, len(parts[0])):
+        for line in describe(run, training.schedule, training.attention, devices, peak, len(parts[0])):
             log.message(line)
         state = train_loop(training, batches, validation, log, peak)
         if request.new_tokens and run.train.steps:
@@ -111,16 +111,18 @@ def check_vocabulary(run: RunConfig, tokenizer) -> None:
         )
 
 
-def describe(run: RunConfig, schedule, devices, peak, tokens: int) -> list[str]:
+def describe(run: RunConfig, schedule, attention, devices, peak, tokens: int) -> list[str]:
     """What is about to run, in a few lines."""
     model, parallel, train = run.model, run.parallel, run.train
     bubble = simulate_lockstep(schedule).bubble
+    shared = f"context {parallel.context} x " if parallel.context > 1 else ""
     return [
         f"model     {model.name}: {model.parameters:,} parameters, {model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads, {model.sequence_length} tokens a sample",
-        f"mesh      data {parallel.data} x pipe {parallel.pipe} x tensor {parallel.tensor} on {len(devices)} "
+        f"mesh      data {parallel.data} x {shared}pipe {parallel.pipe} x tensor {parallel.tensor} on {len(devices)} "
         f"{devices[0].device_kind} devices, {train.precision}, sequence parallel "
         f"{'on' if parallel.sequence_parallel and parallel.tensor > 1 else 'off'}, recompute {parallel.recompute}",
+        f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
         f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
         f"{parallel.microbatch_size}: bubble {bubble:.1%} of the ideal time, {len(schedule.ticks)} ticks",
         f"data      {tokens:,} training tokens; {train.global_batch_size} samples a step, {train.steps} steps",

@@ -9,11 +9,13 @@ this kind too, so there the counts are of single blocks.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-__all__ = ["Collective", "Program", "collectives", "read"]
+from megajax.mesh import AXES
+
+__all__ = ["Collective", "Program", "collectives", "most_sent", "read"]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes that a device sends for each byte of what the collective returns, in a group of g: the least possible, a ring's.
@@ -24,16 +26,7 @@ SENT = {
     "all-to-all": lambda g: (g - 1) / g,
     "collective-permute": lambda g: 1,
 }
-COMPUTE = (
-    "fusion",
-    "dot",
-    "custom-call",
-    "convolution",
-    "while",
-    "call",
-    "conditional",
-)  # what a collective can hide behind
-MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul")
+MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha")  # custom calls, attention's included
 NAME = re.compile(r"%?([\w.\-]+)")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
@@ -49,12 +42,13 @@ class Collective:
       kind: of KINDS.
       shape: of (the first of) what it returns on one device.
       bytes: of all that it returns on one device.
-      groups: devices that meet, or (from, to) pairs of a permute.
+      groups: devices that meet, or (from, to) pairs of a permute: by their place in the mesh, whose last axis varies
+        fastest, whatever the devices' own numbers are.
       times: how often it runs.
       conditional: whether it is in a loop that may not turn, or a branch: then it runs `times` at most.
       in_loop: whether a `while` runs it.
       asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
-      behind: operations that compute which are scheduled between its start and its done.
+      behind: matmuls, attention kernels and what runs them scheduled between its start and its done, where it can hide.
     """
 
     kind: str
@@ -67,12 +61,11 @@ class Collective:
     asynchronous: bool
     behind: int
 
-    def axes(self, mesh) -> tuple[str, ...]:
-        """Axes of a `jax.sharding.Mesh` along which devices that meet differ."""
-        place = {device.id: index for index, device in np.ndenumerate(mesh.devices)}
-        places = [np.array([place[device] for device in group]) for group in self.groups]
-        differ = np.any([(group != group[0]).any(0) for group in places], axis=0)
-        return tuple(name for name, along in zip(mesh.axis_names, differ, strict=True) if along)
+    def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which devices that meet differ."""
+        places = np.indices(shape).reshape(len(shape), -1).T
+        differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
+        return tuple(name for name, along in zip(AXES, differ, strict=True) if along)
 
     def sent(self) -> dict[int, float]:
         """Bytes that each device sends in all its runs; devices that send nothing are left out."""
@@ -117,6 +110,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
 def read(text: str) -> Program:
     """Reads a module."""
     computations, entry = _computations(text)
+    heavy = _with_matmuls(computations)
     found, flops, kernels = [], {True: 0.0, False: 0.0}, {}
     for name, times, conditional, in_loop in _visits(computations, entry):
         lines = computations[name]
@@ -124,7 +118,7 @@ def read(text: str) -> Program:
         for place, line in enumerate(lines):
             kind = line.op.removesuffix("-start")
             if kind in KINDS:
-                found.append(_collective(lines, place, kind, times, conditional, in_loop))
+                found.append(_collective(lines, place, kind, heavy, times, conditional, in_loop))
             flops[conditional] += times * _matmul_flops(line, types)
             if line.op == "custom-call":
                 target = re.search(r'custom_call_target="([^"]*)"', line.rest)[1]
@@ -184,7 +178,20 @@ def _bytes(array: tuple[str, tuple[int, ...]]) -> int:
     return math.prod(array[1]) * max(1, int(bits[1]) // 8 if bits else 1)
 
 
-def _collective(lines, place, kind, times, conditional, in_loop) -> Collective:
+def _is_matmul(line: _Line) -> bool:
+    return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
+
+
+def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
+    """Names of the computations that have matmuls, or run one that has."""
+    calls = {name: {called for line in lines for called in _called(line.rest)} for name, lines in computations.items()}
+    heavy = {name for name, lines in computations.items() if any(map(_is_matmul, lines))}
+    while more := {name for name, called in calls.items() if called & heavy} - heavy:
+        heavy |= more
+    return heavy
+
+
+def _collective(lines, place, kind, heavy, times, conditional, in_loop) -> Collective:
     line = lines[place]
     started = line.op.endswith("-start")
     returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
@@ -199,7 +206,7 @@ def _collective(lines, place, kind, times, conditional, in_loop) -> Collective:
         conditional=conditional,
         in_loop=in_loop,
         asynchronous=started and '"is_sync":true' not in line.rest,
-        behind=sum(other.op in COMPUTE for other in lines[place:end]),
+        behind=sum(_is_matmul(other) or not heavy.isdisjoint(_called(other.rest)) for other in lines[place:end]),
     )
 
 
@@ -221,8 +228,7 @@ def _second(type_: str) -> str:
 
 def _matmul_flops(line: _Line, types: dict[str, str]) -> float:
     """2 for each product of two elements; 0 for what is no matmul."""
-    library = line.op == "custom-call" and MATMULS.search(line.rest)
-    if line.op != "dot" and not library:
+    if not _is_matmul(line):
         return 0.0
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
     operand = ARRAY.search(line.rest.split("%")[0]) or ARRAY.search(types.get(NAME.search(line.rest)[1], ""))
@@ -267,11 +273,10 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
     return ids.transpose(_numbers(order)) if order else ids
 
 
-def sent_by_axes(found: Sequence[Collective], mesh) -> dict[tuple[tuple[str, ...], bool], float]:
-    """Most bytes that any device sends in a run, by (mesh axes that meet, whether conditional)."""
-    totals: dict = {}
+def most_sent(found: Iterable[Collective]) -> float:
+    """Bytes that these collectives make the device send that sends most."""
+    totals: dict[int, float] = {}
     for collective in found:
-        counts = totals.setdefault((collective.axes(mesh), collective.conditional), {})
         for device, sent in collective.sent().items():
-            counts[device] = counts.get(device, 0) + sent
-    return {key: max(counts.values(), default=0.0) for key, counts in totals.items()}
+            totals[device] = totals.get(device, 0) + sent
+    return max(totals.values(), default=0.0)

@@ -38,7 +38,8 @@ def describe_shapes(run: RunConfig) -> str:
     return "\n".join(
         [
             f"{run.model.name}: {run.model.parameters:,} parameters on "
-            f"data {parallel.data} x pipe {parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} devices",
+            f"data {parallel.data * parallel.context} x pipe {parallel.pipe} x tensor {parallel.tensor} = "
+            f"{parallel.devices} devices",
             *lines,
             f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "
             f"{total / 1e9:.3f} GB of gradients: {4 * total / 1e9:.3f} GB",

@@ -1,0 +1,126 @@
+"""Bytes that a compiled training step sends, by mesh axis, beside the papers' formulas.
+
+python -m benchmarks.communication --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --global-batch-size 64
+python -m benchmarks.communication --devices cpu --model tiny --data 2 --pipe 2 --tensor 2
+
+Takes every option of a training run. Where XLA's CUDA compiler is installed (megajax[dryrun]) the step is compiled for
+H100s, without any; with --devices cpu, or without the compiler, for CPU devices, whose XLA sums where a GPU's
+reduce-scatters and sends bf16 as fp32. Nothing is run. --hlo FILE reads a step that was compiled before, by its text.
+
+What the program sends is read off its text, loops counted as often as they turn. A pipeline's bubbles send too: ticks are
+more than microbatches, and the formulas count microbatches. What is in a loop of one turn or none (the embedding and the
+head, on the ranks that have them) is counted apart, as if all ticks had it.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from megajax.config import ConfigError, RunConfig
+from megajax.pipeline.schedule import ScheduleError
+from megajax.train.options import parse
+
+DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
+ON_CPU = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the account; returns the process's exit code: 0, or 2 for an error in what was asked."""
+    try:
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        own.add_argument("--hlo", default=None)
+        asked, rest = own.parse_known_args(arguments)
+        print("\n".join(account(rest, asked.hlo)))
+        return 0
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
+    """The lines to print."""
+    from megajax.cost.communication import expected
+    from megajax.cost.program import Collective, most_sent, read
+
+    request = parse(arguments, __doc__, DEFAULTS)
+    on_cpu = request.devices is not None and request.devices.startswith("cpu")
+    run = request.run(request.devices_needed or ON_CPU, "fp32" if on_cpu else "bf16")
+    run.validate()
+    text, source = (pathlib.Path(hlo).read_text(), hlo) if hlo else compiled(run, request.devices)
+    program = read(text)
+    shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
+    axes: dict[tuple, list[Collective]] = {}
+    for collective in program.collectives:
+        axes.setdefault((collective.axes(shape), collective.conditional), []).append(collective)
+    lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
+    formulas = expected(run)
+    for axis in ("tensor", "pipe", "data"):
+        lines += ["", axis]
+        lines += [f"{'':8} {size(line.bytes)}  {line.what}: {line.formula}" for line in formulas if line.axis == axis]
+        total = sum(line.bytes for line in formulas if line.axis == axis)
+        sent = most_sent(axes.get(((axis,), False), []))
+        ratio = f"{sent / total:.3f} of the formulas' {size(total).strip()}" if total else "and no formula"
+        lines.append(f"{'':8} {size(sent)}  compiled: {ratio}")
+        for kind, several in by_kind(axes.get(((axis,), False), [])).items():
+            hidden = sum(c.times for c in several if c.asynchronous and c.behind) / sum(c.times for c in several)
+            number = sum(c.times for c in several)
+            lines.append(
+                f"{'':21} {size(most_sent(several)).strip()} by {number:,.0f} {kind}, {hidden:.0%} behind a matmul"
+            )
+        if perhaps := axes.get(((axis,), True)):
+            lines.append(f"{'':8} {size(most_sent(perhaps))}  embedding and head, if every tick had them")
+    for (names, conditional), several in axes.items():
+        if len(names) > 1:
+            where = " and ".join(names) + (", if every tick had them" if conditional else "")
+            lines += ["", f"{'':8} {size(most_sent(several))}  over {where} at once"]
+    return lines
+
+
+def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:
+    """The text of the run's compiled step, and what it is for."""
+    from megajax.mesh import make_mesh, start_devices
+
+    if devices is None:
+        from megajax.cost.cards import CARDS
+        from megajax.plan.compiler import compile_for, has_compiler
+
+        if has_compiler():
+            return compile_for(run, CARDS["h100-80gb"])["hlo"], "H100s"
+    mesh = make_mesh(run.parallel, start_devices(f"cpu:{run.parallel.devices}"))
+    return step_text(run, mesh), "CPU devices"
+
+
+def step_text(run: RunConfig, mesh) -> str:
+    """The compiled step as text, on whatever devices the mesh has."""
+    import jax
+    import numpy as np
+
+    from megajax.train.step import make_training
+
+    training, replicas = make_training(run, mesh), run.parallel.data * run.parallel.microbatch_size
+    whole = (run.microbatches, replicas, run.model.sequence_length)
+    of = lambda dtype, shape=whole: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
+    batch["sample"] = of(np.uint32, whole[:2])
+    return training.compile_train_step(jax.eval_shape(training._fresh_state), batch).as_text()
+
+
+def size(count: float) -> str:
+    """Bytes with a unit, in a column."""
+    unit, factor = next((pair for pair in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= pair[1]), (" B", 1))
+    return f"{count / factor:9.2f} {unit}"
+
+
+def by_kind(several: Sequence) -> dict[str, list]:
+    """The collectives of each kind, the one that sends most first."""
+    from megajax.cost.program import most_sent
+
+    kinds: dict[str, list] = {}
+    for collective in several:
+        kinds.setdefault(collective.kind, []).append(collective)
+    return dict(sorted(kinds.items(), key=lambda item: -most_sent(item[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

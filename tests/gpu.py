@@ -1,0 +1,82 @@
+"""Compiles a run's step for H100s on a machine without any, in a child process: XLA aborts on some programs."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+
+needs_compiler = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
+    reason="XLA's CUDA compiler is not installed: pip install -e '.[dryrun]'",
+)
+NO_CUDNN = "the cuDNN library is not installed: pip install nvidia-cudnn-cu12 (700 MB)"
+
+# What XLA's compiler asks of a card; the numbers are the H100's, from NVIDIA's data sheet.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def compile_step(model: ModelConfig, microbatches: int, **parallel) -> tuple[str, int]:
+    """(HLO text, peak bytes on one GPU) of the training step, as bf16, one sample a microbatch and replica."""
+    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, tuple(parallel.items()))
+
+
+@functools.cache
+def _compile(model, microbatches, parallel) -> tuple[str, int]:
+    asked = json.dumps({"model": dict(model), "microbatches": microbatches, "parallel": dict(parallel)})
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}
+        command = [sys.executable, "-m", "tests.gpu", asked, folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if "cuDNN library is not installed" in done.stderr:
+            pytest.skip(NO_CUDNN)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return pathlib.Path(folder, "hlo").read_text(), int(pathlib.Path(folder, "peak").read_text())
+
+
+def _child(asked: dict, folder: pathlib.Path) -> None:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    from megajax.mesh import make_mesh
+    from megajax.train.step import make_training
+
+    parallel = ParallelConfig(**asked["parallel"])
+    train = TrainConfig(global_batch_size=asked["microbatches"] * parallel.data)
+    run = RunConfig(ModelConfig(**asked["model"]), parallel, train)
+    run.validate()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{parallel.devices}")
+    training = make_training(run, make_mesh(parallel, topology.devices))
+    shape = (run.microbatches, parallel.data, run.model.sequence_length)
+    whole = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    batch = {"tokens": whole(np.int32), "labels": whole(np.int32), "weights": whole(np.float32)}
+    batch["sample"] = jax.ShapeDtypeStruct(shape[:2], np.uint32)
+    compiled = training.compile_train_step(jax.eval_shape(training._fresh_state), batch)
+    (folder / "peak").write_text(str(compiled.memory_analysis().peak_memory_in_bytes))
+    (folder / "hlo").write_text(compiled.as_text())
+
+
+if __name__ == "__main__":
+    _child(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]))
