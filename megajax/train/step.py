@@ -25,8 +25,9 @@ from megajax.pipeline import layout
 from megajax.pipeline.executor import forward_function, gradient_function
 from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
-from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
+from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.rates import learning_rate
 
 Tree = Any
 
@@ -57,10 +58,10 @@ def initial_params(run: RunConfig, key: jax.Array) -> Tree:
     return {**params, "blocks": blocks}
 
 
-def run_schedule(run: RunConfig) -> Schedule:
-    """The schedule of the run's training step."""
-    parallel = run.parallel
-    return make_schedule(parallel.schedule, stages=parallel.pipe, microbatches=run.microbatches, chunks=parallel.chunks)
+def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
+    """The schedule of the run's training step, of a full batch or of one with fewer microbatches."""
+    parallel, microbatches = run.parallel, microbatches or run.microbatches
+    return make_schedule(parallel.schedule, stages=parallel.pipe, microbatches=microbatches, chunks=parallel.chunks)
 
 
 def axis_rules(run: RunConfig) -> AxisRules:
@@ -90,7 +91,9 @@ def model_functions(run: RunConfig, *, training: bool) -> gpt.ModelFunctions:
 class Training:
     """The compiled programs of a run on a mesh.
 
-    Batches are dicts of [microbatches, samples, ...] (tokens, labels, weights, sample); see `data/loader.py`.
+    Batches are dicts of [microbatches, samples, ...] (tokens, labels, weights, sample); see `data/loader.py`. A step is
+    compiled once for each batch size that it meets. With several processes each gives the whole batch, and only its own
+    devices' part of it is used.
     """
 
     def __init__(self, run: RunConfig, mesh: Mesh):
@@ -99,14 +102,15 @@ class Training:
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
         self.params_sharding = self._named(parameter_specs(run))
         self.state_sharding = self._state_sharding()
-        batch = NamedSharding(mesh, P(None, "data"))
-        state = self.state_sharding
+        self.batch_sharding = batch = NamedSharding(mesh, P(None, "data"))
+        state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(
-            self._train_step, in_shardings=(state, batch), out_shardings=(state, None), donate_argnums=0
+            self._train_step, in_shardings=(state, batch), out_shardings=(state, replicated), donate_argnums=0
         )
-        self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch))
-        self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch))
+        self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
+        self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
+        self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
 
     def init_state(self) -> TrainState:
         """Fresh parameters and optimizer state, made where they lie."""
@@ -119,22 +123,24 @@ class Training:
         Where the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
         """
         with jax.set_mesh(self.mesh):
-            return self._train(state, batch)
+            return self._train(state, self._place(batch))
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
         with jax.set_mesh(self.mesh):
             return self._train.lower(state, batch).compile()
 
-    def loss_and_gradients(self, params: Tree, batch: Tree, *, poison_bubbles: bool = False) -> tuple[jax.Array, Tree]:
-        """Mean loss and fp32 gradients in the layout of `params`, without an update."""
+    def loss_and_gradients(
+        self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
+    ) -> tuple[jax.Array, Tree]:
+        """Mean loss, and fp32 gradients of `scale` times it in the layout of `params`, without an update."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._loss_and_gradients, static_argnums=3)(params, batch, jnp.float32(1), poison_bubbles)
+            return self._gradients(params, self._place(batch), np.float32(scale), poison_bubbles)
 
     def evaluate(self, params: Tree, batch: Tree) -> jax.Array:
         """Mean loss per token, without dropout; forwards only."""
         with jax.set_mesh(self.mesh):
-            return self._evaluate(params, batch)
+            return self._evaluate(params, self._place(batch))
 
     def next_token_logits(self, params: Tree, tokens: np.ndarray, position: int) -> jax.Array:
         """Logits for the token after `position`.
@@ -154,7 +160,14 @@ class Training:
             "sample": np.zeros((1, tokens.shape[0]), np.uint32),
         }
         with jax.set_mesh(self.mesh):
-            return self._logits(params, batch)[:samples]
+            return self._logits(params, self._place(batch))[:samples]
+
+    def _place(self, batch: Tree) -> Tree:
+        """The batch as global arrays, where other processes have devices too; jit does it by itself where not."""
+        if jax.process_count() == 1:
+            return batch
+        placed = lambda a: jax.make_array_from_callback(a.shape, self.batch_sharding, a.__getitem__)  # noqa: E731
+        return jax.tree.map(lambda a: a if isinstance(a, jax.Array) else placed(a), batch)
 
     # The functions below are traced.
 
@@ -168,7 +181,10 @@ class Training:
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
-        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.params)
+        batch_size = batch["sample"].size
+        updates, optimizer_state = self.optimizer.update(
+            gradients, state.optimizer_state, state.params, batch_size=batch_size
+        )
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
         new = TrainState(
             keep(optax.apply_updates(state.params, updates), state.params),
@@ -178,7 +194,7 @@ class Training:
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": learning_rate_schedule(self.run.train)(updates_made(state.optimizer_state)),
+            "learning_rate": learning_rate(self.run.train, samples_trained(state.optimizer_state) + batch_size),
             "loss_scale": scale,
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": batch["weights"].sum(),
@@ -188,7 +204,7 @@ class Training:
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         run = gradient_function(
             model_functions(self.run, training=True),
-            self.schedule,
+            run_schedule(self.run, len(batch["tokens"])),
             self.mesh,
             constrain=constrain_activation(self.run),
             poison_bubbles=poison_bubbles,
