@@ -1,6 +1,7 @@
 """A run's configuration as a TOML file: written when the run starts, replayed with `--config`, compared at a resume."""
 
 import dataclasses
+import hashlib
 import pathlib
 import tomllib
 from collections.abc import Mapping
@@ -8,9 +9,13 @@ from typing import Any
 
 import tomli_w
 
+import megajax
 from megajax.config import ConfigError, OutputConfig, RunConfig, near
 
 HEADER = "# What this run was started with, all of it. Replay: --config {path}; what else is typed goes first.\n"
+
+# Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
+PROBE = "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  # na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
 
 
 def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]) -> str:
@@ -70,3 +75,21 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
                 raise ConfigError(f"{path}: {name} in [{section}] is not known: {near(name, known[section])}")
             values[name] = tuple(value) if isinstance(value, list) else value
     return values
+
+
+def run_meta(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """What is stored in every checkpoint of a run beside its progress, as JSON: version, configuration, tokenizer."""
+    return {
+        "megajax": megajax.__version__,
+        "config": dataclasses.asdict(run),
+        "tokenizer": {"name": tokenizer.name, "hash": tokenizer_hash(tokenizer)},
+    }
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Sixteen hex digits that differ where a tokenizer has other ids, or cuts a text otherwise; files do not matter."""
+    digest = hashlib.sha256(f"{tokenizer.vocabulary} {tokenizer.end_of_document}".encode())
+    for token in range(tokenizer.vocabulary):
+        digest.update(tokenizer.decode([token]).encode("utf-8", "replace") + b"\0")
+    digest.update(str([int(token) for token in tokenizer.encode(PROBE)]).encode())
+    return digest.hexdigest()[:16]

@@ -101,6 +101,7 @@ class Training:
         self.run, self.mesh, self.schedule = run, mesh, run_schedule(run)
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
         self.params_sharding = self._named(parameter_specs(run))
+        self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
         self.batch_sharding = batch = NamedSharding(mesh, P(None, "data"))
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
@@ -245,8 +246,7 @@ class Training:
         )
 
     def _state_sharding(self) -> TrainState:
-        replicated = NamedSharding(self.mesh, P())
-        shapes = jax.eval_shape(self._fresh_state)
+        replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes
         optimizer = optax.tree_utils.tree_map_params(
             self.optimizer,
             lambda _, sharding: sharding,
