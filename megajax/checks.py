@@ -191,9 +191,7 @@ def check_launch(launch: "LaunchConfig") -> None:
     _check_values(launch)
     given = [name for name in ("coordinator", "processes", "process_id") if getattr(launch, name) is not None]
     if launch.launcher in ("auto", "flags") and (given or launch.launcher == "flags") and len(given) < 3:
-        missing = ", ".join(
-            option(name) for name in ("coordinator", "processes", "process_id") if name not in given
-        )
+        missing = ", ".join(option(name) for name in ("coordinator", "processes", "process_id") if name not in given)
         raise ConfigError(f"several processes started by hand need {missing} too: type all three.")
     if launch.coordinator is not None and not launch.coordinator.rpartition(":")[2].isdecimal():
         raise ConfigError(f"coordinator = {launch.coordinator!r} is not HOST:PORT: type --coordinator node0:12355.")

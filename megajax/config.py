@@ -128,7 +128,9 @@ class TrainConfig:
         "START,INCREMENT,SAMPLES: the batch grows from START by INCREMENT to global_batch_size in equal shares of the "
         "first SAMPLES (2104.04473's runs); not given: global_batch_size from the first step",
     )
-    steps: int = setting(200, "steps of global_batch_size to train for; with a batch_ramp as many samples in more steps")
+    steps: int = setting(
+        200, "steps of global_batch_size to train for; with a batch_ramp as many samples in more steps"
+    )
     learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
     minimum_learning_rate: float = setting(6e-5, "learning rate where the decay ends, by default at the last step")
     learning_rate_decay: str = setting(

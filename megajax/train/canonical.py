@@ -64,7 +64,12 @@ def canonical_sharding(name: str, dimensions: int, sharding: NamedSharding) -> N
     """
     spec = tuple(sharding.spec) + (None,) * (dimensions - len(sharding.spec))
     if is_block(name):
-        axes = [axis for entry in spec[:3] if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))]
+        axes = [
+            axis
+            for entry in spec[:3]
+            if entry is not None
+            for axis in (entry if isinstance(entry, tuple) else (entry,))
+        ]
         spec = (tuple(axes) or None, *spec[3:])
     return NamedSharding(sharding.mesh, P(*spec))
 

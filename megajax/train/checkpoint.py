@@ -43,6 +43,7 @@ class Progress:
     step: int = 0  # steps taken, skipped ones included
     samples: int = 0  # samples consumed, those of skipped steps included: the whole state of the loader
     skipped: int = 0  # steps skipped
+    bad: int = 0  # steps whose loss was not finite
 
 
 class _Handler(ocp.CompositeCheckpointHandler):
@@ -251,7 +252,9 @@ def verify(path: pathlib.Path) -> None:
         raise ConfigError(f"checkpoint {path} is damaged: {first}{more}{_instead(path)}")
 
 
-def load(path: pathlib.Path, training: Training, tokenizer: Mapping[str, Any]) -> tuple[TrainState, Progress, list[str]]:
+def load(
+    path: pathlib.Path, training: Training, tokenizer: Mapping[str, Any]
+) -> tuple[TrainState, Progress, list[str]]:
     """Reads a checkpoint for a run's mesh: the state, where the run was, and what to say.
 
     Raises:
@@ -361,7 +364,11 @@ def _instead(path: pathlib.Path) -> str:
     """The offer of the checkpoint before this one."""
     steps = complete_steps(path.parent)
     earlier = [step for step in steps if path.name.startswith("step_") and step < int(path.name[5:13])]
-    return f"; the one before it is of step {earlier[-1]}: type --resume {earlier[-1]}" if earlier else "; there is no other"
+    return (
+        f"; the one before it is of step {earlier[-1]}: type --resume {earlier[-1]}"
+        if earlier
+        else "; there is no other"
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -121,10 +121,10 @@ class Training:
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; `state` is used up. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
 
-        Where the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
+        Where the loss or the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
         """
         with jax.set_mesh(self.mesh):
-            return self._train(state, self._place(batch))
+            return self._train(state, self.place(batch))
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
@@ -136,12 +136,12 @@ class Training:
     ) -> tuple[jax.Array, Tree]:
         """Mean loss, and fp32 gradients of `scale` times it in the layout of `params`, without an update."""
         with jax.set_mesh(self.mesh):
-            return self._gradients(params, self._place(batch), np.float32(scale), poison_bubbles)
+            return self._gradients(params, self.place(batch), np.float32(scale), poison_bubbles)
 
     def evaluate(self, params: Tree, batch: Tree) -> jax.Array:
         """Mean loss per token, without dropout; forwards only."""
         with jax.set_mesh(self.mesh):
-            return self._evaluate(params, self._place(batch))
+            return self._evaluate(params, self.place(batch))
 
     def next_token_logits(self, params: Tree, tokens: np.ndarray, position: int) -> jax.Array:
         """Logits for the token after `position`.
@@ -161,9 +161,9 @@ class Training:
             "sample": np.zeros((1, tokens.shape[0]), np.uint32),
         }
         with jax.set_mesh(self.mesh):
-            return self._logits(params, self._place(batch))[:samples]
+            return self._logits(params, self.place(batch))[:samples]
 
-    def _place(self, batch: Tree) -> Tree:
+    def place(self, batch: Tree) -> Tree:
         """The batch as global arrays, where other processes have devices too; jit does it by itself where not."""
         if jax.process_count() == 1:
             return batch
@@ -181,7 +181,7 @@ class Training:
         loss, gradients = self._loss_and_gradients(state.params, batch, scale)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
         norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         batch_size = batch["sample"].size
         updates, optimizer_state = self.optimizer.update(
             gradients, state.optimizer_state, state.params, batch_size=batch_size
@@ -217,7 +217,7 @@ class Training:
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         functions = model_functions(self.run, training=False)
         collect = lambda shared, y, microbatch: functions.head_loss(shared, y, microbatch)[None]  # noqa: E731
-        return self._forward(functions, collect, params, batch).sum() / batch["weights"].sum()
+        return self.forward(functions, collect, params, batch).sum() / batch["weights"].sum()
 
     def _last_logits(self, params: Tree, batch: Tree) -> jax.Array:
         functions = model_functions(self.run, training=False)
@@ -226,9 +226,10 @@ class Training:
             here = microbatch["position"][:, None] == jnp.arange(y.shape[1])
             return functions.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
 
-        return self._forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
+        return self.forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
 
-    def _forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
+    def forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
+        """What `collect` makes of the last block's output (see `forward_function`); to be traced."""
         parallel, microbatches = self.run.parallel, batch["tokens"].shape[0]
         schedule = make_schedule(
             "forward_only",

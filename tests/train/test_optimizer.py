@@ -1,6 +1,5 @@
 """AdamW, clipping and the decay mask, against the papers' formulas written out in numpy. Rates: test_rates.py."""
 
-import dataclasses
 import math
 
 import jax
