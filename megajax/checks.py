@@ -120,9 +120,8 @@ def _check_train(train: "TrainConfig") -> None:
         )
     total = train.steps * train.global_batch_size
     if total >= 2**31:
-        raise ConfigError(
-            f"steps * global_batch_size = {total} samples must be below 2**31: type --steps {2**31 // train.global_batch_size - 1}."
-        )
+        most = 2**31 // train.global_batch_size - 1
+        raise ConfigError(f"steps * global_batch_size = {total} samples must be below 2**31: type --steps {most}.")
     warmup, decay = train.warmup_samples or 0, train.decay_samples or total
     if warmup > decay:
         raise ConfigError(

@@ -151,7 +151,7 @@ class Checkpoints:
             for old in self._superfluous():
                 gone = old.rename(old.with_name(old.name + STALE[1]))
                 self._deleter.submit(shutil.rmtree, gone, ignore_errors=True)
-        return [f"step {step}: checkpoint saved, {_size(self._bytes)} in {time.time() - start:.1f} s"]
+        return [f"step {step}: checkpoint saved, {format_size(self._bytes)} in {time.time() - start:.1f} s"]
 
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every
@@ -166,7 +166,7 @@ class Checkpoints:
         before = f"the newest is of step {steps[-1]}" if steps else "there is none yet"
         return [
             f"warning: step {step}: checkpoint NOT saved in {self.directory}: {_reason(error)} "
-            f"({_size(_free(self.directory))} free, a checkpoint takes up to {_size(self._bytes)}); {before}"
+            f"({format_size(_free(self.directory))} free, a checkpoint takes up to {format_size(self._bytes)}); {before}"
         ]
 
     def set_aside(self, after: int) -> list[str]:
@@ -304,7 +304,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any], leave_out: Sequ
 def _restore(path: pathlib.Path, training: Training) -> TrainState:
     like, shardings = training.state_shapes, training.state_sharding
     handler = ocp.PyTreeCheckpointHandler()
-    stored = canonical.named(_arrays(path))
+    stored = canonical.named(arrays_in(path))
     wanted, arguments = {}, {}
     for (name, leaf), sharding in zip(canonical.named(like).items(), jax.tree.leaves(shardings), strict=True):
         shape = canonical.canonical_shape(name, leaf.shape)
@@ -324,7 +324,7 @@ def _restore(path: pathlib.Path, training: Training) -> TrainState:
     return canonical.from_canonical(copies, like, shardings, training.schedule.placement)
 
 
-def _arrays(path: pathlib.Path) -> Any:
+def arrays_in(path: pathlib.Path) -> Any:
     """The tree of what is stored: shape and dtype of each array."""
     try:
         return ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
@@ -385,7 +385,7 @@ def _free(directory: pathlib.Path) -> int:
         return 0
 
 
-def _size(count: float) -> str:
+def format_size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -92,7 +92,7 @@ def _first(samples: np.ndarray, bad: Callable[[np.ndarray], bool]) -> int | None
 
 
 def _broken_by(training: Training, params: Tree, batch: Tree, scale: float) -> list[str]:
-    """ "loss", and the gradients, that are not finite; the gradients in the order of the backward."""
+    """What is not finite: "loss", and gradients in the order of the backward."""
     if not np.asarray(batch["weights"]).any():
         return []  # no token counts, so the mean over tokens is 0/0 and says nothing
     loss, gradients = training.loss_and_gradients(params, batch, scale=scale)

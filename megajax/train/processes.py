@@ -283,8 +283,8 @@ class Watch:
             if peer.sign["failure"] and process != 0:
                 return f"{self._name(process)} failed: {peer.sign['failure']}"
             if now - peer.heard > self.timeout:
-                step = peer.sign["step"]
-                return f"{self._name(process)} has given no sign of life for {now - peer.heard:.0f} s (in step {step}): dead or cut off"
+                silent = f"{now - peer.heard:.0f} s (in step {peer.sign['step']})"
+                return f"{self._name(process)} has given no sign of life for {silent}: dead or cut off"
         waiting = now - self._entered
         if self._patient or waiting <= self.timeout:
             return None

@@ -15,7 +15,10 @@ from megajax.config import ConfigError, OutputConfig, RunConfig, near
 HEADER = "# What this run was started with, all of it. Replay: --config {path}; what else is typed goes first.\n"
 
 # Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
-PROBE = "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  # na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
+PROBE = (
+    "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  "
+    "# na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
+)
 
 
 def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]) -> str:
