@@ -11,6 +11,7 @@ optimizer state are read back on another mesh, schedule, number of chunks or of 
 """
 
 import dataclasses
+import logging
 import pathlib
 import shutil
 import sys
@@ -92,6 +93,8 @@ class Checkpoints:
         self.directory, self.output, self.meta = pathlib.Path(directory).absolute(), output, dict(meta)
         if jax.process_index() == 0:
             _make_writable(self.directory)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_no_echo)
         items = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._writer = ocp.AsyncCheckpointer(_Handler(**items))
         self._deleter = ThreadPoolExecutor(1)
@@ -341,6 +344,11 @@ def _check_shape(path, name: str, stored: Mapping[str, Any], shape: tuple[int, .
         padding = min(had, have) >= vocabulary and have == padded_vocabulary(vocabulary, run.parallel.tensor)
         if had != have and not padding:
             raise ConfigError(f"checkpoint {path}: {name} has shape {tuple(stored[name].shape)}, this run's {shape}")
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """False for what libraries log of a failed save, a traceback for each array: `_fail` says it in one line."""
+    return digests.TEMPORARY not in record.getMessage()
 
 
 def _make_writable(directory: pathlib.Path) -> None:

@@ -61,7 +61,9 @@ def test_on_the_same_mesh_every_bit_is_the_same(whole, half, tmp_path):
 OTHERS = [
     {"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8},
     {"mesh": (8, 1, 1), "schedule": "gpipe", "microbatches": 2},
-    {"mesh": (1, 1, 1), "schedule": "1f1b", "microbatches": 1},
+    pytest.param({"mesh": (1, 1, 1), "schedule": "1f1b", "microbatches": 1}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (2, 4, 1), "schedule": "zb_h1", "microbatches": 8}, marks=pytest.mark.slow),
 ]
 
 
