@@ -6,6 +6,7 @@ A step's record never leaves a number out because it is NaN or infinite: those a
 import collections
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 import statistics
@@ -139,6 +140,7 @@ class TensorBoard:
         """Opens a new event file; TensorBoard drops what older ones have of steps later than `after`."""
         from tensorboardX import SummaryWriter  # takes a while to import, and not every process needs it
 
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of every NaN; so do we, better
         self._writer = SummaryWriter(str(directory), purge_step=after + 1 if after else None, flush_secs=10)
 
     def write(self, record: Mapping[str, float]) -> None:

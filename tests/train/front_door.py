@@ -12,6 +12,7 @@ SMALL = (
     "--layers 2 --hidden 16 --heads 2 --sequence-length 16 --global-batch-size 4 --microbatch-size 2 "
     "--new-tokens 0 --validation-batches 0 --log-every 10"
 )
+NOISE = ("cudart_stub", "absl::InitializeLog", "[Gloo]")
 
 
 class Run:
@@ -31,13 +32,17 @@ class Run:
 
     @property
     def out(self) -> str:
-        return self.files[0].read_text()
+        """Standard output, without what gloo says of its connections."""
+        return self._quiet(0)
 
     @property
     def err(self) -> str:
         """Standard error without what jax says of missing GPUs."""
-        noise = ("cudart_stub", "absl::InitializeLog", "[Gloo]")
-        return "\n".join(line for line in self.files[1].read_text().splitlines() if not any(n in line for n in noise))
+        return self._quiet(1)
+
+    def _quiet(self, index: int) -> str:
+        lines = self.files[index].read_text().splitlines()
+        return "\n".join(line for line in lines if not any(noise in line for noise in NOISE))
 
     def wait(self, seconds: float = 240) -> int:
         """Its exit code."""

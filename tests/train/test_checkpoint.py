@@ -218,7 +218,11 @@ def test_which_checkpoint_is_taken(copy, tmp_path):
     assert checkpoint.choose(tmp_path / "new", str(copy / "step_00000003"))[0].name == "step_00000003"
     (copy / "step_00000009.orbax-checkpoint-tmp").mkdir()  # a save that was killed
     assert checkpoint.choose(copy, "auto")[0] == path
-    for resume, said in [("no", "--resume auto to go on from step 6"), ("5", "steps 3, 6"), ("/nowhere", "--resume auto")]:
+    for resume, said in [
+        ("no", "--resume auto to go on from step 6"),
+        ("5", "steps 3, 6"),
+        ("/nowhere", "--resume auto"),
+    ]:
         with pytest.raises(ConfigError, match=said):
             checkpoint.choose(copy, resume)
 
