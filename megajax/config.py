@@ -1,6 +1,7 @@
 """What a run is: the model, how it is laid over devices, and how it is trained.
 
-Three frozen dataclasses and the `RunConfig` that holds them. A field's comment is its line of `--help` (see `setting`).
+Three frozen dataclasses and the `RunConfig` that holds them; two more say what a run leaves behind and how its processes
+find each other, and change nothing that it computes. A field's comment is its line of `--help` (see `setting`).
 Nothing here imports jax: a configuration can be read, checked and counted on any machine.
 """
 
@@ -14,7 +15,9 @@ from megajax.presets import ALIASES, MODELS
 __all__ = [
     "PRESETS",
     "ConfigError",
+    "LaunchConfig",
     "ModelConfig",
+    "OutputConfig",
     "ParallelConfig",
     "RunConfig",
     "TrainConfig",
@@ -157,11 +160,33 @@ class TrainConfig:
     """The optimisation: batch, AdamW, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
 
     global_batch_size: int = setting(64, "samples in a step, over all replicas and microbatches")
-    steps: int = setting(200, "optimizer steps to train for")
+    batch_ramp: tuple[int, ...] = setting(
+        (),
+        "START,INCREMENT,SAMPLES: the batch grows from START by INCREMENT to global_batch_size in equal shares of the "
+        "first SAMPLES (2104.04473's runs); not given: global_batch_size from the first step",
+    )
+    steps: int = setting(
+        200, "steps of global_batch_size to train for; with a batch_ramp as many samples in more steps"
+    )
     learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
-    minimum_learning_rate: float = setting(6e-5, "learning rate at the last step, where the cosine ends")
-    warmup_steps: int = setting(20, "steps over which the learning rate rises linearly from zero")
+    minimum_learning_rate: float = setting(6e-5, "learning rate where the decay ends, by default at the last step")
+    learning_rate_decay: str = setting(
+        "cosine",
+        "how the learning rate comes down after the warm-up; wsd stays at the peak and falls in a cool-down at the end",
+        ("cosine", "linear", "constant", "inverse_square_root", "wsd"),
+    )
+    warmup_steps: int = setting(20, "steps of global_batch_size over which the learning rate rises linearly from zero")
+    warmup_samples: int | None = setting(None, "the same in samples; not given: warmup_steps * global_batch_size")
+    decay_samples: int | None = setting(None, "samples after which the decay has ended; not given: all of the run")
+    cooldown_samples: int | None = setting(None, "wsd only: length of its cool-down; not given: a tenth of the decay")
+    cooldown: str = setting(
+        "linear", "wsd only: shape of its cool-down", ("linear", "cosine", "exponential", "square_root")
+    )
     weight_decay: float = setting(0.1, "AdamW's decoupled decay; biases and norms are not decayed")
+    start_weight_decay: float | None = setting(
+        None, "weight decay at the start, which becomes weight_decay over the run; not given: the same all along"
+    )
+    weight_decay_ramp: str = setting("linear", "how it gets from the one to the other", ("linear", "cosine"))
     beta1: float = setting(0.9, "Adam's decay of the mean gradient")
     beta2: float = setting(0.95, "Adam's decay of the mean squared gradient")
     epsilon: float = setting(1e-8, "added to the root of Adam's mean square")
@@ -170,6 +195,13 @@ class TrainConfig:
     precision: str = setting("bf16", "type of the forward and backward; weights stay fp32", ("bf16", "fp32", "fp16"))
     initial_loss_scale: float = setting(65536.0, "fp16 only: the loss is multiplied by this at first")
     loss_scale_window: int = setting(1000, "fp16 only: steps without overflow after which the loss scale doubles")
+    bad_step: str = setting(
+        "stop",
+        "bf16 and fp32: what to do where the loss or gradient is not finite: stop, or skip the batch and go on",
+        ("stop", "skip"),
+    )
+    bad_steps_limit: int = setting(20, "so many skipped steps in a row stop the run, whatever the precision")
+    spike_deviations: float = setting(8.0, "a loss so many standard deviations above the last 100 steps' is flagged")
     log_every: int = setting(10, "steps between two lines of the log")
     validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
     validation_batches: int = setting(8, "global batches in a validation")
@@ -184,8 +216,13 @@ class RunConfig:
     train: TrainConfig
 
     @property
+    def total_samples(self) -> int:
+        """Samples of the whole run."""
+        return self.train.steps * self.train.global_batch_size
+
+    @property
     def microbatches(self) -> int:
-        """Microbatches each replica runs in a step: m of the pipeline papers."""
+        """Microbatches each replica runs in a (full) step: m of the pipeline papers."""
         return self.train.global_batch_size // (self.parallel.microbatch_size * self.parallel.data)
 
     def validate(self, device_count: int | None = None) -> None:
@@ -198,6 +235,38 @@ class RunConfig:
             ConfigError: for the first thing wrong: the field, its value, what is legal and what to type.
         """
         check_run(self, device_count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind, and when it stops before its end. Nothing here changes a number that it computes."""
+
+    run_dir: str | None = setting(None, "directory of the run: checkpoints, logs, configuration; not given: none kept")
+    resume: str = setting(
+        "no", "auto: go on from run_dir's newest checkpoint, if there is one; STEP: from that; DIR: from another run's"
+    )
+    save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
+    keep: int = setting(3, "newest checkpoints to keep")
+    keep_every: int | None = setting(None, "checkpoints of steps that are multiples of this are kept for good")
+    exit_after_minutes: float | None = setting(None, "save and exit with code 0 after so long; not given: at the end")
+    tensorboard: bool = setting(True, "write run_dir/tensorboard")
+    profile: str | None = setting(None, "START:STOP: write a jax.profiler trace of these steps to run_dir/profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How the processes of a run find each other, and when they give up on one."""
+
+    launcher: str = setting(
+        "auto",
+        "who started the processes; auto looks for SLURM's, MPI's and Kubernetes' marks, and for --coordinator",
+        ("auto", "single", "slurm", "mpi", "kubernetes", "flags"),
+    )
+    coordinator: str | None = setting(None, "HOST:PORT of process 0, reachable from all")
+    processes: int | None = setting(None, "number of processes")
+    process_id: int | None = setting(None, "which of them this is, from 0")
+    start_timeout: float = setting(300.0, "seconds to wait for the other processes at the start")
+    peer_timeout: float = setting(300.0, "seconds without a sign of life or a step after which the job is ended")
 
 
 def padded_vocabulary(vocabulary: int, shares: int) -> int:

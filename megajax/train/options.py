@@ -9,9 +9,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS
-from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, near, preset
+from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_launch, check_output
+from megajax.config import (
+    PRESETS,
+    ConfigError,
+    LaunchConfig,
+    ModelConfig,
+    OutputConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    near,
+    preset,
+)
 from megajax.pipeline.files import load
+from megajax.train.saved_config import load_config
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
@@ -24,6 +36,10 @@ DERIVED = {
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
 }
+# Fields of a Request that are no options of their own.
+COMPOUND = ("given", "output", "launch")
+# Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
+SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig, "output": OutputConfig}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +47,8 @@ class Request:
     """What is to be run: the configuration's fields that are known, and the options that are no part of it."""
 
     given: Mapping[str, Any]
+    output: OutputConfig
+    launch: LaunchConfig
     model: str
     devices: str | None
     text: str | None
@@ -72,6 +90,12 @@ class Request:
         train = {"precision": precision} | self._given(TrainConfig)
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """The options that are in none of the dataclasses, as a saved configuration holds them."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in COMPOUND]
+        return {name: getattr(self, name) for name in names}
+
     def _given(self, config: type) -> dict[str, Any]:
         return {name: self.given[name] for name in _names(config) if name in self.given}
 
@@ -93,7 +117,12 @@ def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
     return mesh
 
 
-def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[str, Any]) -> Request:
+def parse(
+    arguments: Sequence[str] | None,
+    description: str,
+    defaults: Mapping[str, Any],
+    recipes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Request:
     """Reads a command line.
 
     Args:
@@ -101,18 +130,34 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
       description: what `--help` says first.
       defaults: by field name, what this experiment takes where the dataclasses' defaults do not suit it; "model" is the
         preset's name.
+      recipes: by preset's name, what is taken in place of `defaults` for that model.
 
     Raises:
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file that cannot be read, or holds none.
     """
     parser = _parser(description, defaults)
+    names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
+    file = _file_parser().parse_known_args(arguments)[0].config
+    saved = load_config(file, _known(names)) if file is not None else {}
+    parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown(unknown[0], parser))
     typed = vars(values)
-    other = {field.name: typed.pop(field.name) for field in dataclasses.fields(Request) if field.name != "given"}
-    given = {name: value for name, value in defaults.items() if name != "model"} | typed
+    del typed["config"]
+    if any(axis in typed for axis in MESH_FIELDS):  # a mesh that is typed is a whole one
+        saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
+    typed = saved | typed
+    other = {name: typed.pop(name) for name in names}
+    output, launch = (
+        config(**{name: typed.pop(name) for name in _names(config) if name in typed})
+        for config in (OutputConfig, LaunchConfig)
+    )
+    check_output(output)
+    check_launch(launch)
+    chosen = (recipes or {}).get(other["model"], defaults)
+    given = {name: value for name, value in chosen.items() if name != "model"} | typed
     plain = TrainConfig(**{name: given[name] for name in _names(TrainConfig) if name in given})
     if "warmup_steps" not in typed:
         given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
@@ -120,7 +165,13 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
     if given.get("schedule", "").endswith(SCHEDULE_FILES):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
-    return Request(given=given, **other)
+    return Request(given=given, output=output, launch=launch, **other)
+
+
+def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The names that a saved configuration may have, by its sections."""
+    known = {section: tuple(_names(config)) for section, config in SECTIONS.items()}
+    return known | {"options": tuple(others)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -144,6 +195,7 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         metavar="NAME",
         help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
     )
+    _add_config(run)
     run.add_argument(
         "--devices",
         default=None,
@@ -155,7 +207,11 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         "--tokenizer", default="byte", metavar="NAME", help="how text becomes tokens: byte or gpt2 (default: byte)"
     )
     run.add_argument(
-        "--log-jsonl", default=None, metavar="FILE", help="write one JSON object a step to FILE, replacing it"
+        "--log-jsonl",
+        default=None,
+        metavar="FILE",
+        help="write one JSON object a step to FILE, replacing it; a resumed run goes on with it (default: "
+        "log.jsonl in --run-dir, if that is given)",
     )
     run.add_argument(
         "--dry-shapes",
@@ -174,11 +230,34 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
     sample.add_argument(
         "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
     )
-    for title, config in (("layout", ParallelConfig), ("training", TrainConfig), ("model", ModelConfig)):
-        group = parser.add_argument_group(title if config is not ModelConfig else "model, in place of the preset's")
+    groups = {
+        "layout": ParallelConfig,
+        "training": TrainConfig,
+        "model, in place of the preset's": ModelConfig,
+        "what the run leaves behind, and when it stops": OutputConfig,
+        "several processes": LaunchConfig,
+    }
+    for title, config in groups.items():
+        group = parser.add_argument_group(title)
         for field in dataclasses.fields(config):
             if field.name in _names(config):
                 _add_field(group, field, config is ModelConfig, defaults)
+    return parser
+
+
+def _add_config(group) -> None:
+    group.add_argument(
+        "--config",
+        default=None,
+        metavar="FILE",
+        help="replay a run from its config.toml; what else is typed is taken in place of what it says (default: none)",
+    )
+
+
+def _file_parser() -> argparse.ArgumentParser:
+    """Reads --config alone: what it says are the other options' defaults."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    _add_config(parser)
     return parser
 
 
@@ -194,7 +273,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
         default = DERIVED[name].format(default=default)
     if isinstance(default, tuple):
-        default = ",".join(default)
+        default = ",".join(map(str, default)) or "none"
     elif isinstance(default, bool):
         default = "on" if default else "off"
     text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
@@ -213,7 +292,10 @@ def _readers() -> dict[Any, tuple[Callable[[str], Any], str]]:
         int: (_whole, "COUNT"),
         int | None: (_whole, "COUNT"),
         float: (_number, "NUMBER"),
+        float | None: (_number, "NUMBER"),
         str: (str, "NAME"),
+        str | None: (str, "NAME"),
+        tuple[int, ...]: (lambda text: tuple(_whole(word) for word in text.split(",")), "COUNT,COUNT,..."),
         tuple[str, ...]: (lambda text: tuple(text.split(",")), "NAME,NAME,..."),
     }
 

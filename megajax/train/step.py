@@ -28,8 +28,9 @@ from megajax.pipeline.executor import forward_function, gradient_function
 from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
 from megajax.train.operations import attention_choice, block_operations
-from megajax.train.optimizer import learning_rate_schedule, make_optimizer, updates_made
+from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.rates import learning_rate
 from megajax.train.schedule import run_schedule
 from megajax.train.sharding import axis_rules, initial_params, parameter_specs, share_ends
 
@@ -69,7 +70,9 @@ def model_functions(run: RunConfig, schedule: Schedule, attention: Choice, *, tr
 class Training:
     """The compiled programs of a run on a mesh.
 
-    Batches are dicts of [microbatches, samples, ...] (tokens, labels, weights, sample); see `data/loader.py`.
+    Batches are dicts of [microbatches, samples, ...] (tokens, labels, weights, sample); see `data/loader.py`. A step is
+    compiled once for each batch size that it meets. With several processes each gives the whole batch, and only its own
+    devices' part of it is used.
     """
 
     def __init__(self, run: RunConfig, mesh: Mesh):
@@ -86,23 +89,25 @@ class Training:
             "specs": self.specs.executor,
             "share_ends": share_ends(run),
         }
+        self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
         # A sample that context ranks share is no rank's alone: the program, not the caller, shares it out.
         batch = self.batch_sharding = NamedSharding(mesh, P(None, "data") if run.parallel.context == 1 else P())
-        state = self.state_sharding
+        state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(
-            self._train_step, in_shardings=(state, batch), out_shardings=(state, None), donate_argnums=0
+            self._train_step, in_shardings=(state, batch), out_shardings=(state, replicated), donate_argnums=0
         )
-        self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch))
-        self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch))
+        self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
+        self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
+        self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
         rows = (self.run.microbatches, self.run.parallel.microbatch_size * self.run.parallel.data)
         of = lambda dtype: jax.ShapeDtypeStruct((*rows, self.run.model.sequence_length), dtype)  # noqa: E731
         batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
-        return jax.eval_shape(self._fresh_state), batch | {"sample": jax.ShapeDtypeStruct(rows, np.uint32)}
+        return self.state_shapes, batch | {"sample": jax.ShapeDtypeStruct(rows, np.uint32)}
 
     def init_state(self) -> TrainState:
         """Fresh parameters and optimizer state, made where they lie."""
@@ -112,25 +117,27 @@ class Training:
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; `state` is used up. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
 
-        Where the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
+        Where the loss or the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
         """
         with jax.set_mesh(self.mesh):
-            return self._train(state, batch)
+            return self._train(state, self.place(batch))
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
         with jax.set_mesh(self.mesh):
             return self._train.lower(state, batch).compile()
 
-    def loss_and_gradients(self, params: Tree, batch: Tree, *, poison_bubbles: bool = False) -> tuple[jax.Array, Tree]:
-        """Mean loss and fp32 gradients in the layout of `params`, without an update."""
+    def loss_and_gradients(
+        self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
+    ) -> tuple[jax.Array, Tree]:
+        """Mean loss, and fp32 gradients of `scale` times it in the layout of `params`, without an update."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._loss_and_gradients, static_argnums=3)(params, batch, jnp.float32(1), poison_bubbles)
+            return self._gradients(params, self.place(batch), np.float32(scale), poison_bubbles)
 
     def evaluate(self, params: Tree, batch: Tree) -> jax.Array:
         """Mean loss per token, without dropout; forwards only."""
         with jax.set_mesh(self.mesh):
-            return self._evaluate(params, batch)
+            return self._evaluate(params, self.place(batch))
 
     def next_token_logits(self, params: Tree, tokens: np.ndarray, position: int) -> jax.Array:
         """Logits for the token after `position`.
@@ -150,7 +157,14 @@ class Training:
             "sample": np.zeros((1, tokens.shape[0]), np.uint32),
         }
         with jax.set_mesh(self.mesh):
-            return self._logits(params, batch)[:samples]
+            return self._logits(params, self.place(batch))[:samples]
+
+    def place(self, batch: Tree) -> Tree:
+        """The batch as global arrays, where other processes have devices too; jit does it by itself where not."""
+        if jax.process_count() == 1:
+            return batch
+        placed = lambda a: jax.make_array_from_callback(a.shape, self.batch_sharding, a.__getitem__)  # noqa: E731
+        return jax.tree.map(lambda a: a if isinstance(a, jax.Array) else placed(a), batch)
 
     # The functions below are traced.
 
@@ -175,8 +189,11 @@ class Training:
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is left out where `gradients` are not finite or not `ready`; and metrics."""
         norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm)
-        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.params)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        batch_size = batch["sample"].size
+        updates, optimizer_state = self.optimizer.update(
+            gradients, state.optimizer_state, state.params, batch_size=batch_size
+        )
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
         new = dataclasses.replace(
             state,
@@ -187,7 +204,7 @@ class Training:
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": learning_rate_schedule(self.run.train)(updates_made(state.optimizer_state)),
+            "learning_rate": learning_rate(self.run.train, samples_trained(state.optimizer_state) + batch_size),
             "loss_scale": state.loss_scale.scale,
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": batch["weights"].sum(),
@@ -197,7 +214,7 @@ class Training:
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         run = gradient_function(
             self.functions,
-            self.schedule,
+            run_schedule(self.run, len(batch["tokens"])),
             self.mesh,
             **self.layout,
             poison_bubbles=poison_bubbles,
@@ -209,7 +226,7 @@ class Training:
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         functions = self._functions_without_dropout()
         collect = lambda shared, y, microbatch: functions.head_loss(shared, y, microbatch)[None]  # noqa: E731
-        return self._forward(functions, collect, params, batch).sum() / batch["weights"].sum()
+        return self.forward(functions, collect, params, batch).sum() / batch["weights"].sum()
 
     def _last_logits(self, params: Tree, batch: Tree) -> jax.Array:
         functions = self._functions_without_dropout()
@@ -218,14 +235,15 @@ class Training:
             here = microbatch["position"][:, None] == microbatch.get("positions", jnp.arange(y.shape[1]))
             return functions.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
 
-        logits = self._forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
+        logits = self.forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
         parallel, length = self.run.parallel, batch["tokens"].shape[2]
         return of_owner(logits, batch["position"][0], length, parallel.data, parallel.context)
 
     def _functions_without_dropout(self) -> gpt.ModelFunctions:
         return model_functions(self.run, self.schedule, self.attention, training=False)
 
-    def _forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
+    def forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
+        """What `collect` makes of the last block's output (see `forward_function`); to be traced."""
         parallel, microbatches = self.run.parallel, batch["tokens"].shape[0]
         schedule = make_schedule(
             "forward_only",
@@ -244,8 +262,7 @@ class Training:
         )
 
     def _state_sharding(self) -> TrainState:
-        replicated = NamedSharding(self.mesh, P())
-        shapes = jax.eval_shape(self._fresh_state)
+        replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes
         optimizer = optax.tree_utils.tree_map_params(
             self.optimizer,
             lambda _, sharding: sharding,
@@ -281,7 +298,7 @@ class ContinuousTraining(Training):
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `Training.train_step`; a state with nothing in flight, fresh or restored, begins with an empty pipeline."""
         with jax.set_mesh(self.mesh):
-            batch = jax.device_put(batch, self.batch_sharding)
+            batch = self.place(batch)
             if not jax.tree.leaves(state.in_flight):
                 state = dataclasses.replace(state, in_flight=self._empty(state.params, batch))
             return self._train(state, batch)

@@ -14,7 +14,7 @@ from megajax.cost.memory import PROGRAM, Sharding, bytes_per_device, closed_form
 from megajax.mesh import AXES
 from megajax.models.recompute import bytes_per_layer
 from megajax.plan.compiler import run_from_json
-from megajax.train.step import initial_params, parameter_specs
+from megajax.train.sharding import initial_params, parameter_specs
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 KINDS = [
@@ -53,7 +53,7 @@ def test_weights_are_the_bytes_that_lie_on_a_device(name, mesh):
     run = run_of(name, 8 * mesh[0], data=mesh[0], pipe=mesh[1], tensor=mesh[2])
     abstract = AbstractMesh(mesh, AXES, axis_types=(AxisType.Auto,) * 3)
     shapes = jax.eval_shape(lambda key: initial_params(run, key), jax.random.key(0))
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(parameter_specs(run)), strict=True)
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(parameter_specs(run).stored), strict=True)
     local = sum(4 * math.prod(NamedSharding(abstract, spec).shard_shape(leaf.shape)) for leaf, spec in leaves)
     assert bytes_per_device(run)["weights"] == local
     assert bytes_per_device(run)["optimizer"] == 2 * local

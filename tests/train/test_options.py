@@ -50,6 +50,8 @@ def text_and_value(field: dataclasses.Field):
         int: ("3", 3),
         int | None: ("5", 5),
         float: ("0.25", 0.25),
+        float | None: ("0.25", 0.25),
+        tuple[int, ...]: ("8,4,100", (8, 4, 100)),
         tuple[str, ...]: ("tensor,pipe,data", ("tensor", "pipe", "data")),
     }[field.type]
 
