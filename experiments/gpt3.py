@@ -2,10 +2,11 @@
 
 python -m experiments.gpt3                                     a small GPT on 8 CPU devices, or on the GPUs there are
 python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
-python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --text corpus.jsonl.gz --steps 10000
+python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-path corpus --split 98,2,0 --steps 10000
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -59,8 +60,9 @@ def train(request: Request) -> int:
     import numpy as np
 
     from megajax.cost.hardware import device_peak
-    from megajax.data.loader import Loader, TokenSamples
-    from megajax.data.text import load_documents, split_documents, tokenise
+    from megajax.data.prefetch import Prefetch
+    from megajax.data.source import DataSource
+    from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer
     from megajax.generate import check_sampling, generate
     from megajax.mesh import make_mesh, start_devices
@@ -73,20 +75,21 @@ def train(request: Request) -> int:
     on_cpu = devices[0].platform == "cpu"
     run = request.run(len(devices), "fp32" if on_cpu else "bf16")
     run.validate(len(devices))
-    tokenizer = load_tokenizer(request.tokenizer)
+    tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     check_vocabulary(run, tokenizer)
     prompt = tokenizer.encode(request.prompt)
     jsonl = JsonLines(request.log_jsonl) if request.log_jsonl else None
-    parts = [tokenise(documents, tokenizer) for documents in split_documents(load_documents(request.text))]
-    shape = (run.train.global_batch_size, run.microbatches)
-    batches = Loader(TokenSamples(parts[0], run.model.sequence_length, run.train.seed), *shape)
-    validation = Loader(TokenSamples(parts[1], run.model.sequence_length, None), *shape)
+    source = DataSource(**{field.name: getattr(request, field.name) for field in dataclasses.fields(DataSource)})
+    needed = run.train.steps * run.train.global_batch_size
+    batches, validation = source.loaders(run, tokenizer, needed)
     training = make_training(run, make_mesh(run.parallel, devices))
     peak = device_peak(devices, run.train.precision)
     with RunLog(run.train.steps, run.train.log_every, jsonl=jsonl) as log:
-        for line in describe(run, training.schedule, devices, peak, len(parts[0])):
+        for line in describe(run, training.schedule, devices, peak, describe_data(batches.samples, needed)):
             log.message(line)
-        state = train_loop(training, batches, validation, log, peak)
+        with Prefetch(batches, training.batch_sharding) as ahead:
+            state = train_loop(training, ahead, validation, log, peak)
+        log.message(f"waited {ahead.waited:.2f} s for data, the first batch included")
         if request.new_tokens and run.train.steps:
             ids = generate(
                 training.next_token_logits,
@@ -111,8 +114,8 @@ def check_vocabulary(run: RunConfig, tokenizer) -> None:
         )
 
 
-def describe(run: RunConfig, schedule, devices, peak, tokens: int) -> list[str]:
-    """What is about to run, in a few lines."""
+def describe(run: RunConfig, schedule, devices, peak, data: list[str]) -> list[str]:
+    """What is about to run, in a few lines; `data` has one for each dataset."""
     model, parallel, train = run.model, run.parallel, run.train
     bubble = simulate_lockstep(schedule).bubble
     return [
@@ -123,7 +126,8 @@ def describe(run: RunConfig, schedule, devices, peak, tokens: int) -> list[str]:
         f"{'on' if parallel.sequence_parallel and parallel.tensor > 1 else 'off'}, recompute {parallel.recompute}",
         f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
         f"{parallel.microbatch_size}: bubble {bubble:.1%} of the ideal time, {len(schedule.ticks)} ticks",
-        f"data      {tokens:,} training tokens; {train.global_batch_size} samples a step, {train.steps} steps",
+        f"steps     {train.steps} of {train.global_batch_size} samples",
+        *(f"data      {line}" for line in data),
         f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}): what MFU is a share of",
     ]
 

@@ -18,7 +18,7 @@ class Samples(Protocol):
     """What a loader needs.
 
     Attributes:
-      count: samples there are before they repeat or run out.
+      count: samples there are; a stream of text then repeats in another order, a dataset has no more.
       sequence_length: inputs of a sample.
     """
 
@@ -81,6 +81,7 @@ class GPTSamples:
 
     def window(self, index: int) -> np.ndarray:
         """int32 [sequence_length + 1]; `Samples.window`."""
+        check_number(index, self.count)
         documents, offsets, lengths = self.index.document, self.dataset.offsets, self.dataset.lengths
         place = int(self.index.shuffle[index])
         (first, start), (last, end) = self.index.sample[place : place + 2].tolist()
@@ -125,7 +126,17 @@ class BlendedSamples:
 
     def window(self, index: int) -> np.ndarray:
         """int32 [sequence_length + 1]; `Samples.window`."""
+        check_number(index, self.count)
         return self.parts[self.dataset[index]].window(int(self.sample[index]))
+
+
+def check_number(index: int, count: int) -> None:
+    """Raises ConfigError for a sample that there is not: a blend by size ends when all is drawn."""
+    if not 0 <= index < count:
+        raise ConfigError(
+            f"the run asks for sample {index:,} of {count:,}: lower --steps or --global-batch-size, give more data, or "
+            "weights after --data-path (a blend with weights repeats its datasets)"
+        )
 
 
 def normalised(weights: Sequence[float]) -> np.ndarray:

@@ -99,7 +99,7 @@ class Training:
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
         self.params_sharding = self._named(parameter_specs(run))
         self.state_sharding = self._state_sharding()
-        batch = NamedSharding(mesh, P(None, "data"))
+        self.batch_sharding = batch = NamedSharding(mesh, P(None, "data"))
         state = self.state_sharding
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(
