@@ -66,10 +66,10 @@ def read_blocks(path: str, kind: str) -> Iterator[Block]:
                     held.append(part)
                     continue
                 content = b"".join([*held, part[:cut]])
-                yield Block(path, kind, line, content, packed.tell())
+                yield Block(path, kind, line, content, _place(packed))
                 line, held = line + content.count(b"\n"), [part[cut:]]
             if any(held):
-                yield Block(path, kind, line, b"".join(held), packed.tell())
+                yield Block(path, kind, line, b"".join(held), _place(packed))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}; give --input a readable file") from None
     except (EOFError, zlib.error):
@@ -108,6 +108,10 @@ def _end_of_documents(part: bytes, kind: str) -> int:
         return part.rfind(b"\n") + 1
     ends = [match.end() for match in re.finditer(rb"\n[ \t\r]*\n", part)]
     return ends[-1] if ends else 0
+
+
+def _place(packed: BinaryIO) -> int:
+    return packed.tell() if packed.seekable() else 0  # a pipe has none
 
 
 def _unpacked(path: str, packed: BinaryIO) -> Iterator[bytes]:
