@@ -2,13 +2,14 @@
 
 python -m experiments.gpt3                                     a small GPT on 8 CPU devices, or on the GPUs there are
 python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
-python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --text corpus.jsonl.gz --run-dir runs/1.3b
+python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-path corpus --run-dir runs/1.3b
 python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 
 A model of GPT-3's paper comes with its recipe: 300 billion tokens, Adam, cosine, batch ramp-up (RECIPES).
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -136,8 +137,9 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     import numpy as np
 
     from megajax.cost.hardware import device_peak
-    from megajax.data.loader import Loader, TokenSamples
-    from megajax.data.text import load_documents, split_documents, tokenise
+    from megajax.data.prefetch import Prefetch
+    from megajax.data.source import DataSource
+    from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer
     from megajax.generate import check_sampling, generate
     from megajax.mesh import make_mesh, start_devices
@@ -153,24 +155,25 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     on_cpu = devices[0].platform == "cpu"
     run = request.run(len(devices), "fp32" if on_cpu else "bf16")
     run.validate(len(devices))
-    tokenizer = load_tokenizer(request.tokenizer)
+    tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     check_vocabulary(run, tokenizer)
     prompt = tokenizer.encode(request.prompt)
     keeper = Keeper(run, request.output, tokenizer, request.others)
-    parts = [tokenise(documents, tokenizer) for documents in split_documents(load_documents(request.text))]
-    samples = TokenSamples(parts[0], run.model.sequence_length, run.train.seed)
-    shape = (run.train.global_batch_size, run.microbatches)
-    batches = RampedLoader(samples, run) if run.train.batch_ramp else Loader(samples, *shape)
-    validation = Loader(TokenSamples(parts[1], run.model.sequence_length, None), *shape)
+    source = DataSource(**{field.name: getattr(request, field.name) for field in dataclasses.fields(DataSource)})
+    batches, validation = source.loaders(run, tokenizer, run.total_samples)
+    if run.train.batch_ramp:
+        batches = RampedLoader(batches, run)
     training = make_training(run, make_mesh(run.parallel, devices))
     peak = device_peak(devices, run.train.precision)
     begin = keeper.begin(training)
     with keeper.log(begin) as log, Stop(request.output.exit_after_minutes, started) as stop:
-        shown = describe(run, training.schedule, training.attention, devices, peak, len(parts[0]))
-        for line in (*shown, *keeper.said):
+        data = describe_data(batches.samples, run.total_samples)
+        for line in (*describe(run, training.schedule, training.attention, devices, peak, data), *keeper.said):
             log.message(line)
         companions = Companions(keeper.checkpoints, stop, keeper.profile, watch)
-        state = train_loop(training, batches, validation, log, peak, begin=begin, companions=companions)
+        with Prefetch(batches, training.batch_sharding) as ahead:
+            state = train_loop(training, ahead, validation, log, peak, begin=begin, companions=companions)
+        log.message(f"waited {ahead.waited:.2f} s for data, the first batch included")
         keeper.close(log)
         if request.new_tokens and not stop.reason:
             ids = generate(
@@ -196,8 +199,8 @@ def check_vocabulary(run: RunConfig, tokenizer) -> None:
         )
 
 
-def describe(run: RunConfig, schedule, attention, devices, peak, tokens: int) -> list[str]:
-    """What is about to run, in a few lines."""
+def describe(run: RunConfig, schedule, attention, devices, peak, data: list[str]) -> list[str]:
+    """What is about to run, in a few lines; `data` has one for each dataset."""
     model, parallel, train = run.model, run.parallel, run.train
     bubble = simulate_lockstep(schedule).bubble
     shared = f"context {parallel.context} x " if parallel.context > 1 else ""
@@ -210,7 +213,8 @@ def describe(run: RunConfig, schedule, attention, devices, peak, tokens: int) ->
         f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
         f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
         f"{parallel.microbatch_size}: bubble {bubble:.1%} of the ideal time, {len(schedule.ticks)} ticks",
-        f"data      {tokens:,} training tokens; {train.global_batch_size} samples a step, {train.steps} steps",
+        f"steps     {train.steps} of {train.global_batch_size} samples",
+        *(f"data      {line}" for line in data),
         f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}): what MFU is a share of",
     ]
 

@@ -174,6 +174,11 @@ def _check_batch_ramp(run: "RunConfig") -> None:
                 f"data{' * pipe' if run.parallel.schedule in IN_ROUNDS else ''}): type --batch-ramp "
                 f"{at_once},{at_once},{samples}, or a smaller --data."
             )
+    if run.parallel.schedule in ("pipedream_2bw", "dualpipe_v") or run.parallel.schedule.endswith(SCHEDULE_FILES):
+        raise ConfigError(
+            f"batch_ramp = {shown} does not go with {run.parallel.schedule}, which is for so many microbatches and no fewer: "
+            "type another --schedule, or leave --batch-ramp out."
+        )
 
 
 def check_output(output: "OutputConfig") -> None:

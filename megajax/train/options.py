@@ -52,7 +52,16 @@ class Request:
     model: str
     devices: str | None
     text: str | None
+    data_path: list[str] | None
+    train_data_path: list[str] | None
+    valid_data_path: list[str] | None
+    split: str | None
+    data_cache: str | None
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
     tokenizer: str
+    end_of_document: str | None
     log_jsonl: str | None
     dry_shapes: bool
     prompt: str
@@ -202,10 +211,6 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         metavar="WHERE",
         help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
     )
-    run.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
-    run.add_argument(
-        "--tokenizer", default="byte", metavar="NAME", help="how text becomes tokens: byte or gpt2 (default: byte)"
-    )
     run.add_argument(
         "--log-jsonl",
         default=None,
@@ -219,6 +224,7 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         default=False,
         help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
     )
+    _add_data_options(parser.add_argument_group("data"))
     sample = parser.add_argument_group("the text generated at the end")
     sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
     sample.add_argument(
@@ -259,6 +265,42 @@ def _file_parser() -> argparse.ArgumentParser:
     parser = _Parser(allow_abbrev=False, add_help=False)
     _add_config(parser)
     return parser
+
+
+def _add_data_options(group) -> None:
+    """What is read, and how: the fields of megajax.data.source.DataSource, under Megatron-LM's names."""
+    group.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
+    for name, use in (
+        ("data-path", "datasets to train and validate on, as megajax.data.preprocess or Megatron-LM writes them"),
+        ("train-data-path", "datasets to train on alone, in place of --data-path"),
+        ("valid-data-path", "datasets to validate on alone"),
+    ):
+        help_text = f"{use}: PREFIX, or a blend: WEIGHT PREFIX WEIGHT PREFIX ... (no weights: by size)"
+        group.add_argument(f"--{name}", default=None, nargs="+", metavar="PREFIX", help=help_text)
+    group.add_argument(
+        "--split", default=None, metavar="A,B,C", help="shares of training, validation, test (default: 969,30,1)"
+    )
+    group.add_argument(
+        "--data-cache", default=None, metavar="DIR", help="where sample indices are kept (default: beside the dataset)"
+    )
+    group.add_argument(
+        "--tokenizer",
+        default="byte",
+        metavar="NAME",
+        help="how text becomes tokens: byte, gpt2, or a file tokenizer.json, .model, vocab.txt (default: byte)",
+    )
+    group.add_argument(
+        "--end-of-document",
+        default=None,
+        metavar="TOKEN",
+        help="what ends documents in a tokenizer's file, if not usual",
+    )
+    for name, use in (
+        ("reset-position-ids", "positions begin at 0 in every document of a sample"),
+        ("reset-attention-mask", "tokens attend to their own document only"),
+        ("eod-mask-loss", "the token after an end of document is no label"),
+    ):
+        group.add_argument(f"--{name}", action="store_true", default=False, help=f"{use} (default: off)")
 
 
 def _names(config: type) -> list[str]:

@@ -66,7 +66,8 @@ def go(
     """Runs as experiments/gpt3.py does, from the beginning or from what `resume` says, to the end or a stop."""
     training = training or small.training_of(run)
     keeper = Keeper(run, OutputConfig(run_dir=str(directory), **output), tokenizer or Letters(), {})
-    batches = loader or RampedLoader(TokenSamples(TOKENS, run.model.sequence_length, run.train.seed), run)
+    samples = TokenSamples(TOKENS, run.model.sequence_length, run.train.seed)
+    batches = loader or RampedLoader(Loader(samples, run.train.global_batch_size, run.microbatches), run)
     validation = Loader(TokenSamples(TOKENS, run.model.sequence_length, None), small.BATCH, run.microbatches)
     begin, text = keeper.begin(training), io.StringIO()
     log = keeper.log(begin)

@@ -115,7 +115,7 @@ def test_batch_ramp_is_that_of_2104():
 def test_a_ramped_loader_gives_every_sample_once():
     run = RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, data=2, schedule="1f1b"), RAMPED)
     samples = TokenSamples(runs.TOKENS, runs.MODEL.sequence_length, 3)
-    loader, consumed, numbers = RampedLoader(samples, run), 0, []
+    loader, consumed, numbers = RampedLoader(Loader(samples, 16, 4), run), 0, []
     while consumed < 160:
         batch = loader.batch(consumed)
         assert batch["tokens"].shape[1:] == (4, 16)
