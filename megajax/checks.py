@@ -176,8 +176,8 @@ def _check_batch_ramp(run: "RunConfig") -> None:
             )
     if run.parallel.schedule in ("pipedream_2bw", "dualpipe_v") or run.parallel.schedule.endswith(SCHEDULE_FILES):
         raise ConfigError(
-            f"batch_ramp = {shown} does not go with {run.parallel.schedule}, which is for so many microbatches and no fewer: "
-            "type another --schedule, or leave --batch-ramp out."
+            f"batch_ramp = {shown} does not go with {run.parallel.schedule}, which is for so many microbatches and no "
+            "fewer: type another --schedule, or leave --batch-ramp out."
         )
 
 

@@ -174,7 +174,7 @@ WRONG = [
     ("--pip 2", "--pipe"),
     ("--micro-batch-size 2", "--microbatch-size"),
     ("--num-layers 2", "--layers"),
-    ("--lr 2", "--help"),
+    ("--xyz 2", "--help"),
     ("--modle tiny", "--model"),
     ("--pip=2", "--pipe"),
     ("tiny", "--model NAME"),
