@@ -56,6 +56,7 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_tensor(run.model, run.parallel)
     _check_context(run.model, run.parallel)
     _check_pipeline(run.model, run.parallel)
+    _check_recompute(run.model, run.parallel)
     _check_batch(run)
     _check_rounds(run)
     _check_batch_ramp(run)
@@ -291,6 +292,21 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
         raise ConfigError(
             f"layers = {model.layers} cannot be cut into pipe * chunks = {parallel.pipe} * {parallel.chunks} = {pieces}"
             f" equal pieces: type {pipe}--layers {_some(_multiples(pieces, model.layers), model.layers)}{chunks}."
+        )
+
+
+def _check_recompute(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+    """Blocks are computed again in whole groups, within a chunk."""
+    group, chunk = parallel.recompute_blocks, model.layers // (parallel.pipe * parallel.chunks)
+    if group > 1 and parallel.recompute != "full":
+        raise ConfigError(
+            f"recompute_blocks = {group} is for recompute full, not {parallel.recompute}: type --recompute full, or "
+            "leave --recompute-blocks out."
+        )
+    if chunk % group:
+        raise ConfigError(
+            f"recompute_blocks = {group} does not divide the {chunk} layers of a chunk (layers / (pipe * chunks)): "
+            f"type --recompute-blocks {_some(_divisors(chunk), group)}."
         )
 
 

@@ -130,6 +130,9 @@ class ParallelConfig:
         "what the backward computes again: nothing, the attention core (selective), or the whole block (full)",
         ("none", "selective", "full"),
     )
+    recompute_blocks: int = setting(
+        1, "full recompute: blocks that are computed again together, with one input stashed for all of them"
+    )
     attention: str = setting(
         "auto",
         "attention's implementation; auto is cudnn where GPUs have it for the model's heads, else xla",

@@ -133,10 +133,10 @@ def _flags(leaves: dict[str, jax.Array], placement: str) -> dict[str, jax.Array]
 
 def stream_is_finite(training: Training, params: Tree, batch: Tree) -> Callable[[int], bool]:
     """A function that says whether the residual stream is finite after the first so many blocks, for a whole batch."""
-    functions = training.functions
+    functions, group = training.functions, training.run.parallel.recompute_blocks
 
     def block(weights, x, microbatch, layer):
-        return jnp.where(layer < microbatch["blocks"][0], functions.block(weights, x, microbatch, layer), x)
+        return jnp.where(layer * group < microbatch["blocks"][0], functions.block(weights, x, microbatch, layer), x)
 
     def collect(shared, y, microbatch):
         return jnp.isfinite(y).all((1, 2)).astype(jnp.int32)

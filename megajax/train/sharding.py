@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from megajax.config import RunConfig
 from megajax.models import gpt
@@ -12,7 +13,7 @@ from megajax.parallel.zero import cut_over_data
 from megajax.pipeline import layout
 from megajax.pipeline.executor import Specs, is_spec
 
-__all__ = ["ParameterSpecs", "axis_rules", "initial_params", "parameter_specs", "share_ends"]
+__all__ = ["ParameterSpecs", "axis_rules", "group_blocks", "initial_params", "parameter_specs", "share_ends"]
 
 Tree = Any
 BLOCK_AXES = 3  # of a stored block's leaf before its own: chunk, rank, layer in the chunk
@@ -30,10 +31,9 @@ class ParameterSpecs:
     stored: Tree
     computed: Tree
 
-    @property
-    def executor(self) -> Specs:
-        """What the executor needs to know."""
-        return Specs(self.computed, self.stored)
+    def executor(self, group: int) -> Specs:
+        """What the executor needs to know of parameters whose blocks `group_blocks` has grouped."""
+        return Specs(_grouped(self.computed, group), _grouped(self.stored, group))
 
 
 def parameter_specs(run: RunConfig) -> ParameterSpecs:
@@ -70,3 +70,17 @@ def axis_rules(run: RunConfig) -> AxisRules:
 def share_ends(run: RunConfig) -> bool:
     """Whether all pipeline ranks share embedding and head."""
     return run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
+
+
+def group_blocks(blocks: Tree, group: int) -> Tree:
+    """[chunks, pipe, layers, ...] to [chunks, pipe, layers / group, group, ...]; as they are for groups of one."""
+    if group == 1:
+        return blocks
+    return jax.tree.map(lambda a: a.reshape(*a.shape[:2], -1, group, *a.shape[3:]), blocks)
+
+
+def _grouped(specs: Tree, group: int) -> Tree:
+    if group == 1:
+        return specs
+    insert = lambda spec: P(*tuple(spec)[:BLOCK_AXES], None, *tuple(spec)[BLOCK_AXES:])  # noqa: E731
+    return {**specs, "blocks": jax.tree.map(insert, specs["blocks"], is_leaf=is_spec)}

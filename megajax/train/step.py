@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import RunConfig
 from megajax.models import gpt
 from megajax.models.block import RESIDUAL
+from megajax.models.recompute import grouped
 from megajax.parallel.attention import Choice
 from megajax.parallel.context import of_owner, split_batch
 from megajax.parallel.vocabulary import lookup, over_pipe
@@ -32,7 +33,7 @@ from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.rates import learning_rate
 from megajax.train.schedule import run_schedule
-from megajax.train.sharding import axis_rules, initial_params, parameter_specs, share_ends
+from megajax.train.sharding import axis_rules, group_blocks, initial_params, parameter_specs, share_ends
 
 Tree = Any
 
@@ -55,16 +56,18 @@ def model_functions(run: RunConfig, schedule: Schedule, attention: Choice, *, tr
     find, ranks = partial(lookup, sequence_parallel=rules.sequence_parallel), gpt.ALL_ROWS
     if share_ends(run):
         find, ranks = over_pipe(rules.sequence_parallel)
-    return gpt.functions(
+    group = run.parallel.recompute_blocks
+    functions = gpt.functions(
         model,
         constrain=rules.constrain,
         lookup=find,
         ranks=ranks,
         operations=block_operations(run, rules, schedule, attention.name),
         dtype=compute_dtype(run.train.precision),
-        recompute=run.parallel.recompute,
+        recompute=run.parallel.recompute if group == 1 else "none",
         dropout_seed=run.train.seed,
     )
+    return functions if group == 1 else dataclasses.replace(functions, block=grouped(functions.block, group))
 
 
 class Training:
@@ -86,7 +89,7 @@ class Training:
         rules = axis_rules(run)
         self.layout = {  # how the executor lays things out
             "constrain": lambda x: rules.constrain(x, *RESIDUAL),
-            "specs": self.specs.executor,
+            "specs": self.specs.executor(run.parallel.recompute_blocks),
             "share_ends": share_ends(run),
         }
         self.state_shapes = jax.eval_shape(self._fresh_state)
@@ -171,7 +174,13 @@ class Training:
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: in their type, then together from where they are stored."""
         params = cast(params, compute_dtype(self.run.train.precision))
-        return jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
+        params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
+        return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
+
+    def _gradients_of(self, params: Tree, gradients: Tree) -> Tree:
+        """The executor's gradients as parameters are stored."""
+        gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
+        return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
     def _split(self, batch: Tree) -> Tree:
         return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
@@ -221,7 +230,7 @@ class Training:
         )
         total = batch["weights"].sum()
         losses, gradients = run(self._cast(params), self._split(batch), scale / total)
-        return losses.sum() / total, jax.lax.with_sharding_constraint(gradients, self.params_sharding)
+        return losses.sum() / total, self._gradients_of(params, gradients)
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         functions = self._functions_without_dropout()
@@ -309,7 +318,7 @@ class ContinuousTraining(Training):
             self._cast(state.params), self._split(batch), 1 / batch["weights"].sum(), flying
         )
         tokens = jnp.where(counted, after.batch["weights"].sum((1, 2)), 0).sum()
-        gradients = jax.lax.with_sharding_constraint(gradients, self.params_sharding)
+        gradients = self._gradients_of(state.params, gradients)
         new, metrics = self._update(state, gradients, losses.sum() / tokens, batch, ready=flying.step > 0)
         placed = {name: getattr(new, name) for name in ("params", "optimizer_state")}
         shardings = {name: getattr(self.state_sharding, name) for name in placed}
