@@ -6,14 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError, ModelConfig
 from megajax.models import gpt, recompute
 from megajax.models.block import rotate
-from megajax.parallel.rules import AxisRules
-from tests import hlo
 from tests.models.configs import GPT, MODELS
 
 
@@ -176,30 +172,6 @@ def test_fused_attention_keeps_its_statistics_and_no_probabilities():
     assert kept["selective", True] == kept["selective", False] + statistics
     assert kept["full", True] == kept["full", False]
     assert kept["none", True] == kept["none", False] + statistics - 2 * 96 * 2048**2 // 8
-
-
-def test_the_gradient_of_a_row_parallel_product_is_gathered_once():
-    """Not for each of the two matmuls that take it: six gathers a block forward and backward, four scatters (sums here)."""
-    mesh = jax.make_mesh((1, 2, 4), ("data", "pipe", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    rules = AxisRules()
-    block = gpt.functions(GPT, constrain=rules.constrain).block
-    weights, x = one_block(GPT)
-    axes = gpt.logical_axes(GPT)["blocks"]
-    specs = jax.tree.map(lambda names: rules.spec(names[1:]), axes, is_leaf=lambda node: isinstance(node, tuple))
-
-    def backward(weights, x, dy):
-        vary = lambda tree: jax.tree.map(lambda a: jax.lax.pcast(a, ("data", "pipe"), to="varying"), tree)  # noqa: E731
-        weights, x, dy = vary((weights, x, dy))
-        y, vjp = jax.vjp(lambda w, x: block(w, x, {}, jnp.int32(1)), weights, x)
-        return jax.tree.map(lambda a: a[None], vjp(jnp.cos(y) * dy))
-
-    run = jax.shard_map(backward, mesh=mesh, in_specs=P(), out_specs=P(("data", "pipe")), axis_names={"data", "pipe"})
-    lies = lambda tree, specs: jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, specs)  # noqa: E731
-    split = rules.spec(("batch", "sequence", "hidden"))
-    laid = lies(weights, specs), lies(x, split), lies(x, split)
-    whole = (*x.shape[:2], GPT.hidden)
-    found = hlo.collectives(jax.jit(run).lower(*laid).compile().as_text())
-    assert sum(c.kind == "all-gather" and c.shape == whole for c in found) <= 6
 
 
 def test_an_unknown_mode_is_refused():

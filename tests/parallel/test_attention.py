@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import ConfigError, ModelConfig
+from megajax.config import ConfigError
 from megajax.cost import program
 from megajax.models.block import causal_attention, identity
 from megajax.parallel.attention import XLA, choose_attention, fused_attention
@@ -88,7 +88,7 @@ def test_where_cudnn_cannot_run_asking_for_it_is_an_error_and_auto_says_why(case
     assert choice.name == "xla" and why in choice.reason
 
 
-LARGE = ModelConfig(layers=2, hidden=1024, heads=8, vocabulary=512, sequence_length=2048)
+LARGE = gpu.LARGE
 MICROBATCHES, RUNS = 4, 8  # of a block, forward and backward, in a step
 
 
