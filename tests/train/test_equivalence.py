@@ -46,7 +46,7 @@ LONG = [
 ]
 
 
-def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, model=small.MODEL):
+def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, model=small.MODEL, **shared_out):
     run = small.make_run(
         mesh,
         schedule=schedule,
@@ -55,6 +55,7 @@ def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, mo
         model=model,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
+        **shared_out,
     )
     training = small.training_of(run)
     params = small.place(training, small.busy_params(model))
@@ -74,6 +75,33 @@ def test_loss_and_gradients_equal_the_unpipelined_model(case):
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_loss_and_gradients_equal_the_unpipelined_model_long(case):
     check(*case)
+
+
+SHARED_OUT = [  # what the default run does not share out, or shares
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
+    ((4, 2, 1), "zb_h1", 1, 4, {"zero": 3}),
+    ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
+    ((1, 4, 2), "zb_v", 2, 4, {"vocab_parallel": "tensor"}),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "recompute": "full", "recompute_blocks": 2}),
+]
+
+
+@pytest.mark.parametrize("case", SHARED_OUT, ids=str)
+def test_it_makes_no_difference_who_holds_what(case):
+    *sizes, options = case
+    check(*sizes, True, options.pop("recompute", "selective"), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (2, 1, 4)], ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("vocab_parallel", ["pipe", "tensor"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("eager_1f1b", 1), ("zb_v", 2), ("gpipe", 1)])
+def test_it_makes_no_difference_who_holds_what_long(mesh, zero, vocab_parallel, schedule, chunks):
+    if mesh[1] == 1 and (vocab_parallel == "tensor" or chunks == 2):
+        pytest.skip("one stage")
+    options = {"zero": zero, "vocab_parallel": vocab_parallel}
+    check(mesh, schedule, chunks, 4, True, ("none", "selective", "full")[zero % 3], model=small.LLAMA, **options)
 
 
 def test_llama_options():
