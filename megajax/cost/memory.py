@@ -177,16 +177,14 @@ def stash_copies(run: RunConfig, item: int) -> int:
     """Second copies of stashed values, by block: XLA's GPU compiler takes a transposition that the backward's matmuls want
     out of the loop over blocks, and so transposes the whole stash, once a chunk.
 
-    Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; the inner activation where a microbatch is
-    one sample; queries, keys and values where they are rotated and it is more. Where a chunk is one block there is no loop:
+    Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; queries, keys and values where they are
+    rotated and a microbatch is more than a sample. Where a chunk is one block there is no loop:
     the workspace then uses the copy's memory again.
     """
     parallel, model = run.parallel, run.model
     if parallel.pipe == 1 or parallel.recompute == "full":
         return 0
     copied = {"probabilities", "probabilities_mask"}
-    if parallel.microbatch_size == 1 and model.activation != "swiglu":
-        copied.add("up" if parallel.recompute == "selective" else "activation")
     if parallel.microbatch_size > 1 and model.positions == "rotary":
         copied.add("qkv")
     values = [value for value in kept_values(model, parallel.recompute) if value.name in copied]

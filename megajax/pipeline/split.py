@@ -156,8 +156,9 @@ def _cut(jaxpr, makers, late_vars, for_input, stashed, cheap) -> tuple[list, set
             continue
         seen.add(var)
         index = makers.get(var)
-        if index is None or (index in for_input and var not in cheap):
-            kept.append(var)  # dy itself, or a result of I
+        laid_out = index is not None and jaxpr.eqns[index].primitive.name == "sharding_constraint"
+        if index is None or (index in for_input and var not in cheap and not laid_out):
+            kept.append(var)  # dy itself, or a result of I; as it was before it was gathered
         else:
             for_weight.add(index)
             todo += _inputs(jaxpr.eqns[index])

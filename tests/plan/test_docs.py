@@ -1,0 +1,25 @@
+"""docs/planning.md says what the commands beside it print."""
+
+import json
+import pathlib
+
+from benchmarks import memory_model
+from megajax.cost import validate
+from megajax.cost.published import ROWS
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+
+
+def shown(output: str) -> None:
+    """Every line of the output stands in the page, indented as a block."""
+    missing = [line for line in output.splitlines() if f"    {line}".rstrip() not in PAGE.splitlines()]
+    assert not missing
+
+
+def test_the_throughputs_are_those_of_the_command():
+    shown(validate.report([validate.check(row) for row in ROWS]))
+
+
+def test_the_memory_is_that_of_the_benchmark(capsys):
+    memory_model.show(json.loads(memory_model.RESULTS.read_text()))
+    shown(capsys.readouterr().out)
