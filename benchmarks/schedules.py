@@ -1,18 +1,19 @@
 """What pipeline schedules cost: simulated for many ranks, and measured on two CPU devices against the simulation.
 
-python -m benchmarks.schedules                 both; writes benchmarks/results/schedules.json
-python -m benchmarks.schedules --simulate      the table alone, in a second
+python -m benchmarks.schedules                 both; writes schedules.json and schedules.svg to benchmarks/results
+python -m benchmarks.schedules --simulate      the table and the plot alone, in seconds
 
 Measured: forwards and backwards of a GPT whose blocks dominate, on p = 2 devices of one thread each. The bubble is
 T(m) / (m t) - 1, where t, the time of a microbatch without bubble, is the slope of T between the two largest m: what is the
-same every step (start, sums at the end) would otherwise count as bubble.
+same every step (start, sums at the end) counts as bubble, so it is an upper bound. Steps of all schedules and sizes are
+timed in turn and the fastest of each is taken, so that a slow spell of the machine falls on all.
 """
 
 import argparse
 import json
 import os
 import pathlib
-import statistics
+import platform
 import time
 
 from megajax.pipeline import tables
@@ -23,31 +24,35 @@ KINDS = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("eager_1f1b", 1),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
     ("interleaved_1f1b", 2),
     ("interleaved_1f1b", 4),
-    ("zb_h1", 1),
+    ("looped_bfs", 2),
     ("zb_1p_interleaved", 2),
     ("zb_v", 2),
+    ("dualpipe_v", 2),
 ]
 MEASURED = [kind for kind in KINDS if kind[1] < 4]
+STAGES = (2, 4, 8, 16)
 MICROBATCHES = (2, 4, 8, 16)
+TIMED_STAGES = 2
 
 
 def simulated_rows() -> list[dict]:
     """Bubble, memory and ticks for p up to 16 and m = 4p, with F, I and W of equal cost."""
     rows = []
-    for stages in (2, 4, 8, 16):
+    for stages in STAGES:
         for name, chunks in KINDS:
             schedule = make_schedule(name, stages=stages, microbatches=4 * stages, chunks=chunks)
-            event, lockstep = simulate_event(schedule), simulate_lockstep(schedule)
             rows.append(
                 {
                     "schedule": name,
                     "chunks": chunks,
                     "stages": stages,
                     "microbatches": 4 * stages,
-                    "bubble": event.bubble,
-                    "lockstep_bubble": lockstep.bubble,
+                    "bubble": simulate_event(schedule).bubble,
+                    "lockstep_bubble": simulate_lockstep(schedule).bubble,
                     "stash_in_stages": tables.build(schedule).stash_slots / chunks,
                     "ticks": len(schedule.ticks),
                 }
@@ -60,31 +65,42 @@ def measured_rows(repeats: int) -> list[dict]:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     from megajax.mesh import start_devices
 
-    devices = start_devices("cpu:2")
+    devices = start_devices(f"cpu:{TIMED_STAGES}")
+    cases = [
+        (name, chunks, microbatches)
+        for name, chunks in MEASURED
+        for microbatches in MICROBATCHES
+        if name != "dualpipe_v" or microbatches >= 2 * TIMED_STAGES
+    ]
+    steps = {}
+    for case in cases:
+        print(f"\rcompiling {len(steps) + 1} of {len(cases)}", end="", flush=True)
+        steps[case] = _step(*case, devices)
+    best = dict.fromkeys(cases, float("inf"))
+    for repeat in range(repeats):
+        print(f"\rtiming {repeat + 1} of {repeats}     ", end="", flush=True)
+        for case, step in steps.items():
+            start = time.perf_counter()
+            step()
+            best[case] = min(best[case], time.perf_counter() - start)
+    print("\r" + " " * 40 + "\r", end="")
     rows = []
-    for name, chunks in MEASURED:
-        steps = {m: _step(name, chunks, m, devices) for m in MICROBATCHES}
-        times: dict[int, list[float]] = {m: [] for m in MICROBATCHES}
-        for _ in range(repeats):  # all sizes in turn, so that a slow spell of the machine falls on all
-            for m, step in steps.items():
-                start = time.perf_counter()
-                step()
-                times[m].append(time.perf_counter() - start)
-        best = {m: min(values) for m, values in times.items()}
-        slope = (best[16] - best[8]) / 8
-        for m in MICROBATCHES:
-            schedule = make_schedule(name, stages=2, microbatches=m, chunks=chunks)
-            rows.append(
-                {
-                    "schedule": name,
-                    "chunks": chunks,
-                    "microbatches": m,
-                    "seconds": best[m],
-                    "median_seconds": statistics.median(times[m]),
-                    "measured_bubble": best[m] / (m * slope) - 1,
-                    "simulated_bubble": simulate_lockstep(schedule).bubble,
-                }
-            )
+    for name, chunks, microbatches in cases:
+        low, high = MICROBATCHES[-2:]
+        slope = (best[name, chunks, high] - best[name, chunks, low]) / (high - low)
+        seconds = best[name, chunks, microbatches]
+        schedule = make_schedule(name, stages=TIMED_STAGES, microbatches=microbatches, chunks=chunks)
+        rows.append(
+            {
+                "schedule": name,
+                "chunks": chunks,
+                "microbatches": microbatches,
+                "milliseconds": 1000 * seconds,
+                "of_gpipe": seconds / best["gpipe", 1, microbatches],
+                "measured_bubble": seconds / (microbatches * slope) - 1,
+                "simulated_bubble": simulate_lockstep(schedule).bubble,
+            }
+        )
     return rows
 
 
@@ -102,21 +118,20 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     from megajax.pipeline import layout
     from megajax.pipeline.executor import gradient_function
 
-    model = ModelConfig(layers=8, hidden=256, heads=4, vocabulary=128, sequence_length=128)
-    schedule = make_schedule(name, stages=2, microbatches=microbatches, chunks=chunks)
-    mesh = make_mesh(ParallelConfig(pipe=2), devices)
-    tokens = np.random.default_rng(0).integers(
-        0, model.vocabulary, (microbatches, 2, model.sequence_length + 1), np.int32
-    )
+    model = ModelConfig(layers=8, hidden=128, heads=2, vocabulary=128, sequence_length=128)
+    schedule = make_schedule(name, stages=TIMED_STAGES, microbatches=microbatches, chunks=chunks)
+    mesh = make_mesh(ParallelConfig(pipe=TIMED_STAGES), devices)
+    shape = (microbatches, 2, model.sequence_length + 1)
+    tokens = np.random.default_rng(0).integers(0, model.vocabulary, shape, np.int32)
     batch = {
         "tokens": tokens[..., :-1],
         "labels": tokens[..., 1:],
         "weights": np.ones(tokens[..., 1:].shape, np.float32),
     }
-    functions = gpt.functions(model)
+    functions = gpt.functions(model, recompute="none")
     with jax.set_mesh(mesh):
         params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(0))
-        blocks = layout.deal(params["blocks"], stages=2, chunks=chunks, placement=schedule.placement)
+        blocks = layout.deal(params["blocks"], stages=TIMED_STAGES, chunks=chunks, placement=schedule.placement)
         params = {**params, "blocks": jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))}
         run = jax.jit(gradient_function(functions, schedule, mesh, constrain=lambda x: x))
         compiled = run.lower(params, batch, jnp.float32(1)).compile()
@@ -124,6 +139,34 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     step = lambda: jax.block_until_ready(compiled(*arguments))  # noqa: E731
     step()
     return step
+
+
+def plot(rows: list[dict], path: pathlib.Path) -> None:
+    """Bubble and memory against the number of ranks; schedules that come out the same share a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    titles = {"lockstep_bubble": "bubble, share of the ideal time", "stash_in_stages": "microbatches stashed on a rank"}
+    for panel, (value, title) in zip(panels, titles.items(), strict=True):
+        lines: dict[tuple[float, ...], list[str]] = {}
+        for name, chunks in KINDS:
+            heights = tuple(row[value] for row in rows if (row["schedule"], row["chunks"]) == (name, chunks))
+            lines.setdefault(heights, []).append(f"{name} v={chunks}" if chunks > 1 else name)
+        for heights, names in sorted(lines.items(), reverse=True):
+            panel.plot(STAGES, heights, marker="o", label=", ".join(names))
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(STAGES, [str(stages) for stages in STAGES])
+        panel.set_xlabel("ranks p, with 4p microbatches")
+        panel.set_title(title)
+        panel.grid(alpha=0.3)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8, frameon=False)
+    panels[0].set_ylim(bottom=0)
+    panels[1].set_yscale("log", base=2)
+    panels[1].set_yticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _print(rows: list[dict]) -> None:
@@ -139,23 +182,25 @@ def _print(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true", help="the simulated table alone")
+    parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot alone")
     parser.add_argument("--repeats", type=int, default=7, help="steps timed for each size (default: %(default)s)")
-    parser.add_argument("--out", default="benchmarks/results/schedules.json", help="(default: %(default)s)")
+    parser.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="(default: %(default)s)")
     options = parser.parse_args()
+    folder = pathlib.Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
     print("simulated, m = 4p, F = I = W")
     results = {"command": "python -m benchmarks.schedules", "simulated": simulated_rows()}
     _print(results["simulated"])
+    plot(results["simulated"], folder / "schedules.svg")
     if options.simulate:
         return
-    print("\nmeasured on 2 CPU devices of one thread each, p = 2")
+    print(f"\nmeasured on {TIMED_STAGES} CPU devices of one thread each, p = {TIMED_STAGES}")
     import jax
 
     results["measured"] = measured_rows(options.repeats)
-    results["versions"] = {"jax": jax.__version__, "cores": os.cpu_count()}
+    results["machine"] = {"jax": jax.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
     _print(results["measured"])
-    pathlib.Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    pathlib.Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "schedules.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

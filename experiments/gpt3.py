@@ -2,12 +2,18 @@
 
 python -m experiments.gpt3                                     a small GPT on 8 CPU devices, or on the GPUs there are
 python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
-python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --text corpus.jsonl.gz --steps 10000
+python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-path corpus --run-dir runs/1.3b
+python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
+
+A model of GPT-3's paper comes with its recipe: 300 billion tokens, Adam, cosine, batch ramp-up (RECIPES).
 """
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megajax.config import ConfigError, RunConfig
 from megajax.pipeline.schedule import ScheduleError
@@ -26,12 +32,63 @@ DEFAULTS = {
     "validation_every": 1000,
 }
 CPU_DEVICES = 8
+SEQUENCE = 2048  # tokens in a sample of GPT-3
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the process's exit code: 0, or 2 for an error in what was asked."""
+def recipe(batch_tokens: float, learning_rate: float) -> dict[str, Any]:
+    """GPT-3's training (2005.14165 table 2.1 and appendix B), its batch in samples a multiple of 32.
+
+    The batch ramp is Megatron-LM's for the 175B run (16 more samples at a time over 12 billion tokens) where GPT-3 only
+    says "from 32k tokens to the full value over 4 to 12 billion tokens, depending on the model size".
+    """
+    batch = 32 * round(batch_tokens / SEQUENCE / 32)
+    return {
+        "global_batch_size": batch,
+        "steps": round(300e9 / SEQUENCE / batch),
+        "learning_rate": learning_rate,
+        "learning_rate_decay": "cosine",
+        "warmup_samples": round(375e6 / SEQUENCE),
+        "decay_samples": round(260e9 / SEQUENCE),
+        "batch_ramp": (16, 16, round((4e9 if batch < 1024 else 12e9) / SEQUENCE)),
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+        "save_every": 500,
+        "bad_step": "skip",
+    }
+
+
+# 2005.14165 table 2.1: batch in tokens, learning rate. The minimum is a tenth of it, as everywhere here.
+RECIPES = {
+    "gpt3-125m": recipe(0.5e6, 6.0e-4),
+    "gpt3-350m": recipe(0.5e6, 3.0e-4),
+    "gpt3-760m": recipe(0.5e6, 2.5e-4),
+    "gpt3-1.3b": recipe(1e6, 2.0e-4),
+    "gpt3-2.7b": recipe(1e6, 1.6e-4),
+    "gpt3-6.7b": recipe(2e6, 1.2e-4),
+    "gpt3-13b": recipe(2e6, 1.0e-4),
+    "gpt3-175b": recipe(3.2e6, 0.6e-4),
+}
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    description: str | None = __doc__,
+    defaults: Mapping[str, Any] = DEFAULTS,
+    recipes: Mapping[str, Mapping[str, Any]] = RECIPES,
+) -> int:
+    """Runs an experiment; returns the process's exit code: 0, or 2 for an error in what was asked.
+
+    Args:
+      arguments: the words of the command line; the process's own if None.
+      description: what `--help` says first.
+      defaults: what this experiment trains if nothing is typed.
+      recipes: by model, what is taken in place of `defaults`.
+    """
     try:
-        request = parse(arguments, __doc__, DEFAULTS)
+        request = parse(arguments, description or "", defaults, recipes)
         return dry_shapes(request) if request.dry_shapes else train(request)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -54,40 +111,71 @@ def dry_shapes(request: Request) -> int:
 
 
 def train(request: Request) -> int:
-    """Trains, validates, and shows a text that the model wrote."""
+    """Brings up the devices, and trains on them."""
     # Imported here: jax may start only after the number of devices is known.
+    import jax
+
+    from megajax.train import processes
+
+    started = time.monotonic()
+    count = processes.start(request.launch)
+    watch = processes.Watch(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr))
+    try:
+        code = train_on_devices(request, count, watch, started)
+        watch.close()
+        return code
+    except (ConfigError, ScheduleError) as error:
+        watch.fail(str(error), code=2)
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        watch.lost(error)
+        raise
+
+
+def train_on_devices(request: Request, process_count: int, watch, started: float) -> int:
+    """Trains, validates, and shows a text that the model wrote."""
     import numpy as np
 
     from megajax.cost.hardware import device_peak
-    from megajax.data.loader import Loader, TokenSamples
-    from megajax.data.text import load_documents, split_documents, tokenise
+    from megajax.data.prefetch import Prefetch
+    from megajax.data.source import DataSource
+    from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer
     from megajax.generate import check_sampling, generate
     from megajax.mesh import make_mesh, start_devices
-    from megajax.train.logging import JsonLines, RunLog
+    from megajax.train.batches import RampedLoader
+    from megajax.train.keep import Keeper
+    from megajax.train.loop import Companions
     from megajax.train.loop import train as train_loop
     from megajax.train.step import make_training
+    from megajax.train.stop import Stop
 
     check_sampling(request.new_tokens, request.temperature, request.top_k)
-    devices = start_devices(request.devices, request.devices_needed or CPU_DEVICES)
+    devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
     on_cpu = devices[0].platform == "cpu"
     run = request.run(len(devices), "fp32" if on_cpu else "bf16")
     run.validate(len(devices))
-    tokenizer = load_tokenizer(request.tokenizer)
+    tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     check_vocabulary(run, tokenizer)
     prompt = tokenizer.encode(request.prompt)
-    jsonl = JsonLines(request.log_jsonl) if request.log_jsonl else None
-    parts = [tokenise(documents, tokenizer) for documents in split_documents(load_documents(request.text))]
-    shape = (run.train.global_batch_size, run.microbatches)
-    batches = Loader(TokenSamples(parts[0], run.model.sequence_length, run.train.seed), *shape)
-    validation = Loader(TokenSamples(parts[1], run.model.sequence_length, None), *shape)
+    keeper = Keeper(run, request.output, tokenizer, request.others)
+    source = DataSource(**{field.name: getattr(request, field.name) for field in dataclasses.fields(DataSource)})
+    batches, validation = source.loaders(run, tokenizer, run.total_samples)
+    if run.train.batch_ramp:
+        batches = RampedLoader(batches, run)
     training = make_training(run, make_mesh(run.parallel, devices))
     peak = device_peak(devices, run.train.precision)
-    with RunLog(run.train.steps, run.train.log_every, jsonl=jsonl) as log:
-        for line in describe(run, training.schedule, training.attention, devices, peak, len(parts[0])):
+    begin = keeper.begin(training)
+    with keeper.log(begin) as log, Stop(request.output.exit_after_minutes, started) as stop:
+        data = describe_data(batches.samples, run.total_samples)
+        for line in (*describe(run, training.schedule, training.attention, devices, peak, data), *keeper.said):
             log.message(line)
-        state = train_loop(training, batches, validation, log, peak)
-        if request.new_tokens and run.train.steps:
+        companions = Companions(keeper.checkpoints, stop, keeper.profile, watch)
+        with Prefetch(batches, training.batch_sharding) as ahead:
+            state = train_loop(training, ahead, validation, log, peak, begin=begin, companions=companions)
+        log.message(f"waited {ahead.waited:.2f} s for data, the first batch included")
+        keeper.close(log)
+        if request.new_tokens and not stop.reason:
             ids = generate(
                 training.next_token_logits,
                 state.params,
@@ -111,8 +199,8 @@ def check_vocabulary(run: RunConfig, tokenizer) -> None:
         )
 
 
-def describe(run: RunConfig, schedule, attention, devices, peak, tokens: int) -> list[str]:
-    """What is about to run, in a few lines."""
+def describe(run: RunConfig, schedule, attention, devices, peak, data: list[str]) -> list[str]:
+    """What is about to run, in a few lines; `data` has one for each dataset."""
     model, parallel, train = run.model, run.parallel, run.train
     bubble = simulate_lockstep(schedule).bubble
     shared = f"context {parallel.context} x " if parallel.context > 1 else ""
@@ -125,7 +213,8 @@ def describe(run: RunConfig, schedule, attention, devices, peak, tokens: int) ->
         f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
         f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
         f"{parallel.microbatch_size}: bubble {bubble:.1%} of the ideal time, {len(schedule.ticks)} ticks",
-        f"data      {tokens:,} training tokens; {train.global_batch_size} samples a step, {train.steps} steps",
+        f"steps     {train.steps} of {train.global_batch_size} samples",
+        *(f"data      {line}" for line in data),
         f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}): what MFU is a share of",
     ]
 

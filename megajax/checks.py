@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # config imports this module
-    from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+    from megajax.config import LaunchConfig, ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 
 MESH_AXES = ("data", "pipe", "tensor")
 TWO_CHUNKS = ("zb_v", "dualpipe_v")  # schedules of exactly two chunks a rank
@@ -19,6 +19,10 @@ MAY_BE_ZERO = {
     "minimum_learning_rate",
     "warmup_steps",
     "weight_decay",
+    "start_weight_decay",
+    "warmup_samples",
+    "cooldown_samples",
+    "process_id",
     "beta1",
     "beta2",
     "seed",
@@ -52,26 +56,28 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_tensor(run.model, run.parallel)
     _check_context(run.model, run.parallel)
     _check_pipeline(run.model, run.parallel)
+    _check_recompute(run.model, run.parallel)
     _check_batch(run)
     _check_rounds(run)
+    _check_batch_ramp(run)
     if device_count is not None:
         _check_device_count(run, device_count)
 
 
-def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig") -> None:
+def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig | OutputConfig | LaunchConfig") -> None:
     """Each field alone: its type, its range, and its name where names are fixed."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.metadata["choices"]:
             names = field.metadata["choices"]
             file = field.name == "schedule" and str(value).endswith(SCHEDULE_FILES)
-            if value not in names and not file:
+            if (value not in names or isinstance(value, bool)) and not file:
+                names = tuple(map(str, names))
                 hint = near(str(value), names)
-                raise ConfigError(
-                    f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {'|'.join(names)}."
-                )
-        elif field.type in (int, int | None, float) and not (value is None and field.type == int | None):
-            _check_number(field.name, value, whole=field.type is not float)
+                typed = "|".join(names) if hint.startswith("did") else "and one of them"
+                raise ConfigError(f"{field.name} = {value!r} is not known: {hint} Type {option(field.name)} {typed}.")
+        elif field.type in (int, float) or (field.type in (int | None, float | None) and value is not None):
+            _check_number(field.name, value, whole=field.type in (int, int | None))
         elif field.type is bool and not isinstance(value, bool):
             name = option(field.name)
             raise ConfigError(f"{field.name} = {value!r} must be True or False: type {name} or --no-{name[2:]}.")
@@ -118,10 +124,90 @@ def _check_train(train: "TrainConfig") -> None:
             f"warmup_steps = {train.warmup_steps} is more than steps = {train.steps}: "
             f"type --warmup-steps {train.steps // 10}, or --steps with a larger number."
         )
+    total = train.steps * train.global_batch_size
+    if total >= 2**31:
+        most = 2**31 // train.global_batch_size - 1
+        raise ConfigError(f"steps * global_batch_size = {total} samples must be below 2**31: type --steps {most}.")
+    warmup, decay = train.warmup_samples or 0, train.decay_samples or total
+    if warmup > decay:
+        raise ConfigError(
+            f"warmup_samples = {warmup} is more than the {decay} samples of the decay: type --warmup-samples {decay // 10}."
+        )
+    if (train.cooldown_samples or 0) > decay:
+        raise ConfigError(
+            f"cooldown_samples = {train.cooldown_samples} is more than the {decay} samples of the decay: "
+            f"type --cooldown-samples {decay // 10}."
+        )
     if train.minimum_learning_rate > train.learning_rate:
         raise ConfigError(
             f"minimum_learning_rate = {train.minimum_learning_rate} is above learning_rate = {train.learning_rate}: "
             f"type --minimum-learning-rate {train.learning_rate / 10:g}, or a larger --learning-rate."
+        )
+
+
+def _check_batch_ramp(run: "RunConfig") -> None:
+    """START,INCREMENT,SAMPLES reach the global batch, and every batch on the way is legal itself."""
+    ramp, batch = run.train.batch_ramp, run.train.global_batch_size
+    if not ramp:
+        return
+    shown = ",".join(map(str, ramp))
+    if len(ramp) != 3 or not all(isinstance(n, int) and n > 0 for n in ramp):
+        raise ConfigError(
+            f"batch_ramp = {shown} must be three whole numbers above 0: type --batch-ramp START,INCREMENT,SAMPLES."
+        )
+    start, increment, samples = ramp
+    if start >= batch or (batch - start) % increment:
+        raise ConfigError(
+            f"batch_ramp = {shown} does not get from {start} to global_batch_size = {batch} in steps of {increment}: "
+            f"type --batch-ramp {increment},{increment},{samples} and a --global-batch-size that is a multiple of it."
+        )
+    if samples > run.total_samples:
+        raise ConfigError(
+            f"batch_ramp = {shown} takes {samples} samples, but the run has steps * global_batch_size = "
+            f"{run.total_samples}: type --batch-ramp {start},{increment},{run.total_samples // 10 or 1}, or more --steps."
+        )
+    for size in range(start, batch, increment):
+        at_once = run.parallel.microbatch_size * run.parallel.data
+        at_once *= run.parallel.pipe if run.parallel.schedule in IN_ROUNDS else 1
+        if size % at_once:
+            raise ConfigError(
+                f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {at_once} (microbatch_size * "
+                f"data{' * pipe' if run.parallel.schedule in IN_ROUNDS else ''}): type --batch-ramp "
+                f"{at_once},{at_once},{samples}, or a smaller --data."
+            )
+    if run.parallel.schedule in ("pipedream_2bw", "dualpipe_v") or run.parallel.schedule.endswith(SCHEDULE_FILES):
+        raise ConfigError(
+            f"batch_ramp = {shown} does not go with {run.parallel.schedule}, which is for so many microbatches and no "
+            "fewer: type another --schedule, or leave --batch-ramp out."
+        )
+
+
+def check_output(output: "OutputConfig") -> None:
+    """Raises ConfigError for the first value that an OutputConfig cannot have."""
+    _check_values(output)
+    if output.profile is not None:
+        start, _, stop = output.profile.partition(":")
+        if not (start.isdecimal() and stop.isdecimal() and 0 < int(start) < int(stop)):
+            raise ConfigError(f"profile = {output.profile!r} is not START:STOP, two steps: type --profile 10:13.")
+    for name in ("profile", "exit_after_minutes", "keep_every"):
+        if getattr(output, name) is not None and output.run_dir is None:
+            raise ConfigError(f"{name} = {getattr(output, name)} has nowhere to write: type --run-dir DIR too.")
+    if output.resume != "no" and output.run_dir is None:
+        raise ConfigError(f"resume = {output.resume} needs a directory: type --run-dir DIR too.")
+
+
+def check_launch(launch: "LaunchConfig") -> None:
+    """Raises ConfigError for the first value that a LaunchConfig cannot have."""
+    _check_values(launch)
+    given = [name for name in ("coordinator", "processes", "process_id") if getattr(launch, name) is not None]
+    if launch.launcher in ("auto", "flags") and (given or launch.launcher == "flags") and len(given) < 3:
+        missing = ", ".join(option(name) for name in ("coordinator", "processes", "process_id") if name not in given)
+        raise ConfigError(f"several processes started by hand need {missing} too: type all three.")
+    if launch.coordinator is not None and not launch.coordinator.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"coordinator = {launch.coordinator!r} is not HOST:PORT: type --coordinator node0:12355.")
+    if launch.processes is not None and launch.process_id is not None and launch.process_id >= launch.processes:
+        raise ConfigError(
+            f"process_id = {launch.process_id} must be below processes = {launch.processes}: they count from 0."
         )
 
 
@@ -209,6 +295,21 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
         )
 
 
+def _check_recompute(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+    """Blocks are computed again in whole groups, within a chunk."""
+    group, chunk = parallel.recompute_blocks, model.layers // (parallel.pipe * parallel.chunks)
+    if group > 1 and parallel.recompute != "full":
+        raise ConfigError(
+            f"recompute_blocks = {group} is for recompute full, not {parallel.recompute}: type --recompute full, or "
+            "leave --recompute-blocks out."
+        )
+    if chunk % group:
+        raise ConfigError(
+            f"recompute_blocks = {group} does not divide the {chunk} layers of a chunk (layers / (pipe * chunks)): "
+            f"type --recompute-blocks {_some(_divisors(chunk), group)}."
+        )
+
+
 def _check_batch(run: "RunConfig") -> None:
     """The global batch is whole microbatches on each replica, in whole rounds of the pipeline where it interleaves."""
     parallel, batch = run.parallel, run.train.global_batch_size
@@ -230,14 +331,25 @@ def _check_batch(run: "RunConfig") -> None:
 
 
 def _check_rounds(run: "RunConfig") -> None:
-    """Schedules that need so many microbatches for their pipeline."""
+    """Schedules that need so many microbatches for their pipeline, or another precision."""
     parallel = run.parallel
-    least = 2 * parallel.pipe if parallel.schedule == "dualpipe_v" else 1
+    if parallel.schedule == "pipedream_2bw" and run.train.precision == "fp16":
+        raise ConfigError(
+            "precision = fp16 does not go with pipedream_2bw, whose two batches in flight would have different loss "
+            "scales: type --precision bf16, or another --schedule."
+        )
+    if parallel.schedule == "pipedream_2bw" and parallel.zero == 3:
+        raise ConfigError(
+            "zero = 3 does not go with pipedream_2bw, which holds two versions of its weights: type --zero 1, or another "
+            "--schedule."
+        )
+    need = {"dualpipe_v": ("2 * pipe", 2 * parallel.pipe), "pipedream_2bw": ("2 * (pipe - 1)", 2 * parallel.pipe - 2)}
+    formula, least = need.get(parallel.schedule, ("", 1))
     if run.microbatches < least:
         at_once = parallel.microbatch_size * parallel.data
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {run.train.global_batch_size} / {at_once} = "
-            f"{run.microbatches} is less than 2 * pipe = {least}, as {parallel.schedule} needs: type --global-batch-size "
+            f"{run.microbatches} is less than {formula} = {least}, as {parallel.schedule} needs: type --global-batch-size "
             f"{least * at_once} or more, or another --schedule."
         )
 

@@ -1,6 +1,7 @@
 """What a run is: the model, how it is laid over devices, and how it is trained.
 
-Three frozen dataclasses and the `RunConfig` that holds them. A field's comment is its line of `--help` (see `setting`).
+Three frozen dataclasses and the `RunConfig` that holds them; two more say what a run leaves behind and how its processes
+find each other, and change nothing that it computes. A field's comment is its line of `--help` (see `setting`).
 Nothing here imports jax: a configuration can be read, checked and counted on any machine.
 """
 
@@ -14,7 +15,9 @@ from megajax.presets import ALIASES, MODELS
 __all__ = [
     "PRESETS",
     "ConfigError",
+    "LaunchConfig",
     "ModelConfig",
+    "OutputConfig",
     "ParallelConfig",
     "RunConfig",
     "TrainConfig",
@@ -103,7 +106,7 @@ class ParallelConfig:
         "order of the pipeline's forwards and backwards; or a .csv or .json file that has it",
         (
             *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs"),
-            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto"),
+            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto", "pipedream_2bw"),
         ),
     )
     group_size: int | None = setting(
@@ -112,10 +115,23 @@ class ParallelConfig:
     live_chunks: int | None = setting(None, "auto: chunk activations a rank may hold at once; any number if not given")
     microbatch_size: int = setting(1, "samples a replica runs forward at once")
     sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")
+    vocab_parallel: str = setting(
+        "pipe",
+        "devices that share embedding and head: all of pipe * tensor, or, as in Megatron-LM, each end's tensor group",
+        ("pipe", "tensor"),
+    )
+    zero: int = setting(
+        0,
+        "what data-parallel replicas share out: 0 nothing; 1 optimizer state and fp32 weights; 3 weights and gradients too",
+        (0, 1, 3),
+    )
     recompute: str = setting(
         "selective",
         "what the backward computes again: nothing, the attention core (selective), or the whole block (full)",
         ("none", "selective", "full"),
+    )
+    recompute_blocks: int = setting(
+        1, "full recompute: blocks that are computed again together, with one input stashed for all of them"
     )
     attention: str = setting(
         "auto",
@@ -132,6 +148,11 @@ class ParallelConfig:
     )
 
     @property
+    def vocabulary_shares(self) -> int:
+        """Devices that the token tables' rows are split over."""
+        return self.tensor * (self.pipe if self.vocab_parallel == "pipe" else 1)
+
+    @property
     def devices(self) -> int:
         """Devices the mesh needs."""
         return self.data * self.context * self.pipe * self.tensor
@@ -142,11 +163,33 @@ class TrainConfig:
     """The optimisation: batch, AdamW, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
 
     global_batch_size: int = setting(64, "samples in a step, over all replicas and microbatches")
-    steps: int = setting(200, "optimizer steps to train for")
+    batch_ramp: tuple[int, ...] = setting(
+        (),
+        "START,INCREMENT,SAMPLES: the batch grows from START by INCREMENT to global_batch_size in equal shares of the "
+        "first SAMPLES (2104.04473's runs); not given: global_batch_size from the first step",
+    )
+    steps: int = setting(
+        200, "steps of global_batch_size to train for; with a batch_ramp as many samples in more steps"
+    )
     learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
-    minimum_learning_rate: float = setting(6e-5, "learning rate at the last step, where the cosine ends")
-    warmup_steps: int = setting(20, "steps over which the learning rate rises linearly from zero")
+    minimum_learning_rate: float = setting(6e-5, "learning rate where the decay ends, by default at the last step")
+    learning_rate_decay: str = setting(
+        "cosine",
+        "how the learning rate comes down after the warm-up; wsd stays at the peak and falls in a cool-down at the end",
+        ("cosine", "linear", "constant", "inverse_square_root", "wsd"),
+    )
+    warmup_steps: int = setting(20, "steps of global_batch_size over which the learning rate rises linearly from zero")
+    warmup_samples: int | None = setting(None, "the same in samples; not given: warmup_steps * global_batch_size")
+    decay_samples: int | None = setting(None, "samples after which the decay has ended; not given: all of the run")
+    cooldown_samples: int | None = setting(None, "wsd only: length of its cool-down; not given: a tenth of the decay")
+    cooldown: str = setting(
+        "linear", "wsd only: shape of its cool-down", ("linear", "cosine", "exponential", "square_root")
+    )
     weight_decay: float = setting(0.1, "AdamW's decoupled decay; biases and norms are not decayed")
+    start_weight_decay: float | None = setting(
+        None, "weight decay at the start, which becomes weight_decay over the run; not given: the same all along"
+    )
+    weight_decay_ramp: str = setting("linear", "how it gets from the one to the other", ("linear", "cosine"))
     beta1: float = setting(0.9, "Adam's decay of the mean gradient")
     beta2: float = setting(0.95, "Adam's decay of the mean squared gradient")
     epsilon: float = setting(1e-8, "added to the root of Adam's mean square")
@@ -155,6 +198,13 @@ class TrainConfig:
     precision: str = setting("bf16", "type of the forward and backward; weights stay fp32", ("bf16", "fp32", "fp16"))
     initial_loss_scale: float = setting(65536.0, "fp16 only: the loss is multiplied by this at first")
     loss_scale_window: int = setting(1000, "fp16 only: steps without overflow after which the loss scale doubles")
+    bad_step: str = setting(
+        "stop",
+        "bf16 and fp32: what to do where the loss or gradient is not finite: stop, or skip the batch and go on",
+        ("stop", "skip"),
+    )
+    bad_steps_limit: int = setting(20, "so many skipped steps in a row stop the run, whatever the precision")
+    spike_deviations: float = setting(8.0, "a loss so many standard deviations above the last 100 steps' is flagged")
     log_every: int = setting(10, "steps between two lines of the log")
     validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
     validation_batches: int = setting(8, "global batches in a validation")
@@ -169,8 +219,13 @@ class RunConfig:
     train: TrainConfig
 
     @property
+    def total_samples(self) -> int:
+        """Samples of the whole run."""
+        return self.train.steps * self.train.global_batch_size
+
+    @property
     def microbatches(self) -> int:
-        """Microbatches each replica runs in a step: m of the pipeline papers."""
+        """Microbatches each replica runs in a (full) step: m of the pipeline papers."""
         return self.train.global_batch_size // (self.parallel.microbatch_size * self.parallel.data)
 
     def validate(self, device_count: int | None = None) -> None:
@@ -185,9 +240,41 @@ class RunConfig:
         check_run(self, device_count)
 
 
-def padded_vocabulary(vocabulary: int, tensor: int) -> int:
-    """The next multiple of lcm(128, tensor): rows split evenly over tensor, and the logits' matmul has whole tiles."""
-    multiple = math.lcm(128, tensor)
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind, and when it stops before its end. Nothing here changes a number that it computes."""
+
+    run_dir: str | None = setting(None, "directory of the run: checkpoints, logs, configuration; not given: none kept")
+    resume: str = setting(
+        "no", "auto: go on from run_dir's newest checkpoint, if there is one; STEP: from that; DIR: from another run's"
+    )
+    save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
+    keep: int = setting(3, "newest checkpoints to keep")
+    keep_every: int | None = setting(None, "checkpoints of steps that are multiples of this are kept for good")
+    exit_after_minutes: float | None = setting(None, "save and exit with code 0 after so long; not given: at the end")
+    tensorboard: bool = setting(True, "write run_dir/tensorboard")
+    profile: str | None = setting(None, "START:STOP: write a jax.profiler trace of these steps to run_dir/profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How the processes of a run find each other, and when they give up on one."""
+
+    launcher: str = setting(
+        "auto",
+        "who started the processes; auto looks for SLURM's, MPI's and Kubernetes' marks, and for --coordinator",
+        ("auto", "single", "slurm", "mpi", "kubernetes", "flags"),
+    )
+    coordinator: str | None = setting(None, "HOST:PORT of process 0, reachable from all")
+    processes: int | None = setting(None, "number of processes")
+    process_id: int | None = setting(None, "which of them this is, from 0")
+    start_timeout: float = setting(300.0, "seconds to wait for the other processes at the start")
+    peer_timeout: float = setting(300.0, "seconds without a sign of life or a step after which the job is ended")
+
+
+def padded_vocabulary(vocabulary: int, shares: int) -> int:
+    """The next multiple of lcm(128, shares): rows split evenly, and the logits' matmul has whole tiles."""
+    multiple = math.lcm(128, shares)
     return -(-vocabulary // multiple) * multiple
 
 

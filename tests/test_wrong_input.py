@@ -47,6 +47,13 @@ WRONG = [
     ("--vocabulary 10", ["257", "10", "--vocabulary 257"]),
     ("--norm batchnorm", ["batchnorm", "layernorm"]),
     ("--sequence-parallel=yes", ["--sequence-parallel"]),
+    ("--schedule none.csv", ["cannot read none.csv", "No such file"]),
+    ("--schedule zb_h1 --live-chunks 3", ["live_chunks = 3", "--schedule auto"]),
+    ("--schedule 1f1b --group-size 3", ["group_size = 3", "--schedule interleaved_1f1b"]),
+    ("--schedule auto --pipe 2 --live-chunks 1", ["live_chunks is 1", "2 chunks"]),
+    ("--schedule dualpipe_v --pipe 2 --global-batch-size 8 --data 2", ["2 is less than 2 * pipe = 4"]),
+    ("--schedule zb_v --pipe 2 --chunks 1", ["zb_v has two chunks", "--chunks 2"]),
+    ("--schedule pipedream_2bw --precision fp16", ["fp16", "--precision bf16"]),
 ]
 
 

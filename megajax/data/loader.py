@@ -1,10 +1,12 @@
-"""Token streams to batches: the order of samples is a function of the seed, the state one integer, samples consumed."""
+"""Samples to batches: the order of samples is a function of the seed, the state one integer, samples consumed."""
 
 import functools
 
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.data.boundaries import Boundaries
+from megajax.data.gpt_samples import Samples
 
 
 class TokenSamples:
@@ -43,11 +45,40 @@ class TokenSamples:
 
 
 class Loader:
-    """Global batches, cut into microbatches."""
+    """Global batches, cut into microbatches. Its state is an argument: the samples consumed so far, one integer."""
 
-    def __init__(self, samples: TokenSamples, global_batch_size: int, microbatches: int):
-        """`microbatches` must divide `global_batch_size`."""
+    def __init__(
+        self,
+        samples: Samples,
+        global_batch_size: int,
+        microbatches: int,
+        boundaries: Boundaries | None = None,
+        vocabulary: int | None = None,
+    ):
+        """`microbatches` must divide `global_batch_size`.
+
+        Args:
+          samples: where windows come from.
+          global_batch_size: samples of a batch.
+          microbatches: that it is cut into.
+          boundaries: what the end of a document within a sample does; None is nothing.
+          vocabulary: token ids must be below it; None is not checked.
+        """
         self.samples, self.global_batch_size, self.microbatches = samples, global_batch_size, microbatches
+        self.boundaries, self.vocabulary = boundaries, vocabulary
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """(microbatches, samples of each)."""
+        return self.microbatches, self.global_batch_size // self.microbatches
+
+    def at(self, consumed_samples: int) -> "Loader":
+        """The loader of the batch that begins there: this one. Where the batch size grows, there are several."""
+        return self
+
+    def resized(self, global_batch_size: int, microbatches: int) -> "Loader":
+        """A loader of the same samples in batches of another size."""
+        return Loader(self.samples, global_batch_size, microbatches, self.boundaries, self.vocabulary)
 
     def batch(self, consumed_samples: int) -> dict[str, np.ndarray]:
         """The batch that begins with sample `consumed_samples` of the run.
@@ -55,15 +86,30 @@ class Loader:
         Sample j of it goes to microbatch j // (samples a microbatch): a step sees the same samples on any mesh.
 
         Returns:
-          tokens and labels int32, weights float32 (all 1), each [microbatches, samples, sequence_length], and sample
-          uint32 [microbatches, samples], the samples' numbers in the run.
+          tokens and labels int32, weights float32 (1 where the label counts), each [microbatches, samples,
+          sequence_length], and sample uint32 [microbatches, samples], the samples' numbers in the run. With boundaries
+          also what `Boundaries.of` gives.
         """
         numbers = consumed_samples + np.arange(self.global_batch_size)
+        return {name: array.reshape(*self.batch_shape, *array.shape[1:]) for name, array in self.rows(numbers).items()}
+
+    def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Samples by their numbers in the run, int [rows]: as `batch`, each array [rows, ...].
+
+        Raises:
+          ConfigError: there is no such sample, or a token id is not in the vocabulary.
+        """
         windows = np.stack([self.samples.window(int(number)) for number in numbers])
-        batch = {
-            "tokens": windows[:, :-1],
+        if self.vocabulary is not None and not 0 <= windows.min() <= windows.max() < self.vocabulary:
+            bad = windows[(windows < 0) | (windows >= self.vocabulary)][0]
+            raise ConfigError(
+                f"the data has token id {bad}, the model knows 0 to {self.vocabulary - 1}: it was made with another "
+                "tokenizer; type the vocabulary that it needs after --vocabulary"
+            )
+        tokens = windows[:, :-1]
+        return {
+            "tokens": tokens,
             "labels": windows[:, 1:],
-            "weights": np.ones((self.global_batch_size, self.samples.sequence_length), np.float32),
+            "weights": np.ones(tokens.shape, np.float32),
             "sample": numbers.astype(np.uint32),
-        }
-        return {name: array.reshape(self.microbatches, -1, *array.shape[1:]) for name, array in batch.items()}
+        } | (self.boundaries.of(tokens) if self.boundaries else {})

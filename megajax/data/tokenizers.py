@@ -1,14 +1,19 @@
-"""Text to token ids and back: bytes for small runs, GPT-2's byte-pair encoding for real ones."""
+"""Text to token ids and back: bytes for small runs, GPT-2's byte-pair encoding for real ones, or a file of the user's."""
 
 import functools
 import gzip
 import importlib.resources
 import json
+import pathlib
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megajax.config import ConfigError, near
+
+# What ends a document in well-known vocabularies: GPT-2 and kin, Llama 3, Llama 2 and T5, Gemma, BERT.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -27,6 +32,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32 [tokens], without an end of document."""
 
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of many texts; quicker."""
+
     def decode(self, ids) -> str:
         """The text of ids; bytes that are no UTF-8 become the replacement character."""
 
@@ -39,44 +47,130 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids) -> str:
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", "replace")
 
 
-class GPT2Tokenizer:
-    """GPT-2's byte-level BPE, run by the `tokenizers` library."""
+class HuggingFaceTokenizer:
+    """A tokenizer of the `tokenizers` library; no special tokens are added, nothing is cut or padded."""
 
-    name, vocabulary, end_of_document = "gpt2", 50257, 50256
+    def __init__(self, name: str, inner, end_of_document: str | None = None):
+        """Wraps a tokenizers.Tokenizer.
 
-    def __init__(self):
-        """Reads the files in the package."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-        merges = [tuple(line.split()) for line in _packaged("vocab.bpe.gz").split("\n")[1:] if line.strip()]
-        self._inner = Tokenizer(models.BPE(vocab=json.loads(_packaged("encoder.json.gz")), merges=merges))
-        self._inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._inner.decoder = decoders.ByteLevel()
+        Raises:
+          ConfigError: the vocabulary has no such end of document, or, for None, none of the usual ones.
+        """
+        inner.no_truncation()
+        inner.no_padding()
+        self.name, self.inner = name, inner
+        self.vocabulary = 1 + max(inner.get_vocab(with_added_tokens=True).values())
+        self.end_of_document = _end_of_document(name, end_of_document, inner.token_to_id)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._inner.encode(text).ids, np.int32)
+        return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # without the places in the text
+        return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids) -> str:
-        return self._inner.decode([int(token) for token in ids if token != self.end_of_document])
+        ids = [int(token) for token in ids if token != self.end_of_document]
+        return self.inner.decode(ids, skip_special_tokens=False)
 
 
-TOKENIZERS = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
+class SentencePieceTokenizer:
+    """A model of the `sentencepiece` library; neither a begin nor an end of sentence is added."""
+
+    def __init__(self, name: str, end_of_document: str | None = None):
+        """Reads the file `name`; see HuggingFaceTokenizer."""
+        import sentencepiece
+
+        self.name, self.inner = name, sentencepiece.SentencePieceProcessor(model_file=name)
+        self.vocabulary = self.inner.vocab_size()
+        pieces = {self.inner.id_to_piece(token): token for token in range(self.vocabulary)}
+        if end_of_document is None and self.inner.eos_id() >= 0:
+            self.end_of_document = self.inner.eos_id()
+        else:
+            self.end_of_document = _end_of_document(name, end_of_document, pieces.get)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.inner.encode(text), np.int32)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(ids, np.int32) for ids in self.inner.encode(list(texts), num_threads=1)]
+
+    def decode(self, ids) -> str:
+        return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
+
+
+def load_gpt2() -> HuggingFaceTokenizer:
+    """GPT-2's byte-level BPE, from the files in the package."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    merges = [tuple(line.split()) for line in _packaged("vocab.bpe.gz").split("\n")[1:] if line.strip()]
+    inner = Tokenizer(models.BPE(vocab=json.loads(_packaged("encoder.json.gz")), merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return HuggingFaceTokenizer("gpt2", inner)
+
+
+TOKENIZERS = {"byte": ByteTokenizer, "gpt2": load_gpt2}
+FILES = {
+    ".json": "a tokenizer.json of Hugging Face",
+    ".model": "a sentencepiece model",
+    ".txt": "BERT's list of WordPieces (in lower case)",
+}
 
 
 @functools.cache
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`.
+def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
+    """The tokenizer called `name`, or in the file of that name.
+
+    Args:
+      name: one of TOKENIZERS, or a path that ends as one of FILES.
+      end_of_document: the token to put after every document; None takes the usual one. For files only.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is none, the file cannot be read, or it has no such end of document.
     """
-    if name not in TOKENIZERS:
-        raise ConfigError(f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Type --tokenizer NAME.")
-    return TOKENIZERS[name]()
+    ending = pathlib.Path(name).suffix
+    if ending not in FILES:
+        if name not in TOKENIZERS:
+            raise ConfigError(
+                f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Type --tokenizer NAME, or a file: "
+                f"{', '.join(f'FILE{end}' for end in FILES)}."
+            )
+        if end_of_document is not None:
+            raise ConfigError(f"tokenizer {name} has its own end of document: leave --end-of-document out")
+        return TOKENIZERS[name]()
+    if not pathlib.Path(name).is_file():
+        raise ConfigError(f"tokenizer {name}: there is no such file; give {FILES[ending]}")
+    try:
+        return _read(name, ending, end_of_document)
+    except ConfigError:
+        raise
+    except Exception as error:  # the libraries raise plain Exception, RuntimeError and others for a foreign file
+        raise ConfigError(f"tokenizer {name} is not {FILES[ending]}: {str(error).splitlines()[0]}") from None
+
+
+def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
+    if ending == ".model":
+        return SentencePieceTokenizer(name, end_of_document)
+    from tokenizers import BertWordPieceTokenizer, Tokenizer
+
+    inner = Tokenizer.from_file(name) if ending == ".json" else BertWordPieceTokenizer(name, lowercase=True)._tokenizer
+    return HuggingFaceTokenizer(name, inner, end_of_document)
+
+
+def _end_of_document(name: str, wanted: str | None, token_to_id) -> int:
+    for token in ENDS if wanted is None else (wanted,):
+        if token_to_id(token) is not None:
+            return token_to_id(token)
+    missing = f"none of {', '.join(ENDS)}" if wanted is None else f"no token {wanted!r}"
+    raise ConfigError(f"tokenizer {name} has {missing} to end documents with: type --end-of-document TOKEN")
 
 
 def _packaged(name: str) -> str:

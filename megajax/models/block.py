@@ -153,6 +153,23 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [..., *n] + bias [*n], the bias's gradient summed in fp32.
+
+    A sum in 16 bit makes XLA's GPU compiler transpose what y is stashed with, all of it, for every chunk (jax 0.10.2).
+    """
+    return y + bias
+
+
+def _add_bias_backward(bias, dy):
+    lead = tuple(range(dy.ndim - bias.ndim))
+    return dy, dy.astype(jnp.float32).sum(lead).astype(bias.dtype)
+
+
+add_bias.defvjp(lambda y, bias: (y + bias, bias), _add_bias_backward)
+
+
 class Linear(nnx.Module):
     """A matmul from the last axes of x to new ones, in x's type, with or without a bias."""
 
@@ -167,7 +184,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, product: Callable[..., jax.Array], *how) -> jax.Array:
         """`product(x, kernel, *how)`, from [..., *inputs] to [..., *outputs]; a row-parallel sum adds the bias once."""
         y = product(x, self.kernel[...].astype(x.dtype), *how)
-        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+        return add_bias(y, self.bias[...].astype(x.dtype)) if hasattr(self, "bias") else y
 
 
 def rotate(x: jax.Array, base: float, positions: jax.Array | None = None) -> jax.Array:

@@ -11,7 +11,7 @@ can split it: padded rows are zero, their logits masked, and so they get no grad
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,31 @@ Microbatch = dict[str, jax.Array]
 TABLE = ("vocabulary", "hidden")
 LOGITS = ("batch", "whole_sequence", "vocabulary")
 MASKED_LOGIT = -1e30  # of a padded row: its exponential is 0 in fp32, and the number is finite
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+class RowsOverRanks(NamedTuple):
+    """How ranks that each have some rows of the token tables work together; see megajax.parallel.vocabulary.
+
+    Attributes:
+      spread: y [b, s, h], which one rank has and the others have zeros for -> y on all of them.
+      first_row: how many rows are here -> the number of the first of them.
+      total: fp32 [b, s] -> its sum over the ranks.
+      most: fp32 [b, s] -> its maximum over the ranks.
+      whole: logits [b, s, rows here] -> [b, s, rows].
+    """
+
+    spread: Callable[[jax.Array], jax.Array] = _same
+    first_row: Callable[[int], jax.Array | int] = lambda rows: 0
+    total: Callable[[jax.Array], jax.Array] = _same
+    most: Callable[[jax.Array], jax.Array] = _same
+    whole: Callable[[jax.Array], jax.Array] = _same
+
+
+ALL_ROWS = RowsOverRanks()
 
 
 def take(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -73,8 +98,8 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """Final norm, then logits against the token table, the embedding's or the head's own."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array, rows: int, constrain=identity):
-        self.constrain = constrain
+    def __init__(self, config: ModelConfig, key: jax.Array, rows: int, constrain=identity, ranks=ALL_ROWS):
+        self.constrain, self.ranks = constrain, ranks
         self.norm = Norm(config)
         if not config.tied_embeddings:
             self.vocabulary = parameter(_token_table(named_key(key, "vocabulary"), config, rows), *TABLE)
@@ -82,16 +107,17 @@ class Head(nnx.Module):
     def __call__(self, y: jax.Array, embedding: Embedding) -> jax.Array:
         """From y [b, split s, h] to logits [b, s, rows] of y's type, rows split over tensor, padding not masked."""
         table = self.vocabulary if hasattr(self, "vocabulary") else embedding.tokens
-        y = self.constrain(self.constrain(self.norm(y), *RESIDUAL), *WHOLE)  # split, then whole: see Block._gathered
+        y = self.norm(self.ranks.spread(y))
+        y = self.constrain(self.constrain(y, *RESIDUAL), *WHOLE)  # split, then whole: see Block._gathered
         return self.constrain(jnp.einsum("bsh,vh->bsv", y, table[...].astype(y.dtype)), *LOGITS)
 
 
 class Shared(nnx.Module):
     """What every pipeline rank holds: the first uses the embedding, the last the head, and both a tied table."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array, rows: int, constrain=identity, lookup=take):
+    def __init__(self, config: ModelConfig, key: jax.Array, rows: int, constrain=identity, lookup=take, ranks=ALL_ROWS):
         self.embedding = Embedding(config, named_key(key, "embedding"), rows, constrain, lookup)
-        self.head = Head(config, named_key(key, "head"), rows, constrain)
+        self.head = Head(config, named_key(key, "head"), rows, constrain, ranks)
 
 
 def _token_table(key: jax.Array, config: ModelConfig, rows: int) -> jax.Array:
@@ -100,45 +126,48 @@ def _token_table(key: jax.Array, config: ModelConfig, rows: int) -> jax.Array:
     return jnp.where(jnp.arange(rows)[:, None] < config.vocabulary, table, 0)
 
 
-def _masked(logits: jax.Array, vocabulary: int) -> jax.Array:
+def _rows(logits: jax.Array, ranks: RowsOverRanks) -> jax.Array:
+    """The numbers of the table's rows that the logits' last axis is of."""
+    return ranks.first_row(logits.shape[-1]) + lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+
+def _masked(logits: jax.Array, vocabulary: int, ranks: RowsOverRanks) -> jax.Array:
     """Logits in fp32, those of padded rows far below all others."""
-    column = lax.broadcasted_iota(jnp.int32, (logits.shape[-1],), 0)
-    return jnp.where(column < vocabulary, logits.astype(jnp.float32), MASKED_LOGIT)
+    return jnp.where(_rows(logits, ranks) < vocabulary, logits.astype(jnp.float32), MASKED_LOGIT)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def cross_entropy(logits: jax.Array, labels: jax.Array, vocabulary: int) -> jax.Array:
-    """-log softmax(logits)[label], in fp32, with sums over the vocabulary only: it may be split over tensor.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def cross_entropy(logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROWS) -> jax.Array:
+    """-log softmax(logits)[label], in fp32, with sums over the vocabulary only: it may be split over tensor and ranks.
 
     The label's logit is picked by a masked sum, as a gather from a sharded axis can abort XLA's partitioner. The
     derivative (softmax - one-hot) is written out to keep the logits in their own type and no fp32 copy of them.
 
     Args:
-      logits: [b, s, rows] of any float type.
+      logits: [b, s, rows here] of any float type.
       labels: [b, s] integers below `vocabulary`.
-      vocabulary: columns that count; those from there on are padding.
+      vocabulary: rows that count; those from there on are padding.
+      ranks: that have the other rows. The gradient may come to one of them, zeros to the others.
 
     Returns:
-      fp32 [b, s].
+      fp32 [b, s], on all ranks.
     """
-    return _cross_entropy_forward(logits, labels, vocabulary)[0]
+    return _cross_entropy_forward(logits, labels, vocabulary, ranks)[0]
 
 
-def _is_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, logits.shape, 2) == labels[..., None]
-
-
-def _cross_entropy_forward(logits, labels, vocabulary):
-    masked = _masked(logits, vocabulary)
-    normaliser = jax.nn.logsumexp(masked, axis=-1)
-    picked = jnp.where(_is_label(logits, labels), masked, 0).sum(-1)
+def _cross_entropy_forward(logits, labels, vocabulary, ranks):
+    masked = _masked(logits, vocabulary, ranks)
+    most = ranks.most(masked.max(-1))
+    normaliser = most + jnp.log(ranks.total(jnp.exp(masked - most[..., None]).sum(-1)))
+    picked = ranks.total(jnp.where(_rows(logits, ranks) == labels[..., None], masked, 0).sum(-1))
     return normaliser - picked, (logits, labels, normaliser)
 
 
-def _cross_entropy_backward(vocabulary, residuals, gradient):
+def _cross_entropy_backward(vocabulary, ranks, residuals, gradient):
     logits, labels, normaliser = residuals
-    softmax = jnp.exp(_masked(logits, vocabulary) - normaliser[..., None])
-    return ((softmax - _is_label(logits, labels)) * gradient[..., None]).astype(logits.dtype), None
+    softmax = jnp.exp(_masked(logits, vocabulary, ranks) - normaliser[..., None])
+    is_label = _rows(logits, ranks) == labels[..., None]
+    return ((softmax - is_label) * ranks.total(gradient)[..., None]).astype(logits.dtype), None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
@@ -167,6 +196,7 @@ def functions(
     *,
     constrain: Callable[..., jax.Array] = identity,
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = take,
+    ranks: RowsOverRanks = ALL_ROWS,
     operations: Operations | None = None,
     dtype: jnp.dtype = jnp.float32,
     recompute: str = "selective",
@@ -178,6 +208,7 @@ def functions(
       config: the model.
       constrain: (x, *logical axes) -> x, lays an activation out, see megajax.parallel.rules.
       lookup: (table [v, h], tokens [b, s]) -> [b, s, h], see megajax.parallel.vocabulary.
+      ranks: that share the token tables' rows with this one; `lookup` then knows it.
       operations: the block's matmuls and attention; plain ones if not given.
       dtype: of activations and matmuls; softmax, norms, activation function and loss are fp32 inside.
       recompute: none, selective or full, see megajax.models.recompute.
@@ -188,7 +219,7 @@ def functions(
     """
     key = jax.random.key(0)  # of no consequence: only the structure of the modules is used
     block_module = nnx.split(nnx.eval_shape(lambda: Block(config, key, constrain, operations)))[0]
-    shared_module = nnx.split(nnx.eval_shape(lambda: Shared(config, key, 1, constrain, lookup)))[0]
+    shared_module = nnx.split(nnx.eval_shape(lambda: Shared(config, key, 1, constrain, lookup, ranks)))[0]
 
     def dropout(microbatch, layer):
         return Dropout(config.dropout, constrain, dropout_seed, microbatch.get("sample"), layer)
@@ -208,27 +239,27 @@ def functions(
         return model.head(y, model.embedding)
 
     def logits(shared, y):
-        return constrain(_masked(raw_logits(shared, y), config.vocabulary), *LOGITS)
+        return ranks.whole(constrain(_masked(raw_logits(shared, y), config.vocabulary, ranks), *LOGITS))
 
     def head_loss(shared, y, microbatch):
-        losses = cross_entropy(raw_logits(shared, y), microbatch["labels"], config.vocabulary)
+        losses = cross_entropy(raw_logits(shared, y), microbatch["labels"], config.vocabulary, ranks)
         return (losses * microbatch["weights"].astype(jnp.float32)).sum()
 
     return ModelFunctions(embed, block, logits, head_loss)
 
 
-def init(config: ModelConfig, key: jax.Array, tensor: int = 1) -> Tree:
+def init(config: ModelConfig, key: jax.Array, shares: int = 1) -> Tree:
     """Fresh parameters: fp32, canonical form (block leaves [layers, ...]). To be jitted with out_shardings if large.
 
     Normal with config.init_deviation; the two projections into the residual scaled by 1/sqrt(2 layers); biases 0, norm
-    scales 1. A value depends on the key, the parameter's name and the layer, not on `tensor`.
+    scales 1. A value depends on the key, the parameter's name and the layer, not on `shares`.
 
     Args:
       config: the model.
       key: of the run.
-      tensor: devices that the vocabulary's rows must split over.
+      shares: devices that the vocabulary's rows must split over.
     """
-    rows = padded_vocabulary(config.vocabulary, tensor)
+    rows = padded_vocabulary(config.vocabulary, shares)
 
     def block(layer):
         return _values(Block(config, jax.random.fold_in(named_key(key, "blocks"), layer)))

@@ -24,12 +24,13 @@ Fused attention has no probabilities; with context and statistics its backward n
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
 from megajax.config import ConfigError, ModelConfig, near
 
-__all__ = ["MODES", "Value", "bytes_per_layer", "kept_names", "kept_values", "policy"]
+__all__ = ["MODES", "Value", "bytes_per_layer", "grouped", "kept_names", "kept_values", "policy"]
 
 SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up")
 NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
@@ -132,3 +133,24 @@ def bytes_per_layer(
         parts = tensor if value.split == "tensor" or sequence_parallel else 1
         total += samples * value.elements * (value.itemsize or itemsize) // parts
     return total
+
+
+def grouped(block: Callable, size: int) -> Callable:
+    """`size` blocks as one, of which the input alone is kept: 2104.04473 section 3.5's checkpoints every c layers.
+
+    Args:
+      block: (weights of one block, x, microbatch, layer) -> x, keeping all that its backward needs.
+      size: blocks.
+
+    Returns:
+      (weights [size, ...], x, microbatch, number of the group) -> x.
+    """
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    def group(weights, x, microbatch, number):
+        for index in range(size):  # not a scan: a backward is split into I and W by taking apart a flat list
+            own = jax.tree.map(lambda leaf: leaf[index], weights)  # noqa: B023
+            x = block(own, x, microbatch, number * size + index)
+        return x
+
+    return group

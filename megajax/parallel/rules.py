@@ -1,13 +1,13 @@
 """Which axis of an array lies on which axis of the mesh. One table; change it to change the parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-__all__ = ["AxisRules"]
+__all__ = ["AxisRules", "only", "without"]
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,14 @@ class AxisRules:
 
     Attributes:
       sequence_parallel: whether the residual stream is split along its sequence over tensor (2205.05198 section 4.2).
+      vocabulary_over_pipe: whether the token tables and the logits are split over pipe and tensor, or over tensor alone.
     """
 
     sequence_parallel: bool = True
+    vocabulary_over_pipe: bool = False
 
-    def mesh_axis(self, name: str | None) -> str | None:
-        """The mesh axis of a logical axis, None for one that every device holds whole.
+    def mesh_axis(self, name: str | None) -> str | tuple[str, ...] | None:
+        """The mesh axis (or axes) of a logical axis, None for one that every device holds whole.
 
         Raises:
           KeyError: for a name that is not in the table.
@@ -35,7 +37,9 @@ class AxisRules:
             "groups": "tensor",  # a group of heads and its key and value head: attention needs nothing of another group
             "heads": "tensor",  # the same split, seen by the output projection
             "feedforward": "tensor",  # the activation is elementwise
-            "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
+            # The largest matrix. The loss needs sums over it, not the logits themselves; over pipe too, so that no stage
+            # has more of it than another.
+            "vocabulary": ("pipe", "tensor") if self.vocabulary_over_pipe else "tensor",
             "positions": None,  # small, and read by all
             # Activations.
             "batch": "data",  # replicas see different samples
@@ -53,5 +57,22 @@ class AxisRules:
         Mesh axes that the surrounding `shard_map` is manual over are left out: there x is a device's own part already.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        spec = self.spec(axes)
-        return lax.with_sharding_constraint(x, PartitionSpec(*(None if axis in manual else axis for axis in spec)))
+        return lax.with_sharding_constraint(x, without(self.spec(axes), manual))
+
+
+def without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The partition with some mesh axes left out: (P(("pipe", "tensor")), ("pipe",)) -> P("tensor")."""
+    return _kept(spec, lambda name: name not in axes)
+
+
+def only(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The partition with all other mesh axes left out: (P("data", "tensor"), ("tensor",)) -> P(None, "tensor")."""
+    return _kept(spec, lambda name: name in axes)
+
+
+def _kept(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
+    def left(entry):
+        names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name and keep(name))
+        return names if len(names) > 1 else names[0] if names else None
+
+    return PartitionSpec(*(left(entry) for entry in spec))

@@ -1,10 +1,11 @@
-"""Looking tokens up in a table whose rows are split over the tensor axis (1909.08053 section 3, input embedding).
+"""Token tables whose rows are split: over the tensor axis (1909.08053 section 3), or over pipe as well.
 
 Left to XLA's partitioner a gather from a sharded axis can abort the compiler inside a partly manual `shard_map`. So
 both directions enter a nested `shard_map` over "tensor": each rank looks up the tokens whose rows it has, and the rest
 come from the others. All communication stays in a tensor group, so a pipeline rank may look up while others do not.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-__all__ = ["lookup"]
+from megajax.models.gpt import RowsOverRanks
 
-AXIS = "tensor"
+__all__ = ["lookup", "over_pipe"]
+
+AXIS, PIPE = "tensor", "pipe"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -79,6 +82,68 @@ def _backward(sequence_parallel, residuals, gradient):
 
 
 lookup.defvjp(_forward, _backward)
+
+
+def over_pipe(sequence_parallel: bool) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], RowsOverRanks]:
+    """`lookup` and the rest for tables whose rows are split over pipe and tensor (Yeung et al. 2024, 2411.05288).
+
+    No stage then has more of the vocabulary than another, in memory or in work. To be called in a `shard_map` that is
+    manual over pipe, by all its ranks at once: a sum over pipe brings the rows found to all, another the head's input,
+    two small ones the softmax's normaliser, and a last one the head's gradient. Each rank has rows
+    [rank * rows, (rank + 1) * rows) and splits them over tensor.
+    """
+
+    def look_up(table, tokens):
+        return _found(lookup(table, tokens - lax.axis_index(PIPE) * table.shape[0], sequence_parallel))
+
+    return look_up, RowsOverRanks(_spread, _first_row, _total, _most, _whole)
+
+
+def _first_row(rows: int) -> jax.Array:
+    return lax.axis_index(PIPE) * rows
+
+
+def _vary(x: jax.Array) -> jax.Array:
+    """Marks x as each rank's own, so that no gradient is summed over pipe but where it is written here."""
+    return lax.pcast(x, PIPE, to="varying")
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    """What one rank has and the others have zeros for, on all of them. Element by element."""
+    return _vary(_from_bits(lax.psum(_to_bits(x), PIPE), x.dtype))
+
+
+def _total(x: jax.Array) -> jax.Array:
+    return _vary(lax.psum(x, PIPE))
+
+
+def _most(x: jax.Array) -> jax.Array:
+    return _vary(lax.pmax(x, PIPE))
+
+
+def _whole(logits: jax.Array) -> jax.Array:
+    return lax.all_gather(logits, PIPE, axis=logits.ndim - 1, tiled=True)
+
+
+@jax.custom_vjp
+def _spread(y: jax.Array) -> jax.Array:
+    """From the last stage to all ranks; back, the sum of what each rank's part of the head has of the gradient, in fp32."""
+    return _copied(y)
+
+
+_spread.defvjp(
+    lambda y: (_copied(y), None),
+    lambda _, gradient: (_total(gradient.astype(jnp.float32)).astype(gradient.dtype),),
+)
+
+
+@jax.custom_vjp
+def _found(rows: jax.Array) -> jax.Array:
+    """Rows that one rank each found, on all ranks; back, the gradient that one rank has (the others have zeros)."""
+    return _copied(rows)
+
+
+_found.defvjp(lambda rows: (_copied(rows), None), lambda _, gradient: (_copied(gradient),))
 
 
 def _to_bits(x: jax.Array) -> jax.Array:

@@ -10,7 +10,9 @@ Tensor parallelism is not seen here: the mesh axis `tensor` is left to XLA's par
 The executor knows no model. It is given `functions` with
   `embed(shared, microbatch) -> x`, `block(weights, x, microbatch, layer) -> x`,
   `head_loss(shared, y, microbatch) -> scalar sum`,
-and params {"blocks": [chunks, pipe, layers per chunk, ...] sharded on axis 1, "shared": replicated over data and pipe}.
+and params {"blocks": [chunks, pipe, layers per chunk, ...] sharded on axis 1, "shared"}, which lie as `Specs` says. Where
+ranks share the model's ends (parallel/vocabulary.py), embed and head_loss hold collectives over pipe: all ranks run them in
+the ticks in which one rank has a microbatch there; what is not that rank's is zero going in, and dropped coming out.
 """
 
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.parallel.rules import only
+from megajax.parallel.zero import Cut
 from megajax.pipeline import tables
 from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from megajax.pipeline.stage import Stack
@@ -30,6 +34,30 @@ Tree = Any
 MANUAL = ("data", "pipe")
 BLOCKS = P(None, "pipe")
 BATCH = P(None, "data")
+
+
+class Specs(NamedTuple):
+    """How params and gradients lie on the mesh: two trees of PartitionSpec, like params or a prefix of that.
+
+    A gradient is summed over the axes that its weight is not split over, and comes out split as its own spec says: by a
+    reduce-scatter where that has an axis which the weight's has not (ZeRO-1).
+    """
+
+    weights: Tree
+    gradients: Tree
+
+    @property
+    def manual(self) -> "Specs":
+        """The same over the axes that the executor is manual over."""
+        return Specs(*(jax.tree.map(lambda spec: only(spec, MANUAL), specs, is_leaf=is_spec) for specs in self))
+
+
+def is_spec(node) -> bool:
+    """Whether a node of a tree is a PartitionSpec, which is its leaf."""
+    return isinstance(node, P)
+
+
+WHOLE = Specs({"blocks": BLOCKS, "shared": P()}, {"blocks": BLOCKS, "shared": P()})
 
 
 class Carry(NamedTuple):
@@ -42,110 +70,161 @@ class Carry(NamedTuple):
     kept: Tree  # what I leaves for W, [slots, blocks per chunk, ...]
     block_gradients: Tree  # fp32, [local layers, ...]
     shared_gradients: Tree  # fp32
-    output: Tree  # loss summed over microbatches, or what `collect` returned for each of them
+    output: Tree  # each microbatch's loss, or what `collect` returned for each of them
 
 
 def gradient_function(
-    functions, schedule: Schedule, mesh: Mesh, *, constrain: Callable, poison_bubbles: bool = False
+    functions,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    constrain: Callable,
+    specs: Specs = WHOLE,
+    share_ends: bool = False,
+    poison_bubbles: bool = False,
 ) -> Callable:
-    """`f(params, batch, cotangent) -> (loss, gradients)` for a whole batch, run by `schedule`.
+    """`f(params, batch, cotangent) -> (losses, gradients)` for a whole batch, run by `schedule`.
 
-    `loss` is `head_loss` summed over the batch; `gradients` are fp32, in the layout of `params`, and those of
-    cotangent * loss. They are summed over `data` once, after the last tick.
+    `losses` [microbatches] is `head_loss` summed over the replicas; `gradients` are fp32, in the layout of `params`, and
+    those of cotangent * losses.sum(). They are summed over `data` once, after the last tick (but see `specs`).
 
     Args:
       constrain: `x -> x`, lays an activation between blocks over the axes that are not manual.
+      specs: how params and gradients lie. A block's weight that is split over `data` is put together whenever its block
+        runs, and its gradient is summed over `data` there.
+      share_ends: whether all ranks run embed and head_loss together.
       poison_bubbles: feeds NaN to every bubble, to prove that bubbles touch no result.
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, columns: Tree):
-        rank = _Rank(functions, schedule, table, constrain, params, batch, poison=poison_bubbles)
-        carry = rank.run(columns, rank.start(), cotangent=_vary(cotangent))
-        blocks = jax.tree.map(
-            lambda total, weights: lax.psum(total.reshape(weights.shape), "data"),
-            carry.block_gradients,
-            params["blocks"],
-        )
-        shared = jax.tree.map(lambda total: lax.psum(total, MANUAL), carry.shared_gradients)
-        return lax.psum(carry.output, MANUAL), {"blocks": blocks, "shared": shared}
+        rank = Rank(functions, schedule, table, constrain, params, batch, specs=specs, poison=poison_bubbles)
+        cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
+        carry = rank.run(rank_columns(columns), rank.start(), vary(cotangents))
+        totals = {
+            "blocks": jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"]),
+            "shared": carry.shared_gradients,
+        }
+        return lax.psum(carry.output, MANUAL), summed(totals, specs)
 
-    table = tables.build(schedule)
-    layout = {"blocks": BLOCKS, "shared": P()}
+    table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(layout, BATCH, P(), P(None, "pipe")), out_specs=(P(), layout), axis_names=set(MANUAL)
+        run,
+        mesh=mesh,
+        in_specs=(specs.manual.weights, BATCH, P(), P(None, "pipe")),
+        out_specs=(P(), specs.manual.gradients),
+        axis_names=set(MANUAL),
     )
     return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.columns)
 
 
-def forward_function(functions, collect: Callable, schedule: Schedule, mesh: Mesh, *, constrain: Callable) -> Callable:
+def forward_function(
+    functions,
+    collect: Callable,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    constrain: Callable,
+    specs: Specs = WHOLE,
+    share_ends: bool = False,
+) -> Callable:
     """`f(params, batch) -> outputs` by a forward-only schedule.
 
     `collect(shared, y, microbatch)` sees the last block's output and returns a pytree of [n, ...]; `outputs` holds them
-    as [microbatches, data * n, ...].
+    as [microbatches, data * n, ...]. With `share_ends` all ranks run it together, and the last stage's result counts.
     """
 
     def run(params: Tree, batch: Tree, columns: Tree):
-        rank = _Rank(functions, schedule, table, constrain, params, batch, collect=collect)
-        return lax.psum(rank.run(columns, rank.start()).output, "pipe")
+        rank = Rank(functions, schedule, table, constrain, params, batch, collect=collect, specs=specs)
+        return lax.psum(rank.run(rank_columns(columns), rank.start()).output, "pipe")
 
-    table = tables.build(schedule)
-    layout = {"blocks": BLOCKS, "shared": P()}
+    table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(layout, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
+        run, mesh=mesh, in_specs=(specs.manual.weights, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
     )
     return lambda params, batch: mapped(params, batch, table.columns)
 
 
-def _vary(tree: Tree) -> Tree:
+def rank_columns(columns: Tree) -> Tree:
+    """A rank's own columns, [ticks], of what `shard_map` gives it of the tables, [ticks, 1]."""
+    return jax.tree.map(lambda column: vary(column[:, 0]), columns)
+
+
+def vary(tree: Tree) -> Tree:
     """Marks values as differing between ranks and replicas.
 
     Without it `jax.vjp` of something replicated would sum its gradient over the mesh inside the tick loop.
     """
 
-    def vary(leaf):
+    def mark(leaf):
         missing = tuple(axis for axis in MANUAL if axis not in jax.typeof(leaf).mat.varying)
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(vary, tree)
+    return jax.tree.map(mark, tree)
 
 
-class _Rank:
+def summed(totals: Tree, specs: Specs) -> Tree:
+    """Each rank's totals, shaped like its part of the weights, to the gradients as they are to lie."""
+
+    def one(total, weight: P, gradient: P):
+        over = [axis for axis in MANUAL if axis not in only(weight, MANUAL)]
+        cut = Cut.of(gradient)
+        if "data" in over and cut.axis is not None:
+            total = cut.scatter(total)
+            over.remove("data")
+        return lax.psum(total, tuple(over)) if over else total
+
+    return jax.tree.map(one, totals, *(_full(spec, totals) for spec in specs))
+
+
+def _full(specs: Tree, like: Tree) -> Tree:
+    """A prefix of a tree of PartitionSpec, as the whole tree."""
+    return jax.tree.map(lambda spec, below: jax.tree.map(lambda _: spec, below), specs, like, is_leaf=is_spec)
+
+
+class Rank:
     """One rank's part of the program, while it is traced."""
 
-    def __init__(self, functions, schedule, table, constrain, params, batch, *, collect=None, poison=False):
+    def __init__(
+        self, functions, schedule, table, constrain, params, batch, *, collect=None, specs=WHOLE, poison=False
+    ):
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
         self.pin = constrain
-        self.shared, self.batch = _vary(params["shared"]), _vary(batch)
-        blocks = _vary(params["blocks"])
-        self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
-        self.stack = Stack(functions.block, jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks), self.per_chunk)
+        specs = _full(specs.weights, params)["blocks"]
+        self.batch, self.blocks = vary(batch), vary(params["blocks"])
+        self.shared = vary(params["shared"])
+        self.per_chunk = jax.tree.leaves(self.blocks)[0].shape[2]
+        self.stack = Stack(
+            functions.block,
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), self.blocks),
+            self.per_chunk,
+            jax.tree.map(lambda spec: Cut.of(spec, 3), specs, is_leaf=is_spec),  # without chunk, rank and layer
+        )
 
     def start(self) -> Carry:
         """Empty stash, inboxes and accumulators."""
-        first = self.microbatch(0)
+        first, count = self.microbatch(0), self.schedule.microbatches
         shape = jax.eval_shape(self.functions.embed, self.shared, first)
-        x = self.pin(_vary(jnp.zeros(shape.shape, shape.dtype)))
+        x = self.pin(vary(jnp.zeros(shape.shape, shape.dtype)))
         inbox = {
-            direction: jax.vmap(self.pin)(_vary(jnp.zeros((slots + 1, *x.shape), x.dtype)))
+            direction: jax.vmap(self.pin)(vary(jnp.zeros((slots + 1, *x.shape), x.dtype)))
             for direction, slots in self.table.inbox_slots.items()
         }
         if self.collect is None:
-            stash = _vary(self.stack.empty_stash(self.table.stash_slots, x, first))
-            kept = _vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
-            zeros = lambda tree: jax.tree.map(lambda a: _vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
-            totals, output = (zeros(self.stack.weights), zeros(self.shared)), _vary(jnp.zeros((), jnp.float32))
+            stash = vary(self.stack.empty_stash(self.table.stash_slots, x, first))
+            kept = vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
+            zeros = lambda tree: jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
+            totals = (zeros(self.stack.weights), zeros(self.shared))
+            output = vary(jnp.zeros(count, jnp.float32))
         else:
             stash, kept, totals = (), (), ((), ())
-            count = self.schedule.microbatches
             result = jax.eval_shape(self.collect, self.shared, x, first)
-            output = jax.tree.map(lambda a: _vary(jnp.zeros((count, *a.shape), a.dtype)), result)
+            output = jax.tree.map(lambda a: vary(jnp.zeros((count, *a.shape), a.dtype)), result)
         return Carry(stash, inbox[FORWARD], inbox[BACKWARD], x, kept, *totals, output)
 
-    def run(self, columns: Tree, carry: Carry, cotangent=None) -> Carry:
-        """All ticks. `columns` are this rank's, [ticks, 1]."""
-        self.cotangent = cotangent
-        columns = jax.tree.map(lambda column: _vary(column[:, 0]), columns)
+    def run(self, columns: Tree, carry: Carry, cotangents: jax.Array | None = None) -> Carry:
+        """All ticks. `columns` are this rank's; `cotangents` [microbatches] multiply each microbatch's gradients."""
+        self.cotangents = cotangents
         for segment in self.schedule.segments:
             rows = jax.tree.map(lambda column: column[segment.start : segment.stop], columns)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
@@ -182,38 +261,43 @@ class _Rank:
         """The tick's forward; on the last stage the head too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
         x = self.pin(carry.activations[row["forward_inbox"]])
-        x = _run_if(
-            on & (row["forward_first"] == 1), lambda x: self.pin(self.functions.embed(self.shared, microbatch)), x
-        )
+        first, entering = on & (row["forward_first"] == 1), self.microbatch(row["embed_microbatch"])
+        embed = lambda x: jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x)  # noqa: E731
+        x = self.pin(_run_if(row["embed_on"] == 1, embed, x))
         if self.poison:
             x = jnp.where(on, x, jnp.nan)
         last = on & (row["forward_last"] == 1)
         chunk, stage = row["forward_chunk"], row["forward_stage"]
         if self.collect is not None:
             y = self.pin(self.stack.forward(x, microbatch, chunk, stage))
-            return carry._replace(output=self.store(carry.output, last, y, microbatch, row["forward_microbatch"])), y
+            return carry._replace(output=self.store(carry.output, last, y, row)), y
         blocks = None if self.schedule.paired else row["forward_on"] * self.per_chunk
         y, stash = self.stack.forward_stashing(x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks)
         y = self.pin(y)
 
         def score(state):
-            shared_gradients, loss, waiting = state
-            value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
-            shared, dy = vjp(self.cotangent.astype(value.dtype))
+            shared_gradients, losses, waiting = state
+            index = row["head_microbatch"]
+            leaving, own = self.microbatch(index), jnp.where(last, y, 0)
+            value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, leaving), self.shared, own)
+            shared, dy = vjp(jnp.where(last, self.cotangents[index], 0).astype(value.dtype))
             waiting = waiting.at[row["forward_loss_gradient"]].set(self.pin(dy))
-            return _accumulate(shared_gradients, shared), loss + value, jax.vmap(self.pin)(waiting)
+            losses = losses.at[index].add(jnp.where(last, value, 0))
+            return _accumulate(shared_gradients, shared), losses, jax.vmap(self.pin)(waiting)
 
-        scored = _run_if(last, score, (carry.shared_gradients, carry.output, carry.gradients))
+        scored = _run_if(row["head_on"] == 1, score, (carry.shared_gradients, carry.output, carry.gradients))
         return carry._replace(stash=stash, shared_gradients=scored[0], output=scored[1], gradients=scored[2]), y
 
-    def store(self, output, last, y, microbatch, index):
+    def store(self, output, last, y, row):
         """What `collect` makes of the last block's output, kept in the microbatch's place."""
 
         def collect(output):
-            result = self.collect(self.shared, y, microbatch)
-            return jax.tree.map(lambda whole, new: whole.at[index].set(new), output, result)
+            index = row["head_microbatch"]
+            result = self.collect(self.shared, jnp.where(last, y, 0), self.microbatch(index))
+            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
+            return jax.tree.map(place, output, vary(result))
 
-        return _run_if(last, collect, output)
+        return _run_if(row["head_on"] == 1, collect, output)
 
     def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's backward, whole, in part or I; on the first stage the embedding's too. Returns what to send back."""
@@ -234,13 +318,16 @@ class _Rank:
             carry = carry._replace(middle=self.pin(dx))
         carry, dx = carry._replace(block_gradients=block_gradients), self.pin(dx)
 
-        def embed_backward(shared_gradients):
-            _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
-            return _accumulate(shared_gradients, vjp(dx)[0])
-
         complete = row["backward_part"] == row["backward_parts"] - 1
         first = on & complete & (row["backward_first"] == 1)
-        return carry._replace(shared_gradients=_run_if(first, embed_backward, carry.shared_gradients)), dx
+
+        def embed_backward(shared_gradients):
+            entered = self.microbatch(row["embed_backward_microbatch"])
+            _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, entered), self.shared)
+            return _accumulate(shared_gradients, vjp(jnp.where(first, dx, 0))[0])
+
+        shared = _run_if(row["embed_backward_on"] == 1, embed_backward, carry.shared_gradients)
+        return carry._replace(shared_gradients=shared), dx
 
     def weight_gradients(self, carry: Carry, row) -> Carry:
         """The tick's W: what an earlier I left undone."""

@@ -105,6 +105,13 @@ def _read(values: dict, var):
 
 def _bind(eqn, values: dict) -> None:
     params = eqn.primitive.get_bind_params(eqn.params)
+    if eqn.primitive.name == "pvary":  # the body of a call, inlined, may get what varies already
+        value = _read(values, eqn.invars[0])
+        axes = tuple(axis for axis in params["axes"] if axis not in jax.typeof(value).mat.varying)
+        if not axes:
+            values[eqn.outvars[0]] = value
+            return
+        params = params | {"axes": axes}
     results = eqn.primitive.bind(*[_read(values, var) for var in eqn.invars], **params)
     results = results if eqn.primitive.multiple_results else [results]
     values |= dict(zip(eqn.outvars, results, strict=True))

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from megajax.parallel.zero import Cut
 from megajax.pipeline.split import Split, split_backward
 
 Tree = Any
@@ -25,11 +27,14 @@ class Stack:
       block: `block(weights, x, microbatch, layer) -> x`, one block on one microbatch.
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
       per_chunk: blocks in a chunk.
+      cut: like weights, `Cut`s of a block's weights over `data`. They are put together when the block runs, and the
+        gradients summed and cut again at once (ZeRO-3).
     """
 
-    def __init__(self, block: Callable, weights: Tree, per_chunk: int):
+    def __init__(self, block: Callable, weights: Tree, per_chunk: int, cut: Tree | None = None):
         """Wraps the stack; nothing is copied."""
         self.block, self.weights, self.per_chunk = block, weights, per_chunk
+        self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
         """Zeros of [slots, blocks per chunk, ...] for one block's residuals and its input `x`; structure only is read."""
@@ -86,11 +91,11 @@ class Stack:
             residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
             dw, dx = _rebuild(template, residuals, (self._weights(place), x))(dy)
 
-            def add(total, new):
-                new = new.astype(total.dtype)
+            def add(total, new, cut):
+                new = cut.scatter(new.astype(total.dtype))
                 return total.at[place].add(new if keep is None else jnp.where(keep, new, 0))
 
-            return dx, jax.tree.map(add, gradients, dw)
+            return dx, jax.tree.map(add, gradients, dw, self.cut)
 
         return lax.fori_loop(0, high - low, step, (dy, gradients))
 
@@ -121,7 +126,7 @@ class Stack:
             split = self._split(template, residuals, self._weights(place), x)
             dx, early, new = split.input(residuals, self._weights(place), x, dy)
             kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
-            return dx, _add_some(gradients, early, place, split.is_late, False), kept
+            return dx, self._add(gradients, early, place, split.is_late, False), kept
 
         return lax.fori_loop(0, blocks, step, (dy, gradients, kept))
 
@@ -136,7 +141,7 @@ class Stack:
             residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
             split = self._split(template, residuals, self._weights(place), x)
             late = split.weight(residuals, self._weights(place), x, [whole[kept_slot, index] for whole in kept])
-            return _add_some(gradients, late, place, split.is_late, True)
+            return self._add(gradients, late, place, split.is_late, True)
 
         return lax.fori_loop(0, blocks, step, gradients)
 
@@ -150,7 +155,17 @@ class Stack:
         return bound(part + 1), bound(part)
 
     def _weights(self, index) -> Tree:
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
+        one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
+        return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
+
+    def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
+        """Adds the next of `new` at `place` of each total whose flag in `is_late` is `late`."""
+        values = iter(new)
+
+        def add(total, flag, cut):
+            return total.at[place].add(cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+
+        return jax.tree.map(add, totals, is_late, self.cut)
 
     def _vjp(self, index, layer, x, microbatch):
         return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
@@ -159,16 +174,6 @@ class Stack:
         """The VJP object's structure, with shapes for leaves. Two traces of a block give the same one."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
-
-
-def _add_some(totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
-    """Adds the next of `new` at `place` of each total whose flag in `is_late` is `late`."""
-    values = iter(new)
-    return jax.tree.map(
-        lambda total, flag: total.at[place].add(next(values).astype(total.dtype)) if flag == late else total,
-        totals,
-        is_late,
-    )
 
 
 def _rebuild(template, residuals: Tree, arguments: tuple):

@@ -28,7 +28,8 @@ class Tables:
     `forward_loss_gradient` is where the head leaves the loss's gradient. `forward_arrival_J` and `backward_arrival_J` say
     where what comes over route J goes at the end of the tick; the slot after an inbox's last is for what nobody needs.
     `backward_part` of `backward_parts` says which run of the chunk's blocks a backward goes through. `backward_kept` and
-    `weight_kept` are the slot of what I leaves for W.
+    `weight_kept` are the slot of what I leaves for W. `embed_`, `head_` and `embed_backward_` have `on` and `microbatch`
+    of the model's ends; where ranks share these, the same on all of them.
 
     Attributes:
       stash_slots: chunk activations kept at once; the shape of the stash in the program.
@@ -44,8 +45,12 @@ class Tables:
     routes: dict[str, tuple[Route, ...]]
 
 
-def build(schedule: Schedule) -> Tables:
-    """The tables of a valid schedule."""
+def build(schedule: Schedule, *, share_ends: bool = False) -> Tables:
+    """The tables of a valid schedule.
+
+    Args:
+      share_ends: all ranks run embedding and head, each its part, in the ticks in which one rank has a microbatch there.
+    """
     shape = (len(schedule.ticks), schedule.stages)
     columns: dict[str, np.ndarray] = {}
     for prefix in ("forward", "backward", "weight"):
@@ -76,7 +81,25 @@ def build(schedule: Schedule) -> Tables:
     stash_slots = _stash(schedule, columns, finish) if schedule.has_backward else 0
     kept_slots = _kept(schedule, columns, finish)
     inbox_slots = {way: _inbox(schedule, columns, start, finish, way, routes[way]) for way in (FORWARD, BACKWARD)}
+    columns |= _ends(columns, share_ends)
     return Tables(columns, stash_slots, kept_slots, inbox_slots, routes)
+
+
+def _ends(columns: dict, share: bool) -> dict[str, np.ndarray]:
+    """When a rank runs the embedding, the head, and the embedding's backward, and for which microbatch."""
+    whole = columns["backward_part"] == columns["backward_parts"] - 1
+    here = {
+        "embed": ("forward", columns["forward_on"] & columns["forward_first"]),
+        "head": ("forward", columns["forward_on"] & columns["forward_last"]),
+        "embed_backward": ("backward", columns["backward_on"] & columns["backward_first"] & whole),
+    }
+    ends = {}
+    for end, (prefix, on) in here.items():
+        microbatch = on * columns[f"{prefix}_microbatch"]
+        if share:  # no two ranks have a first stage, or a last one
+            on, microbatch = (np.broadcast_to(a.max(1, keepdims=True), a.shape) for a in (on, microbatch))
+        ends |= {f"{end}_on": on, f"{end}_microbatch": microbatch}
+    return ends
 
 
 def _works(schedule: Schedule):

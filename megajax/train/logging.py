@@ -1,14 +1,18 @@
-"""What a run says: a progress bar on a terminal or plain lines elsewhere, and one JSON object a step in a file.
+"""What a run says: a progress bar on a terminal or plain lines elsewhere, and each step's record in files.
 
 A step's record never leaves a number out because it is NaN or infinite: those are the numbers one looks for.
 """
 
+import collections
 import dataclasses
 import json
+import logging
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,7 +40,15 @@ class Throughput:
 
 
 def step_record(
-    step: int, metrics: Mapping[str, Any], samples: int, seconds: float, throughput: Throughput
+    step: int,
+    metrics: Mapping[str, Any],
+    samples: int,
+    seconds: float,
+    throughput: Throughput,
+    *,
+    batch: int,
+    skipped_steps: int = 0,
+    bad_steps: int = 0,
 ) -> dict[str, float]:
     """The record of one step, in the order in which it is written.
 
@@ -45,6 +57,9 @@ def step_record(
       metrics: scalars of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, skipped.
       samples: samples consumed at the end of this step.
       seconds: wall-clock seconds of the step; the first of a process includes compilation.
+      batch: samples of this step.
+      skipped_steps: steps of the run that were skipped, this one included.
+      bad_steps: steps of the run whose loss was not finite, this one included.
     """
     return {
         "step": step,
@@ -53,6 +68,9 @@ def step_record(
         "learning_rate": float(metrics["learning_rate"]),
         "loss_scale": float(metrics["loss_scale"]),
         "skipped": int(metrics["skipped"]),
+        "skipped_steps": skipped_steps,
+        "bad_steps": bad_steps,
+        "batch": batch,
         "samples": samples,
         "step_seconds": seconds,
         **throughput.rates(seconds),
@@ -68,27 +86,92 @@ def to_json(record: Mapping[str, float]) -> str:
     return json.dumps(finite, allow_nan=False)
 
 
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: Mapping[str, float]) -> None:
+        """Takes one step's record."""
+
+    def close(self) -> None:
+        """Takes no more."""
+
+
 class JsonLines:
     """A file with one JSON object a step, written through at once so that a killed run keeps its log."""
 
-    def __init__(self, path: str | pathlib.Path):
-        """Opens the file anew.
+    def __init__(self, path: str | pathlib.Path, after: int = 0):
+        """Opens the file, anew or to go on after step `after`: what it has of later steps is dropped.
 
         Raises:
           ConfigError: the file cannot be written.
         """
         try:
+            kept = self._until(pathlib.Path(path), after) if after else ""
             self._file = open(path, "w", encoding="utf-8", buffering=1)
+            self._file.write(kept)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the log {path}: {error.strerror}; give --log-jsonl a writable path"
             ) from error
+
+    @staticmethod
+    def _until(path: pathlib.Path, after: int) -> str:
+        """The file's lines up to a step; a line that was cut short by a kill is dropped too."""
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                if json.loads(line)["step"] <= after:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+        return "".join(kept)
 
     def write(self, record: Mapping[str, float]) -> None:
         self._file.write(to_json(record) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+class TensorBoard:
+    """The same records as TensorBoard scalars, by step; `samples` is one of them."""
+
+    def __init__(self, directory: str | pathlib.Path, after: int = 0):
+        """Opens a new event file; TensorBoard drops what older ones have of steps later than `after`."""
+        from tensorboardX import SummaryWriter  # takes a while to import, and not every process needs it
+
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of every NaN; so do we, better
+        self._writer = SummaryWriter(str(directory), purge_step=after + 1 if after else None, flush_secs=10)
+
+    def write(self, record: Mapping[str, float]) -> None:
+        step = int(record["step"])
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Spikes:
+    """Finds losses far above those before them."""
+
+    def __init__(self, deviations: float, window: int = 100, least: int = 20):
+        """Compares with the mean and standard deviation of the last `window` finite losses, once there are `least`."""
+        self.deviations, self.least = deviations, least
+        self._losses: collections.deque[float] = collections.deque(maxlen=window)
+
+    def flag(self, step: int, loss: float) -> str | None:
+        """What to say of a step's loss, None if nothing."""
+        text = None
+        if math.isfinite(loss):
+            if len(self._losses) >= self.least:
+                mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+                above = (loss - mean) / max(deviation, 1e-3 * abs(mean), 1e-12)
+                if above > self.deviations:
+                    text = f"step {step}: loss spike: {loss:.4f} is {above:.1f} standard deviations above {mean:.4f}"
+            self._losses.append(loss)
+        return text
 
 
 def describe_numbers(record: Mapping[str, float]) -> str:
@@ -104,7 +187,8 @@ def describe_line(record: Mapping[str, float], steps: int) -> str:
     return (
         f"step {record['step']}/{steps}  {describe_numbers(record)}  grad norm {record['grad_norm']:.3g}  "
         f"learning rate {record['learning_rate']:.3g}  loss scale {record['loss_scale']:g}  "
-        f"{record['step_seconds']:.3g} s"
+        f"batch {record['batch']}  samples {record['samples']}  {1000 * record['step_seconds']:.1f} ms  "
+        f"skipped {record['skipped_steps']}  not finite {record['bad_steps']}"
     )
 
 
@@ -112,7 +196,8 @@ def warning(record: Mapping[str, float]) -> str | None:
     """What must not pass unseen in a step: a skipped step, or a loss or gradient that is not finite."""
     if record["skipped"]:
         scale = f"; loss scale {record['loss_scale']:g}" if record["loss_scale"] != 1 else ""
-        return f"step {record['step']}: gradient norm is {record['grad_norm']}, step skipped{scale}"
+        loss = "" if math.isfinite(record["loss"]) else f"loss is {record['loss']}, "
+        return f"step {record['step']}: {loss}gradient norm is {record['grad_norm']}, step skipped{scale}"
     broken = [name for name in ("loss", "grad_norm") if not math.isfinite(record[name])]
     if broken:
         return f"step {record['step']}: " + ", ".join(f"{name} is {record[name]}" for name in broken)
@@ -120,26 +205,36 @@ def warning(record: Mapping[str, float]) -> str | None:
 
 
 class RunLog:
-    """Shows steps on the console and writes them to a file; used as `with RunLog(...) as log`.
+    """Shows steps on the console and writes them to files; used as `with RunLog(...) as log`.
 
     On a terminal the steps are a progress bar; elsewhere plain lines, so that a redirected log can be read and grepped.
     """
 
-    def __init__(self, steps: int, every: int = 1, console: Console | None = None, jsonl: JsonLines | None = None):
+    def __init__(
+        self,
+        steps: int,
+        every: int = 1,
+        console: Console | None = None,
+        sinks: Sequence[Sink] = (),
+        file: TextIO | None = None,
+    ):
         """A log of a run.
 
         Args:
           steps: the number of steps of the whole run.
           every: plain lines are printed for the first and last step and for each multiple of this; the progress bar and
-            the file have every step.
+            the sinks have every step.
           console: where to show; standard output if None.
-          jsonl: where to write records, if anywhere; closed at the end.
+          sinks: where to write records; closed at the end.
+          file: gets all plain lines too, with the time, whatever the console shows; closed at the end.
         """
         self.steps = steps
         self.every = every
         self.console = console or Console(highlight=False, markup=False, soft_wrap=True)
-        self._jsonl = jsonl
+        self._sinks, self._file = sinks, file
         self._bar: Progress | None = None
+        self._shown = 0.0
+        self._first: int | None = None
         self._compiling = False
 
     def __enter__(self) -> "RunLog":
@@ -147,12 +242,19 @@ class RunLog:
 
     def __exit__(self, *exception) -> None:
         self._stop_bar()
-        if self._jsonl:
-            self._jsonl.close()
+        for sink in (*self._sinks, self._file):
+            if sink is not None:
+                sink.close()
 
     def message(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._to_file(text)
+
+    def _to_file(self, text: str) -> None:
+        if self._file is not None:
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._file.flush()
 
     def compiling(self) -> None:
         """Says why the first step takes long; its rates will be marked as what they are."""
@@ -164,12 +266,17 @@ class RunLog:
 
     def step(self, record: Mapping[str, float]) -> None:
         """Shows and writes one step's record."""
-        if self._jsonl:
-            self._jsonl.write(record)
-        note, self._compiling = "  (with compilation)" if self._compiling else "", False
+        for sink in self._sinks:
+            sink.write(record)
+        note = "  (with compilation)" if self._compiling else ""
+        self._shown, self._compiling = (0.0 if note else self._shown), False
+        self._first = self._first or int(record["step"])
+        is_due = record["step"] in (self._first, self.steps) or record["step"] % self.every == 0
         if self.console.is_terminal:
             self._show(int(record["step"]), describe_numbers(record) + note)
-        elif record["step"] in (1, self.steps) or record["step"] % self.every == 0:
+            if is_due:
+                self._to_file(describe_line(record, self.steps) + note)
+        elif is_due:
             self.message(describe_line(record, self.steps) + note)
         if text := warning(record):
             self.message(f"warning: {text}")
@@ -185,10 +292,13 @@ class RunLog:
                 TimeRemainingColumn(compact=True),
                 TextColumn("{task.description}", markup=False),
             )
-            self._bar = Progress(*columns, console=self.console)
+            self._bar = Progress(*columns, console=self.console, auto_refresh=False)
             self._bar.add_task("", total=self.steps)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done, description=text, refresh=True)
+        # Drawing takes longer than a small step's share of overhead: ten times a second is enough.
+        due = time.monotonic() - self._shown > 0.1 or done >= self.steps
+        self._shown = time.monotonic() if due else self._shown
+        self._bar.update(self._bar.task_ids[0], completed=done, description=text, refresh=due)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:

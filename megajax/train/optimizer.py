@@ -1,36 +1,25 @@
-"""The optimizer: clip by global norm, AdamW with a decay mask, cosine learning rate with linear warm-up."""
+"""The optimizer: clip by global norm, AdamW with a decay mask, rates that are functions of the samples trained on."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from megajax.config import TrainConfig
+from megajax.train.rates import learning_rate, weight_decay
 
 
-def learning_rate_schedule(train: TrainConfig) -> optax.Schedule:
-    """The learning rate of an update, as a function of the number of updates made before it.
+class SamplesState(NamedTuple):
+    """What rates are a function of."""
 
-    Linear from 0 to `learning_rate` over `warmup_steps`, then `minimum + (maximum - minimum) (1 + cos(pi r)) / 2` with
-    r the fraction of the remaining steps that is done. The value is taken at the *end* of the update: the first update
-    already moves (Megatron-LM's first update has learning rate 0 and is lost), and update number `steps` has exactly
-    `minimum_learning_rate`. Skipped steps are no updates: they do not advance it.
-    """
-    # optax wants a decay longer than the warm-up; a run that is all warm-up never reaches the decay.
-    decay_steps = max(train.steps, train.warmup_steps + 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=train.learning_rate,
-        warmup_steps=train.warmup_steps,
-        decay_steps=decay_steps,
-        end_value=train.minimum_learning_rate,
-    )
-    return lambda updates: schedule(updates + 1)
+    samples: jax.Array  # int32 scalar: samples of all updates made; those of skipped steps do not count
 
 
-def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformation:
+def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
     """The gradient transformation of a run; `update(gradients, state, params)` gives what to add to the parameters.
+
+    `update` takes `batch_size` too, the samples that the gradients are of; a full batch if it is left out.
 
     Args:
       decay_mask: tree of bool like the parameters, True where weight decay applies (`models.gpt.decay_mask`). It cannot
@@ -39,19 +28,38 @@ def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransfo
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.
     State and arithmetic are fp32, as the parameters are.
     """
-    adamw = optax.adamw(
-        learning_rate_schedule(train),
-        b1=train.beta1,
-        b2=train.beta2,
-        eps=train.epsilon,
-        weight_decay=train.weight_decay,
-        mask=decay_mask,
-        mu_dtype=jnp.float32,
+    return optax.chain(
+        optax.clip_by_global_norm(train.clip_norm),
+        optax.scale_by_adam(b1=train.beta1, b2=train.beta2, eps=train.epsilon, mu_dtype=jnp.float32),
+        scale_by_samples(train, decay_mask),
     )
-    return optax.chain(optax.clip_by_global_norm(train.clip_norm), adamw)
+
+
+def scale_by_samples(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
+    """AdamW's last two steps, -rate (update + decay * parameter), with both rates functions of the samples so far."""
+
+    def init(params):
+        return SamplesState(jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params, *, batch_size: int = train.global_batch_size):
+        samples = state.samples + batch_size
+        rate, decay = learning_rate(train, samples), weight_decay(train, samples)
+        change = lambda update, param, decayed: -rate * (update + (decay * param if decayed else 0))  # noqa: E731
+        return jax.tree.map(change, updates, params, decay_mask), SamplesState(samples)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _state_of(optimizer_state: Any, kind: type) -> Any:
+    states = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, kind))
+    return next(state for state in states if isinstance(state, kind))
 
 
 def updates_made(optimizer_state: Any) -> jax.Array:
-    """int32 scalar: how many updates this state has been through, which is the argument of the learning rate."""
-    states = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
-    return next(state.count for state in states if isinstance(state, optax.ScaleByAdamState))
+    """int32 scalar: how many updates this state has been through."""
+    return _state_of(optimizer_state, optax.ScaleByAdamState).count
+
+
+def samples_trained(optimizer_state: Any) -> jax.Array:
+    """int32 scalar: the samples of those updates, which is what the rates are functions of."""
+    return _state_of(optimizer_state, SamplesState).samples

@@ -9,9 +9,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS
-from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, near, preset
+from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_launch, check_output
+from megajax.config import (
+    PRESETS,
+    ConfigError,
+    LaunchConfig,
+    ModelConfig,
+    OutputConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    near,
+    preset,
+)
 from megajax.pipeline.files import load
+from megajax.train.saved_config import load_config
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
@@ -24,6 +36,10 @@ DERIVED = {
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
 }
+# Fields of a Request that are no options of their own.
+COMPOUND = ("given", "output", "launch")
+# Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
+SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig, "output": OutputConfig}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +47,21 @@ class Request:
     """What is to be run: the configuration's fields that are known, and the options that are no part of it."""
 
     given: Mapping[str, Any]
+    output: OutputConfig
+    launch: LaunchConfig
     model: str
     devices: str | None
     text: str | None
+    data_path: list[str] | None
+    train_data_path: list[str] | None
+    valid_data_path: list[str] | None
+    split: str | None
+    data_cache: str | None
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
     tokenizer: str
+    end_of_document: str | None
     log_jsonl: str | None
     dry_shapes: bool
     prompt: str
@@ -72,6 +99,12 @@ class Request:
         train = {"precision": precision} | self._given(TrainConfig)
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """The options that are in none of the dataclasses, as a saved configuration holds them."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in COMPOUND]
+        return {name: getattr(self, name) for name in names}
+
     def _given(self, config: type) -> dict[str, Any]:
         return {name: self.given[name] for name in _names(config) if name in self.given}
 
@@ -93,7 +126,12 @@ def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
     return mesh
 
 
-def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[str, Any]) -> Request:
+def parse(
+    arguments: Sequence[str] | None,
+    description: str,
+    defaults: Mapping[str, Any],
+    recipes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Request:
     """Reads a command line.
 
     Args:
@@ -101,18 +139,34 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
       description: what `--help` says first.
       defaults: by field name, what this experiment takes where the dataclasses' defaults do not suit it; "model" is the
         preset's name.
+      recipes: by preset's name, what is taken in place of `defaults` for that model.
 
     Raises:
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file that cannot be read, or holds none.
     """
     parser = _parser(description, defaults)
+    names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
+    file = _file_parser().parse_known_args(arguments)[0].config
+    saved = load_config(file, _known(names)) if file is not None else {}
+    parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown(unknown[0], parser))
     typed = vars(values)
-    other = {field.name: typed.pop(field.name) for field in dataclasses.fields(Request) if field.name != "given"}
-    given = {name: value for name, value in defaults.items() if name != "model"} | typed
+    del typed["config"]
+    if any(axis in typed for axis in MESH_FIELDS):  # a mesh that is typed is a whole one
+        saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
+    typed = saved | typed
+    other = {name: typed.pop(name) for name in names}
+    output, launch = (
+        config(**{name: typed.pop(name) for name in _names(config) if name in typed})
+        for config in (OutputConfig, LaunchConfig)
+    )
+    check_output(output)
+    check_launch(launch)
+    chosen = (recipes or {}).get(other["model"], defaults)
+    given = {name: value for name, value in chosen.items() if name != "model"} | typed
     plain = TrainConfig(**{name: given[name] for name in _names(TrainConfig) if name in given})
     if "warmup_steps" not in typed:
         given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
@@ -120,7 +174,13 @@ def parse(arguments: Sequence[str] | None, description: str, defaults: Mapping[s
     if given.get("schedule", "").endswith(SCHEDULE_FILES):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
-    return Request(given=given, **other)
+    return Request(given=given, output=output, launch=launch, **other)
+
+
+def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The names that a saved configuration may have, by its sections."""
+    known = {section: tuple(_names(config)) for section, config in SECTIONS.items()}
+    return known | {"options": tuple(others)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -144,18 +204,19 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         metavar="NAME",
         help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
     )
+    _add_config(run)
     run.add_argument(
         "--devices",
         default=None,
         metavar="WHERE",
         help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
     )
-    run.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
     run.add_argument(
-        "--tokenizer", default="byte", metavar="NAME", help="how text becomes tokens: byte or gpt2 (default: byte)"
-    )
-    run.add_argument(
-        "--log-jsonl", default=None, metavar="FILE", help="write one JSON object a step to FILE, replacing it"
+        "--log-jsonl",
+        default=None,
+        metavar="FILE",
+        help="write one JSON object a step to FILE, replacing it; a resumed run goes on with it (default: "
+        "log.jsonl in --run-dir, if that is given)",
     )
     run.add_argument(
         "--dry-shapes",
@@ -163,6 +224,7 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         default=False,
         help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
     )
+    _add_data_options(parser.add_argument_group("data"))
     sample = parser.add_argument_group("the text generated at the end")
     sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
     sample.add_argument(
@@ -174,12 +236,71 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
     sample.add_argument(
         "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
     )
-    for title, config in (("layout", ParallelConfig), ("training", TrainConfig), ("model", ModelConfig)):
-        group = parser.add_argument_group(title if config is not ModelConfig else "model, in place of the preset's")
+    groups = {
+        "layout": ParallelConfig,
+        "training": TrainConfig,
+        "model, in place of the preset's": ModelConfig,
+        "what the run leaves behind, and when it stops": OutputConfig,
+        "several processes": LaunchConfig,
+    }
+    for title, config in groups.items():
+        group = parser.add_argument_group(title)
         for field in dataclasses.fields(config):
             if field.name in _names(config):
                 _add_field(group, field, config is ModelConfig, defaults)
     return parser
+
+
+def _add_config(group) -> None:
+    group.add_argument(
+        "--config",
+        default=None,
+        metavar="FILE",
+        help="replay a run from its config.toml; what else is typed is taken in place of what it says (default: none)",
+    )
+
+
+def _file_parser() -> argparse.ArgumentParser:
+    """Reads --config alone: what it says are the other options' defaults."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    _add_config(parser)
+    return parser
+
+
+def _add_data_options(group) -> None:
+    """What is read, and how: the fields of megajax.data.source.DataSource, under Megatron-LM's names."""
+    group.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
+    for name, use in (
+        ("data-path", "datasets to train and validate on, as megajax.data.preprocess or Megatron-LM writes them"),
+        ("train-data-path", "datasets to train on alone, in place of --data-path"),
+        ("valid-data-path", "datasets to validate on alone"),
+    ):
+        help_text = f"{use}: PREFIX, or a blend: WEIGHT PREFIX WEIGHT PREFIX ... (no weights: by size)"
+        group.add_argument(f"--{name}", default=None, nargs="+", metavar="PREFIX", help=help_text)
+    group.add_argument(
+        "--split", default=None, metavar="A,B,C", help="shares of training, validation, test (default: 969,30,1)"
+    )
+    group.add_argument(
+        "--data-cache", default=None, metavar="DIR", help="where sample indices are kept (default: beside the dataset)"
+    )
+    group.add_argument(
+        "--tokenizer",
+        default="byte",
+        metavar="NAME",
+        help="how text becomes tokens: byte, gpt2, or a file tokenizer.json, .model, vocab.txt (default: byte)",
+    )
+    group.add_argument(
+        "--end-of-document",
+        default=None,
+        metavar="TOKEN",
+        help="what ends documents in a tokenizer's file, if not usual",
+    )
+    for name, use in (
+        ("reset-position-ids", "positions begin at 0 in every document of a sample"),
+        ("reset-attention-mask", "tokens attend to their own document only"),
+        ("eod-mask-loss", "the token after an end of document is no label"),
+    ):
+        group.add_argument(f"--{name}", action="store_true", default=False, help=f"{use} (default: off)")
 
 
 def _names(config: type) -> list[str]:
@@ -194,7 +315,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
         default = DERIVED[name].format(default=default)
     if isinstance(default, tuple):
-        default = ",".join(default)
+        default = ",".join(map(str, default)) or "none"
     elif isinstance(default, bool):
         default = "on" if default else "off"
     text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
@@ -203,7 +324,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
     read, metavar = _readers()[field.type]
-    metavar = "|".join(field.metadata["choices"]) or metavar
+    metavar = "|".join(map(str, field.metadata["choices"])) or metavar
     group.add_argument(flag, type=read, metavar=metavar, help=text)
 
 
@@ -213,7 +334,10 @@ def _readers() -> dict[Any, tuple[Callable[[str], Any], str]]:
         int: (_whole, "COUNT"),
         int | None: (_whole, "COUNT"),
         float: (_number, "NUMBER"),
+        float | None: (_number, "NUMBER"),
         str: (str, "NAME"),
+        str | None: (str, "NAME"),
+        tuple[int, ...]: (lambda text: tuple(_whole(word) for word in text.split(",")), "COUNT,COUNT,..."),
         tuple[str, ...]: (lambda text: tuple(text.split(",")), "NAME,NAME,..."),
     }
 

@@ -2,6 +2,7 @@
 
 from megajax.checks import SCHEDULE_FILES
 from megajax.config import RunConfig
+from megajax.pipeline import continuous
 from megajax.pipeline.files import load
 from megajax.pipeline.schedule import Schedule, ScheduleError
 from megajax.pipeline.schedules import make_schedule
@@ -10,23 +11,25 @@ from megajax.pipeline.simulate import Costs
 __all__ = ["operation_costs", "run_schedule"]
 
 
-def run_schedule(run: RunConfig) -> Schedule:
-    """The schedule of the run's training step.
+def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
+    """The schedule of the run's training step, of a full batch or of one with fewer microbatches.
 
     Raises:
       ScheduleError: the sizes do not suit it, or a file's are not the run's.
     """
-    parallel = run.parallel
+    parallel, microbatches = run.parallel, microbatches or run.microbatches
     if parallel.schedule.endswith(SCHEDULE_FILES):
         schedule = load(parallel.schedule)
-        _check_sizes(run, schedule)
+        _check_sizes(run, schedule, microbatches)
         return schedule
+    if parallel.schedule == continuous.NAME:
+        return continuous.steady_schedule(parallel.pipe, microbatches)
     options = {}
     if parallel.group_size is not None:
         options["group_size"] = parallel.group_size
     if parallel.schedule == "auto":
         options = {"costs": operation_costs(run), "live_chunks": parallel.live_chunks}
-    sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
+    sizes = {"stages": parallel.pipe, "microbatches": microbatches, "chunks": parallel.chunks}
     return make_schedule(parallel.schedule, **sizes, **options)
 
 
@@ -35,7 +38,7 @@ def operation_costs(run: RunConfig) -> Costs:
     return Costs(1.0, 3.0, 2.0, 1.0) if run.parallel.recompute == "full" else Costs()
 
 
-def _check_sizes(run: RunConfig, schedule: Schedule) -> None:
+def _check_sizes(run: RunConfig, schedule: Schedule, microbatches: int) -> None:
     parallel, batch = run.parallel, run.parallel.microbatch_size * run.parallel.data
     if not schedule.has_backward:
         raise ScheduleError(f"{parallel.schedule} has no backwards: it trains nothing")
@@ -44,7 +47,7 @@ def _check_sizes(run: RunConfig, schedule: Schedule) -> None:
         ("chunks", parallel.chunks, schedule.chunks, f"--chunks {schedule.chunks}"),
         (
             "microbatches",
-            run.microbatches,
+            microbatches,
             schedule.microbatches,
             f"--global-batch-size {schedule.microbatches * batch}",
         ),

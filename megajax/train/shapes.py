@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from megajax.config import RunConfig
 from megajax.mesh import AXES
-from megajax.train.step import initial_params, parameter_specs
+from megajax.train.sharding import initial_params, parameter_specs
 
 
 def describe_shapes(run: RunConfig) -> str:
@@ -23,7 +23,7 @@ def describe_shapes(run: RunConfig) -> str:
     rows = [("parameter", "shape", "sharding", "bytes per device")]
     total = 0
     for (path, shape), spec in zip(
-        jax.tree.leaves_with_path(shapes), jax.tree.leaves(parameter_specs(run)), strict=True
+        jax.tree.leaves_with_path(shapes), jax.tree.leaves(parameter_specs(run).stored), strict=True
     ):
         local = NamedSharding(mesh, spec).shard_shape(shape.shape)
         bytes_here = math.prod(local) * shape.dtype.itemsize

@@ -3,7 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.cost.flops import equation_2_parameters, flops_per_step, flops_per_token, forward_flops
+from megajax.cost.flops import (
+    equation_2_parameters,
+    equation_3_flops,
+    equation_4_days,
+    flops_per_step,
+    flops_per_token,
+    forward_flops,
+    hardware_flops_2205,
+    hardware_flops_per_step,
+    training_days,
+)
 
 SHAPES = {
     "layers": st.integers(1, 128),
@@ -111,3 +121,72 @@ def test_published_times_give_the_published_model_flops_utilisation(
     run = RunConfig(model, ParallelConfig(), TrainConfig(global_batch_size=batch))
     # the seconds are printed to 10 ms, which is half a percent of the first row's
     assert 100 * flops_per_step(run) / (seconds * gpus * 312e12) == pytest.approx(utilisation, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    "parameters,tokens,gpus,teraflops,days",
+    [(174.6e9, 300e9, 1024, 140, 34), (1008e9, 450e9, 3072, 163, 84)],  # 2104.04473 section 5.1
+)
+def test_equation_4_gives_the_days_of_the_text(parameters, tokens, gpus, teraflops, days):
+    assert round(equation_4_days(parameters, tokens, gpus, teraflops * 1e12)) == days
+
+
+@pytest.mark.parametrize(
+    "name,gpus,teraflops,days",
+    [
+        # 2104.04473 table 2: ZeRO-3, then PTD-P
+        ("gpt3-175b", 384, 144, 90),
+        ("gpt3-175b", 768, 88, 74),
+        ("gpt3-175b", 1536, 44, 74),
+        ("megatron-529.6b", 640, 138, 169),
+        ("megatron-529.6b", 1120, 98, 137),
+        ("megatron-529.6b", 2240, 48, 140),
+        ("gpt3-175b", 384, 153, 84),
+        ("gpt3-175b", 768, 149, 43),
+        ("gpt3-175b", 1536, 141, 23),
+        ("megatron-529.6b", 560, 171, 156),
+        ("megatron-529.6b", 1120, 167, 80),
+        ("megatron-529.6b", 2240, 159, 42),
+    ],
+)
+def test_equation_3_gives_the_days_of_table_2(name, gpus, teraflops, days):
+    low, high = (training_days(preset(name), 300e9, gpus, (teraflops + half) * 1e12) for half in (0.5, -0.5))
+    assert low - 0.5 <= days <= high + 0.5  # both columns are rounded
+
+
+@pytest.mark.parametrize(
+    "layers,hidden,heads,gpus,batch,seconds,hardware",
+    [
+        # 2205.05198 table 5
+        (48, 6144, 64, 8, 4, 1.10, 43.7),
+        (96, 12288, 96, 64, 64, 13.75, 52.8),
+        (105, 20480, 128, 280, 280, 37.83, 57.0),
+        (128, 25600, 160, 512, 512, 71.49, 57.0),
+    ],
+)
+def test_published_times_give_the_published_hardware_utilisation(layers, hidden, heads, gpus, batch, seconds, hardware):
+    model = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocabulary=51200, sequence_length=2048)
+    assert 100 * hardware_flops_2205(model, batch) / (seconds * gpus * 312e12) == pytest.approx(hardware, rel=0.006)
+
+
+@given(**SHAPES)
+def test_recomputation_is_counted(**shape):
+    """Full recomputation is a forward more of all but the down projection; equation 3 counts that one too."""
+    model = gpt(**shape)
+    run = lambda mode: RunConfig(model, ParallelConfig(recompute=mode), TrainConfig(global_batch_size=2))  # noqa: E731
+    forward = forward_flops(model)
+    assert hardware_flops_per_step(run("none")) == flops_per_step(run("none"))
+    assert hardware_flops_per_step(run("selective")) - flops_per_step(run("none")) == 2 * forward["attention_scores"]
+    full = hardware_flops_per_step(run("full")) + 2 * forward["mlp_out"]
+    assert full == pytest.approx(equation_3_flops(model, 2), rel=1e-12)
+
+
+def test_attention_counted_in_half():
+    model = preset("gpt3-175b")
+    full, half = forward_flops(model), forward_flops(model, "half")
+    assert {name for name in full if half[name] != full[name]} == {"attention_scores", "attention_values"}
+    assert half["attention_scores"] == full["attention_scores"] // 2
+    # 12 s^2 h l of a sample's 72 s l h^2 (1 + s/6h + ...) are attention's; half of them
+    assert flops_per_token(model) - flops_per_token(model, "half") == 6 * model.layers * 2048 * model.hidden
+    with pytest.raises(ValueError, match="full or half"):
+        forward_flops(model, "causal")

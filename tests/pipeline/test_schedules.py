@@ -1,15 +1,17 @@
 """Orders against Megatron-LM's, op for op; tables against closed forms; costs against the papers' formulas."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.pipeline import tables
-from megajax.pipeline.schedule import ScheduleError, Work
-from megajax.pipeline.schedules import make_schedule
+from megajax.pipeline.schedule import ScheduleError, Work, show
+from megajax.pipeline.schedules import SCHEDULES, make_schedule
 from megajax.pipeline.simulate import Costs, simulate_event, simulate_lockstep
+from tests.pipeline.cases import named_schedules
 
 
 def text(order) -> str:
@@ -100,12 +102,19 @@ def test_gpipe_goes_backwards_in_microbatch_order():
     assert text(orders("gpipe", 3, 3)[1]) == "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0"
 
 
-NAMED = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
-ZERO_BUBBLE = [("zb_h1", 1), ("zb_1p_interleaved", 2), ("zb_v", 2)]
+PAPERS = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("eager_1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 4),
+    ("looped_bfs", 3),
+]
+ZERO_BUBBLE = [("zb_h1", 1), ("zb_h2", 1), ("zb_1p_interleaved", 2), ("zb_v", 2), ("dualpipe_v", 2)]
 
 
 @settings(max_examples=40)
-@given(st.integers(2, 8), st.sampled_from(NAMED), st.integers(1, 4))
+@given(st.integers(2, 8), st.sampled_from(PAPERS), st.integers(1, 4))
 def test_bubbles_are_the_papers(stages, kind, groups):
     """(p - 1)/m, and (p - 1)/(mv) interleaved; in lockstep no more than event by event."""
     name, chunks = kind
@@ -133,9 +142,15 @@ def test_zero_bubbles_are_the_papers(stages, kind, groups):
         ("eager_1f1b", 1, 117),
         ("interleaved_1f1b", 2, 106.5),
         ("interleaved_1f1b", 4, 101.25),
+        ("looped_bfs", 2, 106.5),
+        ("looped_bfs", 4, 101.25),
         ("zb_h1", 1, 103),
+        ("zb_h2", 1, 103),
         ("zb_1p_interleaved", 2, 99.5),
         ("zb_v", 2, 99.5),
+        ("dualpipe_v", 2, 99.5),
+        ("auto", 1, 103),
+        ("auto", 2, 99.5),
     ],
 )
 def test_lockstep_costs_at_eight_stages(name, chunks, cost):
@@ -144,6 +159,40 @@ def test_lockstep_costs_at_eight_stages(name, chunks, cost):
     lockstep = simulate_lockstep(schedule)
     assert lockstep.makespan / chunks == pytest.approx(cost)
     assert simulate_event(schedule).makespan == pytest.approx(lockstep.makespan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(named_schedules(most_stages=8))
+def test_lockstep_is_as_fast_as_event_by_event(schedule):
+    """At tF = tI = tW; so one program loses nothing to processes that each run as soon as they can."""
+    lockstep, event = simulate_lockstep(schedule).makespan, simulate_event(schedule).makespan
+    assert event <= lockstep <= 1.01 * event
+
+
+def test_no_rank_idles_between_its_first_and_last_operation_in_zb_h2():
+    simulation = simulate_event(make_schedule("zb_h2", stages=8, microbatches=32))
+    for rank in range(8):
+        spans = [span for span in simulation.spans if span.rank == rank]
+        assert max(s.stop for s in spans) - min(s.start for s in spans) == sum(s.stop - s.start for s in spans)
+
+
+def test_zb_h2_gains_where_the_gradient_of_the_input_is_dear():
+    """(p - 1)(tI - tW), the case of full recompute: 135 against 142 at p = 8, m = 32."""
+    costs = Costs(1, 3, 2, 1)
+    time = {
+        name: simulate_event(make_schedule(name, stages=8, microbatches=32), costs).makespan
+        for name in ("zb_h1", "zb_h2")
+    }
+    assert time == {"zb_h1": 142, "zb_h2": 135}
+
+
+@pytest.mark.parametrize(("group_size", "peak"), [(4, 11), (8, 15), (16, 23)])
+def test_larger_groups_hold_more(group_size, peak):
+    """Megatron's (v - 1) group + 2(p - r - 1) + 1 chunks, in the same time."""
+    schedule = make_schedule("interleaved_1f1b", stages=4, microbatches=16, chunks=2, group_size=group_size)
+    simulation = simulate_lockstep(schedule)
+    assert (simulation.peak_live[0], simulation.makespan) == (peak, 105)
+    assert tables.build(schedule).stash_slots == peak
 
 
 @settings(max_examples=40)
@@ -160,10 +209,14 @@ def test_activations_in_flight(stages, groups):
     assert all(peak <= stages - rank for rank, peak in zip(ranks, peaks("1f1b"), strict=True))
     assert all(peak <= 2 * (stages - rank) - 1 for rank, peak in zip(ranks, peaks("eager_1f1b"), strict=True))
     assert all(peak <= stages for peak in peaks("zb_h1"))
+    assert all(peak <= 2 * stages - 1 for peak in peaks("zb_h2"))
+    assert peaks("looped_bfs", 3) == (3 * microbatches,) * stages
     if stages > 1:
         bound = [min(2 * microbatches, stages + 2 * (stages - rank) - 1) for rank in ranks]
         assert all(peak <= most for peak, most in zip(peaks("interleaved_1f1b", 2), bound, strict=True))
         assert all(peak <= 2 * stages for peak in peaks("zb_v", 2))
+    if groups > 1:
+        assert all(peak <= 2 * stages + 1 for peak in peaks("dualpipe_v", 2))
 
 
 def test_a_slow_link_costs_eager_less_than_strict():
@@ -207,11 +260,38 @@ def test_broken_tables_are_refused_and_shown():
         ("interleaved_1f1b", {"microbatches": 5}, "take a multiple of 4"),
         ("gpipe", {"microbatches": 0}, "must be 1 or more"),
         ("zb_v", {}, "two chunks"),
+        ("dualpipe_v", {}, "two chunks"),
+        ("dualpipe_v", {"chunks": 2}, "twice as many microbatches as stages, 2 \\* 4 = 8, not 4"),
+        ("zb_h2", {"chunks": 2}, "zb_1p_interleaved takes several"),
+        ("interleaved_1f1b", {"chunks": 2, "group_size": 2}, "between 4 stages and 4 microbatches"),
+        ("interleaved_1f1b", {"microbatches": 9, "group_size": 6}, "must be nothing or at least 4"),
+        ("interleaved_1f1b", {"group": 6}, "has no option 'group': it has group_size"),
+        ("gpipe", {"group_size": 6}, "it has no options"),
     ],
 )
 def test_schedules_that_cannot_be(name, sizes, message):
     with pytest.raises(ScheduleError, match=message):
         make_schedule(name, **{"stages": 4, "microbatches": 4} | sizes)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"auto"}))
+def test_the_tables_in_docstrings_are_the_schedules(name):
+    """Each generator draws itself at a small size."""
+    shown = re.search(r"p = (\d), m = (\d)(?:, v = (\d))?\n((?: +rank .*\n)+)", SCHEDULES[name].__doc__)
+    stages, microbatches, chunks = (int(number or 1) for number in shown.groups()[:3])
+    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    for rank, line in enumerate(shown[4].splitlines()):
+        drawn = line.split()[2:]
+        columns = [
+            ["+".join(show(work, short=True) for work in tick[row]) or "." for row in range(stages)]
+            for tick in schedule.ticks
+        ]
+        start = line.index(drawn[0])
+        for column in columns:
+            width = max(map(len, column))
+            assert line[start : start + width].strip() == column[rank]
+            start += width + 1
+        assert not line[start:].strip()
 
 
 def test_v_placement_is_its_own_inverse_pair():

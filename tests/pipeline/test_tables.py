@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.pipeline import tables
-from megajax.pipeline.schedule import BACKWARD, FORWARD
+from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from megajax.pipeline.schedules import make_schedule
+from tests.pipeline.cases import named_schedules
 
 
 def replay(schedule):
@@ -16,7 +17,8 @@ def replay(schedule):
     stash = [[None] * max(table.stash_slots, 1) for _ in ranks]
     inbox = {d: [[None] * (table.inbox_slots[d] + 1) for _ in ranks] for d in (FORWARD, BACKWARD)}
     column = {name: values.tolist() for name, values in table.columns.items()}
-    scored, embedded = [], []
+    kept = [[None] * max(table.kept_slots, 1) for _ in ranks]
+    scored, embedded, weighed = [], [], []
     for tick in range(len(schedule.ticks)):
         sent = {}
         segment = next(s for s in schedule.segments if s.start <= tick < s.stop)
@@ -33,38 +35,43 @@ def replay(schedule):
                         scored.append(label[1])
                 if at("forward_on"):
                     sent[FORWARD, rank] = ("x", label[0] + 1, label[1])
-            if BACKWARD in segment.ops and at("backward_on"):
+            if {BACKWARD, INPUT} & set(segment.ops) and at("backward_on"):
                 label = (at("backward_stage"), at("backward_microbatch"))
                 assert stash[rank][at("backward_stash")] == label
                 if at("backward_part") == 0:
                     assert inbox[BACKWARD][rank][at("backward_inbox")] == ("dy", *label)
+                if schedule.split:
+                    kept[rank][at("backward_kept")] = label
                 if at("backward_part") == at("backward_parts") - 1:
                     sent[BACKWARD, rank] = ("dy", label[0] - 1, label[1])
                     if at("backward_first"):
                         embedded.append(label[1])
+            if WEIGHT in segment.ops and at("weight_on"):
+                label = (at("weight_stage"), at("weight_microbatch"))
+                assert stash[rank][at("weight_stash")] == kept[rank][at("weight_kept")] == label
+                weighed.append(label)
         for direction, prefix in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for index, route in enumerate(table.routes[direction]):
                 for sender, receiver in route:
                     slot = column[f"{prefix}_arrival_{index}"][tick][receiver]
                     inbox[direction][receiver][slot] = sent.get((direction, sender), "garbage")
+    if schedule.split:
+        assert len(set(weighed)) == len(weighed) == (schedule.last_stage + 1) * schedule.microbatches
     return table, scored, embedded
 
 
-sizes = st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
-
-
-@settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "forward_only"]), size=sizes)
-def test_every_read_finds_its_value(name, size):
-    stages, microbatches, chunks = size
-    if name not in ("interleaved_1f1b", "forward_only"):
-        chunks = 1
-    if name == "interleaved_1f1b":
-        microbatches *= stages
-    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks if stages > 1 else 1)
+@settings(max_examples=80, deadline=None)
+@given(named_schedules())
+def test_every_read_finds_its_value(schedule):
     _, scored, embedded = replay(schedule)
-    if schedule.has_backward:
-        assert sorted(scored) == sorted(embedded) == list(range(microbatches))
+    assert sorted(scored) == sorted(embedded) == list(range(schedule.microbatches))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.sampled_from(["loop", "v"]))
+def test_every_read_finds_its_value_without_backwards(stages, microbatches, chunks, placement):
+    chunks = 2 if placement == "v" else chunks
+    replay(make_schedule("forward_only", stages=stages, microbatches=microbatches, chunks=chunks, placement=placement))
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 2), (8, 3), (8, 4)])
@@ -79,6 +86,17 @@ def test_interleaved_stash_and_inboxes_are_as_small_as_the_closed_forms(stages, 
 def test_1f1b_stashes_at_most_one_microbatch_a_stage(microbatches):
     table = tables.build(make_schedule("1f1b", stages=4, microbatches=microbatches))
     assert table.stash_slots == min(4, microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [8, 64])
+def test_zero_bubble_stashes_are_as_small_as_the_papers_say(microbatches):
+    """In chunks: p for ZB-H1, 2p - 1 for ZB-H2, vp interleaved, 2p for ZB-V, 2p + 1 for DualPipeV; whatever m."""
+    for name, chunks, slots in [
+        *[("zb_h1", 1, 4), ("zb_h2", 1, 7), ("zb_1p_interleaved", 3, 12)],
+        *[("zb_v", 2, 8), ("dualpipe_v", 2, 9)],
+    ]:
+        table = tables.build(make_schedule(name, stages=4, microbatches=microbatches, chunks=chunks))
+        assert (name, table.stash_slots) == (name, slots)
 
 
 def test_no_route_closes_a_ring():

@@ -19,6 +19,9 @@ FIELDS = [
     "learning_rate",
     "loss_scale",
     "skipped",
+    "skipped_steps",
+    "bad_steps",
+    "batch",
     "samples",
     "step_seconds",
     "tokens_per_second",
@@ -28,14 +31,14 @@ FIELDS = [
 
 
 def record(step: int = 1, **metrics):
-    return step_record(step, METRICS | metrics, samples=32 * step, seconds=0.5, throughput=THROUGHPUT)
+    return step_record(step, METRICS | metrics, samples=32 * step, seconds=0.5, throughput=THROUGHPUT, batch=32)
 
 
 def log_of(tmp_path, *, terminal: bool, steps: int = 25, every: int = 10):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=140, color_system=None)
     path = tmp_path / "log.jsonl"
-    return RunLog(steps, every, console=console, jsonl=JsonLines(path)), text, path
+    return RunLog(steps, every, console=console, sinks=[JsonLines(path)]), text, path
 
 
 def test_rates_are_per_second_and_per_device():

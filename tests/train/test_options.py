@@ -6,7 +6,11 @@ import itertools
 import pytest
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, preset
+from megajax.pipeline.files import save
+from megajax.pipeline.schedule import ScheduleError
+from megajax.pipeline.schedules import make_schedule
 from megajax.train.options import mesh_for, parse
+from megajax.train.schedule import run_schedule
 
 DEFAULTS = {"model": "tiny", "global_batch_size": 32, "steps": 300, "learning_rate": 3e-3, "warmup_steps": 30}
 
@@ -46,6 +50,8 @@ def text_and_value(field: dataclasses.Field):
         int: ("3", 3),
         int | None: ("5", 5),
         float: ("0.25", 0.25),
+        float | None: ("0.25", 0.25),
+        tuple[int, ...]: ("8,4,100", (8, 4, 100)),
         tuple[str, ...]: ("tensor,pipe,data", ("tensor", "pipe", "data")),
     }[field.type]
 
@@ -168,7 +174,7 @@ WRONG = [
     ("--pip 2", "--pipe"),
     ("--micro-batch-size 2", "--microbatch-size"),
     ("--num-layers 2", "--layers"),
-    ("--lr 2", "--help"),
+    ("--xyz 2", "--help"),
     ("--modle tiny", "--model"),
     ("--pip=2", "--pipe"),
     ("tiny", "--model NAME"),
@@ -198,3 +204,26 @@ def test_abbreviations_are_not_guessed():
 )
 def test_presets_start_without_further_options(model, schedule):
     run_of(f"--model {model} --schedule {schedule}").validate(8)
+
+
+def test_a_schedules_file_brings_its_stages_and_chunks(tmp_path):
+    path = tmp_path / "mine.csv"
+    save(make_schedule("zb_v", stages=2, microbatches=8, chunks=2), str(path))
+    run = run_of(f"--schedule {path} --microbatch-size 4", device_count=2)
+    run.validate(2)
+    assert (run.parallel.pipe, run.parallel.chunks) == (2, 2)
+    assert run_schedule(run).placement == "v"
+    for words, message in [
+        ("--chunks 1", "has 2 chunks and the run 1: type --chunks 2"),
+        ("--global-batch-size 16", "has 8 microbatches and the run 4: type --global-batch-size 32"),
+        ("--pipe 1", "has 2 stages and the run 1: type --pipe 2"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            run_schedule(run_of(f"--schedule {path} --microbatch-size 4 {words}", device_count=2))
+
+
+def test_full_recompute_is_told_to_auto():
+    """The forward again before the gradient of the input: then zero bubble in lockstep is no good."""
+    words = "--schedule auto --pipe 4 --chunks 1 --recompute"
+    assert run_schedule(run_of(f"{words} selective", device_count=4)).name == "auto:zb_h1"
+    assert run_schedule(run_of(f"{words} full", device_count=4)).name != "auto:zb_h1"

@@ -1,0 +1,138 @@
+"""How well the memory model predicts what XLA gives a device: a grid of runs, compiled for H100s without any GPU.
+
+python -m benchmarks.memory_model            compiles the grid (about ten minutes on two cores) and writes
+                                             benchmarks/results/memory_model.json
+python -m benchmarks.memory_model --show     compares the model with the file; compiles nothing
+
+Needs pip install "megajax[dryrun]". A step is compiled, not run: what is measured is XLA's own buffer assignment.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.cost.cards import card
+from megajax.cost.memory import bytes_per_device
+from megajax.plan.compiler import compile_for, run_from_json
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"
+CARD = "h100-80gb"
+MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary=51200, sequence_length=2048)
+
+
+def _run(model: str | ModelConfig, mesh: tuple[int, int, int], microbatches: int, **options) -> RunConfig:
+    """A run on (data, pipe, tensor) = mesh; `options` are ParallelConfig's, or precision."""
+    precision = options.pop("precision", "bf16")
+    parallel = ParallelConfig(**dict(zip(("data", "pipe", "tensor"), mesh, strict=True)), **options)
+    batch = microbatches * parallel.microbatch_size * parallel.data
+    model = preset(model) if isinstance(model, str) else model
+    return RunConfig(model, parallel, TrainConfig(global_batch_size=batch, precision=precision))
+
+
+GRID = [
+    # the papers' large runs: 2104.04473 table 1, 2205.05198 table 5, and GPT-3 on 1,024 GPUs
+    _run("gpt3-175b", (1, 8, 8), 64, chunks=3),
+    _run("gpt3-175b", (8, 16, 8), 192, chunks=3),
+    _run("megatron-145.6b", (24, 8, 8), 48, chunks=2, microbatch_size=2, recompute="full"),
+    _run("megatron-310.1b", (15, 16, 8), 144, chunks=2, recompute="full"),
+    _run("megatron-529.6b", (9, 35, 8), 280, chunks=3, recompute="full"),
+    _run("megatron-529.6b", (1, 35, 8), 280, chunks=3),
+    _run("megatron-1008b", (6, 64, 8), 512, schedule="1f1b", recompute="full"),
+    _run("megatron-1008b", (1, 64, 8), 512, schedule="1f1b"),
+    _run(MODEL_22B, (2, 1, 8), 1, microbatch_size=4),
+    _run("megatron-76.1b", (32, 4, 8), 28, chunks=3, microbatch_size=2, recompute="full"),
+    _run("megatron-39.1b", (32, 2, 8), 12, schedule="1f1b", microbatch_size=4, recompute="full"),
+    _run("megatron-18.4b", (32, 1, 8), 4, microbatch_size=8, recompute="full"),
+    # smaller ones: every schedule, recompute mode, and kind of model
+    _run("megatron-7.5b", (32, 1, 4), 4, microbatch_size=4),
+    _run("megatron-1.7b", (32, 1, 1), 4, microbatch_size=4, recompute="full"),
+    _run("llama2-7b", (4, 4, 2), 16, chunks=2),
+    _run("gpt3-6.7b", (2, 4, 4), 16, schedule="zb_h1"),
+    _run("gpt3-13b", (2, 4, 4), 16, schedule="zb_v", chunks=2),
+    _run("gpt3-13b", (1, 4, 4), 16, schedule="zb_1p_interleaved", chunks=2),
+    _run("gpt3-13b", (1, 4, 8), 16, schedule="gpipe", recompute="full"),
+    _run("gpt3-6.7b", (1, 4, 2), 16, schedule="1f1b", recompute="none"),
+    _run("gpt3-13b", (1, 2, 4), 16, schedule="eager_1f1b", sequence_parallel=False),
+    _run("gpt2-xl", (2, 4, 1), 16, chunks=2, microbatch_size=2),
+    _run("gpt3-2.7b", (1, 2, 2), 8, chunks=2, precision="fp16", microbatch_size=2),
+    _run("gpt3-6.7b", (1, 4, 2), 16, chunks=2, recompute="none"),
+    _run("gpt3-6.7b", (1, 2, 4), 8, schedule="1f1b", recompute="none", microbatch_size=2),
+    _run("llama2-7b", (2, 2, 4), 8, schedule="eager_1f1b", microbatch_size=2),
+    _run("gpt3-13b", (1, 4, 4), 16, schedule="zb_h1", recompute="full"),
+    _run("gpt3-2.7b", (1, 1, 1), 4),
+    _run("megatron-76.1b", (8, 6, 8), 24, chunks=2, microbatch_size=2),
+    _run("gpt2-large", (2, 2, 2), 8, chunks=2, microbatch_size=4, recompute="none"),
+    _run("megatron-8.3b-2019", (8, 1, 8), 4, microbatch_size=4, recompute="full"),
+    _run("gpt3-175b", (1, 16, 8), 64, schedule="zb_v", chunks=2),
+    _run("gpt3-13b", (1, 4, 8), 8, chunks=2, schedule="zb_1p_interleaved", recompute="full", microbatch_size=2),
+    _run("megatron-18.4b", (4, 8, 2), 32, chunks=5),
+]
+
+# Runs that no term of the model was read from.
+HELD_OUT = [
+    _run("llama2-7b", (1, 4, 2), 8, chunks=2, microbatch_size=2),
+    _run("gpt3-6.7b", (2, 4, 4), 8, chunks=2, microbatch_size=2, recompute="none"),
+    _run("gpt3-13b", (2, 4, 4), 16, schedule="1f1b", microbatch_size=4),
+    _run("gpt2-large", (4, 2, 1), 8, schedule="1f1b", microbatch_size=2),
+    _run("gpt3-6.7b", (1, 4, 4), 8, schedule="zb_v", chunks=2, recompute="none"),
+    _run("megatron-145.6b", (2, 16, 8), 64, chunks=5, microbatch_size=2),
+    _run("megatron-529.6b", (4, 15, 8), 60, schedule="eager_1f1b", recompute="full"),
+]
+
+
+def measure() -> dict:
+    """Compiles the grid; an entry is the run, XLA's bytes and seconds."""
+    rows = []
+    for run in GRID + HELD_OUT:
+        run.validate()
+        result = compile_for(run, card(CARD))
+        rows.append(
+            {"held_out": run in HELD_OUT, "run": dataclasses.asdict(run)}
+            | {key: result[key] for key in ("memory", "arguments", "seconds")}
+        )
+        print(describe(run), f"{result['memory']['peak'] / 1e9:.2f} GB, {result['seconds']:.0f} s", flush=True)
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
+    return {"command": "python -m benchmarks.memory_model", "card": CARD, "versions": versions, "rows": rows}
+
+
+def describe(run: RunConfig) -> str:
+    """A run in a line."""
+    parallel = run.parallel
+    return (
+        f"{run.model.name:<16} d{parallel.data:<3}p{parallel.pipe:<3}t{parallel.tensor} v{parallel.chunks} "
+        f"b{parallel.microbatch_size} m{run.microbatches:<4}{parallel.schedule:<18}{parallel.recompute:<10}"
+    )
+
+
+def show(results: dict) -> None:
+    """Prints measured and predicted peaks."""
+    errors = {False: [], True: []}
+    for row in results["rows"]:
+        run, peak = run_from_json(row["run"]), row["memory"]["peak"]
+        predicted = sum(bytes_per_device(run).values())
+        error = predicted / peak - 1
+        errors[row["held_out"]].append(abs(error))
+        print(
+            f"{describe(run)} XLA {peak / 1e9:7.2f} GB  model {predicted / 1e9:7.2f} GB  {error:+6.1%}"
+            f"{'  held out' if row['held_out'] else ''}"
+        )
+    for name, some in (("all", errors[False] + errors[True]), ("held out", errors[True])):
+        within = sum(error <= 0.05 for error in some)
+        mean, worst = sum(some) / len(some), max(some)
+        print(f"{name}: {within} of {len(some)} within 5%; mean {mean:.1%}, worst {worst:.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", action="store_true", help="compare the model with the results there are")
+    if not parser.parse_args().show:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+    show(json.loads(RESULTS.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The first Megatron-LM paper's GPT-2 runs (1909.08053 section 4.2 and table 2): 355M, 2.5B and 8.3B parameters.
+
+python -m experiments.gpt2 --dry-shapes --data 64                      the 355M model on the paper's 64 GPUs
+python -m experiments.gpt2 --data 64 --tokenizer gpt2 --text corpus.jsonl.gz --run-dir runs/355m
+python -m experiments.gpt2 --model megatron-8.3b-2019 --heads 24 --data 64 --tensor 8 --run-dir runs/8.3b
+
+512 samples of 1,024 tokens a step, 300,000 steps; learning rate 1.5e-4 after 3,000 steps of warm-up, then one cosine to
+1e-5; weight decay 0.01, clipping at 1.0, dropout 0.1, every layer recomputed. The paper's 8.3B model has 24 heads.
+"""
+
+import sys
+
+from experiments import gpt3
+
+RECIPE = {
+    "model": "gpt2-medium",
+    "global_batch_size": 512,
+    "steps": 300_000,
+    "learning_rate": 1.5e-4,
+    "minimum_learning_rate": 1e-5,
+    "learning_rate_decay": "cosine",
+    "warmup_steps": 3000,
+    "weight_decay": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "clip_norm": 1.0,
+    "recompute": "full",
+    "save_every": 5000,
+    "bad_step": "skip",
+}
+
+
+if __name__ == "__main__":
+    sys.exit(gpt3.main(description=__doc__, defaults=RECIPE, recipes={}))

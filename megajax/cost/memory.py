@@ -1,0 +1,208 @@
+"""Bytes on one device, part by part: what the compiled program holds at its peak.
+
+Counted from the same lists the program uses: the schedule's slots (`pipeline/tables.py`) times what a block keeps under a
+recompute mode (`models/recompute.py`), and the parameters as `models/gpt.py` shapes them. Two terms are XLA's doing and
+were read off programs compiled for H100s: the *workspace* and the *copies* (see `_workspace`, `stash_copies`).
+`python -m benchmarks.memory_model --show` compares the sum with XLA's own over the grid it was read from.
+"""
+
+import dataclasses
+
+from megajax.config import ModelConfig, RunConfig, padded_vocabulary
+from megajax.models.recompute import bytes_per_layer, kept_values
+from megajax.pipeline import tables
+from megajax.pipeline.schedules import make_schedule
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+SPLIT_BACKWARD = ("zb_h1", "zb_1p_interleaved", "zb_v")
+# Of a card's memory: what is left for the program by the CUDA context, NCCL's buffers and fragmentation. JAX's own
+# documentation (GPU memory allocation) and users set XLA_PYTHON_CLIENT_MEM_FRACTION up to 0.92; its default is 0.75.
+USABLE_SHARE = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """What is split further than pipe and tensor split it.
+
+    Attributes:
+      zero: 0, nothing more; 1, fp32 weights and optimizer state over the replicas (ZeRO-1, 1910.02054); 3, gradients and
+        16-bit weights too, gathered block by block when needed.
+      vocabulary_over_pipe: the token table and the head's work are split over pipe * tensor, not over tensor.
+    """
+
+    zero: int = 0
+    vocabulary_over_pipe: bool = False
+
+
+PROGRAM = Sharding()  # what today's program does; anything else is modelled only
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Buffers of a schedule on the rank with most, as `pipeline.tables.Tables` has them."""
+
+    stash: int
+    kept: int
+    inbox: int  # activations and gradients together, the two spare slots included
+
+
+def slots_of(run: RunConfig) -> Slots:
+    """Read off the schedule's tables. Takes a while for hundreds of ranks and microbatches: see `closed_form_slots`."""
+    parallel = run.parallel
+    schedule = make_schedule(
+        parallel.schedule, stages=parallel.pipe, microbatches=run.microbatches, chunks=parallel.chunks
+    )
+    table = tables.build(schedule)
+    return Slots(table.stash_slots, table.kept_slots, sum(table.inbox_slots.values()) + 2)
+
+
+def closed_form_slots(schedule: str, pipe: int, chunks: int, microbatches: int) -> Slots:
+    """What `slots_of` finds, by formula: the schedules' docstrings, one more where bubbles write to a spare slot."""
+    p, v, m = pipe, chunks, microbatches
+    work = m * v
+    stash = {
+        "gpipe": m + 1,
+        "1f1b": min(m, p),
+        "eager_1f1b": min(2 * p - 1, m + 1),
+        "interleaved_1f1b": min((v + 1) * p - 1, work + 1),
+        "zb_h1": min(m, p),
+        "zb_1p_interleaved": min(work, v * p),
+        "zb_v": min(work, 2 * p),
+    }[schedule]
+    kept = {"zb_h1": min(m, p), "zb_1p_interleaved": min(m, p), "zb_v": min(work, 2 * p) - 1}.get(schedule, 0)
+    inbox = 2
+    if schedule == "gpipe":
+        inbox = 1 + m
+    elif schedule == "zb_1p_interleaved" and v > 1:
+        inbox = (-(-3 * p // 4) if m > p else 1) + p // 2 + 1
+    elif schedule == "zb_v":
+        inbox = min(m, 2) + (2 if m > 2 else 1)
+    if p == 1:  # nothing is sent; only the loss's gradient waits
+        stash, kept = (m if schedule == "gpipe" else 1), min(kept, 1)
+        inbox = m if schedule == "gpipe" else 1
+    return Slots(stash, kept, inbox + 2)
+
+
+def block_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of one block on one device of a tensor group."""
+    bias = int(model.biases)
+    query_key_value = (model.heads + 2 * model.key_value_heads) * model.head_size
+    gates = 2 if model.activation == "swiglu" else 1
+    split = (model.hidden + bias) * (query_key_value + gates * model.feedforward_size)
+    split += model.hidden * (model.hidden + model.feedforward_size)
+    whole = 2 * model.hidden * bias + 2 * _norm(model)
+    return split // tensor + whole
+
+
+def shared_parameters(model: ModelConfig, tensor: int, pipe: int = 1, sharding: Sharding = PROGRAM) -> int:
+    """Parameters outside the blocks on one device: token table(s), positions and the last norm; every rank holds them."""
+    split = tensor * (pipe if sharding.vocabulary_over_pipe else 1)
+    table = padded_vocabulary(model.vocabulary, split) // split * model.hidden
+    positions = model.sequence_length * model.hidden if model.positions == "learned" else 0
+    return table * (1 if model.tied_embeddings else 2) + positions + _norm(model)
+
+
+def _norm(model: ModelConfig) -> int:
+    return model.hidden * (2 if model.norm == "layernorm" and model.biases else 1)
+
+
+def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots | None = None) -> dict[str, int]:
+    """Bytes of a step at its peak on the device with most; their sum is the peak.
+
+    Args:
+      sharding: what of it is split over the replicas too.
+      slots: of the schedule, `closed_form_slots` if not given.
+
+    Returns:
+      "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" what the step
+      computes with (none in fp32); "stash" what forwards keep for their backwards; "copies" of the stash that XLA makes;
+      "input to weight gradients" what zero bubble's I keeps for its W; "inboxes" received activations and gradients;
+      "workspace" of the block (or the head) being computed.
+    """
+    model, parallel = run.model, run.parallel
+    item = ITEMSIZE[run.train.precision]
+    slots = slots or closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
+    layers, block = model.layers // parallel.pipe, block_parameters(model, parallel.tensor)
+    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
+    parameters = layers * block + shared
+    state = parallel.data if sharding.zero >= 1 else 1
+    work = parallel.data if sharding.zero >= 3 else 1
+    per_chunk = layers // parallel.chunks
+    activation = parallel.microbatch_size * model.sequence_length * model.hidden * item
+    residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
+    layer = bytes_per_layer(
+        model,
+        parallel.recompute,
+        samples=parallel.microbatch_size,
+        tensor=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        itemsize=item,
+    )
+    workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
+    gathered = 2 * block * item if sharding.zero >= 3 else 0  # the block at work and the next
+    return {
+        "weights": 4 * parameters // state,
+        "optimizer": 8 * parameters // state,
+        "gradients": 4 * parameters // work,
+        "16-bit weights": (item * parameters // work if item < 4 else 0) + gathered,
+        "stash": slots.stash * per_chunk * layer,
+        "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
+        "input to weight gradients": slots.kept * per_chunk * _kept_for_weights(run, item),
+        "inboxes": slots.inbox * residual,
+        "workspace": workspace,
+    }
+
+
+def _kept_for_weights(run: RunConfig, item: int) -> int:
+    """What I keeps for W of one block (`pipeline/split.py`): gradients of the matmuls' outputs.
+
+    Under full recompute also the inputs of W's matmuls that I had to compute again with a matmul.
+    """
+    model, parallel = run.model, run.parallel
+    tokens = parallel.microbatch_size * model.sequence_length
+    gates = 2 if model.activation == "swiglu" else 1
+    inner = gates * model.feedforward_size
+    split = item * ((model.heads + 2 * model.key_value_heads) * model.head_size + inner)
+    whole = 0
+    if parallel.recompute == "full":
+        split += item * model.hidden + 2 * 4 * inner  # two steps of the activation function are fp32
+        whole = model.hidden * (
+            1 if parallel.microbatch_size == 1 else 2
+        )  # gathered; and XLA transposes several samples
+    residual = 2 * model.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
+    return tokens * (split // parallel.tensor + item * (residual + whole))
+
+
+def stash_copies(run: RunConfig, item: int) -> int:
+    """Second copies of stashed values, by block: XLA's GPU compiler takes a transposition that the backward's matmuls want
+    out of the loop over blocks, and so transposes the whole stash, once a chunk.
+
+    Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; the inner activation where a microbatch is
+    one sample; queries, keys and values where they are rotated and it is more. Where a chunk is one block there is no loop:
+    the workspace then uses the copy's memory again.
+    """
+    parallel, model = run.parallel, run.model
+    if parallel.pipe == 1 or parallel.recompute == "full":
+        return 0
+    copied = {"probabilities", "probabilities_mask"}
+    if parallel.microbatch_size == 1 and model.activation != "swiglu":
+        copied.add("up" if parallel.recompute == "selective" else "activation")
+    if parallel.microbatch_size > 1 and model.positions == "rotary":
+        copied.add("qkv")
+    values = [value for value in kept_values(model, parallel.recompute) if value.name in copied]
+    samples = parallel.microbatch_size
+    return sum(samples * value.elements * (1 if value.mask else item) // parallel.tensor for value in values)
+
+
+def _workspace(run: RunConfig, item: int) -> int:
+    """What is alive only while a block or the head is computed.
+
+    A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
+    grid gives 1.14 and 4.23; activations and logits add nothing, they take turns in the same memory.) The head: logits
+    and their gradient.
+    """
+    model, parallel = run.model, run.parallel
+    samples, tokens, tensor = parallel.microbatch_size, model.sequence_length, parallel.tensor
+    block = item * (block_parameters(model, tensor) + 4 * samples * model.heads * tokens * tokens // tensor)
+    logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
+    return max(block, logits)

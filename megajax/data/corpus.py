@@ -1,0 +1,184 @@
+"""Files of text, of any size, as blocks of whole documents: what preprocessing deals out to its workers."""
+
+import gzip
+import json
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, NamedTuple
+
+from megajax.config import ConfigError
+
+BLOCK = 1 << 20  # bytes of text in a block, if its last document ends there
+JSONL = (".jsonl", ".json", ".ndjson")
+TEXT_DOCUMENTS = ("file", "paragraph", "line")
+SHOWN = 80  # characters of a bad line
+
+
+class Block(NamedTuple):
+    """Some whole documents.
+
+    Attributes:
+      path: the file.
+      kind: "jsonl", or one of TEXT_DOCUMENTS: what a document is.
+      first_line: the number of its first line in the file.
+      content: bytes, unpacked.
+      read: bytes of the file, packed as it is, read so far.
+    """
+
+    path: str
+    kind: str
+    first_line: int
+    content: bytes
+    read: int
+
+
+class BadLine(NamedTuple):
+    """A line that is no document, and why."""
+
+    path: str
+    line: int
+    reason: str
+    start: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.reason}: {self.start}"
+
+
+def kind_of(path: str, text_documents: str) -> str:
+    """What a document of the file is, by the file's name: "jsonl", or `text_documents`."""
+    return "jsonl" if pathlib.Path(re.sub(r"\.(gz|zst)$", "", path)).suffix in JSONL else text_documents
+
+
+def read_blocks(path: str, kind: str) -> Iterator[Block]:
+    """The blocks of a file, .gz and .zst unpacked. Only documents larger than a block take more memory than one.
+
+    Raises:
+      ConfigError: the file cannot be read, or is damaged.
+    """
+    try:
+        with open(path, "rb") as packed:
+            line, held = 1, []
+            for part in _unpacked(path, packed):
+                cut = 0 if kind == "file" else _end_of_documents(part, kind)
+                if not cut:
+                    held.append(part)
+                    continue
+                content = b"".join([*held, part[:cut]])
+                yield Block(path, kind, line, content, _place(packed))
+                line, held = line + content.count(b"\n"), [part[cut:]]
+            if any(held):
+                yield Block(path, kind, line, b"".join(held), _place(packed))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give --input a readable file") from None
+    except (EOFError, zlib.error):
+        raise ConfigError(f"cannot read {path}: the compressed file is cut short or damaged") from None
+
+
+def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
+    """The block's documents, the texts of all `keys` for each (a plain text has one), and the lines that are none."""
+    if block.kind == "jsonl":
+        return _json_documents(block, keys)
+    try:
+        text = block.content.decode("utf-8-sig" if block.first_line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line = block.first_line + block.content.count(b"\n", 0, error.start)
+        if block.kind == "file":
+            return [], [BadLine(block.path, line, "not UTF-8", repr(block.content[error.start : error.start + 20]))]
+        return _bytewise(block)
+    if block.kind == "file":
+        return [(text,)] if text.strip() else [], []
+    parts = text.split("\n") if block.kind == "line" else re.split(r"\n[ \t\r]*\n", text)
+    return [(part.strip("\r\n"),) for part in parts if part.strip()], []
+
+
+def split_sentences(text: str) -> list[str]:
+    """A text cut after . ! or ? (and what closes a quotation) before a space and a capital or a digit, and at line ends.
+
+    A rule of one line, that knows no abbreviations: for BERT's sentence pairs, whose sentences may be any pieces.
+    """
+    cut = re.sub(r"""([.!?]["'”’)\]]*)\s+(?=["'“‘(\[]*[^\W_a-z])""", r"\1\n", text)
+    return [piece.strip() for piece in cut.split("\n") if piece.strip()]
+
+
+def _end_of_documents(part: bytes, kind: str) -> int:
+    """Where the last document that ends in `part` does; 0 if none is seen to."""
+    if kind != "paragraph":
+        return part.rfind(b"\n") + 1
+    ends = [match.end() for match in re.finditer(rb"\n[ \t\r]*\n", part)]
+    return ends[-1] if ends else 0
+
+
+def _place(packed: BinaryIO) -> int:
+    return packed.tell() if packed.seekable() else 0  # a pipe has none
+
+
+def _unpacked(path: str, packed: BinaryIO) -> Iterator[bytes]:
+    if path.endswith(".zst"):
+        yield from _unpacked_zst(packed)
+        return
+    stream = gzip.open(packed) if path.endswith(".gz") else packed
+    while part := stream.read(BLOCK):
+        yield part
+
+
+def _unpacked_zst(packed: BinaryIO) -> Iterator[bytes]:
+    """One frame after another. The library's own stream ends without a word where a file is cut short."""
+    import zstandard
+
+    frame, rest = None, b""
+    try:
+        while packing := rest or packed.read(BLOCK // 16):
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(packing)
+            rest = frame.unused_data
+            frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise zlib.error(str(error)) from None
+    if frame is not None:
+        raise EOFError
+
+
+def _json_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
+    documents, bad = [], []
+    for number, line in enumerate(block.content.split(b"\n"), block.first_line):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            texts = tuple(record[key] for key in keys)
+            for text in texts:
+                text.encode()  # no string has no encode; JSON can hold half a surrogate pair, UTF-8 cannot
+            documents.append(texts)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            bad.append(BadLine(block.path, number, _reason(error, keys), repr(line[:SHOWN].decode(errors="replace"))))
+    return documents, bad
+
+
+def _reason(error: Exception, keys: Sequence[str]) -> str:
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]!r}"
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    if isinstance(error, UnicodeEncodeError):
+        return "half a surrogate pair"
+    if isinstance(error, json.JSONDecodeError):
+        return "not JSON"
+    return f"not an object with a string {' and '.join(map(repr, keys))}"
+
+
+def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
+    """A block that is not all UTF-8: its lines or paragraphs one by one."""
+    documents, bad, line = [], [], block.first_line
+    separator = rb"(\n)" if block.kind == "line" else rb"(\n[ \t\r]*\n)"
+    for part in re.split(separator, block.content):
+        try:
+            text = part.decode()
+            if text.strip():
+                documents.append((text.strip("\r\n"),))
+        except UnicodeDecodeError as error:
+            start = repr(part[error.start : error.start + 20])
+            bad.append(BadLine(block.path, line + part.count(b"\n", 0, error.start), "not UTF-8", start))
+        line += part.count(b"\n")
+    return documents, bad

@@ -1,0 +1,80 @@
+"""The next batches, read and put on the devices while a step runs."""
+
+import concurrent.futures
+import time
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from megajax.data.loader import Loader
+
+AHEAD = 2  # batches: one on the devices when its step begins, one being read
+
+
+class Prefetch:
+    """A loader's batches, ahead of time, each process reading only the samples that its own devices need.
+
+    It is asked as the loader is: `batch(consumed_samples)`. Asked for what follows the last batch it gives what it has
+    ready; asked for anything else, as after a restart, it begins again there. So it has no state to save.
+
+    Attributes:
+      waited: seconds that `batch` has spent waiting, in all.
+    """
+
+    def __init__(self, loader: Loader, sharding: jax.sharding.Sharding, ahead: int = AHEAD):
+        """Takes the sharding of a batch's arrays, whose first two axes are (microbatches, samples)."""
+        self.loader, self.sharding, self.ahead, self.waited = loader, sharding, ahead, 0.0
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
+        self._ready: dict[int, concurrent.futures.Future] = {}
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def batch(self, consumed_samples: int) -> Mapping[str, jax.Array]:
+        """`Loader.batch`, as arrays on the devices; the batches after it are then begun.
+
+        Raises:
+          ConfigError: what the loader raises for this batch.
+        """
+        start = time.perf_counter()
+        wanted = [consumed_samples]
+        for _ in range(self.ahead):
+            wanted.append(wanted[-1] + self.loader.at(wanted[-1]).global_batch_size)
+        for number in [number for number in self._ready if number not in wanted]:
+            self._ready.pop(number).cancel()
+        for number in wanted:
+            if number not in self._ready:
+                self._ready[number] = self._thread.submit(place_batch, self.loader.at(number), number, self.sharding)
+        batch = self._ready.pop(consumed_samples).result()
+        self.waited += time.perf_counter() - start
+        return batch
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def place_batch(loader: Loader, consumed_samples: int, sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
+    """One batch on the devices. Devices that hold the same samples, of a pipeline or tensor group, share one reading."""
+    microbatches, samples = loader.batch_shape
+    numbers = consumed_samples + np.arange(loader.global_batch_size).reshape(microbatches, samples)
+    parts = {}
+    for index in sharding.addressable_devices_indices_map(numbers.shape).values():
+        if _key(index) not in parts:
+            part = numbers[index]
+            rows = loader.rows(part.reshape(-1))
+            parts[_key(index)] = {name: array.reshape(*part.shape, *array.shape[1:]) for name, array in rows.items()}
+    return {
+        name: jax.make_array_from_callback(
+            (*numbers.shape, *array.shape[2:]), sharding, lambda index, name=name: parts[_key(index[:2])][name]
+        )
+        for name, array in next(iter(parts.values())).items()
+    }
+
+
+def _key(index: tuple[slice, ...]) -> tuple:
+    return tuple((part.start, part.stop) for part in index)

@@ -1,0 +1,256 @@
+"""Text to a .bin/.idx pair that megajax and Megatron-LM train on.
+
+python -m megajax.data.preprocess --input a.jsonl b.txt.gz --output corpus --tokenizer gpt2
+python -m megajax.data.preprocess merge --input corpus more --output all      two pairs to one
+python -m megajax.data.preprocess inspect corpus --tokenizer gpt2            counts, and the first documents as text
+python -m megajax.data.preprocess verify corpus --tokenizer gpt2             every offset and every token id
+
+A .jsonl has an object a line, whose "text" is a document; any other file is text, and one document unless --text-documents
+says otherwise. .gz and .zst are unpacked. Memory does not grow with the files, only with the longest document.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.config import ConfigError
+from megajax.data.corpus import TEXT_DOCUMENTS, kind_of, read_blocks
+from megajax.data.encode import Recipe, Result, encode_blocks
+from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megajax.data.tokenizers import load_tokenizer
+
+BAD_LINES_SHOWN = 10
+SHOWN = 300  # characters of a document
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the process's exit code: 0, or 2 for an error in what was asked or read."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"merge": _merge, "inspect": _inspect, "verify": _verify}
+    command = commands.get(arguments[0] if arguments else "", _preprocess)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
+    try:
+        command(arguments if command is _preprocess else arguments[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
+
+
+def _parser(command: str = "") -> _Parser:
+    name = f"python -m megajax.data.preprocess {command}".strip()
+    return _Parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        required=required,
+        help="byte, gpt2, or a file: tokenizer.json (Hugging Face), .model (sentencepiece), vocab.txt (BERT)",
+    )
+    parser.add_argument(
+        "--end-of-document",
+        metavar="TOKEN",
+        help="the token of a tokenizer's file that ends documents, if not the usual",
+    )
+
+
+def _preprocess(arguments: Sequence[str]) -> None:
+    parser = _parser()
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="texts, in order")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    _tokenizer_options(parser, required=True)
+    parser.add_argument(
+        "--keys", nargs="+", default=["text"], metavar="KEY", help="of JSON objects; several: writes PREFIX_KEY (text)"
+    )
+    parser.add_argument(
+        "--text-documents", choices=TEXT_DOCUMENTS, default="file", help="a document of a text is (file)"
+    )
+    parser.add_argument("--no-end-of-document", action="store_true", help="put no token after documents")
+    parser.add_argument("--split-sentences", action="store_true", help="a sequence for each sentence, as BERT needs")
+    parser.add_argument(
+        "--bad-lines", choices=("skip", "fail"), default="skip", help="lines that are no document (skip)"
+    )
+    parser.add_argument("--workers", type=int, default=_cores(), help="processes (one a core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        raise ConfigError(f"--workers {options.workers}: at least 1")
+    recipe = Recipe(
+        options.tokenizer,
+        options.end_of_document,
+        tuple(options.keys),
+        not options.no_end_of_document,
+        options.split_sentences,
+    )
+    kinds = {path: kind_of(path, options.text_documents) for path in options.input}
+    texts = [path for path, kind in kinds.items() if kind != "jsonl"]
+    if texts and len(recipe.keys) > 1:
+        raise ConfigError(f"--keys {' '.join(recipe.keys)}: {texts[0]} is no .jsonl and has no keys")
+    dtype = dtype_for(recipe.load().vocabulary)
+    keyed = len(recipe.keys) > 1
+    prefixes = [f"{options.output}_{key}" if keyed else options.output for key in recipe.keys]
+    report = _Report(options.input, options.bad_lines == "fail")
+    _write(options.input, kinds, recipe, options.workers, prefixes, dtype, options.overwrite, report)
+
+
+def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_Report") -> None:
+    writers: list[IndexedWriter] = []
+    blocks = (block for path in paths for block in read_blocks(path, kinds[path]))
+    try:
+        for prefix in prefixes:
+            writers.append(IndexedWriter(prefix, dtype, overwrite=overwrite))
+        with report:
+            for result in encode_blocks(blocks, recipe, workers):
+                for writer, encoded in zip(writers, result.encoded, strict=True):
+                    writer.add_documents(*encoded)
+                report.add(result)
+        if not any(writer.tokens for writer in writers):
+            raise ConfigError(f"{', '.join(paths)}: there is no document with text in it; nothing was written")
+        for writer in writers:
+            writer.finish()
+    finally:
+        for writer in writers:
+            writer.discard()
+    report.close(prefixes, writers)
+
+
+class _Report:
+    """The progress bar, the bad lines, and the last words."""
+
+    def __init__(self, paths: Sequence[str], fatal: bool):
+        """Takes the input files; `fatal` makes the first bad line a ConfigError."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.fatal, self.bad, self.characters, self.tokens = fatal, 0, 0, 0
+        self.sizes = {}
+        for path in paths:
+            try:
+                self.sizes[path] = os.path.getsize(path)
+            except OSError as error:
+                raise ConfigError(f"cannot read {path}: {error.strerror}; give --input a readable file") from None
+        self.read = dict.fromkeys(paths, 0)
+        columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"), TimeRemainingColumn())
+        self.console = Console(stderr=True)
+        self.progress = Progress(*columns, console=self.console)
+        self.task = self.progress.add_task("", total=max(1, sum(self.sizes.values())), rates="starting")
+
+    def __enter__(self):
+        self.start = time.perf_counter()
+        self.progress.start()
+
+    def __exit__(self, *error):
+        self.seconds = time.perf_counter() - self.start
+        self.progress.stop()
+
+    def add(self, result: Result) -> None:
+        """Counts a block, and shows its bad lines while there are few."""
+        for line in result.bad:
+            if self.fatal:
+                raise ConfigError(f"{line}; mend it, or type --bad-lines skip. Nothing was written.")
+            self.bad += 1
+            if self.bad <= BAD_LINES_SHOWN:
+                self.progress.print(f"skipped {line}", markup=False, highlight=False)
+        self.characters += result.characters
+        self.tokens += sum(len(encoded.tokens) for encoded in result.encoded)
+        self.read[result.path] = result.read
+        seconds = max(time.perf_counter() - self.start, 1e-9)
+        rates = f"{self.characters / 1e6 / seconds:.1f} MB/s, {self.tokens / 1e6:.1f} M tokens"
+        self.progress.update(self.task, completed=sum(self.read.values()), rates=rates)
+
+    def close(self, prefixes: Sequence[str], writers: Sequence[IndexedWriter]) -> None:
+        """Prints what was written."""
+        for prefix, writer in zip(prefixes, writers, strict=True):
+            print(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
+        rate = self.characters / 1e6 / self.seconds
+        print(
+            f"{self.characters / 1e6:.1f} MB of text in {self.seconds:.1f} s, {rate:.1f} MB/s; {self.bad} bad lines skipped"
+        )
+
+
+def _merge(arguments: Sequence[str]) -> None:
+    parser = _parser("merge")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="pairs, in order")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    options = parser.parse_args(arguments)
+    sources = [IndexedDataset(prefix) for prefix in options.input]
+    if pathlib.Path(options.output).absolute() in [pathlib.Path(prefix).absolute() for prefix in options.input]:
+        raise ConfigError(f"--output {options.output} is one of the inputs; give another")
+    for source in sources:
+        source.check()
+    with IndexedWriter(options.output, sources[0].dtype, overwrite=options.overwrite) as writer:
+        for source in sources:
+            writer.add_pair(source)
+    print(f"{options.output}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
+
+
+def _inspect(arguments: Sequence[str]) -> None:
+    parser = _parser("inspect")
+    parser.add_argument("prefix", metavar="PREFIX")
+    _tokenizer_options(parser, required=False)
+    parser.add_argument("--documents", type=int, default=3, metavar="COUNT", help="how many to show (3)")
+    options = parser.parse_args(arguments)
+    dataset = IndexedDataset(options.prefix)
+    lengths = dataset.lengths
+    print(f"{dataset.prefix}: {dataset.document_count:,} documents, {len(dataset):,} sequences")
+    print(f"{len(dataset.tokens):,} tokens of {dataset.dtype.name}, {dataset.bin_bytes:,} bytes")
+    if len(lengths):
+        empty = int((np.diff(dataset.documents) == 0).sum())
+        print(f"a sequence has {lengths.min()} to {lengths.max():,} tokens, {lengths.mean():.1f} on average")
+        print(f"{empty:,} documents are empty")
+    tokenizer = load_tokenizer(options.tokenizer, options.end_of_document) if options.tokenizer else None
+    for number in range(min(options.documents, dataset.document_count)):
+        ids = dataset.document(number)
+        shown = ids[:SHOWN]
+        ends = bool(tokenizer and len(ids) and ids[-1] == tokenizer.end_of_document)
+        text = " ".join(map(str, shown[:20].tolist())) if tokenizer is None else repr(tokenizer.decode(shown)[:SHOWN])
+        print(f"\ndocument {number}: {len(ids):,} tokens{', the last one the end of document' * ends}\n{text}")
+
+
+def _verify(arguments: Sequence[str]) -> None:
+    parser = _parser("verify")
+    parser.add_argument("prefix", metavar="PREFIX")
+    _tokenizer_options(parser, required=True)
+    options = parser.parse_args(arguments)
+    tokenizer = load_tokenizer(options.tokenizer, options.end_of_document)
+    dataset = IndexedDataset(options.prefix)
+    dataset.check()
+    dataset.check_tokens(tokenizer.vocabulary)
+    ends = _documents_with_end(dataset, tokenizer.end_of_document)
+    print(
+        f"{dataset.prefix}: sound; {dataset.document_count:,} documents, {len(dataset.tokens):,} token ids below "
+        f"{tokenizer.vocabulary}; {ends:,} documents end with {tokenizer.name}'s end of document"
+    )
+
+
+def _documents_with_end(dataset: IndexedDataset, end: int) -> int:
+    """How many documents end with that id."""
+    last = np.array(dataset.documents[1:][np.diff(dataset.documents) > 0]) - 1
+    places = dataset.offsets[last] // dataset.dtype.itemsize + dataset.lengths[last] - 1
+    return int((dataset.tokens[places[dataset.lengths[last] > 0]] == end).sum())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

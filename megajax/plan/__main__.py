@@ -1,0 +1,163 @@
+"""Which layout to train a model with, on how many of which GPUs, and why.
+
+python -m megajax.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch 1536
+python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch 3072 --plot shapes.svg --out plan.toml
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+from megajax.config import ConfigError, ModelConfig, preset
+from megajax.cost.cards import CARDS, card
+from megajax.cost.memory import PROGRAM, Sharding
+from megajax.cost.software import MEGAJAX, MEGAJAX_FUSED
+from megajax.plan.config_file import write_config
+from megajax.plan.plot import plot
+from megajax.plan.report import LEGEND, heading, smallest, table
+from megajax.plan.search import SCHEDULES, Candidate, Question, best_by, search
+from megajax.plan.why import explain
+
+SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plans; returns the process's exit code: 0, 1 where nothing fits, 2 for an error in what was asked."""
+    try:
+        return _plan(_parser().parse_args(arguments))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(asked: argparse.Namespace) -> int:
+    question = question_of(asked)
+    start = time.perf_counter()
+    candidates = search(question)
+    fitting = [one for one in candidates if one.fits]
+    seconds = time.perf_counter() - start
+    print(heading(question, asked.tokens, len(candidates), len(fitting), seconds))
+    if not fitting:
+        print(smallest(candidates))
+        return 1
+    shown = list(best_by(fitting, lambda one: one.mesh).values())[: asked.top]
+    print(table(shown, asked.tokens))
+    print(LEGEND)
+    if any(one.sharding != PROGRAM for one in shown):
+        print("zero 1 and 3 are modelled only: today's program has neither, and no configuration is written for them")
+    print(explain(fitting + candidates[len(fitting) :]))
+    if asked.plot:
+        plot(candidates, asked.plot)
+        print(f"drawn: {asked.plot}")
+    return _write(asked, fitting)
+
+
+def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
+    """Writes the fastest layout that the program can run."""
+    runnable = [one for one in fitting if one.sharding == PROGRAM]
+    if not runnable:
+        print("none of these can be run yet; plan without --zero for one that can")
+        return 1
+    best = runnable[0]
+    header = (
+        f"{best.run.model.name} on {asked.gpus} {asked.gpu}: predicted {best.time.total:.2f} s a step, "
+        f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
+        f"python -m experiments.gpt3 --config {asked.out}"
+    )
+    write_config(asked.out, best.run, asked.model, header)
+    print(f"written: {asked.out}   python -m experiments.gpt3 --config {asked.out}")
+    return 0
+
+
+def question_of(asked: argparse.Namespace) -> Question:
+    """The question that a command line asks.
+
+    Raises:
+      ConfigError: an unknown model or GPU, or a number that is none.
+    """
+    for name in ("gpus", "global_batch", "top"):
+        if getattr(asked, name) < 1:
+            raise ConfigError(
+                f"{name} = {getattr(asked, name)} must be 1 or more: type --{name.replace('_', '-')} COUNT."
+            )
+    if min(asked.microbatch_sizes) < 1:
+        sizes = " ".join(map(str, asked.microbatch_sizes))
+        raise ConfigError(f"microbatch_sizes = {sizes} must be 1 or more: type --microbatch-sizes 1 2 4.")
+    if not asked.tokens > 0:
+        raise ConfigError(f"tokens = {asked.tokens} must be above 0: type --tokens 300e9.")
+    model = preset(asked.model)
+    changed = {name: getattr(asked, name) for name in SHAPE if getattr(asked, name) is not None}
+    if changed:
+        model = dataclasses.replace(model, name=f"{model.name}, changed", **changed)
+        _check_shape(model)
+    return Question(
+        model,
+        asked.gpus,
+        card(asked.gpu),
+        asked.global_batch,
+        precision=asked.precision,
+        software=MEGAJAX_FUSED if asked.attention == "fused" else MEGAJAX,
+        schedules=tuple(asked.schedules),
+        recomputes=tuple(asked.recompute),
+        microbatches=tuple(asked.microbatch_sizes),
+        shardings=tuple(Sharding(zero=level) for level in asked.zero),
+    )
+
+
+def _check_shape(model: ModelConfig) -> None:
+    if min(getattr(model, name) for name in SHAPE) < 1 or model.hidden % model.heads:
+        raise ConfigError(
+            f"hidden = {model.hidden} is not a multiple of heads = {model.heads}, or a size is below 1: "
+            "type --layers, --hidden and --heads that fit together."
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megajax.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME", help="preset, as of experiments.gpt3")
+    add("--gpus", required=True, type=int, metavar="COUNT", help="GPUs of the cluster; all are used")
+    add("--gpu", required=True, metavar="|".join(CARDS), help="what they are")
+    add("--global-batch", required=True, type=int, metavar="COUNT", help="samples in a step")
+    add("--tokens", type=float, default=300e9, metavar="COUNT", help="to train on, for the days (default: 300e9)")
+    add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
+    add("--top", type=int, default=10, metavar="COUNT", help="layouts to list (default: 10)")
+    add("--out", default="plan.toml", metavar="FILE", help="where the winner is written (default: plan.toml)")
+    add("--plot", metavar="FILE", help="draw throughput over mesh shapes")
+    add("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES, help="to choose from (default: all)")
+    modes = ("none", "selective", "full")
+    add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
+    add("--microbatch-sizes", nargs="+", type=int, default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
+    add(
+        "--zero",
+        nargs="+",
+        type=int,
+        default=(0,),
+        choices=(0, 1, 3),
+        help="levels to choose from; 1 (optimizer state split over replicas) and 3 (gradients and weights too) are "
+        "modelled only (default: 0)",
+    )
+    add(
+        "--attention",
+        default="plain",
+        choices=("plain", "fused"),
+        help="plain is what today's program does; fused is modelled only, and its memory is not (default: plain)",
+    )
+    for name in SHAPE:
+        add(f"--{name.replace('_', '-')}", type=int, metavar="COUNT", help="in place of the preset's")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Compiles a run's training step for a GPU cluster on a machine without a GPU, in a child process.
+
+XLA's GPU compiler needs no GPU, only a description of one: the whole pipeline runs, down to machine code, partitioner,
+scheduler and buffer assignment included. It aborts the process on some programs, so it has one of its own. Nothing is
+autotuned and nothing is run: memory and communication are what they will be, times are not known.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.cost.cards import CARDS, Card
+
+MISSING_PLUGIN = (
+    "XLA's CUDA compiler is not installed; it needs no GPU and no driver: pip install 'megajax[dryrun]' "
+    "(that is jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, 223 MB)"
+)
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+class CompilerError(RuntimeError):
+    """The compiler refused the program or died on it; the message has the last thing it said."""
+
+
+def has_compiler() -> bool:
+    """Whether XLA's CUDA plugin is installed, for CUDA 12 or 13."""
+    return any(importlib.util.find_spec(name) for name in PLUGINS)
+
+
+def compile_for(run: RunConfig, card: Card, timeout: float = 900) -> dict[str, Any]:
+    """Compiles the step of `run` for a cluster of `card`s and reads the result.
+
+    Returns:
+      "memory": bytes on one device by XLA's names (argument, output, alias, temp, peak); "arguments": bytes of the
+      parameters, the optimizer state and the batch; "buffers": the largest temporaries, [bytes, shape] each;
+      "hlo": the program as text; "seconds": of the compilation.
+
+    Raises:
+      ConfigError: the compiler is not installed.
+      CompilerError: it failed, or took longer than `timeout` seconds.
+    """
+    if not has_compiler():
+        raise ConfigError(MISSING_PLUGIN + ".")
+    with tempfile.TemporaryDirectory() as folder:
+        request = pathlib.Path(folder, "request.json")
+        request.write_text(json.dumps({"run": dataclasses.asdict(run), "card": card.name}))
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",  # or the CUDA plugin looks for a driver and complains
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-m", "megajax.plan.compiler", str(request)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise CompilerError(f"the compiler took longer than {timeout:.0f} s and was stopped") from None
+        answer = pathlib.Path(folder, "answer.json")
+        if done.returncode or not answer.exists():
+            said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+            how = f"aborted (signal {-done.returncode})" if done.returncode < 0 else "failed"
+            raise CompilerError(f"the compiler {how}: " + " / ".join(said))
+        result = json.loads(answer.read_text())
+        return result | {
+            "buffers": _largest_buffers(pathlib.Path(folder)),
+            "hlo": pathlib.Path(folder, "hlo").read_text(),
+        }
+
+
+def _largest_buffers(folder: pathlib.Path) -> list[tuple[int, str]]:
+    """(bytes, shapes) of the temporaries, largest first, from XLA's own report; it leaves out the last few percent."""
+    reports = sorted(folder.glob("*train_step*gpu*memory-usage-report.txt"))
+    if not reports:
+        return []
+    units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    rows = []
+    tables = reports[0].read_text().split("cumulative_size;")
+    for line in max(tables, key=lambda table: table.count(";")).splitlines()[2:]:
+        fields = line.split(";")
+        if len(fields) != 5:
+            break
+        number = fields[1].strip()
+        unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if number.endswith(unit))
+        rows.append((int(float(number.removesuffix(unit)) * units[unit]), fields[4].strip()))
+    return rows
+
+
+def target_config(card: Card) -> str:
+    """XLA's GpuTargetConfigProto of a card, as text."""
+    major, minor = card.compute_capability
+    return f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: {card.shared_memory} threads_per_core_limit: 2048 core_count: {card.cores}
+      fpus_per_core: {64 if major == 8 else 128} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+      block_dim_limit_z: 65535 memory_bandwidth: {int(card.memory_bandwidth)} l2_cache_size: {card.cache}
+      clock_rate_ghz: {card.clock} device_memory_size: {card.memory}
+      shared_memory_per_block_optin: {card.shared_memory - 1024}
+      cuda_compute_capability {{ major: {major} minor: {minor} }}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 9 }}
+    device_description_str: "{card.description}" """
+
+
+def run_from_json(fields: dict[str, Any]) -> RunConfig:
+    """The inverse of `dataclasses.asdict` for a RunConfig, by way of JSON, which has lists for tuples."""
+    tables = {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        for name, table in fields.items()
+    }
+    return RunConfig(
+        ModelConfig(**tables["model"]), ParallelConfig(**tables["parallel"]), TrainConfig(**tables["train"])
+    )
+
+
+def _child(request: pathlib.Path) -> None:
+    """The child process: compiles what `request` says and leaves answer.json and hlo beside it."""
+    import math
+    import time
+
+    import jax
+    from jax.experimental import topologies
+
+    from megajax.mesh import make_mesh
+    from megajax.train.step import make_training
+
+    asked = json.loads(request.read_text())
+    run, card = run_from_json(asked["run"]), CARDS[asked["card"]]
+    hosts = -(-run.parallel.devices // card.host_size)
+    start = time.perf_counter()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target_config(card), topology=f"1x{hosts}x{card.host_size}"
+    )
+    training = make_training(run, make_mesh(run.parallel, topology.devices))
+    state, batch = training.step_shapes()
+    compiled = training.compile_train_step(state, batch)
+    analysis = compiled.memory_analysis()
+    memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+    memory["peak"] = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
+
+    def local(shapes, shardings):
+        pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+        return sum(math.prod(named.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, named in pairs)
+
+    sharding = training.state_sharding
+    arguments = {
+        "weights": local(state.params, sharding.params),
+        "optimizer": local(state.optimizer_state, sharding.optimizer_state),
+    }
+    arguments["batch"] = memory["argument"] - sum(arguments.values())
+    request.with_name("hlo").write_text(compiled.as_text())
+    answer = {"memory": memory, "arguments": arguments, "seconds": time.perf_counter() - start}
+    request.with_name("answer.json").write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _child(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,192 @@
+"""Will it fit, and what does it send? Compiles the real training step for a GPU cluster, on a machine without a GPU.
+
+python -m megajax.plan.dryrun --model gpt3-1t --gpu h100-80gb --data 6 --pipe 64 --tensor 8 --global-batch-size 3072
+python -m megajax.plan.dryrun --config plan.toml --gpu a100-80gb
+
+Options are those of experiments.gpt3 (its --help lists them), and
+
+  --gpu NAME       what the cluster is made of: {cards}
+  --model-only     do not compile: the memory model's numbers, as without XLA's CUDA plugin
+  --timeout COUNT  seconds the compiler may take (default: 900)
+
+Exit code 0 if it fits, 1 if not (with the smallest change that would) or if the compiler refuses the program, 2 for an
+error in what was asked.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.config import ConfigError, RunConfig, padded_vocabulary
+from megajax.cost.cards import CARDS, Card, card
+from megajax.cost.flops import flops_per_step, hardware_flops_per_step
+from megajax.cost.memory import bytes_per_device
+from megajax.pipeline.schedule import ScheduleError
+from megajax.plan.change import smallest_change
+from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
+from megajax.plan.hlo import Program
+from megajax.plan.report import LEGEND, memory_bar
+from megajax.plan.search import usable_bytes
+from megajax.train.options import parse
+
+LARGEST = 8  # buffers to list
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the dry run; returns the process's exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or "--help" in words or "-h" in words:
+        print(__doc__.format(cards=", ".join(CARDS)).strip())
+        return 0
+    try:
+        own, rest = _own(words)
+        request = parse(rest, __doc__, {})
+        if request.model is None:
+            raise ConfigError("model is not given: type --model NAME, a preset, or --config FILE.")
+        run = request.run(request.devices_needed or 1, "bf16")
+        run.validate()
+        return dry_run(run, card(own.gpu), compiling=not own.model_only, timeout=own.timeout)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float = 900) -> int:
+    """Compiles, reports, and returns the exit code."""
+    print(_title(run, gpu))
+    modelled = bytes_per_device(run)
+    if not compiling or not has_compiler():
+        if compiling:
+            print(f"NOT COMPILED: {MISSING_PLUGIN}.")
+        print("What follows is the MEMORY MODEL's, not the compiler's (docs/planning.md says how far off it has been).")
+        peak = sum(modelled.values())
+        print(_memory(modelled, peak, gpu))
+        return _verdict(run, gpu, peak, 1.0, "model", 0)
+    try:
+        result = compile_for(run, gpu, timeout)
+    except CompilerError as error:
+        print(f"NOT COMPILED: {error}")
+        print("The program would fail on the cluster in the same way. The memory model says:")
+        print(_memory(modelled, sum(modelled.values()), gpu))
+        return 1
+    peak = result["memory"]["peak"]
+    print(_memory(_parts(modelled, result), peak, gpu))
+    print(_buffers(result["buffers"]))
+    print(_program(run, result))
+    print(f"compiled in {result['seconds']:.0f} s; nothing was run, and nothing tuned to a device")
+    return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout)
+
+
+def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", required=True)
+    parser.add_argument("--model-only", action="store_true")
+    parser.add_argument("--timeout", type=float, default=900)
+    return parser.parse_known_args(words)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help says what there is, e.g. --gpu h100-80gb")
+
+
+def _title(run: RunConfig, gpu: Card) -> str:
+    parallel = run.parallel
+    return (
+        f"{run.model.name}: {run.model.parameters / 1e9:.1f}B parameters on data {parallel.data} x pipe {parallel.pipe} x "
+        f"tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, {parallel.chunks} chunks, "
+        f"{run.microbatches} microbatches of {parallel.microbatch_size}, recompute {parallel.recompute}, "
+        f"{run.train.precision}"
+    )
+
+
+def _parts(modelled: dict[str, int], result: dict[str, Any]) -> dict[str, int]:
+    """The compiled peak by part: arguments are exact; the temporaries are XLA's in all, the model's one by one, and what
+    the two differ by goes to the workspace, which is the part the model knows least of.
+    """
+    arguments = result["arguments"]
+    parts = modelled | {"weights": arguments["weights"], "optimizer": arguments["optimizer"]}
+    rest = result["memory"]["peak"] - sum(parts.values())
+    return parts | {"workspace": max(0, parts["workspace"] + rest)}
+
+
+def _memory(parts: dict[str, int], peak: int, gpu: Card) -> str:
+    limit = usable_bytes(gpu)
+    lines = [
+        f"memory: {peak / 1e9:.2f} GB at the peak on the GPU with most, of {gpu.memory / 1e9:.1f}, of which "
+        f"{limit / 1e9:.1f} are taken to be usable",
+        f"  [{memory_bar(parts, limit, 64)}]",
+        "  " + ", ".join(f"{name} {count / 1e9:.2f}" for name, count in parts.items() if count),
+        f"  {LEGEND}",
+    ]
+    return "\n".join(lines)
+
+
+def _buffers(buffers: Sequence[Sequence]) -> str:
+    rows = [f"  {size / 1e9:7.3f} GB  {shapes[:100]}" for size, shapes in buffers[:LARGEST]]
+    return "\n".join(
+        ["largest temporaries (XLA's shapes on one GPU; arrays in a line take turns in its memory):", *rows]
+    )
+
+
+def _program(run: RunConfig, result: dict[str, Any]) -> str:
+    """Communication by axis, and FLOPs."""
+    model, parallel = run.model, run.parallel
+    program = Program(
+        result["hlo"],
+        (parallel.data, parallel.pipe, parallel.tensor),
+        vocabulary_rows=padded_vocabulary(model.vocabulary, parallel.vocabulary_shares) // parallel.vocabulary_shares,
+        blocks_run=run.microbatches * model.layers // parallel.pipe,
+        microbatches=run.microbatches,
+    )
+    rows: dict[tuple[str, str], list[float]] = {}
+    for collective, calls in program.totals.calls.items():
+        row = rows.setdefault((" and ".join(collective.axes) or "none", collective.kind), [0.0, 0.0])
+        row[0] += calls
+        row[1] += calls * collective.sent
+    lines = [
+        "communication of one GPU in a step, sent round rings:",
+        f"  {'axis':<18}{'kind':<20}{'calls':>10}{'GB':>11}",
+    ]
+    lines += [
+        f"  {axis:<18}{kind:<20}{calls:>10,.0f}{count / 1e9:>11.3f}"
+        for (axis, kind), (calls, count) in sorted(rows.items())
+    ]
+    useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
+    lines.append(
+        f"FLOPs of one GPU in a step: {program.totals.flops:.3e} compiled (the last rank's, bubbles that compute too); "
+        f"{needed:.3e} with recomputation, {useful:.3e} of the model"
+    )
+    return "\n".join(lines)
+
+
+def _verdict(run: RunConfig, gpu: Card, peak: int, correction: float, source: str, timeout: float) -> int:
+    """Says whether it fits, and if not what would.
+
+    Args:
+      correction: compiled over modelled peak of this run, by which the model's numbers of others are multiplied.
+    """
+    limit = usable_bytes(gpu)
+    if peak <= limit:
+        print(f"fits: {(limit - peak) / 1e9:.1f} GB to spare, by the {source}")
+        return 0
+    print(f"DOES NOT FIT: {(peak - limit) / 1e9:.1f} GB too much, by the {source}")
+    found = smallest_change(run, gpu, correction)
+    if found is None:
+        print("no change of schedule, recomputation, microbatch or mesh makes it fit on up to 16 times the GPUs")
+        return 1
+    print(f"the smallest change that would: {found.options}  ({found.peak / 1e9:.1f} GB by the model, {found.price})")
+    if source == "compiler":
+        try:
+            compiled = compile_for(found.run, gpu, timeout)["memory"]["peak"]
+            print(f"  compiled too: {compiled / 1e9:.2f} GB, {'fits' if compiled <= limit else 'does not fit either'}")
+        except CompilerError as error:
+            print(f"  but {error}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What broke a step: the first microbatch and sample, and the first parameter or layer, that is not finite.
+
+Called when a step has been skipped, with the parameters as they were: nothing of this runs in a good step. Samples are
+searched by halves: a batch filled with copies of some of them goes through the step's own program, so a batch of n takes
+log2(n) passes. Layers likewise, with a forward in which the blocks from some layer on do nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.pipeline import layout
+from megajax.train.canonical import is_block, named
+from megajax.train.step import Training
+
+Tree = Any
+
+
+def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -> str:
+    """One sentence on why the loss or gradients of `batch` at `params` are not finite.
+
+    Args:
+      batch: of numpy arrays, [microbatches, samples, ...].
+      scale: the loss scale, which may be what makes gradients overflow.
+    """
+    broken = not_finite(training, params)
+    if broken:
+        return f"the weights themselves are not finite: {broken[0]}{_more(broken)}"
+
+    def bad(samples: np.ndarray) -> bool:
+        return bool(_broken_by(training, params, _copies(batch, samples), scale))
+
+    count = batch["sample"].size
+    if not bad(np.arange(count)):
+        return "the same step, taken again, is finite: look at the hardware"
+    sample = _first(np.arange(count), bad)
+    if sample is None:
+        return "no sample alone does it: their gradients overflow when they are added up"
+    each = batch["sample"].shape[1]
+    number = int(batch["sample"].reshape(-1)[sample])
+    where = f"microbatch {sample // each + 1} of {count // each}, sample {number} of the run: "
+    only = _copies(batch, np.array([sample]))
+    return where + _forward_or_backward(training, params, only, scale)
+
+
+def _forward_or_backward(training: Training, params: Tree, batch: Tree, scale: float) -> str:
+    """The first layer whose output is not finite, or the first gradient on the way back."""
+    layers = training.run.model.layers
+    weights = np.asarray(batch["weights"])
+    if not np.isfinite(weights).all():
+        return "the loss weights in the data are not finite"
+    finite = stream_is_finite(training, params, batch)
+    if not finite(0):
+        return "the embedding is not finite"
+    if not finite(layers):
+        low, high = 0, layers  # finite after `low` blocks, not after `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if finite(middle) else (low, middle)
+        return f"the output of layer {high - 1} is not finite, what goes into it and its weights are"
+    broken = _broken_by(training, params, batch, scale)
+    if broken == ["loss"]:
+        return "every layer's output is finite, the loss is not"
+    broken = [name for name in broken if name != "loss"]
+    return f"the forward is finite, the gradient of {broken[0]} is not{_more(broken)}"
+
+
+def _more(names: list[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _copies(batch: Tree, samples: np.ndarray) -> Tree:
+    """A batch of the same shape filled with copies of some samples, in turn."""
+    count = batch["sample"].size
+    chosen = np.resize(samples, count)
+    flat = {name: a.reshape(count, *a.shape[2:])[chosen] for name, a in batch.items()}
+    return {name: flat[name].reshape(a.shape) for name, a in batch.items()}
+
+
+def _first(samples: np.ndarray, bad: Callable[[np.ndarray], bool]) -> int | None:
+    """The first sample that is bad alone, given that `samples` together are; None if it takes several."""
+    while len(samples) > 1:
+        half = len(samples) // 2
+        samples = samples[:half] if bad(samples[:half]) else samples[half:]
+    return int(samples[0]) if bad(samples) else None
+
+
+def _broken_by(training: Training, params: Tree, batch: Tree, scale: float) -> list[str]:
+    """What is not finite: "loss", and gradients in the order of the backward."""
+    if not np.asarray(batch["weights"]).any():
+        return []  # no token counts, so the mean over tokens is 0/0 and says nothing
+    loss, gradients = training.loss_and_gradients(params, batch, scale=scale)
+    return ([] if np.isfinite(float(loss)) else ["loss"]) + not_finite(training, gradients)
+
+
+def not_finite(training: Training, tree: Tree) -> list[str]:
+    """The leaves of a tree like the parameters with an element that is not finite: head, last layer to first, rest.
+
+    A leaf of blocks is named for each layer: "layer 3, attention/qkv/kernel".
+    """
+    sharding, placement = NamedSharding(training.mesh, P()), training.schedule.placement
+    with jax.set_mesh(training.mesh):
+        flags = jax.tree.map(
+            np.asarray, jax.jit(_flags, static_argnums=1, out_shardings=sharding)(named(tree), placement)
+        )
+    found = []
+    for name, finite in flags.items():
+        if is_block(name):
+            short = name.split("blocks/")[1]
+            found += [(1, -layer, f"layer {layer}, {short}") for layer in np.flatnonzero(~finite)]
+        elif not finite:
+            found.append((0 if "head" in name else 2, 0, name))
+    return [text for _, _, text in sorted(found)]
+
+
+def _flags(leaves: dict[str, jax.Array], placement: str) -> dict[str, jax.Array]:
+    """Whether each leaf is finite: a bool, for blocks [layers]."""
+
+    def finite(name, leaf):
+        if not is_block(name):
+            return jnp.isfinite(leaf).all()
+        each = jnp.isfinite(leaf).all(tuple(range(3, leaf.ndim)))
+        return layout.gather(each, placement=placement)
+
+    return {name: finite(name, leaf) for name, leaf in leaves.items()}
+
+
+def stream_is_finite(training: Training, params: Tree, batch: Tree) -> Callable[[int], bool]:
+    """A function that says whether the residual stream is finite after the first so many blocks, for a whole batch."""
+    functions, group = training.functions, training.run.parallel.recompute_blocks
+
+    def block(weights, x, microbatch, layer):
+        return jnp.where(layer * group < microbatch["blocks"][0], functions.block(weights, x, microbatch, layer), x)
+
+    def collect(shared, y, microbatch):
+        return jnp.isfinite(y).all((1, 2)).astype(jnp.int32)
+
+    def finite(params, batch):
+        return training.forward(dataclasses.replace(functions, block=block), collect, params, batch).all()
+
+    program = jax.jit(finite, out_shardings=NamedSharding(training.mesh, P()))
+
+    def after(blocks: int) -> bool:
+        marked = batch | {"blocks": np.full(batch["sample"].shape, blocks, np.int32)}
+        with jax.set_mesh(training.mesh):
+            return bool(program(params, training.place(marked)))
+
+    return after

@@ -1,0 +1,98 @@
+"""A run's configuration as a TOML file: written when the run starts, replayed with `--config`, compared at a resume."""
+
+import dataclasses
+import hashlib
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+
+import megajax
+from megajax.config import ConfigError, OutputConfig, RunConfig, near
+
+HEADER = "# What this run was started with, all of it. Replay: --config {path}; what else is typed goes first.\n"
+
+# Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
+PROBE = (
+    "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  "
+    "# na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
+)
+
+
+def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]) -> str:
+    """The sections model, parallel, train, output and options; what is not given is left out.
+
+    Args:
+      options: what is in none of the dataclasses (`Request.others`).
+    """
+    tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train")}
+    del tables["model"]["name"]  # it is the preset's, which is in the options
+    tables |= {"output": dataclasses.asdict(output), "options": dict(options)}
+    given = {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in table.items()}
+        for section, table in tables.items()
+    }
+    return tomli_w.dumps(
+        {section: {name: v for name, v in table.items() if v is not None} for section, table in given.items()}
+    )
+
+
+def save_config(path: pathlib.Path, text: str) -> None:
+    """Writes the file, whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(HEADER.format(path=path) + text, encoding="utf-8")
+        temporary.rename(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give --run-dir a writable directory") from error
+
+
+def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The values of a saved configuration by name, of all sections together; lists are tuples.
+
+    Args:
+      known: by section, the names it may have.
+
+    Raises:
+      ConfigError: the file cannot be read, is no TOML, or has a section or name that is not known.
+    """
+    try:
+        tables = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give --config a file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration {path} is not TOML: {error}; compare a run's config.toml") from error
+    values: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in known or not isinstance(table, dict):
+            raise ConfigError(f"{path} has [{section}], which is not known: {near(section, known)}")
+        for name, value in table.items():
+            if name not in known[section]:
+                raise ConfigError(f"{path}: {name} in [{section}] is not known: {near(name, known[section])}")
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return values
+
+
+def run_meta(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """What is stored in every checkpoint of a run beside its progress, as JSON: version, configuration, tokenizer."""
+    return {
+        "megajax": megajax.__version__,
+        "config": dataclasses.asdict(run),
+        "tokenizer": {"name": tokenizer.name, "hash": tokenizer_hash(tokenizer)},
+    }
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Sixteen hex digits that differ where a tokenizer has other ids, or cuts a text otherwise; files do not matter."""
+    digest = hashlib.sha256(f"{tokenizer.vocabulary} {tokenizer.end_of_document}".encode())
+    for token in range(tokenizer.vocabulary):
+        digest.update(tokenizer.decode([token]).encode("utf-8", "replace") + b"\0")
+    digest.update(str([int(token) for token in tokenizer.encode(PROBE)]).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,216 @@
+"""Makes golden.json, what megatron-core 0.16.1 itself computes, for test_golden.py to compare with. Needs, in a venv apart:
+
+    pip install --no-deps megatron-core==0.16.1; pip install torch==2.13.0 numpy packaging   (torch for CPU)
+    python -m tests.data.make_golden
+
+Only `main` needs them. Long arrays are stored as their type, shape and SHA-256.
+"""
+
+import hashlib
+import itertools
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+GOLDEN = HERE / "golden.json"
+END, VOCABULARY = 0, 1000
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+# name: (number of sequences, longest); zeros included. "one" is shorter than most samples: many epochs.
+CORPORA = {"many": (500, 40), "few": (30, 90), "one": (1, 70)}
+SEQUENCE_LENGTHS = (7, 16, 64)
+SAMPLES = (None, 1, 40, 333, 1000)
+SEEDS = (1234, 1, 0)
+# No split may be empty: megatron-core then counts epochs for ever.
+SPLITS = ("950,30,20", "90,5,5", "100,0,0", "0.7,0.2,0.1", "1,1,1")
+WEIGHTS = {
+    "paper": [0.5, 0.25, 0.25],
+    "equal": [1.0] * 7,
+    "uneven": [30.0, 70.0, 1e-3, 5.5],
+    "two": [0.3, 0.7],
+    "many": [1 / (i + 1) for i in range(40)],
+    "tenths": [0.1, 0.2, 0.3, 0.4],
+}
+BLENDS = {
+    "weights": ["0.3", "many", "0.6", "few", "0.1", "one"],
+    "alone": ["2", "few"],
+    "sizes": ["many", "few", "one"],
+}
+BLEND_SIZES = ((100, 20, 5), (1000, 33, 1))
+
+
+def digest(array) -> str:
+    array = np.ascontiguousarray(array)
+    return f"{array.dtype.name}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:24]}"
+
+
+def corpus(name: str) -> list[np.ndarray]:
+    """The sequences of a corpus: ids below VOCABULARY, END last, every ninth empty."""
+    count, longest = CORPORA[name]
+    random = np.random.RandomState(len(name) + count)
+    lengths = random.randint(0, longest, count) * (np.arange(count) % 9 != 3) if count > 1 else [longest]
+    return [np.append(random.randint(1, VOCABULARY, length - 1), END) if length else [] for length in lengths]
+
+
+def documents_of(dtype: str):
+    """Documents as lists of sequences, for a file of this type: one with two sequences, an empty one, and others."""
+    top = 127 if dtype == "int8" else 255
+    return [[[1, 2, 3], [4, 5]], [[6]], [], [[7, 8, 9, top]], [[0], [1]]]
+
+
+def pair_bytes(prefix: str) -> list[str]:
+    return [pathlib.Path(f"{prefix}.{end}").read_bytes().hex() for end in ("bin", "idx")]
+
+
+def write_pairs(folder: str) -> dict:
+    """Files of every type, two merged, and one with modes."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    def write(name, dtype, multimodal=False, merge=()):
+        prefix = f"{folder}/{name}"
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=getattr(np, dtype), multimodal=multimodal)
+        for sequences in [] if merge else documents_of(dtype):
+            flat = list(itertools.chain.from_iterable(sequences))
+            lengths = [len(sequence) for sequence in sequences]
+            modes = [length % 2 for length in lengths] if multimodal else None
+            builder.add_document(torch.tensor(flat, dtype=torch.int64), lengths, modes)
+        for other in merge:
+            builder.add_index(f"{folder}/{other}")
+        builder.finalize(f"{prefix}.idx")
+        return pair_bytes(prefix)
+
+    pairs = {dtype: write(dtype, dtype) for dtype in DTYPES}
+    return pairs | {"modes": write("modes", "int32", True), "merged": write("merged", "int32", False, ("int32",) * 2)}
+
+
+def write_corpora(folder: str) -> dict:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    for name in CORPORA:
+        builder = IndexedDatasetBuilder(f"{folder}/{name}.bin", dtype=np.uint16)
+        for sequence in corpus(name):
+            builder.add_document(torch.tensor(np.array(sequence, np.int64)), [len(sequence)])
+        builder.finalize(f"{folder}/{name}.idx")
+    return {
+        name: [digest(np.frombuffer(bytes.fromhex(part), np.uint8)) for part in pair_bytes(f"{folder}/{name}")]
+        for name in CORPORA
+    }
+
+
+class Tokenizer:
+    """What GPTDataset asks of one."""
+
+    vocab_size, eod, pad = VOCABULARY, END, -1
+    unique_identifiers = {"class": "Tokenizer"}
+
+
+def config(folder: str, **changes):
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    settings = {
+        "random_seed": 1234,
+        "sequence_length": 16,
+        "tokenizer": Tokenizer(),
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+    }
+    return GPTDatasetConfig(**settings | changes)
+
+
+def build(settings, sizes):
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    return BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, settings).build()
+
+
+def indices(dataset) -> list[str]:
+    return [digest(array) for array in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)]
+
+
+def gpt_indices(folder: str) -> dict:
+    """The three indices of every corpus over lengths, samples (so epochs) and seeds; and over splits."""
+    golden = {}
+    grid = itertools.product(CORPORA, SEQUENCE_LENGTHS, SAMPLES, SEEDS)
+    for name, length, samples, seed in grid:
+        settings = config(
+            folder, blend=([f"{folder}/{name}"], None), split="1", random_seed=seed, sequence_length=length
+        )
+        golden[f"{name} {length} {samples} {seed}"] = indices(build(settings, (samples, 0, 0))[0])
+    for split, samples in itertools.product(SPLITS, (None, 150)):
+        settings = config(folder, blend=([f"{folder}/many"], None), split=split)
+        built = build(settings, (samples,) * 3)
+        golden[f"split {split} {samples}"] = [None if part is None else indices(part) for part in built]
+    return golden
+
+
+def gpt_samples(folder: str) -> dict:
+    """Tokens, labels, positions, loss weights and attention mask of the first samples."""
+    golden = {}
+    for name in CORPORA:
+        built = build(config(folder, blend=([f"{folder}/{name}"], None), split="1"), (50, 0, 0))[0]
+        samples = [built[i] for i in range(50)]
+        keys = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
+        golden[name] = {key: digest(np.stack([sample[key].numpy() for sample in samples])) for key in keys}
+    return golden
+
+
+def blend_indices() -> dict:
+    from megatron.core.datasets.helpers import build_blending_indices, build_exhaustive_blending_indices
+
+    golden = {}
+    for name, weights in WEIGHTS.items():
+        for size in (1, 10, 3000, 20000):
+            dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+            shares = np.array(weights) / np.sum(weights)
+            build_blending_indices(dataset, sample, shares, len(weights), size, False)
+            golden[f"{name} {size}"] = [digest(dataset), digest(sample)]
+    for sizes in ([5, 3, 2], [1, 1000], [10000, 1, 700, 33], [7] * 9, [1] * 20 + [5000]):
+        dataset, sample = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
+        build_exhaustive_blending_indices(dataset, sample, np.array(sizes, np.int64), len(sizes))
+        golden[f"all of {sizes}"] = [digest(dataset), digest(sample)]
+    return golden
+
+
+def blends(folder: str) -> dict:
+    """Whole blends, by weight and by size, over splits: their order and every part's indices."""
+    golden = {}
+
+    def described(part):
+        if part is None or not hasattr(part, "datasets"):
+            return None if part is None else indices(part)
+        return [digest(part.dataset_index), digest(part.dataset_sample_index), *map(indices, part.datasets)]
+
+    def located(words):
+        prefixes = [f"{folder}/{word}" for word in words if word in CORPORA]
+        weights = [float(word) for word in words if word not in CORPORA]
+        return prefixes, weights or None
+
+    for (name, words), sizes in itertools.product(BLENDS.items(), (*BLEND_SIZES, (None,) * 3)):
+        if None in sizes and name != "sizes":
+            continue
+        # "one" has one sequence, that only the training split has; megatron-core cannot build a split of nothing
+        split = "1" if "one" in words else "80,10,10"
+        built = build(config(folder, blend=located(words), split=split), sizes)
+        golden[f"{name} {list(sizes)}"] = [described(part) for part in built]
+        if None not in sizes:
+            built = build(config(folder, blend_per_split=[located(words), located(["few"]), None]), sizes)
+            golden[f"{name} {list(sizes)} per split"] = [described(part) for part in built]
+    return golden
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        golden = {"pairs": write_pairs(folder), "corpora": write_corpora(folder)}
+        golden |= {"indices": gpt_indices(folder), "samples": gpt_samples(folder), "orders": blend_indices()}
+        golden["blends"] = blends(folder)
+    GOLDEN.write_text(json.dumps(golden, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()

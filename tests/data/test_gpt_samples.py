@@ -1,0 +1,193 @@
+"""Samples against a walk token by token; the stored index; blends and their words."""
+
+import concurrent.futures
+import multiprocessing
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.config import ConfigError
+from megajax.data.blend import Blend, split_bounds
+from megajax.data.blend_order import blend_order, exhaustive_order
+from megajax.data.gpt_samples import BlendedSamples, GPTSamples
+from megajax.data.index_cache import cached_arrays
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+
+
+def write(prefix, documents) -> IndexedDataset:
+    with IndexedWriter(prefix, np.uint16, overwrite=True) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return IndexedDataset(prefix)
+
+
+def whole(dataset, samples=None, length=4, seed=0, **more) -> GPTSamples:
+    return GPTSamples(dataset, (0, len(dataset)), samples, length, seed, **more)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 30), st.integers(0, 9))
+def test_samples_tile_the_shuffled_documents(tmp_path_factory, lengths, length, samples, seed):
+    """Put back in order, samples are the documents of each epoch end to end, overlapping by one token."""
+    if sum(lengths) <= length:
+        return
+    numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    ours = whole(write(tmp_path_factory.mktemp("pair") / "a", numbers), samples, length, seed)
+    assert ours.count >= samples
+    stream = np.concatenate([numbers[i] for i in ours.index.document])
+    assert sorted(stream.tolist()) == sorted(np.tile(np.arange(sum(lengths)), ours.epochs).tolist())
+    windows = {int(place): ours.window(i).tolist() for i, place in enumerate(ours.index.shuffle)}
+    assert [windows[i] for i in range(ours.count)] == [
+        stream[i * length : i * length + length + 1].tolist() for i in range(ours.count)
+    ]
+
+
+def test_the_example_of_the_description(tmp_path):
+    """Lengths 5, 3, 7, 4 laid as 2, 0, 3, 1, by hand, for samples of 4."""
+    from megajax.data.sample_index import _lay
+
+    index = _lay(np.array([5, 3, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32), 0, 4, 4)
+    assert index.tolist() == [[0, 0], [0, 4], [1, 1], [2, 0], [3, 0]]
+
+
+def test_beyond_the_end_and_too_short(tmp_path):
+    dataset = write(tmp_path / "a", [[1] * 9])
+    samples = whole(dataset)
+    assert samples.count == 2
+    for index in (-1, 2):
+        with pytest.raises(ConfigError, match="asks for sample"):
+            samples.window(index)
+    with pytest.raises(ConfigError, match=r"a, sequences 0 to 1: a split has 9 tokens and a sample needs 10"):
+        whole(dataset, length=9)
+
+
+def test_the_index_is_found_again_by_content(tmp_path):
+    first = whole(write(tmp_path / "a", [[1, 2, 3], [4, 5, 6]]))
+    (entry,) = [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]
+    before = entry.stat().st_mtime_ns
+    (tmp_path / "elsewhere").mkdir()
+    for ending in ("bin", "idx"):
+        (tmp_path / f"a.{ending}").rename(tmp_path / f"elsewhere/b.{ending}")
+    again = whole(IndexedDataset(tmp_path / "elsewhere/b"), cache=tmp_path / "index_cache")
+    assert entry.stat().st_mtime_ns == before and again.window(0).tolist() == first.window(0).tolist()
+    other = whole(write(tmp_path / "a", [[1, 2], [3, 4, 5, 6, 7]]))
+    assert other.index.sample.tolist() != first.index.sample.tolist()
+    assert len([path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_a_damaged_index_is_not_built_on(tmp_path):
+    write(tmp_path / "a", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    raw[34] = 4  # the first sequence has a token more than the second begins after
+    (tmp_path / "a.idx").write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"a\.idx, byte 54: offsets\[1\] is 6"):
+        whole(IndexedDataset(tmp_path / "a"))
+    assert [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()] == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="type --data-cache DIR"):
+        whole(write(tmp_path / "a", [[1] * 9]), cache=tmp_path / "file")
+
+
+def _build_slowly(folder: str) -> int:
+    def build():
+        import time
+
+        with open(f"{folder}/built", "a") as log:
+            log.write("x")
+        time.sleep(0.5)
+        return {"array": np.arange(5)}
+
+    return int(cached_arrays(f"{folder}/cache", {"a": 1}, [np.arange(3)], build)["array"].sum())
+
+
+def test_one_process_builds_while_others_wait(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(4, context) as pool:
+        assert list(pool.map(_build_slowly, [str(tmp_path)] * 4)) == [10] * 4
+    assert (tmp_path / "built").read_text() == "x"
+
+
+def _greedy(weights, size, limits=None):
+    """Megatron's loop, as its description has it."""
+    counts, order = [0] * len(weights), []
+    for i in range(size):
+        behind = [
+            w * max(i, 1) - c if limits is None or c < limits[d] else -np.inf
+            for d, (w, c) in enumerate(zip(weights, counts, strict=True))
+        ]
+        drawn = behind.index(max(behind))
+        order.append((drawn, counts[drawn]))
+        counts[drawn] += 1
+    return order
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.floats(1e-3, 1)), min_size=1, max_size=12), st.integers(1, 4000))
+def test_the_order_is_the_loops(weights, size):
+    weights = (np.array(weights, float) / np.sum(np.array(weights, float))).tolist()
+    dataset, sample = blend_order(np.array(weights), size)
+    assert list(zip(dataset.tolist(), sample.tolist(), strict=True)) == _greedy(weights, size)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=6))
+def test_an_exhaustive_blend_is_the_loops(sizes):
+    dataset, sample = exhaustive_order(np.array(sizes))
+    weights = [size / float(sum(sizes)) for size in sizes]
+    assert list(zip(dataset.tolist(), sample.tolist(), strict=True)) == _greedy(weights, sum(sizes), sizes)
+
+
+def test_wrong_guesses_change_nothing(monkeypatch):
+    """The lanes' guessed starts only save time."""
+    weights = np.array([0.5, 0.3, 0.2])
+    right = blend_order(weights, 3000)
+    monkeypatch.setattr("megajax.data.blend_order._rounded", lambda w, turns: np.outer(turns, [0, 0, 1.0]))
+    monkeypatch.setattr("megajax.data.blend_order.RUN_UP", 0)
+    for ours, wanted in zip(blend_order(weights, 3000), right, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+
+
+def test_the_golden_order():
+    """Worked out by hand: the first of equals is drawn."""
+    assert blend_order(np.array([0.5, 0.25, 0.25]), 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+
+
+def test_a_blend_that_runs_out(tmp_path):
+    """Before training, and by name."""
+    parts = [whole(write(tmp_path / name, [[1] * 41])) for name in "ab"]
+    with pytest.raises(ConfigError, match=r"draws 15 samples from .*/a, which has 10.*lower weight"):
+        BlendedSamples(parts, [0.75, 0.25], 20)
+
+
+def test_words_of_a_blend():
+    assert Blend.parse(["a"]) == Blend(("a",), None)
+    assert Blend.parse(["a", "b"]) == Blend(("a", "b"), None)
+    assert Blend.parse(["a", "b", "c"]) == Blend(("a", "b", "c"), None)
+    assert Blend.parse(["3", "a", "1e0", "b"]) == Blend(("a", "b"), (3.0, 1.0))
+    for words, message in {
+        ("1", "a", "b", "c"): "'b' stands where a weight should",
+        ("1", "a", "b"): "must take turns",
+        ("0", "a", "1", "b"): "weight 0; weights must be above 0",
+        ("nan", "a"): "weight nan",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            Blend.parse(words)
+
+
+def test_words_of_a_split():
+    assert split_bounds("1") == [(0, 1.0), None, None]
+    assert split_bounds("0,1") == [None, (0.0, 1.0), None]
+    assert [part[1] for part in split_bounds("2,1,1")] == [0.5, 0.75, 1.0]
+    for text in ("", "a", "1,2,3,4", "0,0", "-1,2", "nan"):
+        with pytest.raises(ConfigError, match="--split 969,30,1"):
+            split_bounds(text)
+
+
+def test_an_empty_split_is_an_error(tmp_path):
+    """megajax says so; megatron-core 0.16.1 counts epochs for ever."""
+    write(tmp_path / "a", [[1] * 9] * 3)
+    with pytest.raises(ConfigError, match="sequences 3 to 3: a split has 0 tokens"):
+        Blend.parse([str(pathlib.Path(tmp_path / "a"))]).samples(split_bounds("999,1")[1], 1, 4, 0)

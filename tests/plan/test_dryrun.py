@@ -1,0 +1,163 @@
+"""The dry run with and without XLA's CUDA compiler. Tests that compile are slow, and skipped where it is not installed."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.cost.cards import card
+from megajax.cost.flops import hardware_flops_per_step
+from megajax.cost.memory import bytes_per_device
+from megajax.plan import dryrun
+from megajax.plan.change import smallest_change
+from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
+from megajax.plan.hlo import Program
+from megajax.plan.search import usable_bytes
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
+H100 = card("h100-80gb")
+FITS = "--model gpt3-13b --gpu h100-80gb --pipe 4 --tensor 4 --global-batch-size 16"
+TOO_LARGE = "--model gpt3-175b --gpu h100-80gb --pipe 4 --tensor 8 --global-batch-size 64"
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="pip install 'megajax[dryrun]'")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(dryrun, "has_compiler", lambda: False)
+
+
+def test_without_the_compiler_it_says_so_and_how_to_get_it(no_compiler, capsys):
+    assert dryrun.main(FITS.split()) == 0
+    out = capsys.readouterr().out
+    assert "NOT COMPILED" in out and "pip install 'megajax[dryrun]'" in out
+    assert "MEMORY MODEL" in out and "fits: " in out and "by the model" in out
+
+
+def test_too_large_is_exit_code_1_and_a_change_that_fits(no_compiler, capsys):
+    assert dryrun.main(TOO_LARGE.split()) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT: " in out and "the smallest change that would: --pipe 8" in out
+
+
+def test_model_only_does_not_ask_for_the_compiler(capsys):
+    assert dryrun.main([*FITS.split(), "--model-only"]) == 0
+    out = capsys.readouterr().out
+    assert "NOT COMPILED" not in out and "MEMORY MODEL" in out
+
+
+def test_a_compiler_that_dies_is_reported(monkeypatch, capsys):
+    def dies(*_):
+        raise CompilerError("the compiler aborted (signal 6): F spmd_partitioner.cc Check failed")
+
+    monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
+    monkeypatch.setattr(dryrun, "compile_for", dies)
+    assert dryrun.main(FITS.split()) == 1
+    assert "NOT COMPILED: the compiler aborted (signal 6)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model gpt3-13b", "--gpu"),
+        ("--gpu h100-80gb", "model is not given"),
+        ("--model gpt3-13b --gpu h100", "gpu = 'h100' is not known"),
+        ("--model gpt3-13b --gpu h100-80gb --pipe 3", "layers = 40 cannot be cut"),
+        ("--model gpt3-13b --gpu h100-80gb --pip 4", "there is no option --pip: did you mean --pipe"),
+    ],
+)
+def test_wrong_input_is_one_line(words, says, capsys):
+    assert dryrun.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+def test_help(capsys):
+    assert dryrun.main(["--help"]) == 0
+    assert "a100-80gb" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "first"),
+    [
+        # what is given up first: recomputation on the same GPUs, then GPUs
+        ({"data": 8, "pipe": 8, "tensor": 8, "chunks": 2, "recompute": "none"}, "--recompute selective"),
+        ({"pipe": 4, "tensor": 8, "chunks": 2}, "--pipe 8"),
+    ],
+)
+def test_the_smallest_change(fields, first):
+    parallel = ParallelConfig(**fields)
+    run = RunConfig(preset("gpt3-175b"), parallel, TrainConfig(global_batch_size=64 * parallel.data))
+    run.validate()
+    assert sum(bytes_per_device(run).values()) > usable_bytes(H100)
+    found = smallest_change(run, H100)
+    assert found.options.startswith(first)
+    found.run.validate()
+    assert sum(bytes_per_device(found.run).values()) == found.peak <= usable_bytes(H100)
+
+
+def test_a_correction_counts():
+    run = RunConfig(preset("gpt3-175b"), ParallelConfig(pipe=4, tensor=8), TrainConfig(global_batch_size=64))
+    assert smallest_change(run, H100, 1.3).peak > smallest_change(run, H100).peak
+    assert smallest_change(run, H100, 100) is None
+
+
+def test_a_run_survives_json():
+    run = RunConfig(
+        preset("llama2-7b"), ParallelConfig(axis_order=("pipe", "data", "tensor")), TrainConfig(precision="fp16")
+    )
+    assert run_from_json(json.loads(json.dumps(dataclasses.asdict(run)))) == run
+
+
+def test_buffers_are_read_from_xlas_report(tmp_path):
+    report = """Memory Space: default (color=0)
+Total bytes: 100 (0.10KiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+    1.00GiB( 50%);    1.00GiB;            0;                2; 2×f32[12,6144,12288]
+    1.50GiB( 75%);  512.00MiB;   1073741824;                1; bf16[1,2]
+  The rest 3 values are less than 5% of the total size and not shown.
+
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+    3.38GiB(100%);    3.38GiB;            0;                2; 2×f32[3,1,4]
+"""
+    (tmp_path / "module_1.jit__train_step.sm_9.0a_gpu_after_optimizations-memory-usage-report.txt").write_text(report)
+    assert _largest_buffers(tmp_path) == [(1 << 30, "2×f32[12,6144,12288]"), (512 << 20, "bf16[1,2]")]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("index", [0, 15, 19])
+def test_the_grid_compiles_to_what_is_on_file(index):
+    """Memory as kept in benchmarks/results; large runs of the papers and a zero-bubble one among them."""
+    row = json.loads(RESULTS.read_text())["rows"][index]
+    compiled = compile_for(run_from_json(row["run"]), H100)
+    assert compiled["memory"]["peak"] == pytest.approx(row["memory"]["peak"], rel=0.02)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_one_stage_computes_and_sends_what_the_formulas_say():
+    """FLOPs with full recomputation to a part in a thousand; gradients summed over replicas once, in fp32."""
+    run = RunConfig(
+        preset("megatron-1.7b"),
+        ParallelConfig(data=8, microbatch_size=4, recompute="full"),
+        TrainConfig(global_batch_size=64),
+    )
+    compiled = compile_for(run, H100)
+    program = Program(compiled["hlo"], (8, 1, 1), vocabulary_rows=51200, blocks_run=2 * 24, microbatches=2)
+    assert program.totals.flops == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
+    sums = sum(count * collective.sent for collective, count in program.totals.calls.items())
+    assert {collective.axes for collective in program.totals.calls} == {("data",)}
+    assert sums == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_1t_on_3072_gpus(capsys):
+    words = "--model gpt3-1t --gpu h100-80gb --data 6 --pipe 64 --tensor 8 --global-batch-size 3072"
+    assert dryrun.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "= 3072 h100-80gb" in out and "by the compiler" in out and "collective-permute" in out

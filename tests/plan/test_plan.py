@@ -1,0 +1,116 @@
+"""The planner's command line: what it prints, what it writes, what it says of wrong input."""
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.plan.__main__ import main
+from megajax.plan.config_file import config_text
+from megajax.plan.report import PARTS, memory_bar
+
+SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64"
+
+
+def read(path) -> RunConfig:
+    """The file as a RunConfig, the way the front door does: the preset, then what is written over it."""
+    tables = tomllib.loads(path.read_text())
+    known = {"options", "model", "parallel", "train"}
+    assert set(tables) <= known
+    lists = lambda table: {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}  # noqa: E731
+    model = dataclasses.replace(preset(tables["options"]["model"]), **lists(tables.get("model", {})))
+    return RunConfig(model, ParallelConfig(**lists(tables["parallel"])), TrainConfig(**lists(tables["train"])))
+
+
+def test_prints_the_best_and_writes_the_winner(tmp_path, capsys):
+    out = tmp_path / "plan.toml"
+    assert main([*SMALL.split(), "--out", str(out), "--top", "4"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("gpt3-13b: 12.9B parameters on 32 a100-80gb") and "legal layouts" in text
+    rows = [line for line in text.splitlines() if line[2:3] == "." and line[:2].strip().isdigit()]
+    assert len(rows) == 4
+    run = read(out)
+    run.validate(32)
+    first = rows[0].split()
+    parallel = run.parallel
+    assert first[1:7] == [
+        str(n)
+        for n in (
+            parallel.tensor,
+            parallel.pipe,
+            parallel.data,
+            parallel.chunks,
+            parallel.microbatch_size,
+            run.microbatches,
+        )
+    ]
+    assert run.train.global_batch_size == 64 and f"--config {out}" in text
+
+
+def test_a_changed_model_is_written_as_what_differs_from_its_preset(tmp_path):
+    out = tmp_path / "plan.toml"
+    words = "--model gpt3-175b --layers 32 --hidden 20480 --heads 128 --gpus 64 --gpu a100-80gb --global-batch 128"
+    assert main([*words.split(), "--out", str(out)]) == 0
+    assert tomllib.loads(out.read_text())["model"] == {"layers": 32, "hidden": 20480, "heads": 128}
+    run = read(out)
+    assert (run.parallel.tensor, run.parallel.pipe, run.parallel.data) == (8, 8, 1)
+
+
+def test_the_file_holds_every_kind_of_value():
+    model = ModelConfig(layers=2, hidden=8, heads=2, vocabulary=10, sequence_length=4, dropout=0.25, biases=False)
+    text = config_text(RunConfig(model, ParallelConfig(), TrainConfig()), "tiny", "two\nlines")
+    assert text.startswith("# two\n# lines\n")
+    tables = tomllib.loads(text)
+    assert tables["model"]["dropout"] == 0.25 and tables["model"]["biases"] is False
+    assert tables["parallel"]["axis_order"] == ["data", "pipe", "tensor"]
+    assert "kv_heads" not in tables["model"]  # None: not given
+
+
+def test_draws(tmp_path):
+    picture = tmp_path / "shapes.svg"
+    assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(picture)]) == 0
+    assert "<svg" in picture.read_text()
+
+
+def test_zero_is_never_written(tmp_path, capsys):
+    out = tmp_path / "plan.toml"
+    words = "--model gpt3-175b --gpus 64 --gpu a100-80gb --global-batch 64 --zero 1"
+    assert main([*words.split(), "--out", str(out)]) == 1
+    assert not out.exists()
+    assert "modelled only" in capsys.readouterr().out
+
+
+def test_nothing_fits(tmp_path, capsys):
+    words = "--model gpt3-1t --gpus 8 --gpu a100-80gb --global-batch 64"
+    assert main([*words.split(), "--out", str(tmp_path / "p")]) == 1
+    assert "nothing fits; the smallest:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model gpt3-17b --gpus 8 --gpu a100-80gb --global-batch 8", "model = 'gpt3-17b' is not a preset"),
+        ("--model gpt2 --gpus 8 --gpu a100 --global-batch 8", "gpu = 'a100' is not known"),
+        ("--model gpt2 --gpus 0 --gpu a100-80gb --global-batch 8", "gpus = 0 must be 1 or more"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb", "--global-batch"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --heads 7", "is not a multiple of heads = 7"),
+        ("--model gpt2 --gpus x --gpu a100-80gb --global-batch 8", "--gpus: invalid int value"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 0", "microbatch_sizes = 0"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out /no/such/plan.toml", "out = /no/such/plan.toml"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens -1", "tokens = -1.0 must be above 0"),
+    ],
+)
+def test_wrong_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+def test_memory_bar():
+    bar = memory_bar({"weights": 25, "optimizer": 50}, 100, 8)
+    assert bar == "wwoooo.."
+    over = memory_bar({"weights": 50, "stash": 100}, 100, 8)
+    assert over == "wwwwssss|ssss"
+    assert len(set(PARTS.values())) == len(PARTS)

@@ -1,0 +1,110 @@
+"""The planner finds what 2104.04473 measured, quickly, and refuses nothing that is legal."""
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+
+from megajax.config import ConfigError, ModelConfig, preset
+from megajax.cost.cards import card
+from megajax.cost.memory import Sharding
+from megajax.plan.search import Question, best_by, search, usable_bytes
+from megajax.plan.why import explain
+
+# 2104.04473 section 5.4: the models of figures 13 (162.2B) and 14 and 15 (5.9B).
+MODEL_162B = ModelConfig(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence_length=2048)
+MODEL_6B = ModelConfig(name="5.9b", layers=32, hidden=3840, heads=32, vocabulary=51200, sequence_length=2048)
+A100 = card("a100-80gb")
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_162b_on_64_gpus_is_fastest_at_8_by_8(batch):
+    """Figure 13: "the best performance is at (8, 8)", for both batch sizes; up to 2x slower elsewhere."""
+    found = search(Question(MODEL_162B, 64, A100, batch))
+    assert found[0].mesh == (8, 8, 1)
+    meshes = best_by((one for one in found if one.fits), lambda one: one.mesh)
+    assert max(one.time.total for one in meshes.values()) > 1.8 * found[0].time.total
+
+
+def test_without_a_pipeline_more_replicas_are_faster_than_more_tensor():
+    """Figure 15: 5.9B on 64 GPUs: throughput falls as tensor parallelism takes the place of data parallelism."""
+    found = [one for one in search(Question(MODEL_6B, 64, A100, 512, recomputes=("full",))) if one.fits]
+    by_tensor = best_by((one for one in found if one.run.parallel.pipe == 1), lambda one: one.run.parallel.tensor)
+    speeds = [by_tensor[size].teraflops for size in sorted(by_tensor)]
+    assert len(speeds) >= 4 and speeds == sorted(speeds, reverse=True)
+
+
+def test_a_cluster_of_3072_takes_under_ten_seconds():
+    start = time.perf_counter()
+    found = search(Question(preset("gpt3-1t"), 3072, card("h100-80gb"), 3072))
+    assert time.perf_counter() - start < 10
+    assert found[0].fits and len(found) > 1000
+
+
+def test_every_layout_is_legal_once_and_sorted():
+    found = search(Question(preset("gpt3-13b"), 32, A100, 64))
+    seen = [(one.run.parallel, one.sharding) for one in found]
+    assert len(seen) == len(set(seen))
+    for one in found[::50]:
+        one.run.validate(32)
+    fits = [one.fits for one in found]
+    assert fits == sorted(fits, reverse=True)
+    times = [one.time.total for one in found if one.fits]
+    assert times == sorted(times)
+    assert all(one.peak > usable_bytes(A100) for one in found if not one.fits)
+
+
+def test_all_shapes_are_looked_at():
+    """Every (tensor, pipe, data) whose sizes divide heads, layers and batch, counted another way."""
+    found = search(Question(preset("gpt3-13b"), 32, A100, 64))
+    shapes = {
+        (tensor, pipe, data)
+        for tensor, pipe, data in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32))
+        if tensor * pipe * data == 32 and 40 % tensor == 0 and 40 % pipe == 0 and 64 % data == 0
+    }
+    assert {one.mesh for one in found} == shapes
+
+
+def test_days_and_utilisation_are_what_they_say():
+    one = search(Question(preset("gpt3-175b"), 1024, A100, 1536))[0]
+    # 2205.05198's formula
+    flops = 72 * 1536 * 96 * 2048 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (12 * 96 * 12288))
+    assert one.teraflops == pytest.approx(flops / one.time.total / 1024 / 1e12)
+    assert one.utilisation == pytest.approx(one.teraflops / 312)
+    assert one.days(300e9) == pytest.approx(300e9 / (1536 * 2048) * one.time.total / 86400)
+
+
+def test_zero_frees_memory_and_is_only_modelled():
+    question = Question(preset("gpt3-13b"), 64, A100, 512)
+    plain = search(question)
+    split = search(dataclasses.replace(question, shardings=(Sharding(zero=1),)))
+    fits = lambda found: {one.run.parallel for one in found if one.fits}  # noqa: E731
+    on_replicas = {parallel for parallel in fits(plain) if parallel.data > 1}
+    assert on_replicas < fits(split)
+
+
+def test_nothing_legal_and_nothing_that_fits():
+    with pytest.raises(ConfigError, match="no layout of gpt3-175b over 7 GPUs takes a global batch of 3"):
+        search(Question(preset("gpt3-175b"), 7, A100, 3))
+    found = search(Question(preset("gpt3-1t"), 8, A100, 64))
+    assert not any(one.fits for one in found)
+    assert found[0].peak == min(one.peak for one in found)
+
+
+def test_takeaways_come_with_their_numbers():
+    found = search(Question(MODEL_162B, 64, A100, 128))
+    text = explain(found)
+    assert "borne out: t=16 leaves the host of 8" in text
+    assert "borne out: 64 is the least that fits" in text
+    assert "takeaway 3" in text and "b=1 " in text and "b=2 " in text
+    # equation 1 with its numbers: b' = B/d = 128 microbatches of one, p - 1 = 7
+    assert "b=1: (128 + 7) * " in text
+    assert "checkpoints: sqrt(l A_int / A_in)" in text
+
+
+def test_takeaways_are_not_asserted_where_prices_deny_them():
+    """On a network as fast as NVLink nothing forbids tensor parallelism over hosts, and the text must say so."""
+    fast = dataclasses.replace(A100, network_bandwidth=A100.host_bandwidth, network_share=1.0)
+    question = Question(MODEL_162B, 64, fast, 32, tensor_sizes=(16, 32))
+    assert "not borne out here: t=" in explain(search(question))

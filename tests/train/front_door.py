@@ -1,0 +1,71 @@
+"""The front door in a process of its own, with a model that compiles in seconds: for signals, kills, many processes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = (
+    "--layers 2 --hidden 16 --heads 2 --sequence-length 16 --global-batch-size 4 --microbatch-size 2 "
+    "--new-tokens 0 --validation-batches 0 --log-every 10"
+)
+NOISE = ("cudart_stub", "absl::InitializeLog", "[Gloo]")
+
+
+class Run:
+    """A started front door; its output is in files of the directory."""
+
+    def __init__(self, directory: pathlib.Path, words: str, name: str = "run", **environment: str):
+        """Starts it on a short text and with `words`, everything else as in SMALL."""
+        text = directory / "text.txt"
+        text.write_text("All the world's a stage, and all the men and women merely players. " * 100)
+        inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        command = [sys.executable, "-m", "experiments.gpt3", "--text", str(text), *SMALL.split(), *words.split()]
+        self.files = [directory / f"{name}.{end}" for end in ("out", "err")]
+        with open(self.files[0], "w") as out, open(self.files[1], "w") as err:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=inherited | {"JAX_PLATFORMS": "cpu"} | environment, stdout=out, stderr=err
+            )
+
+    @property
+    def out(self) -> str:
+        """Standard output, without what gloo says of its connections."""
+        return self._quiet(0)
+
+    @property
+    def err(self) -> str:
+        """Standard error without what jax says of missing GPUs."""
+        return self._quiet(1)
+
+    def _quiet(self, index: int) -> str:
+        lines = self.files[index].read_text().splitlines()
+        return "\n".join(line for line in lines if not any(noise in line for noise in NOISE))
+
+    def wait(self, seconds: float = 240) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self.out}\n{self.err}") from None
+
+    def until(self, condition, seconds: float = 240) -> None:
+        """Waits until `condition()`, or the process has ended."""
+        deadline = time.monotonic() + seconds
+        while not condition() and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"{self.out}\n{self.err}"
+            time.sleep(0.005)
+
+
+def rows(directory: pathlib.Path) -> list[dict]:
+    """The run's records; the last line may be cut short."""
+    found = []
+    for line in (directory / "log.jsonl").read_text().splitlines() if (directory / "log.jsonl").exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found

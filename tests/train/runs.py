@@ -1,0 +1,97 @@
+"""Whole runs of the trainer in this process: a tiny model, random tokens, a directory."""
+
+import dataclasses
+import io
+import json
+import pathlib
+
+import numpy as np
+from rich.console import Console
+
+from megajax.config import OutputConfig, RunConfig
+from megajax.cost.hardware import Peak
+from megajax.data.loader import Loader, TokenSamples
+from megajax.train.batches import RampedLoader
+from megajax.train.checkpoint import Progress
+from megajax.train.keep import Keeper
+from megajax.train.loop import Companions, train
+from megajax.train.step import Training, TrainState
+from tests import small
+
+MODEL = dataclasses.replace(small.MODEL, dropout=0.1)
+TOKENS = np.random.default_rng(5).integers(0, MODEL.vocabulary, 16 * 200 + 1)
+
+
+class Letters:
+    """A tokenizer as small as the model."""
+
+    name, vocabulary, end_of_document = "letters", MODEL.vocabulary, 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(letter) % self.vocabulary for letter in text], np.int32)
+
+    def decode(self, ids) -> str:
+        return "".join(chr(48 + int(token)) for token in ids)
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run left."""
+
+    state: TrainState
+    text: str
+    rows: list[dict]
+
+    @property
+    def losses(self) -> np.ndarray:
+        return np.array([float(row["loss"]) for row in self.rows])
+
+
+def make_run(mesh=(2, 2, 2), steps: int = 40, train=None, **kwargs) -> RunConfig:
+    """As `small.make_run`, with dropout and no validation."""
+    settings = {"steps": steps, "warmup_steps": 4, "validation_batches": 0, "log_every": 1} | (train or {})
+    return small.make_run(mesh, model=kwargs.pop("model", MODEL), train=settings, **kwargs)
+
+
+def go(
+    run: RunConfig,
+    directory: pathlib.Path,
+    *,
+    training: Training | None = None,
+    stop=None,
+    loader=None,
+    tokenizer=None,
+    **output,
+) -> Result:
+    """Runs as experiments/gpt3.py does, from the beginning or from what `resume` says, to the end or a stop."""
+    training = training or small.training_of(run)
+    keeper = Keeper(run, OutputConfig(run_dir=str(directory), **output), tokenizer or Letters(), {})
+    samples = TokenSamples(TOKENS, run.model.sequence_length, run.train.seed)
+    batches = loader or RampedLoader(Loader(samples, run.train.global_batch_size, run.microbatches), run)
+    validation = Loader(TokenSamples(TOKENS, run.model.sequence_length, None), small.BATCH, run.microbatches)
+    begin, text = keeper.begin(training), io.StringIO()
+    log = keeper.log(begin)
+    log.console = Console(file=text, width=300)
+    with log:
+        for line in keeper.said:
+            log.message(line)
+        companions = Companions(keeper.checkpoints, stop, keeper.profile)
+        state = train(training, batches, validation, log, Peak(1e12, "published"), begin=begin, companions=companions)
+        keeper.close(log)
+    rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+    return Result(state, text.getvalue(), rows)
+
+
+class StopAfter:
+    """A `Stop` whose reason comes after a number of steps."""
+
+    def __init__(self, steps: int):
+        self.steps, self.reason = steps, None
+
+    def agreed(self) -> str | None:
+        self.steps -= 1
+        self.reason = "the test says so" if self.steps == 0 else None
+        return self.reason
+
+
+__all__ = ["MODEL", "TOKENS", "Letters", "Progress", "Result", "StopAfter", "go", "make_run"]

@@ -1,0 +1,153 @@
+"""A step that is not finite is explained: the microbatch and sample, the layer, the parameter."""
+
+import copy
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError
+from megajax.data.loader import TokenSamples
+from megajax.train import checkpoint, diagnose
+from megajax.train.batches import RampedLoader
+from megajax.train.logging import Spikes
+from tests import small
+from tests.train import runs
+
+MESH = {"mesh": (2, 2, 1), "schedule": "zb_v", "chunks": 2, "microbatches": 4}
+
+
+@pytest.fixture(scope="module")
+def training():
+    return small.training_of(runs.make_run(**MESH, steps=12, model=small.MODEL))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return small.busy_params(small.MODEL)
+
+
+def changed(params, change):
+    """A copy, after `change` of it."""
+    params = jax.tree.map(np.array, params)
+    change(params)
+    return params
+
+
+def explain(training, params, batch=None, scale=1.0):
+    batch = batch or small.make_batch(training.run)
+    return diagnose.explain(training, small.place(training, params), batch, scale)
+
+
+@pytest.mark.parametrize("layer", [0, 5, 7])
+def test_a_weight_that_is_not_finite_is_named(training, params, layer):
+    def poison(params):
+        params["blocks"]["attention"]["qkv"]["kernel"][layer, 3, 1, 0, 2] = math.nan
+
+    assert explain(training, changed(params, poison)) == (
+        f"the weights themselves are not finite: layer {layer}, attention/qkv/kernel"
+    )
+
+
+def test_of_several_the_others_are_counted(training, params):
+    def poison(params):
+        params["blocks"]["feedforward"]["down"]["kernel"][2:4] = math.inf
+        params["shared"]["embedding"]["tokens"][5, 5] = -math.inf
+
+    assert explain(training, changed(params, poison)) == (
+        "the weights themselves are not finite: layer 3, feedforward/down/kernel, and 2 more"
+    )
+
+
+@pytest.mark.parametrize("sample", [0, 6, 15])
+def test_a_poisoned_sample_is_named(training, params, sample):
+    batch = small.make_batch(training.run)
+    batch["weights"][sample // 4, sample % 4, 7] = math.nan
+    assert explain(training, params, batch) == (
+        f"microbatch {sample // 4 + 1} of 4, sample {sample} of the run: the loss weights in the data are not finite"
+    )
+
+
+@pytest.mark.parametrize("layer", [0, 2, 7])
+def test_the_layer_whose_output_overflows_is_named(training, params, layer):
+    """A finite weight so large that its layer's output is not, in fp32."""
+
+    def overflow(params):
+        params["blocks"]["feedforward"]["down"]["bias"][layer] = 3e38
+        params["blocks"]["attention"]["output"]["bias"][layer] = 3e38
+
+    said = explain(training, changed(params, overflow))
+    assert said == (
+        "microbatch 1 of 4, sample 0 of the run: "
+        f"the output of layer {layer} is not finite, what goes into it and its weights are"
+    )
+
+
+def test_a_gradient_that_overflows_is_named(training, params):
+    """The forward is finite; multiplied by the loss scale the gradients are not."""
+
+    def steepen(params):
+        params["shared"]["head"]["norm"]["scale"] *= 50
+
+    said = explain(training, changed(params, steepen), scale=3e38)
+    assert said.startswith("microbatch 1 of 4, sample 0 of the run: the forward is finite, the gradient of ")
+
+
+def test_a_step_that_was_fine_after_all(training, params):
+    assert explain(training, params) == "the same step, taken again, is finite: look at the hardware"
+
+
+class Poisoned(RampedLoader):
+    """The third batch's microbatch 2 has a weight that is not finite."""
+
+    def batch(self, consumed_samples):
+        batch = super().batch(consumed_samples)
+        if consumed_samples == 2 * small.BATCH:
+            batch["weights"][1, 2, 0] = math.inf
+        return batch
+
+
+def loader_of(training):
+    return Poisoned(TokenSamples(runs.TOKENS, 16, training.run.train.seed), training.run)
+
+
+NAMED = "microbatch 2 of 4, sample 38 of the run: the loss weights in the data are not finite"
+
+
+def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
+    """And changes nothing: the run goes on as if the batch had not been there."""
+    skipping = copy.copy(training)  # with the same compiled step
+    run = dataclasses.replace(training.run, train=dataclasses.replace(training.run.train, bad_step="skip"))
+    skipping.run = run
+    result = runs.go(run, tmp_path / "a", training=skipping, loader=loader_of(training), save_every=4)
+    assert f"warning: step 3: {NAMED}" in result.text
+    assert "warning: step 3: loss is nan, gradient norm is nan, step skipped" in result.text
+    assert [row["skipped"] for row in result.rows] == [0, 0, 1] + [0] * 9
+    assert (result.rows[2]["loss"], result.rows[2]["grad_norm"]) == ("nan", "nan")
+    assert (result.rows[-1]["skipped_steps"], result.rows[-1]["bad_steps"]) == (1, 1)
+    assert np.isfinite(result.losses[3:]).all()
+    assert "skipped 1  not finite 1" in result.text
+    rest = runs.go(run, tmp_path / "a", training=skipping, loader=loader_of(training), resume="4")
+    assert "after step 4, 64 samples, 1 skipped steps" in rest.text
+    assert (rest.rows[-1]["skipped_steps"], rest.rows[-1]["bad_steps"]) == (1, 1)
+    np.testing.assert_array_equal(rest.losses[3:], result.losses[3:])
+
+
+def test_or_stops_the_run_with_the_state_before_it_saved(training, tmp_path):
+    with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--bad-step skip"):
+        runs.go(training.run, tmp_path, training=training, loader=loader_of(training))
+    assert checkpoint.complete_steps(tmp_path / "checkpoints") == [2]
+    result = runs.go(training.run, tmp_path, training=training, resume="auto")  # with the batch mended
+    assert [row["step"] for row in result.rows] == list(range(1, 13))
+
+
+def test_a_loss_spike_is_flagged():
+    spikes, random = Spikes(8.0), np.random.default_rng(0)
+    for step in range(1, 200):
+        assert spikes.flag(step, 3 - 0.001 * step + 0.02 * random.normal()) is None
+    assert spikes.flag(200, math.nan) is None  # that has a report of its own
+    text = spikes.flag(201, 4.5)
+    assert text.startswith("step 201: loss spike: 4.5000 is ") and "standard deviations above 2.8" in text
+    assert Spikes(8.0).flag(1, 100.0) is None  # nothing to compare with

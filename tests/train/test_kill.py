@@ -1,0 +1,80 @@
+"""A run that is killed, or asked to stop, at any moment."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from megajax.train import checkpoint, digests
+from tests.train.front_door import Run, rows
+
+WORDS = "--devices cpu:1 --steps {steps} --save-every {every} --resume auto --run-dir {directory}"
+
+
+def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
+    """Kills a run so often, most of the times during a save, and lets it end. Returns the kills that hit a save."""
+    directory, chance, during_save = tmp_path / "run", random.Random(7), 0
+    words = WORDS.format(steps=steps, every=3, directory=directory)
+    checkpoints = directory / "checkpoints"
+    for number in range(kills + 1):
+        run = Run(tmp_path, words, name=f"run{number}")
+        newest = checkpoint.complete_steps(checkpoints)[-1:]
+        if number == kills:
+            assert run.wait() == 0, run.err
+        else:
+            begun = newest[0] if newest else 0
+            run.until(lambda: "compiling" in run.out and len(rows(directory)) > begun)  # noqa: B023
+            time.sleep(chance.uniform(0, 1.0))
+            run.process.send_signal(signal.SIGKILL)
+            run.process.wait()
+            during_save += any(digests.TEMPORARY in path.name for path in checkpoints.iterdir())
+        said = f"from step {newest[0]}, the newest" if newest else "from the beginning"
+        assert said in run.out
+        for step in checkpoint.complete_steps(checkpoints):
+            assert digests.problems(checkpoints / checkpoint.NAME.format(step)) == []
+    assert [row["step"] for row in rows(directory)] == list(range(1, steps + 1))
+    return during_save
+
+
+def losses(directory):
+    return [row["loss"] for row in rows(directory)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("undisturbed")
+    run = Run(path, WORDS.format(steps=400, every=1000, directory=path / "run"))
+    assert run.wait() == 0, run.err
+    return losses(path / "run")
+
+
+def test_killed_at_two_moments(tmp_path, undisturbed):
+    """Every resume starts from a complete checkpoint, and in the end every loss is that of the run that was let be."""
+    kill_and_resume(tmp_path, kills=2, steps=400)
+    assert losses(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.slow
+def test_killed_at_25_moments(tmp_path):
+    """As above, 25 times; the steps are so many that none of the runs in between comes to its end."""
+    assert kill_and_resume(tmp_path, kills=25, steps=8000) >= 8
+    whole = Run(tmp_path, WORDS.format(steps=8000, every=10**6, directory=tmp_path / "whole"), name="whole")
+    assert whole.wait() == 0, whole.err
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_signal_saves_and_exits(tmp_path, number=signal.SIGTERM):
+    """Out within the step and the save, code 0; and the next start goes on where it stopped."""
+    words = WORDS.format(steps=10**6, every=10**6, directory=tmp_path / "run")
+    run = Run(tmp_path, words)
+    run.until(lambda: len(rows(tmp_path / "run")) >= 5)
+    run.process.send_signal(number)
+    start = time.monotonic()
+    assert run.wait() == 0, run.err
+    assert time.monotonic() - start < 10  # a step takes milliseconds, the first save about a second
+    assert f"{number.name} received: saving and leaving" in run.out
+    last = rows(tmp_path / "run")[-1]["step"]
+    assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [last]
+    assert f"step {last}: checkpoint saved" in run.out
+    assert run.err == ""
