@@ -314,7 +314,7 @@ def _restore(path: pathlib.Path, training: Training) -> TrainState:
         _check_shape(path, name, stored, shape, training.run)
         wanted[name] = 0
         arguments[name] = ocp.ArrayRestoreArgs(
-            sharding=canonical.canonical_sharding(name, leaf.ndim, sharding),
+            sharding=canonical.canonical_sharding(name, leaf.shape, sharding),
             global_shape=shape,
             dtype=leaf.dtype,
             strict=False,  # the vocabulary's padding depends on tensor

@@ -218,21 +218,27 @@ class Watch:
         if self._count == 1:
             return
         if self._id != 0:
-            self._closed.wait(10 * self.interval)
+            self._closed.wait(15 * self.interval)
             text = " ".join(str(error).split())[:200]
             self._leave(f"process {self._id} lost contact with the others in step {self._step}: {text}", EXIT_PEER)
-        deadline = time.monotonic() + 6 * self.interval
+        deadline = time.monotonic() + 8 * self.interval
         while time.monotonic() < deadline:
-            quiet = [i for i, peer in self._peers.items() if time.monotonic() - peer.heard > 3 * self.interval]
-            if quiet:
+            if quiet := self._quiet(time.monotonic()):
                 break
             time.sleep(self.interval / 2)
-        names = ", ".join(self._name(i) for i in quiet) if quiet else "another process"
+        names = self._names(quiet) if quiet else "another process"
         self._pronounce(f"{names} died in step {self._step}, and the others cannot go on without it", EXIT_PEER)
 
     def _name(self, process: int) -> str:
         host = self._peers[process].sign.get("host")
         return f"process {process}" + (f" on {host}" if host else "")
+
+    def _names(self, processes: list[int]) -> str:
+        return ", ".join(map(self._name, processes))
+
+    def _quiet(self, now: float) -> list[int]:
+        """Processes that have missed several signs of life."""
+        return [process for process, peer in self._peers.items() if now - peer.heard > 4 * self.interval]
 
     def _publish(self) -> None:
         self._beat += 1
@@ -288,6 +294,8 @@ class Watch:
         waiting = now - self._entered
         if self._patient or waiting <= self.timeout:
             return None
+        if quiet := self._quiet(now):
+            return f"{self._names(quiet)} has given no sign of life, and step {self._step} waits for it for {waiting:.0f} s"
         steps = {process: peer.sign["step"] for process, peer in peers.items()} | {0: self._step}
         behind = [process for process, step in steps.items() if step < max(steps.values())]
         if behind:
