@@ -100,6 +100,7 @@ class Checkpoints:
         self._deleter = ThreadPoolExecutor(1)
         self._pending: tuple[int, float] | None = None  # step, when its save began
         self.failed = False  # whether the last save failed
+        self.blocked = 0.0  # seconds that the last save kept the training waiting
 
     def save(self, training: Training, state: TrainState, progress: Progress) -> list[str]:
         """Starts a save; the state may be used up as soon as this returns. Returns what there is to say.
@@ -120,6 +121,7 @@ class Checkpoints:
             self._writer.save(path, args=arguments)
         except Exception as error:  # whatever a file system, a library or another process makes of a failed write
             said += self._fail(error)
+        self.blocked = time.time() - start
         return said
 
     def poll(self) -> list[str]:
@@ -154,7 +156,8 @@ class Checkpoints:
             for old in self._superfluous():
                 gone = old.rename(old.with_name(old.name + STALE[1]))
                 self._deleter.submit(shutil.rmtree, gone, ignore_errors=True)
-        return [f"step {step}: checkpoint saved, {format_size(self._bytes)} in {time.time() - start:.1f} s"]
+        took, waited = time.time() - start, self.blocked
+        return [f"step {step}: checkpoint saved, {format_size(self._bytes)} in {took:.1f} s (training waited {waited:.2f} s)"]
 
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every

@@ -140,6 +140,9 @@ def start(launch: LaunchConfig) -> int:
     place = find_place(launch, os.environ)
     if place is None:
         return 1
+    late = threading.Timer(launch.start_timeout, _give_up, (place, launch.start_timeout))
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -147,19 +150,30 @@ def start(launch: LaunchConfig) -> int:
             place.process_id,
             place.local_devices,
             cluster_detection_method=place.method,
-            initialization_timeout=int(launch.start_timeout),
-            # `Watch` is to notice first: jax ends a process without saying whose fault it was.
+            # `late` and `Watch` are to notice first: jax aborts the process without saying whose fault it was.
+            initialization_timeout=int(2 * launch.start_timeout + 60),
             heartbeat_timeout_seconds=int(2 * launch.peer_timeout + 60),
-            shutdown_timeout_seconds=int(launch.peer_timeout),
+            shutdown_timeout_seconds=int(launch.peer_timeout) + 1,
         )
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"process {place.process_id} of {place.processes} did not meet the others at "
-            f"{place.coordinator or 'the first host'} within {launch.start_timeout:g} s: {reason[:200]}; see that process "
-            "0 runs there, that the port is free and not blocked, and that no *_proxy variable is set."
-        ) from error
+        raise ConfigError(_did_not_meet(place, " ".join(str(error).split())[:200])) from error
+    finally:
+        late.cancel()
     return distributed.global_state.num_processes
+
+
+def _did_not_meet(place: Place, reason: str) -> str:
+    return (
+        f"process {place.process_id} of {place.processes} did not meet the others at "
+        f"{place.coordinator or 'the first host'}: {reason}. See that process 0 runs there and all others run, that the "
+        "port is free and not blocked, and that no *_proxy variable is set."
+    )
+
+
+def _give_up(place: Place, seconds: float) -> None:
+    """Ends a process whose main thread waits inside jax."""
+    print(f"error: {_did_not_meet(place, f'they did not come within {seconds:g} s')}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 @dataclass

@@ -191,7 +191,10 @@ def test_an_error_of_one_process_ends_all_and_is_told_once(tmp_path):
     assert found[0].err.count("error: ") == 1
 
 
-def test_others_that_do_not_come(tmp_path):
-    run = Run(tmp_path, f"{MESH} --coordinator 127.0.0.1:{free_port()} --processes 2 --process-id 1 --start-timeout 3")
+@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_others_that_do_not_come(tmp_path, process):
+    words = f"--coordinator 127.0.0.1:{free_port()} --processes 2 --process-id {process} --start-timeout 3"
+    run = Run(tmp_path, f"{MESH} {words}")
     assert run.wait(90) == 2
-    assert "error: process 1 of 2 did not meet the others at 127.0.0.1:" in run.err
+    assert f"error: process {process} of 2 did not meet the others at 127.0.0.1:" in run.err
+    assert "Traceback" not in run.err and "they did not come within 3 s" in run.err
