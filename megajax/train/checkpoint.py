@@ -157,7 +157,9 @@ class Checkpoints:
                 gone = old.rename(old.with_name(old.name + STALE[1]))
                 self._deleter.submit(shutil.rmtree, gone, ignore_errors=True)
         took, waited = time.time() - start, self.blocked
-        return [f"step {step}: checkpoint saved, {format_size(self._bytes)} in {took:.1f} s (training waited {waited:.2f} s)"]
+        return [
+            f"step {step}: checkpoint saved, {format_size(self._bytes)} in {took:.1f} s (training waited {waited:.2f} s)"
+        ]
 
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every
