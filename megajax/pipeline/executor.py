@@ -158,7 +158,8 @@ class _Rank:
             carry, y = self.forward(carry, row)
             carry = carry._replace(activations=self.send(FORWARD, y, carry.activations, row))
         if BACKWARD in ops:
-            carry, dx = self.backward(carry, row)
+            with jax.named_scope(BACKWARD):
+                carry, dx = self.backward(carry, row)
             carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
         return carry
 
@@ -168,7 +169,8 @@ class _Rank:
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
         if BACKWARD in ops or INPUT in ops:
-            carry, dx = self.backward(carry, row)
+            with jax.named_scope(INPUT if INPUT in ops else BACKWARD):
+                carry, dx = self.backward(carry, row)
         if WEIGHT in ops:
             carry = self.weight_gradients(carry, row)
         y, dx = lax.optimization_barrier((y, dx))
@@ -178,6 +180,7 @@ class _Rank:
             carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
         return carry
 
+    @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
     def forward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's forward; on the last stage the head too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
@@ -242,6 +245,7 @@ class _Rank:
         first = on & complete & (row["backward_first"] == 1)
         return carry._replace(shared_gradients=_run_if(first, embed_backward, carry.shared_gradients)), dx
 
+    @jax.named_scope(WEIGHT)
     def weight_gradients(self, carry: Carry, row) -> Carry:
         """The tick's W: what an earlier I left undone."""
         microbatch, blocks = self.microbatch(row["weight_microbatch"]), row["weight_on"] * self.per_chunk
@@ -249,6 +253,7 @@ class _Rank:
         block_gradients = self.stack.backward_weight(carry.middle, *place, carry.kept, row["weight_kept"], blocks)
         return carry._replace(block_gradients=block_gradients)
 
+    @jax.named_scope("send")
     def send(self, direction: str, value: jax.Array, inbox: jax.Array, row) -> jax.Array:
         """Sends along every route of a direction, and puts what arrives where the table says."""
         prefix = "forward" if direction == FORWARD else "backward"
