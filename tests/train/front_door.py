@@ -1,4 +1,4 @@
-"""The front door in a process of its own, with a model that compiles in seconds: for signals, kills and several processes."""
+"""The front door in a process of its own, with a model that compiles in seconds: for signals, kills, several processes."""
 
 import json
 import os

@@ -11,7 +11,7 @@ from rich.console import Console
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.cost.hardware import Peak
 from megajax.data.loader import Loader, TokenSamples
-from megajax.train import digests
+from megajax.train import checkpoint, digests, restore
 from megajax.train.checkpoint import Checkpoints, Progress
 from megajax.train.keep import Keeper
 from megajax.train.loop import Companions, train
@@ -78,8 +78,6 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     print(f"waited {waited:.2f} s of {taken:.2f} s, {steps} steps meanwhile")
     assert waited < 0.1 * taken and steps > 20
     keep.close()
-    from megajax.train import checkpoint
-
     path, _ = checkpoint.choose(tmp_path, "auto")
-    back, _, _ = checkpoint.load(path, training, run_meta(run, runs.Letters())["tokenizer"])
+    back, _, _ = restore.load(path, training, run_meta(run, runs.Letters())["tokenizer"])
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), back.params, kept)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, LaunchConfig
-from megajax.train import checkpoint
+from megajax.train import checkpoint, restore
 from megajax.train.processes import EXIT_PEER, Place, find_place
 from tests.train.front_door import Run, rows
 
@@ -115,8 +115,8 @@ def test_several_processes_train_as_one_does(alone, tmp_path, count):
     assert [run.out for run in found[1:]] == [""] * (count - 1) and [run.err for run in found] == [""] * count
     for process in range(count):
         assert "step 8/8  loss" in (tmp_path / "run" / "logs" / f"process_{process}.log").read_text()
-    one = checkpoint.read_meta(alone / "run" / "checkpoints" / "step_00000008")
-    many = checkpoint.read_meta(tmp_path / "run" / "checkpoints" / "step_00000008")
+    one = restore.read_meta(alone / "run" / "checkpoints" / "step_00000008")
+    many = restore.read_meta(tmp_path / "run" / "checkpoints" / "step_00000008")
     assert one["progress"] == many["progress"] and one["tokenizer"] == many["tokenizer"]
 
 
