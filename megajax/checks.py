@@ -50,7 +50,7 @@ def near(given: str, names: Iterable[str]) -> str:
 def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     """Raises ConfigError for the first rule that `run` breaks; see `RunConfig.validate`."""
     for config in (run.model, run.parallel, run.train):
-        _check_values(config)
+        check_values(config)
     _check_model(run.model)
     _check_train(run.train)
     _check_tensor(run.model, run.parallel)
@@ -64,7 +64,7 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
         _check_device_count(run, device_count)
 
 
-def _check_values(config: "ModelConfig | ParallelConfig | TrainConfig | OutputConfig | LaunchConfig") -> None:
+def check_values(config: "ModelConfig | ParallelConfig | TrainConfig | OutputConfig | LaunchConfig") -> None:
     """Each field alone: its type, its range, and its name where names are fixed."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -173,7 +173,7 @@ def _check_batch_ramp(run: "RunConfig") -> None:
             raise ConfigError(
                 f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {at_once} (microbatch_size * "
                 f"data{' * pipe' if run.parallel.schedule in IN_ROUNDS else ''}): type --batch-ramp "
-                f"{at_once},{at_once},{samples}, or a smaller --data."
+                f"{at_once},{at_once},{samples}, or --batch-ramp none, or a smaller --data."
             )
     if run.parallel.schedule in ("pipedream_2bw", "dualpipe_v") or run.parallel.schedule.endswith(SCHEDULE_FILES):
         raise ConfigError(
@@ -184,7 +184,7 @@ def _check_batch_ramp(run: "RunConfig") -> None:
 
 def check_output(output: "OutputConfig") -> None:
     """Raises ConfigError for the first value that an OutputConfig cannot have."""
-    _check_values(output)
+    check_values(output)
     if output.profile is not None:
         start, _, stop = output.profile.partition(":")
         if not (start.isdecimal() and stop.isdecimal() and 0 < int(start) < int(stop)):
@@ -198,7 +198,7 @@ def check_output(output: "OutputConfig") -> None:
 
 def check_launch(launch: "LaunchConfig") -> None:
     """Raises ConfigError for the first value that a LaunchConfig cannot have."""
-    _check_values(launch)
+    check_values(launch)
     given = [name for name in ("coordinator", "processes", "process_id") if getattr(launch, name) is not None]
     if launch.launcher in ("auto", "flags") and (given or launch.launcher == "flags") and len(given) < 3:
         missing = ", ".join(option(name) for name in ("coordinator", "processes", "process_id") if name not in given)

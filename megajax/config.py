@@ -166,7 +166,7 @@ class TrainConfig:
     batch_ramp: tuple[int, ...] = setting(
         (),
         "START,INCREMENT,SAMPLES: the batch grows from START by INCREMENT to global_batch_size in equal shares of the "
-        "first SAMPLES (2104.04473's runs); not given: global_batch_size from the first step",
+        "first SAMPLES (2104.04473's runs); none: global_batch_size from the first step",
     )
     steps: int = setting(
         200, "steps of global_batch_size to train for; with a batch_ramp as many samples in more steps"

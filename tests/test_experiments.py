@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from experiments import gpt3
+from experiments import gpt2, gpt3
+from megajax.config import preset
+from megajax.train.options import parse
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -101,3 +103,101 @@ def test_help_shows_every_option_with_its_default(capsys):
         assert f"--{name}" in text, name
     assert "--no-sequence-parallel" in text
     assert text.count("(default:") > 40
+
+
+def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
+    """The saved file alone gives the same run; what is typed beside it goes first; a resume is said."""
+    words = "--devices cpu:1 --layers 1 --hidden 32 --sequence-length 16 --global-batch-size 8 --microbatch-size 4"
+    words += " --new-tokens 0 --validation-batches 0 --steps 4 --log-every 1 --batch-ramp 4,4,8"
+    assert gpt3.main([*words.split(), "--run-dir", str(tmp_path / "a")]) == 0
+    config = str(tmp_path / "a" / "config.toml")
+    assert gpt3.main(["--config", config, "--run-dir", str(tmp_path / "b"), "--log-every", "3"]) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / d / "log.jsonl").read_text().splitlines()] for d in "ab"
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+    saved = (tmp_path / "b" / "config.toml").read_text()
+    assert "log_every = 3" in saved and "hidden = 32" in saved and 'devices = "cpu:1"' in saved
+    capsys.readouterr()
+    assert gpt3.main(["--config", config]) == 2
+    assert "type --resume auto to go on from step 5" in capsys.readouterr().err
+    assert gpt3.main(["--config", config, "--resume", "auto"]) == 0
+    assert "resume    after step 5, 32 samples, 0 skipped steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[train]\nsteps = ", "is not TOML"),
+        ("[train]\nstpes = 3", "stpes in [train] is not known: did you mean steps"),
+        ("[trian]\nsteps = 3", "[trian], which is not known: did you mean train"),
+        ('[train]\nsteps = "many"', "steps = 'many' must be a whole number"),
+        (None, "cannot read the configuration"),
+    ],
+)
+def test_a_wrong_configuration_is_one_clear_line(tmp_path, capsys, text, said):
+    path = tmp_path / "run.toml"
+    if text is not None:
+        path.write_text(text)
+    assert gpt3.main(["--devices", "cpu:8", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+# 2005.14165 table 2.1: batch in tokens and learning rate; 300 billion tokens for all of them.
+GPT3 = {
+    "gpt3-125m": (0.5e6, 6.0e-4),
+    "gpt3-350m": (0.5e6, 3.0e-4),
+    "gpt3-760m": (0.5e6, 2.5e-4),
+    "gpt3-1.3b": (1e6, 2.0e-4),
+    "gpt3-2.7b": (1e6, 1.6e-4),
+    "gpt3-6.7b": (2e6, 1.2e-4),
+    "gpt3-13b": (2e6, 1.0e-4),
+    "gpt3-175b": (3.2e6, 0.6e-4),
+}
+
+
+@pytest.mark.parametrize("model", GPT3)
+def test_gpt3_has_the_papers_recipe(model):
+    run = parse(["--model", model], "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16")
+    run.validate(8)
+    batch, rate = GPT3[model]
+    train, tokens = run.train, run.model.sequence_length
+    assert train.global_batch_size * tokens == pytest.approx(batch, rel=0.05)
+    assert run.total_samples * tokens == pytest.approx(300e9, rel=1e-3)
+    assert (train.learning_rate, train.minimum_learning_rate) == (rate, pytest.approx(rate / 10))
+    assert train.warmup_samples * tokens == pytest.approx(375e6, rel=1e-3)
+    assert train.decay_samples * tokens == pytest.approx(260e9, rel=1e-3)
+    assert (train.beta1, train.beta2, train.epsilon, train.weight_decay, train.clip_norm) == (0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert train.batch_ramp[0] * tokens == pytest.approx(32e3, rel=0.05)
+    assert 4e9 <= train.batch_ramp[2] * tokens * 1.001 and train.batch_ramp[2] * tokens <= 12.01e9
+
+
+def test_a_short_run_of_a_recipe_is_the_recipe_in_small():
+    run = parse("--model gpt3-1.3b --steps 1000".split(), "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16")
+    run.validate(8)
+    whole = gpt3.RECIPES["gpt3-1.3b"]
+    share = 1000 / whole["steps"]
+    assert run.train.decay_samples == pytest.approx(share * whole["decay_samples"], rel=1e-3)
+    assert run.train.batch_ramp == (16, 16, pytest.approx(share * whole["batch_ramp"][2], rel=1e-3))
+    run = parse("--model gpt3-1.3b --batch-ramp none".split(), "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16")
+    assert run.train.batch_ramp == ()
+    parse("--model gpt3-1.3b --global-batch-size 8".split(), "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16").validate(8)
+
+
+@pytest.mark.parametrize("model", ["gpt2-medium", "megatron-2.5b-2019", "megatron-8.3b-2019"])
+def test_gpt2_has_the_first_papers_recipe(model):
+    """1909.08053 section 4.2: 512 samples, 300k steps, 1.5e-4 after 3k, cosine to 1e-5, decay 0.01, clip 1, dropout 0.1."""
+    run = parse(["--model", model], "", gpt2.RECIPE, {}).run(8, "bf16")
+    run.validate(8)
+    train = run.train
+    assert (train.global_batch_size, train.steps, train.warmup_steps) == (512, 300_000, 3000)
+    assert (train.learning_rate, train.minimum_learning_rate, train.learning_rate_decay) == (1.5e-4, 1e-5, "cosine")
+    assert (train.weight_decay, train.clip_norm, run.parallel.recompute) == (0.01, 1.0, "full")
+    assert (run.model.dropout, run.model.sequence_length) == (0.1, 1024)
+    assert run.model == preset(model)
+
+
+def test_gpt2_starts(capsys):
+    assert gpt3.main(["--dry-shapes", "--data", "64"], gpt2.__doc__, gpt2.RECIPE, {}) == 0
+    assert "gpt2-medium: 354,823,168 parameters on data 64 x pipe 1 x tensor 1 = 64 devices" in capsys.readouterr().out

@@ -237,7 +237,8 @@ class Rank:
             carry, y = self.forward(carry, row)
             carry = carry._replace(activations=self.send(FORWARD, y, carry.activations, row))
         if BACKWARD in ops:
-            carry, dx = self.backward(carry, row)
+            with jax.named_scope(BACKWARD):
+                carry, dx = self.backward(carry, row)
             carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
         return carry
 
@@ -247,7 +248,8 @@ class Rank:
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
         if BACKWARD in ops or INPUT in ops:
-            carry, dx = self.backward(carry, row)
+            with jax.named_scope(INPUT if INPUT in ops else BACKWARD):
+                carry, dx = self.backward(carry, row)
         if WEIGHT in ops:
             carry = self.weight_gradients(carry, row)
         y, dx = lax.optimization_barrier((y, dx))
@@ -257,6 +259,7 @@ class Rank:
             carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
         return carry
 
+    @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
     def forward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's forward; on the last stage the head too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
@@ -329,6 +332,7 @@ class Rank:
         shared = _run_if(row["embed_backward_on"] == 1, embed_backward, carry.shared_gradients)
         return carry._replace(shared_gradients=shared), dx
 
+    @jax.named_scope(WEIGHT)
     def weight_gradients(self, carry: Carry, row) -> Carry:
         """The tick's W: what an earlier I left undone."""
         microbatch, blocks = self.microbatch(row["weight_microbatch"]), row["weight_on"] * self.per_chunk
@@ -336,6 +340,7 @@ class Rank:
         block_gradients = self.stack.backward_weight(carry.middle, *place, carry.kept, row["weight_kept"], blocks)
         return carry._replace(block_gradients=block_gradients)
 
+    @jax.named_scope("send")
     def send(self, direction: str, value: jax.Array, inbox: jax.Array, row) -> jax.Array:
         """Sends along every route of a direction, and puts what arrives where the table says."""
         prefix = "forward" if direction == FORWARD else "backward"

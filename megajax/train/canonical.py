@@ -6,6 +6,7 @@ checkpoint. Both directions go leaf by leaf on the devices, sharded: no host and
 is split, and the extra memory on a device is one leaf's part.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -57,44 +58,58 @@ def canonical_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (chunks * ranks * layers, *rest)
 
 
-def canonical_sharding(name: str, dimensions: int, sharding: NamedSharding) -> NamedSharding:
-    """Where the canonical form of a leaf of `dimensions` axes lies while it is written or read.
+def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Where the canonical form of a leaf lies while it is written or read: no device holds what another one does.
 
-    Layers are split over whatever the dealt axes were split over, so that a device holds as much as before.
+    Layers are split over what the dealt axes were split over, and the mesh axes over which the leaf is replicated each
+    split the largest axis that they divide. So a checkpoint is copied, written and read once, by all devices together.
+
+    Args:
+      shape: of the leaf on devices.
+      sharding: of the leaf on devices.
     """
-    spec = tuple(sharding.spec) + (None,) * (dimensions - len(sharding.spec))
+    mesh, spec = sharding.mesh, tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
+    axes = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     if is_block(name):
-        axes = [
-            axis
-            for entry in spec[:3]
-            if entry is not None
-            for axis in (entry if isinstance(entry, tuple) else (entry,))
-        ]
-        spec = (tuple(axes) or None, *spec[3:])
-    return NamedSharding(sharding.mesh, P(*spec))
+        axes = [sum(axes[:3], ()), *axes[3:]]
+    left = [
+        size // math.prod(mesh.shape[axis] for axis in over)
+        for size, over in zip(canonical_shape(name, shape), axes, strict=True)
+    ]
+    for axis in mesh.axis_names:
+        if axis in sum(axes, ()):
+            continue
+        places = [place for place, size in enumerate(left) if size % mesh.shape[axis] == 0]
+        if places:
+            place = max(places, key=left.__getitem__)
+            axes[place], left[place] = (*axes[place], axis), left[place] // mesh.shape[axis]
+    return NamedSharding(mesh, P(*(over or None for over in axes)))
 
 
-@partial(jax.jit, static_argnames=("placement", "sharding"))
-def _gather(leaf: jax.Array, placement: str, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(layout.gather(leaf, placement=placement), sharding)
+@partial(jax.jit, static_argnames=("block", "placement", "sharding"))
+def _gather(leaf: jax.Array, block: bool, placement: str, sharding: NamedSharding) -> jax.Array:
+    whole = layout.gather(leaf, placement=placement) if block else leaf
+    return jax.lax.with_sharding_constraint(whole, sharding)
 
 
-@partial(jax.jit, static_argnames=("shape", "placement", "sharding"))
-def _deal(leaf: jax.Array, shape: tuple[int, int], placement: str, sharding: NamedSharding) -> jax.Array:
-    chunks, stages = shape
-    dealt = layout.deal(leaf, stages=stages, chunks=chunks, placement=placement)
-    return jax.lax.with_sharding_constraint(dealt, sharding)
+@partial(jax.jit, static_argnames=("pieces", "placement", "sharding"))
+def _deal(leaf: jax.Array, pieces: tuple[int, int] | None, placement: str, sharding: NamedSharding) -> jax.Array:
+    if pieces is not None:
+        leaf = layout.deal(leaf, chunks=pieces[0], stages=pieces[1], placement=placement)
+    return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
 def to_canonical(state: Tree, placement: str) -> dict[str, jax.Array]:
     """Copies of all leaves in the hosts' memory, each process with its devices' parts; `state` can be used up after."""
     copies = {}
     for name, leaf in named(state).items():
-        sharding = canonical_sharding(name, leaf.ndim, leaf.sharding)
-        if is_block(name):
-            leaf = _gather(leaf, placement, sharding)
-        copies[name] = jax.device_put(leaf, sharding.with_memory_kind("pinned_host"), may_alias=False)
-    return jax.block_until_ready(copies)
+        sharding = canonical_sharding(name, leaf.shape, leaf.sharding)
+        copy = _gather(leaf, is_block(name), placement, sharding)
+        if copy.sharding.mesh.devices.flat[0].platform != "cpu":  # whose memory is the host's
+            copy = jax.device_put(copy, copy.sharding.with_memory_kind("pinned_host"))
+        # One at a time: that bounds the memory, and CPU devices that are in several collectives at once can hang.
+        copies[name] = jax.block_until_ready(copy)
+    return copies
 
 
 def from_canonical(copies: dict[str, jax.Array], like: Tree, shardings: Tree, placement: str) -> Tree:
@@ -107,8 +122,6 @@ def from_canonical(copies: dict[str, jax.Array], like: Tree, shardings: Tree, pl
     """
     leaves = []
     for (name, leaf), sharding in zip(named(like).items(), jax.tree.leaves(shardings), strict=True):
-        array = copies.pop(name)
-        if is_block(name):
-            array = _deal(array, leaf.shape[:2], placement, sharding)
-        leaves.append(array)
+        pieces = tuple(leaf.shape[:2]) if is_block(name) else None
+        leaves.append(jax.block_until_ready(_deal(copies.pop(name), pieces, placement, sharding)))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

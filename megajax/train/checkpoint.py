@@ -5,7 +5,7 @@
                                          digests/  a sum of every file
 
 A checkpoint has its name only when all of it is on the disk; until then the name ends in what STALE lists. Weights and
-optimizer state are read back on another mesh, schedule, number of chunks or of processes than they were written on.
+optimizer state are read back (restore.py) on another mesh, schedule, number of chunks or of processes.
 
     python -m megajax.train.checkpoint inspect DIR [--verify] [--arrays]
 """
@@ -21,11 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from megajax.config import ConfigError, OutputConfig, RunConfig, near, padded_vocabulary
+from megajax.config import ConfigError, OutputConfig
 from megajax.train import canonical, digests
 from megajax.train.step import Training, TrainState
 
@@ -33,8 +32,6 @@ FORMAT = 1
 NAME = "step_{:08d}"
 STALE = (digests.TEMPORARY, ".deleting")  # what may be left of a save or a deletion that was killed
 ASIDE = ".set-aside"
-# These do not decide what the arrays mean, so a run may go on with others.
-FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +97,7 @@ class Checkpoints:
         self._deleter = ThreadPoolExecutor(1)
         self._pending: tuple[int, float] | None = None  # step, when its save began
         self.failed = False  # whether the last save failed
+        self.blocked = 0.0  # seconds that the last save kept the training waiting
 
     def save(self, training: Training, state: TrainState, progress: Progress) -> list[str]:
         """Starts a save; the state may be used up as soon as this returns. Returns what there is to say.
@@ -122,6 +120,7 @@ class Checkpoints:
             self._writer.save(path, args=arguments)
         except Exception as error:  # whatever a file system, a library or another process makes of a failed write
             said += self._fail(error)
+        self.blocked = time.time() - start
         return said
 
     def poll(self) -> list[str]:
@@ -156,7 +155,10 @@ class Checkpoints:
             for old in self._superfluous():
                 gone = old.rename(old.with_name(old.name + STALE[1]))
                 self._deleter.submit(shutil.rmtree, gone, ignore_errors=True)
-        return [f"step {step}: checkpoint saved, {format_size(self._bytes)} in {time.time() - start:.1f} s"]
+        took, waited = time.time() - start, self.blocked
+        return [
+            f"step {step}: checkpoint saved, {format_size(self._bytes)} in {took:.1f} s (training waited {waited:.2f} s)"
+        ]
 
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every
@@ -170,7 +172,7 @@ class Checkpoints:
         steps = complete_steps(self.directory)
         before = f"the newest is of step {steps[-1]}" if steps else "there is none yet"
         return [
-            f"warning: step {step}: checkpoint NOT saved in {self.directory}: {_reason(error)} "
+            f"warning: step {step}: checkpoint NOT saved in {self.directory}: {reason_of(error)} "
             f"({format_size(_free(self.directory))} free, a checkpoint takes up to {format_size(self._bytes)}); {before}"
         ]
 
@@ -230,124 +232,6 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
     )
 
 
-def read_meta(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON beside a state.
-
-    Raises:
-      ConfigError: it cannot be read.
-    """
-    try:
-        meta = ocp.JsonCheckpointHandler().restore(path / "meta", ocp.args.JsonRestore())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not a whole checkpoint: {_reason(error)}{_instead(path)}") from error
-    if meta["format"] > FORMAT:
-        raise ConfigError(f"{path} was written by a newer megajax ({meta['megajax']}): install that one")
-    return meta
-
-
-def verify(path: pathlib.Path) -> None:
-    """Raises ConfigError for a checkpoint with damaged files, on all processes alike; each looks at its share."""
-    found = digests.problems(path, (jax.process_index(), jax.process_count()))
-    count = len(found)
-    if jax.process_count() > 1:
-        count = int(multihost_utils.process_allgather(np.int32(count)).sum())
-    if count:
-        first = found[0] if found else "found by another process, see its log"
-        more = f" and {count - 1} more" if count > 1 else ""
-        raise ConfigError(f"checkpoint {path} is damaged: {first}{more}{_instead(path)}")
-
-
-def load(
-    path: pathlib.Path, training: Training, tokenizer: Mapping[str, Any]
-) -> tuple[TrainState, Progress, list[str]]:
-    """Reads a checkpoint for a run's mesh: the state, where the run was, and what to say.
-
-    Raises:
-      ConfigError: it is damaged, or of another model or tokenizer.
-    """
-    meta = read_meta(path)
-    said = compare(meta, training.run, tokenizer, path)
-    verify(path)
-    return _restore(path, training), Progress(**meta["progress"]), said
-
-
-def compare(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any], path: pathlib.Path) -> list[str]:
-    """What differs between a checkpoint and a run that is allowed to.
-
-    Raises:
-      ConfigError: what is not allowed to differ does; all of it is named.
-    """
-    was, now = meta["config"], dataclasses.asdict(run)
-    differing = _differences(was["model"], now["model"], leave_out=FREE_MODEL_FIELDS)
-    if differing:
-        raise ConfigError(
-            f"checkpoint {path} is of another model ({was['model']['name']}): " + ", ".join(differing) + "; give the "
-            "options it was trained with, or another --run-dir"
-        )
-    if dict(meta["tokenizer"]) != dict(tokenizer):
-        raise ConfigError(
-            f"checkpoint {path} was trained with tokenizer {meta['tokenizer']['name']} (hash {meta['tokenizer']['hash']}), "
-            f"and this one is {tokenizer['name']} (hash {tokenizer['hash']}): type --tokenizer {meta['tokenizer']['name']}, "
-            "or give the same tokenizer files"
-        )
-    said = []
-    for part, title in (("parallel", "laid out anew"), ("train", "trained on differently")):
-        if differing := _differences(was[part], now[part]):
-            said.append(f"resume    {title}: " + ", ".join(differing))
-    return said
-
-
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any], leave_out: Sequence[str] = ()) -> list[str]:
-    plain = lambda value: tuple(value) if isinstance(value, list) else value  # noqa: E731
-    return [
-        f"{name} was {was.get(name)}, is {now.get(name)}"
-        for name in dict.fromkeys([*was, *now])
-        if name not in leave_out and plain(was.get(name)) != plain(now.get(name))
-    ]
-
-
-def _restore(path: pathlib.Path, training: Training) -> TrainState:
-    like, shardings = training.state_shapes, training.state_sharding
-    handler = ocp.PyTreeCheckpointHandler()
-    stored = canonical.named(arrays_in(path))
-    wanted, arguments = {}, {}
-    for (name, leaf), sharding in zip(canonical.named(like).items(), jax.tree.leaves(shardings), strict=True):
-        shape = canonical.canonical_shape(name, leaf.shape)
-        _check_shape(path, name, stored, shape, training.run)
-        wanted[name] = 0
-        arguments[name] = ocp.ArrayRestoreArgs(
-            sharding=canonical.canonical_sharding(name, leaf.ndim, sharding),
-            global_shape=shape,
-            dtype=leaf.dtype,
-            strict=False,  # the vocabulary's padding depends on the mesh
-        )
-    try:
-        restore = ocp.args.PyTreeRestore(canonical.nest(wanted), restore_args=canonical.nest(arguments))
-        copies = canonical.named(handler.restore(path / "state", args=restore))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {_reason(error)}{_instead(path)}") from error
-    return canonical.from_canonical(copies, like, shardings, training.schedule.placement)
-
-
-def arrays_in(path: pathlib.Path) -> Any:
-    """The tree of what is stored: shape and dtype of each array."""
-    try:
-        return ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {_reason(error)}{_instead(path)}") from error
-
-
-def _check_shape(path, name: str, stored: Mapping[str, Any], shape: tuple[int, ...], run: RunConfig) -> None:
-    """The stored array is this one, but for the padding of the vocabulary, which depends on the mesh."""
-    if name not in stored:
-        raise ConfigError(f"checkpoint {path} has no {name}: {near(name, stored)}")
-    vocabulary = run.model.vocabulary
-    for had, have in zip(stored[name].shape, shape, strict=True):
-        padding = min(had, have) >= vocabulary and have == padded_vocabulary(vocabulary, run.parallel.vocabulary_shares)
-        if had != have and not padding:
-            raise ConfigError(f"checkpoint {path}: {name} has shape {tuple(stored[name].shape)}, this run's {shape}")
-
-
 def _is_no_echo(record: logging.LogRecord) -> bool:
     """False for what libraries log of a failed save, a traceback for each array: `_fail` says it in one line."""
     return digests.TEMPORARY not in record.getMessage()
@@ -370,18 +254,7 @@ def _remove_stale(directory: pathlib.Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _instead(path: pathlib.Path) -> str:
-    """The offer of the checkpoint before this one."""
-    steps = complete_steps(path.parent)
-    earlier = [step for step in steps if path.name.startswith("step_") and step < int(path.name[5:13])]
-    return (
-        f"; the one before it is of step {earlier[-1]}: type --resume {earlier[-1]}"
-        if earlier
-        else "; there is no other"
-    )
-
-
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The end of a library's message, where what happened stands, on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
     text = text.split(" [os_error_code=")[0]

@@ -11,7 +11,8 @@ from typing import Any
 from megajax.config import ConfigError
 from megajax.mesh import start_devices
 from megajax.train import canonical, digests
-from megajax.train.checkpoint import NAME, arrays_in, complete_steps, format_size, read_meta
+from megajax.train.checkpoint import NAME, complete_steps, format_size
+from megajax.train.restore import arrays_in, read_meta
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

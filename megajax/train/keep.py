@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from megajax.config import ConfigError, OutputConfig, RunConfig
-from megajax.train import checkpoint
+from megajax.train import checkpoint, restore
 from megajax.train.checkpoint import Checkpoints, Progress
 from megajax.train.logging import JsonLines, RunLog, Sink, TensorBoard
 from megajax.train.profile import Profile
@@ -64,7 +64,7 @@ class Keeper:
         """
         if self.path is None:
             return None
-        state, at, said = checkpoint.load(self.path, training, self.meta["tokenizer"])
+        state, at, said = restore.load(self.path, training, self.meta["tokenizer"])
         self.said += said
         self.said += [f"resume    after step {at.step}, {at.samples:,} samples, {at.skipped} skipped steps"]
         self.said += ["resume    " + text for text in self.checkpoints.set_aside(after=at.step)]

@@ -6,7 +6,6 @@ A step's record never leaves a number out because it is NaN or infinite: those a
 import collections
 import dataclasses
 import json
-import logging
 import math
 import pathlib
 import statistics
@@ -139,15 +138,18 @@ class TensorBoard:
     def __init__(self, directory: str | pathlib.Path, after: int = 0):
         """Opens a new event file; TensorBoard drops what older ones have of steps later than `after`."""
         from tensorboardX import SummaryWriter  # takes a while to import, and not every process needs it
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of every NaN; so do we, better
-        self._writer = SummaryWriter(str(directory), purge_step=after + 1 if after else None, flush_secs=10)
+        purge = after + 1 if after else None
+        self._writer = SummaryWriter(
+            str(directory), purge_step=purge, flush_secs=10, max_queue=1000, filename_suffix=f".{after}"
+        )
+        self._summary = Summary
 
     def write(self, record: Mapping[str, float]) -> None:
-        step = int(record["step"])
-        for name, value in record.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, step)
+        # All in one event: `add_scalar` for each would be most of what a step's logging costs.
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in record.items() if name != "step"]
+        self._writer.file_writer.add_summary(self._summary(value=values), int(record["step"]))
 
     def close(self) -> None:
         self._writer.close()

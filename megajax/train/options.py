@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_launch, check_output
+from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_launch, check_output, check_values
 from megajax.config import (
     PRESETS,
     ConfigError,
@@ -168,6 +168,9 @@ def parse(
     chosen = (recipes or {}).get(other["model"], defaults)
     given = {name: value for name, value in chosen.items() if name != "model"} | typed
     plain = TrainConfig(**{name: given[name] for name in _names(TrainConfig) if name in given})
+    check_values(plain)  # a saved configuration may hold anything
+    if chosen is not defaults:
+        given |= _scaled(chosen, plain, typed)
     if "warmup_steps" not in typed:
         given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
     given.setdefault("minimum_learning_rate", plain.learning_rate / 10)
@@ -175,6 +178,18 @@ def parse(
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
     return Request(given=given, output=output, launch=launch, **other)
+
+
+def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's lengths in samples, for a run that is shorter or longer than the recipe's."""
+    share = train.steps * train.global_batch_size / (recipe["steps"] * recipe["global_batch_size"])
+    names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in typed]
+    scaled: dict[str, Any] = {name: round(share * recipe[name]) for name in names}
+    if "batch_ramp" in recipe and "batch_ramp" not in typed:
+        start, increment, samples = recipe["batch_ramp"]
+        fits = start < train.global_batch_size and (train.global_batch_size - start) % increment == 0
+        scaled["batch_ramp"] = (start, increment, max(1, round(share * samples))) if fits else ()
+    return scaled
 
 
 def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -337,7 +352,7 @@ def _readers() -> dict[Any, tuple[Callable[[str], Any], str]]:
         float | None: (_number, "NUMBER"),
         str: (str, "NAME"),
         str | None: (str, "NAME"),
-        tuple[int, ...]: (lambda text: tuple(_whole(word) for word in text.split(",")), "COUNT,COUNT,..."),
+        tuple[int, ...]: (_wholes, "COUNT,COUNT,..."),
         tuple[str, ...]: (lambda text: tuple(text.split(",")), "NAME,NAME,..."),
     }
 
@@ -347,6 +362,10 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _wholes(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(_whole(word) for word in text.split(","))
 
 
 def _number(text: str) -> float:

@@ -140,6 +140,9 @@ def start(launch: LaunchConfig) -> int:
     place = find_place(launch, os.environ)
     if place is None:
         return 1
+    late = threading.Timer(launch.start_timeout, _give_up, (place, launch.start_timeout))
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -147,19 +150,30 @@ def start(launch: LaunchConfig) -> int:
             place.process_id,
             place.local_devices,
             cluster_detection_method=place.method,
-            initialization_timeout=int(launch.start_timeout),
-            # `Watch` is to notice first: jax ends a process without saying whose fault it was.
+            # `late` and `Watch` are to notice first: jax aborts the process without saying whose fault it was.
+            initialization_timeout=int(2 * launch.start_timeout + 60),
             heartbeat_timeout_seconds=int(2 * launch.peer_timeout + 60),
-            shutdown_timeout_seconds=int(launch.peer_timeout),
+            shutdown_timeout_seconds=int(launch.peer_timeout) + 1,
         )
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"process {place.process_id} of {place.processes} did not meet the others at "
-            f"{place.coordinator or 'the first host'} within {launch.start_timeout:g} s: {reason[:200]}; see that process "
-            "0 runs there, that the port is free and not blocked, and that no *_proxy variable is set."
-        ) from error
+        raise ConfigError(_did_not_meet(place, " ".join(str(error).split())[:200])) from error
+    finally:
+        late.cancel()
     return distributed.global_state.num_processes
+
+
+def _did_not_meet(place: Place, reason: str) -> str:
+    return (
+        f"process {place.process_id} of {place.processes} did not meet the others at "
+        f"{place.coordinator or 'the first host'}: {reason}. See that process 0 runs there and all others run, that the "
+        "port is free and not blocked, and that no *_proxy variable is set."
+    )
+
+
+def _give_up(place: Place, seconds: float) -> None:
+    """Ends a process whose main thread waits inside jax."""
+    print(f"error: {_did_not_meet(place, f'they did not come within {seconds:g} s')}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 @dataclass
@@ -218,21 +232,27 @@ class Watch:
         if self._count == 1:
             return
         if self._id != 0:
-            self._closed.wait(10 * self.interval)
+            self._closed.wait(15 * self.interval)
             text = " ".join(str(error).split())[:200]
             self._leave(f"process {self._id} lost contact with the others in step {self._step}: {text}", EXIT_PEER)
-        deadline = time.monotonic() + 6 * self.interval
+        deadline = time.monotonic() + 8 * self.interval
         while time.monotonic() < deadline:
-            quiet = [i for i, peer in self._peers.items() if time.monotonic() - peer.heard > 3 * self.interval]
-            if quiet:
+            if quiet := self._quiet(time.monotonic()):
                 break
             time.sleep(self.interval / 2)
-        names = ", ".join(self._name(i) for i in quiet) if quiet else "another process"
+        names = self._names(quiet) if quiet else "another process"
         self._pronounce(f"{names} died in step {self._step}, and the others cannot go on without it", EXIT_PEER)
 
     def _name(self, process: int) -> str:
         host = self._peers[process].sign.get("host")
         return f"process {process}" + (f" on {host}" if host else "")
+
+    def _names(self, processes: list[int]) -> str:
+        return ", ".join(map(self._name, processes))
+
+    def _quiet(self, now: float) -> list[int]:
+        """Processes that have missed several signs of life."""
+        return [process for process, peer in self._peers.items() if now - peer.heard > 4 * self.interval]
 
     def _publish(self) -> None:
         self._beat += 1
@@ -288,6 +308,8 @@ class Watch:
         waiting = now - self._entered
         if self._patient or waiting <= self.timeout:
             return None
+        if quiet := self._quiet(now):
+            return f"{self._names(quiet)} has given no sign of life, and step {self._step} waits for it for {waiting:.0f} s"
         steps = {process: peer.sign["step"] for process, peer in peers.items()} | {0: self._step}
         behind = [process for process, step in steps.items() if step < max(steps.values())]
         if behind:

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.config import ConfigError, OutputConfig
 from megajax.models import gpt
-from megajax.train import canonical, checkpoint, digests, inspect_checkpoint
+from megajax.train import canonical, checkpoint, digests, inspect_checkpoint, restore
 from megajax.train.checkpoint import Checkpoints, Progress
 from megajax.train.saved_config import run_meta, tokenizer_hash
 from tests import small
@@ -59,7 +59,7 @@ def copy(written, tmp_path):
 
 
 def load(path, training, tokenizer=None):
-    return checkpoint.load(path, training, run_meta(training.run, tokenizer or runs.Letters())["tokenizer"])
+    return restore.load(path, training, run_meta(training.run, tokenizer or runs.Letters())["tokenizer"])
 
 
 def newest(directory) -> pathlib.Path:
@@ -200,8 +200,8 @@ def test_another_tokenizer_is_refused(written, training):
 
 def test_what_may_differ_is_said(written):
     other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
-    meta = checkpoint.read_meta(newest(written))
-    said = checkpoint.compare(meta, other, meta["tokenizer"], newest(written))
+    meta = restore.read_meta(newest(written))
+    said = restore.compare(meta, other, meta["tokenizer"], newest(written))
     assert said[0].startswith("resume    laid out anew: data was 2, is 8, pipe was 2, is 1")
     assert said[1] == "resume    trained on differently: learning_rate was 0.003, is 0.001"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config import OutputConfig
-from megajax.train import checkpoint
+from megajax.train import checkpoint, restore
 from megajax.train.logging import JsonLines
 from megajax.train.saved_config import run_meta
 from tests import small
@@ -82,15 +82,15 @@ def test_there_and_back_loses_nothing(half, tmp_path):
     """Written on one mesh, read and written on another, read on the first: not one bit of the state has changed."""
     path, _ = checkpoint.choose(half / "checkpoints", "auto")
     tokenizer = run_meta(training_on(chunks=2).run, runs.Letters())["tokenizer"]
-    first, at, _ = checkpoint.load(path, training_on(chunks=2), tokenizer)
+    first, at, _ = restore.load(path, training_on(chunks=2), tokenizer)
     for number, other in enumerate(OTHERS[:2]):
         training = training_on(**other)
-        state, _, _ = checkpoint.load(path, training, tokenizer)
+        state, _, _ = restore.load(path, training, tokenizer)
         keep = checkpoint.Checkpoints(tmp_path / str(number), OutputConfig(), run_meta(training.run, runs.Letters()))
         keep.save(training, state, at)
         assert "checkpoint saved" in keep.close()[0]
         path, _ = checkpoint.choose(tmp_path / str(number), "auto")
-    last, _, _ = checkpoint.load(path, training_on(chunks=2), tokenizer)
+    last, _, _ = restore.load(path, training_on(chunks=2), tokenizer)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, last)
 
 
