@@ -5,9 +5,9 @@ python -m benchmarks.data --only index --documents 1 10    some
 python -m benchmarks.data --megatron-python VENV/bin/python   beside megatron-core, from a venv that has it and torch
 
 Preprocessing is counted in processor seconds of all its processes (their start, reading, JSON, encoding, passing arrays
-between them, writing): MB of text a second of one core, beside `encode_batch_fast` of the `tokenizers` library on the
-same texts, a process of one thread on each core. The two take turns; the median of the rounds is given. Writers take a document at a time; MB of ids. Times
-of the index are wall clock, arrays stored on disk included.
+between them, writing): MB of text a second of one core, beside `encode_batch_fast` of the `tokenizers` library on the same
+texts, a process of one thread on each core. The two take turns; the median of the rounds is given. Writers take a document
+at a time; MB of ids. Times of the index are wall clock, arrays stored on disk included.
 """
 
 import argparse
@@ -199,9 +199,8 @@ def loader_rows(folder: pathlib.Path, options) -> list[dict]:
                 return samples.window(index)
 
         # From a fresh iterator on: its buffer of 500 elements would flatter a short run.
-        rates["the same windows through grain, its 16 threads"] = _rate(
-            lambda _, found=iter(grain.MapDataset.source(Source()).batch(64).to_iter_dataset()): next(found), batches
-        )
+        found = iter(grain.MapDataset.source(Source()).batch(64).to_iter_dataset())
+        rates["the same windows through grain, its 16 threads"] = _rate(lambda _: next(found), batches)
     except ImportError:
         pass
     rows = [
