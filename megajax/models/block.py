@@ -14,6 +14,7 @@ The modules only say what there is; `megajax.models.gpt` makes pure functions of
 
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
 
-__all__ = ["Block", "Dropout", "Norm", "causal_attention", "identity", "named_key", "parameter", "rotate"]
+__all__ = ["Block", "Dropout", "Norm", "Places", "causal_attention", "identity", "named_key", "parameter", "rotate"]
 
 Constrain = Callable[..., jax.Array]
 RESIDUAL = ("batch", "sequence", "hidden")  # between matmul pairs
@@ -31,6 +32,21 @@ WHOLE = ("batch", "whole_sequence", "hidden")  # what enters a column-parallel m
 QKV = ("batch", "whole_sequence", "groups", None, None)
 SCORES = ("batch", "groups", None, None, None)
 HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scores can make a NaN
+
+
+class Places(NamedTuple):
+    """Where tokens stand, if not each at its own place of one text.
+
+    Attributes:
+      positions: int [b, s]; None: 0 to s - 1.
+      document: int [b, s], a number for each document of a sample, that attends to itself only; None: all are one.
+    """
+
+    positions: jax.Array | None = None
+    document: jax.Array | None = None
+
+
+ONE_TEXT = Places()
 
 
 def identity(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -124,30 +140,38 @@ class Linear(nnx.Module):
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
-def rotate(x: jax.Array, base: float) -> jax.Array:
+def rotate(x: jax.Array, base: float, positions: jax.Array | None = None) -> jax.Array:
     """Rotary position embedding (2104.09864) in llama's layout: element i turns with element i + d/2.
 
     Args:
-      x: [b, s, ..., d] queries or keys of positions 0 to s - 1.
+      x: [b, s, ..., d] queries or keys.
       base: of the frequencies base^(-2i/d).
+      positions: of the tokens, [b, s]; not given: 0 to s - 1.
     """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
-    angle = angle.reshape(x.shape[1], *[1] * (x.ndim - 3), half)
+    positions = jnp.arange(x.shape[1])[None] if positions is None else positions
+    angle = positions[..., None] * base ** (-jnp.arange(half) / half)
+    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), half)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle)]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 @jax.custom_jvp
-def causal_softmax(scores: jax.Array) -> jax.Array:
+def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.Array:
     """Softmax over keys up to the query's own: [..., s queries, s keys], fp32 inside, the result of the scores' type.
+
+    With `document` [b, s], the number of each token's document, over those of its own document only.
 
     The derivative is written out so that what the backward needs is the result as rounded, the named "probabilities",
     and not its fp32 copy: a block that keeps them then does not multiply queries and keys again.
     """
     query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    return jax.nn.softmax(jnp.where(key <= query, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
+    seen = key <= query
+    if document is not None:
+        own = document[:, :, None] == document[:, None, :]
+        seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
+    return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
 
 
 @causal_softmax.defjvp
@@ -159,7 +183,12 @@ def _causal_softmax_jvp(primals, tangents):
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, drop: Callable[[jax.Array], jax.Array], constrain: Constrain
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    drop: Callable[[jax.Array], jax.Array],
+    constrain: Constrain,
+    document: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
 
@@ -169,13 +198,14 @@ def causal_attention(
       value: [b, s, g, d].
       drop: dropout on the probabilities.
       constrain: see the module's text.
+      document: of each token, [b, s], if it is to attend to its own document only.
 
     Returns:
       [b, s, g, a/g, d].
     """
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
-    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores)), value)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document)), value)
 
 
 class Attention(nnx.Module):
@@ -190,14 +220,14 @@ class Attention(nnx.Module):
         joined = {"heads": config.heads, "_head_size": size}
         self.output = Linear(named_key(key, "output"), joined, {"hidden": config.hidden}, small, config.biases)
 
-    def __call__(self, y: jax.Array, dropout: Dropout) -> jax.Array:
+    def __call__(self, y: jax.Array, dropout: Dropout, places: Places) -> jax.Array:
         """Attention of y [b, whole s, h] to itself: [b, split s, h]."""
         qkv = checkpoint_name(self.qkv(y, lambda z: self.constrain(z, *QKV)), "qkv")  # [b, s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.positions == "rotary":
-            query, key = rotate(query, self.config.rotary_base), rotate(key, self.config.rotary_base)
+            query, key = (rotate(x, self.config.rotary_base, places.positions) for x in (query, key))
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-        context = causal_attention(query, key, value, drop, self.constrain)
+        context = causal_attention(query, key, value, drop, self.constrain, places.document)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
         return self.output(checkpoint_name(context, "context"), lambda z: self.constrain(z, *RESIDUAL))
 
@@ -243,10 +273,10 @@ class Block(nnx.Module):
         y = checkpoint_name(self.constrain(y, *RESIDUAL), name)
         return self.constrain(y, *WHOLE)
 
-    def __call__(self, x: jax.Array, dropout: Dropout) -> jax.Array:
+    def __call__(self, x: jax.Array, dropout: Dropout, places: Places = ONE_TEXT) -> jax.Array:
         """From x [b, split s, h] to the same shape, type and sharding."""
         y = self._gathered(self.attention_norm(x), "attention_input")
-        x = x + dropout(self.attention(y, dropout), "attention", *RESIDUAL)
+        x = x + dropout(self.attention(y, dropout, places), "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
         y = self._gathered(self.feedforward_norm(x), "feedforward_input")
         x = x + dropout(self.feedforward(y), "feedforward", *RESIDUAL)

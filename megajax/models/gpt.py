@@ -20,7 +20,7 @@ from jax import lax
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.models import recompute as modes
-from megajax.models.block import RESIDUAL, WHOLE, Block, Dropout, Norm, identity, named_key, parameter
+from megajax.models.block import RESIDUAL, WHOLE, Block, Dropout, Norm, Places, identity, named_key, parameter
 
 __all__ = [
     "Embedding",
@@ -58,11 +58,15 @@ class Embedding(nnx.Module):
             table = jax.random.normal(named_key(key, "positions"), shape) * config.init_deviation
             self.positions = parameter(table, "positions", "hidden")
 
-    def __call__(self, tokens: jax.Array, dtype: jnp.dtype, dropout: Dropout) -> jax.Array:
-        """Tokens [b, s] -> [b, split s, h] of `dtype`."""
+    def __call__(self, tokens: jax.Array, dtype: jnp.dtype, dropout: Dropout, positions=None) -> jax.Array:
+        """Tokens [b, s] -> [b, split s, h] of `dtype`; `positions` [b, s] of the tokens where they are not 0 to s - 1."""
         x = self.constrain(self.lookup(self.tokens[...], tokens).astype(dtype), *RESIDUAL)
         if self.config.positions == "learned":
-            x = self.constrain(x + self.positions[: tokens.shape[1]].astype(dtype), *RESIDUAL)
+            if positions is None:
+                added = self.positions[: tokens.shape[1]].astype(dtype)
+            else:  # fp32, in which the gradient's rows are added up
+                added = jnp.take(self.positions[...].astype(jnp.float32), positions, axis=0).astype(dtype)
+            x = self.constrain(x + added, *RESIDUAL)
         return self.constrain(dropout(x, "embedding", *RESIDUAL), *RESIDUAL)
 
 
@@ -147,7 +151,8 @@ class ModelFunctions:
     Attributes:
       embed: (shared, microbatch) -> x [b, s, h] of dtype.
       block: (weights of one block, x, microbatch, layer's index) -> x. Checkpointed by the recompute mode. Reads the
-        microbatch's "sample" and the layer only if the model has dropout.
+        microbatch's "sample" and the layer only if the model has dropout, and "positions", like embed,
+        and "document" if it has them (see `Places`).
       logits: (shared, x) -> fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT.
       head_loss: (shared, x, microbatch) -> fp32 scalar: sum over tokens of weights * cross entropy.
     """
@@ -187,14 +192,18 @@ def functions(
     def dropout(microbatch, layer):
         return Dropout(config.dropout, constrain, dropout_seed, microbatch.get("sample"), layer)
 
+    def places(microbatch):
+        return Places(microbatch.get("positions"), microbatch.get("document"))
+
     def embed(shared, microbatch):
         embedding = nnx.merge(shared_module, shared).embedding
-        return embedding(microbatch["tokens"], dtype, dropout(microbatch, config.layers))  # one past the last block
+        masks = dropout(microbatch, config.layers)  # one past the last block
+        return embedding(microbatch["tokens"], dtype, masks, microbatch.get("positions"))
 
     # Forward and backward are in different loops, where XLA cannot merge what is computed twice: no barriers needed.
     @partial(jax.checkpoint, policy=modes.policy(recompute), prevent_cse=False)
     def block(weights, x, microbatch, layer):
-        return nnx.merge(block_module, weights)(x, dropout(microbatch, layer))
+        return nnx.merge(block_module, weights)(x, dropout(microbatch, layer), places(microbatch))
 
     def raw_logits(shared, y):
         model = nnx.merge(shared_module, shared)
