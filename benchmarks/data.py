@@ -132,22 +132,19 @@ def index_rows(folder: pathlib.Path, options) -> list[dict]:
         prefix = folder / f"{millions}m"
         sparse_pair(prefix, round(millions * 1e6))
         code = (
-            "import json, sys, time\nfrom megajax.data.blend import Blend\nstart = time.perf_counter()\n"
-            f"samples = Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
-            "built = time.perf_counter() - start\nstart = time.perf_counter()\n"
-            f"Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
-            "print(json.dumps({'seconds': built, 'again': time.perf_counter() - start, 'samples': samples.count}))"
+            "import json, sys, time\nfrom megajax.data.blend import Blend\n"
+            f"build = lambda: Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
+            "start, begun = time.perf_counter(), time.process_time()\n"
+            "samples = build()\n"
+            "seconds, spent = time.perf_counter() - start, time.process_time() - begun\nstart = time.perf_counter()\n"
+            "build()\nagain = time.perf_counter() - start\n"
+            "print(json.dumps({'samples': samples.count, 'seconds': seconds, 'processor': spent, 'found again': again}))"
         )
-        ours = _json([sys.executable, "-c", code, str(prefix)])
-        row = {
-            "M documents": millions,
-            "samples": ours["samples"],
-            "seconds": ours["seconds"],
-            "found again": ours["again"],
-        }
+        row = {"M documents": millions} | _json([sys.executable, "-c", code, str(prefix)])
         if options.megatron_python:
             theirs = _peer(options, "index", str(prefix), str(SEQUENCE_LENGTH))
-            row |= {"megatron-core": theirs["seconds"], "equal": _same_index(folder, prefix)}
+            row |= {f"megatron-core {name}": theirs[name] for name in ("seconds", "processor")}
+            row["equal"] = _same_index(folder, prefix)
         rows.append(row)
         for path in [*pair_paths(prefix), *folder.glob("index_cache/*/*"), *prefix.glob("cache/*/*")]:
             path.unlink()
