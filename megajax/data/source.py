@@ -5,7 +5,7 @@ import dataclasses
 from megajax.config import ConfigError, RunConfig
 from megajax.data.blend import Blend, split_bounds
 from megajax.data.boundaries import Boundaries
-from megajax.data.gpt_samples import BlendedSamples, GPTSamples, Samples
+from megajax.data.gpt_samples import BlendedSamples, GPTSamples, Samples, check_number
 from megajax.data.loader import Loader, TokenSamples
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import Tokenizer
@@ -92,10 +92,21 @@ class DataSource:
         return blend.samples(bounds[0], max(1, training), *settings), valid
 
     def loaders(self, run: RunConfig, tokenizer: Tokenizer, needed: int) -> tuple[Loader, Loader]:
-        """(training, validation) of a run that takes `needed` samples; see `samples`."""
+        """(training, validation) of a run that takes `needed` samples.
+
+        Raises:
+          ConfigError: see `samples`; or a blend by size, that is not repeated, has fewer.
+        """
         train = run.train
         counts = (needed, train.validation_batches * train.global_batch_size)
         training, validation = self.samples(tokenizer, run.model.sequence_length, train.seed, *counts)
+        if not isinstance(training, TokenSamples):
+            check_number(max(0, needed - 1), training.count)
+        if isinstance(validation, BlendedSamples) and validation.count < train.global_batch_size:
+            raise ConfigError(
+                f"validation has {validation.count} samples and a batch takes {train.global_batch_size}: give it more "
+                "data, or weights, or lower --global-batch-size"
+            )
         switches = (self.reset_position_ids, self.reset_attention_mask, self.eod_mask_loss)
         boundaries = Boundaries(tokenizer.end_of_document, *switches) if any(switches) else None
         rest = (train.global_batch_size, run.microbatches, boundaries, run.model.vocabulary)

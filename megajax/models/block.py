@@ -23,13 +23,14 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.config import ModelConfig
+from megajax.config import ConfigError, ModelConfig
 
 __all__ = [
     "Block",
     "Dropout",
     "Norm",
     "Operations",
+    "Places",
     "causal_attention",
     "identity",
     "named_key",
@@ -44,6 +45,21 @@ WHOLE = ("batch", "whole_sequence", "hidden")  # what enters a column-parallel m
 QKV = ("batch", "whole_sequence", "groups", None, None)
 SCORES = ("batch", "groups", None, None, None)
 HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scores can make a NaN
+
+
+class Places(NamedTuple):
+    """Where tokens stand, if not each at its own place of one text.
+
+    Attributes:
+      positions: int [b, s]; None: 0 to s - 1.
+      document: int [b, s], a number for each document of a sample, that attends to itself only; None: all are one.
+    """
+
+    positions: jax.Array | None = None
+    document: jax.Array | None = None
+
+
+ONE_TEXT = Places()
 
 
 def identity(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -205,14 +221,20 @@ def rotate(x: jax.Array, base: float, positions: jax.Array | None = None) -> jax
 
 
 @jax.custom_jvp
-def causal_softmax(scores: jax.Array) -> jax.Array:
+def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.Array:
     """Softmax over keys up to the query's own: [..., s queries, s keys], fp32 inside, the result of the scores' type.
+
+    With `document` [b, s], the number of each token's document, over those of its own document only.
 
     The derivative is written out so that what the backward needs is the result as rounded, the named "probabilities",
     and not its fp32 copy: a block that keeps them then does not multiply queries and keys again.
     """
     query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    return jax.nn.softmax(jnp.where(key <= query, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
+    seen = key <= query
+    if document is not None:
+        own = document[:, :, None] == document[:, None, :]
+        seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
+    return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
 
 
 @causal_softmax.defjvp
@@ -224,7 +246,12 @@ def _causal_softmax_jvp(primals, tangents):
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, drop: Callable[[jax.Array], jax.Array], constrain: Constrain
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    drop: Callable[[jax.Array], jax.Array],
+    constrain: Constrain,
+    document: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
 
@@ -234,13 +261,14 @@ def causal_attention(
       value: [b, s, g, d].
       drop: dropout on the probabilities.
       constrain: see the module's text.
+      document: of each token, [b, s], if it is to attend to its own document only.
 
     Returns:
       [b, s, g, a/g, d].
     """
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
-    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores)), value)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document)), value)
 
 
 class Attention(nnx.Module):
@@ -255,15 +283,20 @@ class Attention(nnx.Module):
         joined = {"heads": config.heads, "_head_size": size}
         self.output = Linear(named_key(key, "output"), joined, {"hidden": config.hidden}, small, config.biases)
 
-    def __call__(self, y: jax.Array, dropout: Dropout, positions: jax.Array | None) -> jax.Array:
-        """Attention of y [b, split s, h] to itself: the same shape. `positions` [b, s] where they are not 0 to s - 1."""
+    def __call__(self, y: jax.Array, dropout: Dropout, places: Places) -> jax.Array:
+        """Attention of y [b, split s, h] to itself: the same shape."""
         qkv = checkpoint_name(self.qkv(y, self.operations.column, QKV), "qkv")  # [b, whole s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.positions == "rotary":
-            query, key = (rotate(x, self.config.rotary_base, positions) for x in (query, key))
+            query, key = (rotate(x, self.config.rotary_base, places.positions) for x in (query, key))
         if self.operations.attend is None:
             drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-            context = causal_attention(query, key, value, drop, self.constrain)
+            context = causal_attention(query, key, value, drop, self.constrain, places.document)
+        elif places.document is not None:
+            raise ConfigError(
+                "--reset-attention-mask needs a mask, which fused attention and --context do not take: type "
+                "--attention xla --context 1."
+            )
         else:
             context = self.operations.attend(query, key, value)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
@@ -319,10 +352,10 @@ class Block(nnx.Module):
         """The normed residual, split by sequence before it is gathered: so its gradient is reduce-scattered."""
         return checkpoint_name(self.constrain(y, *RESIDUAL), name)
 
-    def __call__(self, x: jax.Array, dropout: Dropout, positions: jax.Array | None = None) -> jax.Array:
-        """From x [b, split s, h] to the same shape, type and sharding; `positions` as in `rotate`."""
+    def __call__(self, x: jax.Array, dropout: Dropout, places: Places = ONE_TEXT) -> jax.Array:
+        """From x [b, split s, h] to the same shape, type and sharding."""
         y = self._split(self.attention_norm(x), "attention_input")
-        x = x + dropout(self.attention(y, dropout, positions), "attention", *RESIDUAL)
+        x = x + dropout(self.attention(y, dropout, places), "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
         y = self._split(self.feedforward_norm(x), "feedforward_input")
         x = x + dropout(self.feedforward(y), "feedforward", *RESIDUAL)

@@ -20,7 +20,18 @@ from jax import lax
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.models import recompute as modes
-from megajax.models.block import RESIDUAL, WHOLE, Block, Dropout, Norm, Operations, identity, named_key, parameter
+from megajax.models.block import (
+    RESIDUAL,
+    WHOLE,
+    Block,
+    Dropout,
+    Norm,
+    Operations,
+    Places,
+    identity,
+    named_key,
+    parameter,
+)
 
 __all__ = [
     "Embedding",
@@ -180,7 +191,8 @@ class ModelFunctions:
     Attributes:
       embed: (shared, microbatch) -> x [b, s, h] of dtype.
       block: (weights of one block, x, microbatch, layer's index) -> x. Checkpointed by the recompute mode. Reads the
-        microbatch's "sample" and the layer only if the model has dropout, and "positions", like embed, if it has them.
+        microbatch's "sample" and the layer only if the model has dropout, and "positions", like embed,
+        and "document" if it has them (see `Places`).
       logits: (shared, x) -> fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT.
       head_loss: (shared, x, microbatch) -> fp32 scalar: sum over tokens of weights * cross entropy.
     """
@@ -224,6 +236,9 @@ def functions(
     def dropout(microbatch, layer):
         return Dropout(config.dropout, constrain, dropout_seed, microbatch.get("sample"), layer)
 
+    def places(microbatch):
+        return Places(microbatch.get("positions"), microbatch.get("document"))
+
     def embed(shared, microbatch):
         embedding = nnx.merge(shared_module, shared).embedding
         masks = dropout(microbatch, config.layers)  # one past the last block
@@ -232,7 +247,7 @@ def functions(
     # Forward and backward are in different loops, where XLA cannot merge what is computed twice: no barriers needed.
     @partial(jax.checkpoint, policy=modes.policy(recompute), prevent_cse=False)
     def block(weights, x, microbatch, layer):
-        return nnx.merge(block_module, weights)(x, dropout(microbatch, layer), microbatch.get("positions"))
+        return nnx.merge(block_module, weights)(x, dropout(microbatch, layer), places(microbatch))
 
     def raw_logits(shared, y):
         model = nnx.merge(shared_module, shared)

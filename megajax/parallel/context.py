@@ -67,6 +67,11 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
     """
     if context == 1:
         return batch
+    if "positions" in batch or "document" in batch:
+        raise ConfigError(
+            f"--reset-position-ids and --reset-attention-mask want a sample's tokens in one place, and context = {context} "
+            "parts them: type --context 1."
+        )
     microbatches, rows, length = batch["tokens"].shape
     samples, positions = rows // data, zigzag(length, context)
 

@@ -101,6 +101,25 @@ def write_corpora(folder: str) -> dict:
     }
 
 
+PIECES = {"cls": 1, "sep": 2, "mask": 3, "pad": 0}
+BERT = {"pairs": (True, 64, 200, 0.1), "one": (False, 24, 60, 0.5), "long": (True, 40, 300, 0.0)}
+
+
+def continues(token: int) -> bool:
+    """Whether a token of the BERT corpus goes on with a word."""
+    return token > 9 and token % 3 == 0
+
+
+def bert_documents() -> list[list[list[int]]]:
+    """Documents of sentences of ids from 4 to 199; some are empty, one has a sentence that is too long."""
+    random = np.random.RandomState(5)
+    documents = [
+        [random.randint(4, 200, random.randint(1, 15)).tolist() for _ in range(random.randint(0, 9))] for _ in range(40)
+    ]
+    documents[7].append(random.randint(4, 200, 513).tolist())
+    return documents
+
+
 class Tokenizer:
     """What GPTDataset asks of one."""
 
@@ -204,11 +223,60 @@ def blends(folder: str) -> dict:
     return golden
 
 
+def bert(folder: str) -> dict:
+    """The mapping of sentences, and the first samples."""
+    import torch
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    prefix = f"{folder}/bert"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for sentences in bert_documents():
+        flat = list(itertools.chain.from_iterable(sentences))
+        builder.add_document(torch.tensor(flat, dtype=torch.int64), [len(sentence) for sentence in sentences])
+    builder.finalize(f"{prefix}.idx")
+
+    class WordPieces:
+        inv_vocab = {token: f"##{token}" if continues(token) else f"w{token}" for token in range(200)}
+        unique_identifiers = {"class": "WordPieces"}
+
+    for name, token in PIECES.items():
+        setattr(WordPieces, name, token)
+    golden = {}
+    for name, (pairs, length, samples, short) in BERT.items():
+        settings = BERTMaskedWordPieceDatasetConfig(
+            random_seed=1234,
+            sequence_length=length,
+            blend=([prefix], None),
+            split="1",
+            tokenizer=WordPieces(),
+            masking_probability=0.15,
+            short_sequence_probability=short,
+            masking_max_ngram=3,
+            masking_do_full_word=True,
+            masking_do_permutation=False,
+            masking_use_longer_ngrams=False,
+            masking_use_geometric_distribution=False,
+            classification_head=pairs,
+        )
+        build = BlendedMegatronDatasetBuilder(BERTMaskedWordPieceDataset, [samples, 0, 0], lambda: True, settings).build
+        dataset = build()[0]
+        drawn = [dataset[i] for i in range(samples)]
+        keys = ("text", "types", "loss_mask", "padding_mask", "is_random")
+        golden[name] = {key: digest(np.stack([sample[key] for sample in drawn]).astype(np.int64)) for key in keys}
+        labels = np.stack([sample["labels"] * sample["loss_mask"] for sample in drawn])
+        golden[name] |= {"labels": digest(labels.astype(np.int64)), "index": digest(dataset.sample_index)}
+    return golden
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         golden = {"pairs": write_pairs(folder), "corpora": write_corpora(folder)}
         golden |= {"indices": gpt_indices(folder), "samples": gpt_samples(folder), "orders": blend_indices()}
         golden["blends"] = blends(folder)
+        golden["bert"] = bert(folder)
     GOLDEN.write_text(json.dumps(golden, indent=0) + "\n")
 
 

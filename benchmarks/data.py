@@ -1,0 +1,314 @@
+"""What data costs: preprocessing, the sample index and loading, beside the tokenizer alone and megatron-core.
+
+python -m benchmarks.data                                  all; writes benchmarks/results/data.json
+python -m benchmarks.data --only index --documents 1 10    some
+python -m benchmarks.data --megatron-python VENV/bin/python   beside megatron-core, from a venv that has it and torch
+
+Preprocessing is counted in processor seconds of all its processes (their start, reading, JSON, encoding, passing arrays
+between them, writing): MB of text a second of one core, beside `encode_batch_fast` of the `tokenizers` library on the same
+texts, a process of one thread on each core. The two take turns; the median of the rounds is given. Writers take a document
+at a time; MB of ids. Times of the index are wall clock, arrays stored on disk included.
+"""
+
+import argparse
+import gzip
+import importlib.resources
+import json
+import multiprocessing
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
+
+SEQUENCE_LENGTH = 2048
+PARTS = ("preprocess", "index", "blend", "loader", "step")
+
+
+def corpus(path: pathlib.Path, megabytes: int) -> list[str]:
+    """Writes a .jsonl of about so much of the bundled text, in documents of 500 to 6000 characters; returns them."""
+    packaged = importlib.resources.files("megajax.data") / "text" / "corpus.jsonl.gz"
+    books = [json.loads(line)["text"] for line in gzip.decompress(packaged.read_bytes()).splitlines()]
+    random, texts, size = np.random.RandomState(0), [], 0
+    while size < megabytes * 1e6:
+        for book in books:
+            place = 0
+            while place < len(book):
+                length = random.randint(500, 6000)
+                texts.append(book[place : place + length])
+                place += length
+        size = sum(len(text.encode()) for text in texts)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+def preprocess_rows(folder: pathlib.Path, options) -> list[dict]:
+    texts = corpus(folder / "corpus.jsonl", options.megabytes)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    rates: dict[str, list[float]] = {"tokenizers alone": [], "megajax.data.preprocess": []}
+    for _ in range(options.rounds):
+        rates["tokenizers alone"].append(megabytes / _alone(texts))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = ["--input", folder / "corpus.jsonl", "--output", folder / "out", "--tokenizer", "gpt2", "--overwrite"]
+        subprocess.run([sys.executable, "-m", "megajax.data.preprocess", *command], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        rates["megajax.data.preprocess"].append(megabytes / spent)
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    rows = [
+        {"what": name, "MB/s of a core": rate, "share of tokenizers alone": rate / median["tokenizers alone"]}
+        for name, rate in median.items()
+    ]
+    rows.append(
+        {"what": "megajax writer", "MB/s of a core": _writer_rate(folder, options), "share of tokenizers alone": ""}
+    )
+    if options.megatron_python:
+        rate = _peer(options, "writer", str(folder / "out"), str(folder / "peer"))["seconds"]
+        rows.append(
+            {"what": "megatron-core's writer", "MB/s of a core": _ids(folder) / rate, "share of tokenizers alone": ""}
+        )
+    return rows
+
+
+def _alone(texts: list[str]) -> float:
+    """Processor seconds of the tokenizer on its own, a process of one thread on each core, in batches of about a block."""
+    cores = os.cpu_count() or 1
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        return sum(pool.map(_encode_part, [texts[core::cores] for core in range(cores)]))
+
+
+def _encode_part(texts: list[str]) -> float:
+    from megajax.data.tokenizers import load_tokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    inner = load_tokenizer("gpt2").inner
+    start = time.process_time()
+    for place in range(0, len(texts), 300):
+        inner.encode_batch_fast(texts[place : place + 300], add_special_tokens=False)
+    return time.process_time() - start
+
+
+def _ids(folder: pathlib.Path) -> float:
+    """MB of ids in the pair that preprocessing wrote."""
+    return pair_paths(folder / "out")[0].stat().st_size / 1e6
+
+
+def _writer_rate(folder: pathlib.Path, options) -> float:
+    """MB of ids a second through IndexedWriter, a document at a time, as megatron-core's builder takes them."""
+    from megajax.data.indexed import IndexedWriter
+
+    source = IndexedDataset(folder / "out")
+    start = time.perf_counter()
+    with IndexedWriter(folder / "again", source.dtype, overwrite=True) as writer:
+        for number in range(source.document_count):
+            writer.add_document(source.document(number))
+    return _ids(folder) / (time.perf_counter() - start)
+
+
+def sparse_pair(prefix: pathlib.Path, documents: int) -> None:
+    """A pair of so many documents of 1 to 1200 tokens, all of them 0: the .bin has a size and takes no disk."""
+    lengths = np.random.RandomState(0).randint(1, 1200, documents).astype("<i4")
+    ends = np.cumsum(lengths, dtype="<i8") * 2
+    data, index = pair_paths(prefix)
+    with open(index, "wb") as stream:
+        stream.write(HEADER.pack(MAGIC, 1, 8, documents, documents + 1))
+        for array in (lengths, np.append(0, ends[:-1]).astype("<i8"), np.arange(documents + 1, dtype="<i8")):
+            stream.write(array.data)
+    with open(data, "wb") as stream:
+        stream.truncate(int(ends[-1]))
+
+
+def index_rows(folder: pathlib.Path, options) -> list[dict]:
+    """Building the three indices, checked against megatron-core's where that is there."""
+    rows = []
+    for millions in options.documents:
+        prefix = folder / f"{millions}m"
+        sparse_pair(prefix, round(millions * 1e6))
+        code = (
+            "import json, sys, time\nfrom megajax.data.blend import Blend\n"
+            f"build = lambda: Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
+            "start, begun = time.perf_counter(), time.process_time()\n"
+            "samples = build()\n"
+            "seconds, spent = time.perf_counter() - start, time.process_time() - begun\nstart = time.perf_counter()\n"
+            "build()\nagain = time.perf_counter() - start\n"
+            "print(json.dumps({'samples': samples.count, 'seconds': seconds, 'processor': spent, 'found again': again}))"
+        )
+        row = {"M documents": millions} | _json([sys.executable, "-c", code, str(prefix)])
+        if options.megatron_python:
+            theirs = _peer(options, "index", str(prefix), str(SEQUENCE_LENGTH))
+            row |= {f"megatron-core {name}": theirs[name] for name in ("seconds", "processor")}
+            row["equal"] = _same_index(folder, prefix)
+        rows.append(row)
+        for path in [*pair_paths(prefix), *folder.glob("index_cache/*/*"), *prefix.glob("cache/*/*")]:
+            path.unlink()
+    return rows
+
+
+def _same_index(folder: pathlib.Path, prefix: pathlib.Path) -> bool:
+    theirs = {name: next(prefix.glob(f"cache/*/*{name}_index.npy")) for name in ("document", "sample", "shuffle")}
+    ours = {name: next(path for path in folder.glob(f"index_cache/*/{name}.npy")) for name in theirs}
+    return all(ours[name].read_bytes() == theirs[name].read_bytes() for name in theirs)
+
+
+def blend_rows(folder: pathlib.Path, options) -> list[dict]:
+    """The order of 10 M samples."""
+    from megajax.data.blend_order import blend_order
+
+    rows = []
+    for datasets in (2, 10, 100):
+        weights = np.random.RandomState(0).dirichlet(np.ones(datasets))
+        start = time.perf_counter()
+        order = blend_order(weights, 10_000_000)
+        row = {"datasets": datasets, "seconds for 10 M": time.perf_counter() - start}
+        if options.megatron_python:
+            np.savez(folder / "order.npz", weights=weights, dataset=order[0], sample=order[1])
+            theirs = _peer(options, "blend", str(folder / "order.npz"))
+            row |= {"megatron-core": theirs["seconds"], "equal": theirs["equal"]}
+        rows.append(row)
+    return rows
+
+
+def loader_rows(folder: pathlib.Path, options) -> list[dict]:
+    """Batches of 64 samples of 2048 tokens, from documents of 600 tokens on average, files in memory."""
+    from megajax.data.blend import Blend
+    from megajax.data.loader import Loader
+
+    prefix = folder / "loaded"
+    sparse_pair(prefix, 200_000)
+    samples = Blend.parse([str(prefix)]).samples((0.0, 1.0), None, SEQUENCE_LENGTH, 1234)
+    loader, batches = Loader(samples, 64, 8, vocabulary=50257), 800
+    rates = {"megajax Loader, one thread": _rate(loader.batch, batches)}
+    try:
+        import grain
+
+        class Source:
+            def __len__(self):
+                return samples.count
+
+            def __getitem__(self, index):
+                return samples.window(index)
+
+        # From a fresh iterator on: its buffer of 500 elements would flatter a short run.
+        found = iter(grain.MapDataset.source(Source()).batch(64).to_iter_dataset())
+        rates["the same windows through grain, its 16 threads"] = _rate(lambda _: next(found), batches)
+    except ImportError:
+        pass
+    rows = [
+        {"what": name, "samples/s": rate, "M tokens/s": rate * SEQUENCE_LENGTH / 1e6} for name, rate in rates.items()
+    ]
+    if options.megatron_python:
+        rate = _peer(options, "loader", str(prefix), str(SEQUENCE_LENGTH), str(batches))["rate"]
+        rows.append({"what": "megatron-core GPTDataset", "samples/s": rate, "M tokens/s": rate * SEQUENCE_LENGTH / 1e6})
+    return rows
+
+
+def _rate(batch, count: int) -> float:
+    """Samples a second, over `count` batches."""
+    start = time.perf_counter()
+    for step in range(count):
+        batch(64 * step)
+    return count * 64 / (time.perf_counter() - start)
+
+
+def step_rows(folder: pathlib.Path, options) -> list[dict]:
+    """Training steps that wait for their batches: with reading ahead, and with reading when the batch is asked for."""
+    from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+    from megajax.data.blend import Blend
+    from megajax.data.loader import Loader
+    from megajax.data.prefetch import Prefetch, place_batch
+    from megajax.mesh import make_mesh, start_devices
+
+    devices = start_devices("cpu:2")
+    import jax
+
+    from megajax.train.step import make_training
+
+    prefix = folder / "stepped"
+    sparse_pair(prefix, 200_000)
+    model = ModelConfig(layers=4, hidden=256, heads=4, vocabulary=512, sequence_length=256)
+    run = RunConfig(
+        model, ParallelConfig(data=2, microbatch_size=4), TrainConfig(global_batch_size=16, steps=options.steps)
+    )
+    samples = Blend.parse([str(prefix)]).samples((0.0, 1.0), None, model.sequence_length, 1234)
+    training = make_training(run, make_mesh(run.parallel, devices))
+    loader, size, rows = Loader(samples, 16, run.microbatches), 16, []
+    state = training.init_state()
+    with Prefetch(loader, training.batch_sharding) as ahead:
+        for name, batch in {
+            "read ahead": ahead.batch,
+            "read when asked for": lambda consumed: place_batch(loader, consumed, training.batch_sharding),
+        }.items():
+            state, metrics = training.train_step(state, batch(0))  # compiles, and fills the prefetch
+            jax.block_until_ready(metrics)
+            waits, start = [], time.perf_counter()
+            for step in range(1, options.steps + 1):
+                asked = time.perf_counter()
+                arrays = batch(step * size)
+                waits.append(time.perf_counter() - asked)
+                state, metrics = training.train_step(state, arrays)
+                jax.block_until_ready(metrics)
+            total = time.perf_counter() - start
+            rows.append({"what": name, "seconds a step": total / options.steps, "waiting": f"{sum(waits) / total:.3%}"})
+    return rows
+
+
+def _peer(options, *words: str) -> dict:
+    script = pathlib.Path(__file__).with_name("data_peer.py")
+    return _json([options.megatron_python, "-W", "ignore", str(script), *words])
+
+
+def _json(command: list[str]) -> dict:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[:4]} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _print(rows: list[dict]) -> None:
+    def text(value):
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    names = list(rows[0])
+    table = [names] + [[text(row.get(name, "")) for name in names] for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(names))]
+    for row in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
+    parser.add_argument("--megabytes", type=int, default=60, help="of text to preprocess (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of preprocessing (%(default)s)")
+    parser.add_argument("--documents", nargs="+", type=float, default=[1, 10, 100], help="millions to index (1 10 100)")
+    parser.add_argument("--steps", type=int, default=30, help="of training (%(default)s)")
+    parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
+    parser.add_argument(
+        "--folder", help="where files are written, 6 GB for 100 M documents (the system's temporary one)"
+    )
+    parser.add_argument("--out", default="benchmarks/results/data.json", help="(%(default)s)")
+    options = parser.parse_args()
+    out = pathlib.Path(options.out)
+    results = json.loads(out.read_text()) if out.exists() else {}
+    for part in options.only:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            results[part] = globals()[f"{part}_rows"](pathlib.Path(folder), options)
+        print(f"\n{part}")
+        _print(results[part])
+        results |= {
+            "command": "python -m benchmarks.data",
+            "versions": {"numpy": np.__version__, "cores": os.cpu_count()},
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""BERT's samples: against megatron-core's, C++'s random numbers, and the rules of the paper."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError
+from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
+from megajax.data.bert_index import mt19937_64
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.tokenizers import load_tokenizer
+from tests.data import make_golden as made
+
+PIECES = WordPieces(*made.PIECES.values(), np.array([made.continues(token) for token in range(200)]))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("bert") / "bert"
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for sentences in made.bert_documents():
+            writer.add_document(sum(sentences, []), [len(sentence) for sentence in sentences])
+    return IndexedDataset(prefix)
+
+
+def built(dataset, name) -> BertSamples:
+    pairs, length, samples, short = made.BERT[name]
+    masking = Masking(pairs=pairs, short_probability=short)
+    return BertSamples(dataset, (0, dataset.document_count), samples, length, 1234, PIECES, masking)
+
+
+def test_the_standards_own_number():
+    """ISO C++, [rand.predef]: the 10000th number of a default mt19937_64, whose seed is 5489."""
+    assert int(mt19937_64(5489, 10000)[-1]) == 9981545732273789042
+
+
+@pytest.mark.parametrize("name", made.BERT)
+def test_samples_are_megatrons(dataset, name):
+    samples = built(dataset, name)
+    drawn = [samples.sample(i) for i in range(made.BERT[name][2])]
+    names = {"text": "tokens", "labels": "labels", "types": "types", "loss_mask": "weights", "is_random": "swapped"}
+    golden = json.loads(made.GOLDEN.read_text())["bert"][name]
+    columns = {key: np.stack([part[value] for part in drawn]) for key, value in names.items()}
+    # Megatron takes a token that masking has replaced by id 0, drawn from the whole vocabulary, for padding; not so here.
+    columns["padding_mask"] = columns["text"] != PIECES.padding
+    ours = {key: made.digest(column.astype(np.int64)) for key, column in columns.items()}
+    assert ours | {"index": made.digest(samples.sentences)} == golden
+
+
+def test_what_the_paper_says(dataset):
+    """15% of the tokens, of these 80% [MASK], 10% others, 10% themselves; half of the pairs swapped; words whole."""
+    samples = built(dataset, "pairs")
+    masked = kept = asked = tokens = swapped = 0
+    for index in range(samples.count):
+        sample = samples.sample(index)
+        places = np.flatnonzero(sample["weights"])
+        shown, right = sample["tokens"][places], sample["labels"][places]
+        masked += (shown == PIECES.mask).sum()
+        kept += (shown == right).sum()
+        asked, tokens, swapped = asked + len(places), tokens + sample["attended"].sum(), swapped + sample["swapped"]
+        whole = np.where(sample["weights"] > 0, sample["labels"], sample["tokens"])
+        for place in range(2, len(whole)):
+            special = whole[place - 1] in (PIECES.begin, PIECES.separator)
+            if PIECES.continues[whole[place]] and not special:
+                assert sample["weights"][place] == sample["weights"][place - 1]
+    assert 0.12 < asked / tokens < 0.16
+    assert 0.76 < masked / asked < 0.84
+    assert 0.07 < kept / asked < 0.13
+    assert 0.4 < swapped / samples.count < 0.6
+
+
+def test_batches(dataset):
+    loader = BertLoader(built(dataset, "pairs"), 8, 2)
+    batch = loader.batch(4)
+    assert batch["tokens"].shape == (2, 4, 64) and batch["swapped"].shape == (2, 4)
+    np.testing.assert_array_equal(batch["tokens"][1, 0], loader.samples.sample(8)["tokens"])
+    np.testing.assert_array_equal(loader.resized(4, 1).batch(8)["labels"][0], batch["labels"][1])
+
+
+def test_pieces_of_a_tokenizer(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##able"]))
+    pieces = WordPieces.of(load_tokenizer(str(tmp_path / "vocab.txt")))
+    assert (pieces.padding, pieces.begin, pieces.separator, pieces.mask) == (0, 2, 3, 4)
+    assert np.flatnonzero(pieces.continues).tolist() == [6]
+    with pytest.raises(ConfigError, match=r"gpt2 has no \[CLS\]"):
+        WordPieces.of(load_tokenizer("gpt2"))
+
+
+def test_documents_of_one_sentence_make_no_pairs(tmp_path):
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document([5, 6, 7])
+    with pytest.raises(ConfigError, match="--split-sentences"):
+        BertSamples(IndexedDataset(tmp_path / "a"), (0, 1), 5, 16, 1, PIECES)

@@ -1,0 +1,36 @@
+"""What docs/data.md shows must run as it stands there, and name no option that there is not."""
+
+import pathlib
+import re
+
+import pytest
+
+from experiments import gpt3
+from megajax.data import preprocess
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
+
+
+def test_the_python_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})
+
+
+def test_the_command_of_the_page(tmp_path, monkeypatch, capsys):
+    words = re.search(r"\$ python -m megajax\.data\.preprocess (.*)\n    (.*)\n", PAGE)
+    folder = pathlib.Path(preprocess.__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    command = words[1].replace("megajax/data/text", f"{folder}/megajax/data/text").replace("gpt2", "byte").split()
+    assert preprocess.main(command) == 0  # with the byte tokenizer, which is quicker
+    assert "corpus: 48 documents" in capsys.readouterr().out and words[2].startswith("corpus: 48 documents")
+
+
+def test_the_options_of_the_page(capsys):
+    for command in (preprocess.main, gpt3.main):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+    for command in ("merge", "inspect", "verify"):
+        with pytest.raises(SystemExit):
+            preprocess.main([command, "--help"])
+    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) | {"--megatron-python"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known

@@ -1,0 +1,53 @@
+"""Training on indexed datasets from the command line."""
+
+import re
+
+import numpy as np
+import pytest
+
+from experiments import gpt3
+from megajax.data.indexed import IndexedWriter
+
+SMALL = "--devices cpu:8 --data 8 --pipe 1 --tensor 1 --layers 1 --hidden 16 --heads 2 --sequence-length 16".split()
+SHORT = (
+    "--steps 2 --global-batch-size 8 --microbatch-size 1 --validation-batches 1 --new-tokens 0 --log-every 1".split()
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    random = np.random.RandomState(0)
+    for name in ("books", "web"):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for length in random.randint(5, 60, 100):
+                writer.add_document([*random.randint(0, 256, length), 256])
+    return folder
+
+
+def test_a_blend_with_documents_apart(pairs, capfd):
+    words = ["--data-path", "0.7", f"{pairs}/books", "0.3", f"{pairs}/web", "--split", "80,20"]
+    apart = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
+    assert gpt3.main([*SMALL, *SHORT, *words, *apart]) == 0
+    out = capfd.readouterr().out.replace("\n", "")
+    assert f"{pairs}/books: 70.6%" in out and "epochs of them" in out and "validation loss" in out
+    assert "for data, the first batch included" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data-path", "{0}/none"], "cannot read"),
+        (["--data-path", "0", "{0}/web"], "weights must be above 0"),
+        (["--data-path", "{0}/web", "--text", "a.txt"], "exclude one another"),
+        (["--data-path", "{0}/web", "--split", "1"], "leaves nothing for validation"),
+        (["--data-path", "{0}/web", "{0}/books", "--split", "80,20", "--steps", "9999"], "asks for sample 79,991 of"),
+        (["--data-path", "{0}/web", "{0}/books", "--split", "98,2", "--steps", "1"], "validation has . samples"),
+        (["--data-path", "{0}/web", "--sequence-length", "9999"], "a split has .* tokens and a sample needs 10000"),
+    ],
+)
+def test_mistakes_are_one_line(pairs, capfd, words, message):
+    assert gpt3.main([*SMALL, *SHORT, *(word.format(pairs) for word in words)]) == 2
+    err = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(err) == 1
+    assert re.search(message, err[0])
