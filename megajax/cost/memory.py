@@ -14,7 +14,8 @@ from megajax.pipeline import tables
 from megajax.pipeline.schedules import make_schedule
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-SPLIT_BACKWARD = ("zb_h1", "zb_1p_interleaved", "zb_v")
+FORMULAS = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v")
+SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v")
 # Of a card's memory: what is left for the program by the CUDA context, NCCL's buffers and fragmentation. JAX's own
 # documentation (GPU memory allocation) and users set XLA_PYTHON_CLIENT_MEM_FRACTION up to 0.92; its default is 0.75.
 USABLE_SHARE = 0.92
@@ -33,8 +34,10 @@ class Sharding:
     zero: int = 0
     vocabulary_over_pipe: bool = False
 
-
-PROGRAM = Sharding()  # what today's program does; anything else is modelled only
+    @classmethod
+    def of(cls, run: RunConfig) -> "Sharding":
+        """What a run's program splits."""
+        return cls(run.parallel.zero, run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,10 @@ def slots_of(run: RunConfig) -> Slots:
 
 
 def closed_form_slots(schedule: str, pipe: int, chunks: int, microbatches: int) -> Slots:
-    """What `slots_of` finds, by formula: the schedules' docstrings, one more where bubbles write to a spare slot."""
+    """What `slots_of` finds, by formula: the schedules' docstrings, one more where bubbles write to a spare slot.
+
+    For zb_v only with 2p - 1 microbatches or more: with fewer, it leaves out some of what it does with so many.
+    """
     p, v, m = pipe, chunks, microbatches
     work = m * v
     stash = {
@@ -83,6 +89,16 @@ def closed_form_slots(schedule: str, pipe: int, chunks: int, microbatches: int) 
     return Slots(stash, kept, inbox + 2)
 
 
+def _slots(run: RunConfig) -> Slots:
+    parallel = run.parallel
+    few = parallel.schedule == "zb_v" and run.microbatches < 2 * parallel.pipe - 1
+    if parallel.schedule in FORMULAS and parallel.group_size is None and not few:
+        return closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
+    if parallel.schedule == "pipedream_2bw":
+        return Slots(2 * parallel.pipe - 1, 0, 4)
+    return slots_of(run)
+
+
 def block_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one block on one device of a tensor group."""
     bias = int(model.biases)
@@ -94,7 +110,7 @@ def block_parameters(model: ModelConfig, tensor: int) -> int:
     return split // tensor + whole
 
 
-def shared_parameters(model: ModelConfig, tensor: int, pipe: int = 1, sharding: Sharding = PROGRAM) -> int:
+def shared_parameters(model: ModelConfig, tensor: int, pipe: int, sharding: Sharding) -> int:
     """Parameters outside the blocks on one device: token table(s), positions and the last norm; every rank holds them."""
     split = tensor * (pipe if sharding.vocabulary_over_pipe else 1)
     table = padded_vocabulary(model.vocabulary, split) // split * model.hidden
@@ -106,12 +122,12 @@ def _norm(model: ModelConfig) -> int:
     return model.hidden * (2 if model.norm == "layernorm" and model.biases else 1)
 
 
-def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots | None = None) -> dict[str, int]:
+def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Slots | None = None) -> dict[str, int]:
     """Bytes of a step at its peak on the device with most; their sum is the peak.
 
     Args:
-      sharding: what of it is split over the replicas too.
-      slots: of the schedule, `closed_form_slots` if not given.
+      sharding: what is split further; the run's own if not given.
+      slots: of the schedule; by formula or from its tables if not given.
 
     Returns:
       "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" what the step
@@ -121,7 +137,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots 
     """
     model, parallel = run.model, run.parallel
     item = ITEMSIZE[run.train.precision]
-    slots = slots or closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
+    sharding, slots = sharding or Sharding.of(run), slots or _slots(run)
     layers, block = model.layers // parallel.pipe, block_parameters(model, parallel.tensor)
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     parameters = layers * block + shared
@@ -138,6 +154,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding = PROGRAM, slots: Slots 
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
     )
+    layer //= parallel.recompute_blocks  # one input for all of them
     workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
     gathered = 2 * block * item if sharding.zero >= 3 else 0  # the block at work and the next
     return {

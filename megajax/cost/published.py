@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.cost.flops import equation_3_flops, flops_per_step
-from megajax.cost.memory import PROGRAM, USABLE_SHARE, Sharding
+from megajax.cost.memory import USABLE_SHARE, Sharding
 from megajax.cost.software import MEGATRON_2021, MEGATRON_2021_DDP, MEGATRON_2024, Software
 
 MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary=51200, sequence_length=2048)
@@ -33,7 +33,7 @@ class Row:
     software: Software
     teraflops: float
     equation_3: bool = False
-    sharding: Sharding = PROGRAM
+    sharding: Sharding = Sharding()
     fitted: bool = False
 
     def flops(self) -> float:

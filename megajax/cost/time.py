@@ -15,7 +15,6 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig
 from megajax.cost.cards import Card
 from megajax.cost.memory import (
     ITEMSIZE,
-    PROGRAM,
     SPLIT_BACKWARD,
     Sharding,
     block_parameters,
@@ -133,7 +132,7 @@ def _attention_times(model: ModelConfig, parallel: ParallelConfig, prices: Price
     return forward, 2 * products + prices.traffic(scores * (passes + item)), forward
 
 
-def head_time(model: ModelConfig, parallel: ParallelConfig, prices: Prices, sharding: Sharding = PROGRAM) -> float:
+def head_time(model: ModelConfig, parallel: ParallelConfig, prices: Prices, sharding: Sharding) -> float:
     """Seconds of the logits and the loss of one microbatch, forwards and backwards."""
     parts = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
     rows, columns = parallel.microbatch_size * model.sequence_length, model.vocabulary / parts
@@ -179,7 +178,7 @@ def step_time(
     card: Card,
     software: Software = MEGAJAX,
     *,
-    sharding: Sharding = PROGRAM,
+    sharding: Sharding | None = None,
     fitted: Fitted = FITTED,
 ) -> StepTime:
     """Predicted time of one optimizer step of `run` on `card`s, wired as `make_mesh` lays the mesh over hosts.
@@ -187,6 +186,7 @@ def step_time(
     Raises:
       ConfigError: the card has no peak for the run's precision.
     """
+    sharding = sharding or Sharding.of(run)
     model, parallel, batches = run.model, run.parallel, run.microbatches
     prices = Prices(card, run.train.precision, software, fitted)
     forward, backward = layer_times(model, parallel, prices)
@@ -257,7 +257,7 @@ def _optimizer_time(run: RunConfig, prices: Prices, sharding: Sharding) -> float
     return prices.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
 
 
-def parameters_per_device(run: RunConfig, sharding: Sharding = PROGRAM) -> int:
+def parameters_per_device(run: RunConfig, sharding: Sharding) -> int:
     """Parameters on a device, before ZeRO."""
     model, parallel = run.model, run.parallel
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)

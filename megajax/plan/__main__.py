@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from megajax.config import ConfigError, ModelConfig, preset
 from megajax.cost.cards import CARDS, card
-from megajax.cost.memory import PROGRAM, Sharding
 from megajax.cost.software import MEGAJAX, MEGAJAX_FUSED
 from megajax.plan.config_file import write_config
 from megajax.plan.plot import plot
@@ -45,8 +44,6 @@ def _plan(asked: argparse.Namespace) -> int:
     shown = list(best_by(fitting, lambda one: one.mesh).values())[: asked.top]
     print(table(shown, asked.tokens))
     print(LEGEND)
-    if any(one.sharding != PROGRAM for one in shown):
-        print("zero 1 and 3 are modelled only: today's program has neither, and no configuration is written for them")
     print(explain(fitting + candidates[len(fitting) :]))
     if asked.plot:
         plot(candidates, asked.plot)
@@ -55,12 +52,8 @@ def _plan(asked: argparse.Namespace) -> int:
 
 
 def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
-    """Writes the fastest layout that the program can run."""
-    runnable = [one for one in fitting if one.sharding == PROGRAM]
-    if not runnable:
-        print("none of these can be run yet; plan without --zero for one that can")
-        return 1
-    best = runnable[0]
+    """Writes the fastest layout."""
+    best = fitting[0]
     header = (
         f"{best.run.model.name} on {asked.gpus} {asked.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
@@ -102,7 +95,7 @@ def question_of(asked: argparse.Namespace) -> Question:
         schedules=tuple(asked.schedules),
         recomputes=tuple(asked.recompute),
         microbatches=tuple(asked.microbatch_sizes),
-        shardings=tuple(Sharding(zero=level) for level in asked.zero),
+        zero=tuple(asked.zero),
     )
 
 

@@ -50,7 +50,7 @@ def _row(number: int, one: Candidate, tokens: float) -> str:
     return (
         f"{number:>2}. {parallel.tensor:>3} {parallel.pipe:>3} {parallel.data:>4} {parallel.chunks:>2} "
         f"{parallel.microbatch_size:>2} {one.run.microbatches:>4}  "
-        f"{SHORT.get(parallel.schedule, parallel.schedule):<12}{parallel.recompute:<10}{one.sharding.zero:>4}"
+        f"{SHORT.get(parallel.schedule, parallel.schedule):<12}{parallel.recompute:<10}{parallel.zero:>4}"
         f"{time.total:>9.2f}{one.teraflops:>8.0f}{one.utilisation:>7.1%}{one.days(tokens):>7.1f}"
         f"{time.bubble / time.total:>8.1%}{time.communication / time.total:>6.0%}{one.peak / 1e9:>7.1f}  {bar}"
     )

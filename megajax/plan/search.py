@@ -7,13 +7,14 @@ out of the prices, and `why.py` shows whether they do.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from megajax.checks import SEVERAL_CHUNKS
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.cost.cards import Card
 from megajax.cost.flops import flops_per_step
-from megajax.cost.memory import PROGRAM, USABLE_SHARE, Sharding, bytes_per_device
+from megajax.cost.memory import USABLE_SHARE, bytes_per_device
 from megajax.cost.software import MEGAJAX, Software
 from megajax.cost.time import StepTime, step_time
 
@@ -28,7 +29,7 @@ class Question:
 
     Attributes:
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
-      shardings: levels of ZeRO and the like; only `PROGRAM` can be run today.
+      zero: levels of ZeRO to consider.
     """
 
     model: ModelConfig
@@ -42,7 +43,7 @@ class Question:
     microbatches: Sequence[int] = (1, 2, 4, 8, 16)
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sequence_parallel: bool = True
-    shardings: Sequence[Sharding] = (PROGRAM,)
+    zero: Sequence[int] = (0,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,6 @@ class Candidate:
 
     question: Question
     run: RunConfig
-    sharding: Sharding
     memory: dict[str, int]
     time: StepTime | None
 
@@ -97,7 +97,7 @@ def search(question: Question) -> list[Candidate]:
       ConfigError: there is no legal layout at all; the message says what to change.
     """
     question.card.peak(question.precision)
-    found = [candidate for run in _runs(question) for candidate in _priced(question, run)]
+    found = [price(question, run) for run in _runs(question)]
     if not found:
         raise ConfigError(
             f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of "
@@ -116,19 +116,12 @@ def search(question: Question) -> list[Candidate]:
     )
 
 
-def price(question: Question, run: RunConfig, sharding: Sharding = PROGRAM, *, timed: bool = False) -> Candidate:
+def price(question: Question, run: RunConfig, *, timed: bool = False) -> Candidate:
     """One layout; it is timed if it fits, or anyway if `timed`."""
-    memory = bytes_per_device(run, sharding)
+    memory = bytes_per_device(run)
     fits = sum(memory.values()) <= usable_bytes(question.card)
-    time = step_time(run, question.card, question.software, sharding=sharding) if fits or timed else None
-    return Candidate(question, run, sharding, memory, time)
-
-
-def _priced(question: Question, run: RunConfig) -> Iterable[Candidate]:
-    for sharding in question.shardings:
-        if sharding.zero and run.parallel.data == 1:
-            continue  # nothing to split over
-        yield price(question, run, sharding)
+    time = step_time(run, question.card, question.software) if fits or timed else None
+    return Candidate(question, run, memory, time)
 
 
 def _runs(question: Question) -> Iterable[RunConfig]:
@@ -145,7 +138,9 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                 if question.global_batch % (data * samples):
                     continue
                 for schedule, chunks in _orders(question, pipe):
-                    for recompute in question.recomputes:
+                    for recompute, zero in itertools.product(question.recomputes, question.zero):
+                        if zero and data == 1:
+                            continue  # nothing to split over
                         parallel = ParallelConfig(
                             data=data,
                             pipe=pipe,
@@ -154,6 +149,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                             schedule=schedule,
                             microbatch_size=samples,
                             recompute=recompute,
+                            zero=zero,
                             sequence_parallel=question.sequence_parallel,
                         )
                         run = RunConfig(model, parallel, train)

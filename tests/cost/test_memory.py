@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.cost.memory import PROGRAM, Sharding, bytes_per_device, closed_form_slots, slots_of
+from megajax.cost.memory import Sharding, bytes_per_device, closed_form_slots, slots_of
 from megajax.mesh import AXES
 from megajax.models.recompute import bytes_per_layer
 from megajax.plan.compiler import run_from_json
@@ -41,6 +41,8 @@ def test_slots_by_formula_are_those_of_the_tables(schedule, chunks):
             for microbatches in {1, 2, 3, pipe, 2 * pipe, 4 * pipe}:
                 if schedule in ("interleaved_1f1b", "zb_1p_interleaved") and microbatches % pipe:
                     continue
+                if schedule == "zb_v" and microbatches < 2 * pipe - 1:
+                    continue
                 run = run_of("tiny", microbatches, pipe=pipe, chunks=several, schedule=schedule)
                 assert slots_of(run) == closed_form_slots(schedule, pipe, several, microbatches), (pipe, microbatches)
 
@@ -64,7 +66,7 @@ def test_zero_has_megatrons_bytes_a_parameter():
     run = run_of(batch=512, data=8, pipe=8, tensor=8, chunks=3)
     parameters = bytes_per_device(run)["weights"] / 4
     state = ("weights", "optimizer", "gradients", "16-bit weights")
-    of = lambda level: sum(bytes_per_device(run, Sharding(zero=level))[part] for part in state) / parameters  # noqa: E731
+    of = lambda level: sum(bytes_per_device(run, Sharding(level, True))[part] for part in state) / parameters  # noqa: E731
     assert of(0) == 18
     assert of(1) == pytest.approx(6 + 12 / 8, rel=1e-6)
     assert 18 / 8 < of(3) < 18 / 8 + 0.4  # and two gathered blocks
@@ -72,8 +74,8 @@ def test_zero_has_megatrons_bytes_a_parameter():
 
 def test_vocabulary_over_pipe_takes_the_table_from_the_ranks():
     run = run_of(pipe=8, tensor=8, chunks=3)
-    split = bytes_per_device(run, Sharding(vocabulary_over_pipe=True))["weights"]
-    assert bytes_per_device(run)["weights"] - split == 4 * 51200 * 12288 * (1 / 8 - 1 / 64)
+    whole = bytes_per_device(run, Sharding())["weights"]
+    assert whole - bytes_per_device(run)["weights"] == 4 * 51200 * 12288 * (1 / 8 - 1 / 64)
 
 
 def test_stash_is_2205s_interleaving_factor():
@@ -98,7 +100,7 @@ def test_compiled_programs_agree_within_five_percent():
     assert {"gpt3-175b", "megatron-529.6b", "megatron-1008b"} <= {row["run"]["model"]["name"] for row in rows}
     for row in rows:
         run, peak = run_from_json(row["run"]), row["memory"]["peak"]
-        parts = bytes_per_device(run, PROGRAM)
+        parts = bytes_per_device(run)
         assert sum(parts.values()) == pytest.approx(peak, rel=0.05), run
         assert parts["weights"] == row["arguments"]["weights"]
         assert parts["optimizer"] == pytest.approx(row["arguments"]["optimizer"], rel=1e-6)

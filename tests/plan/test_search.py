@@ -8,7 +8,6 @@ import pytest
 
 from megajax.config import ConfigError, ModelConfig, preset
 from megajax.cost.cards import card
-from megajax.cost.memory import Sharding
 from megajax.plan.search import Question, best_by, search, usable_bytes
 from megajax.plan.why import explain
 
@@ -44,7 +43,7 @@ def test_a_cluster_of_3072_takes_under_ten_seconds():
 
 def test_every_layout_is_legal_once_and_sorted():
     found = search(Question(preset("gpt3-13b"), 32, A100, 64))
-    seen = [(one.run.parallel, one.sharding) for one in found]
+    seen = [one.run.parallel for one in found]
     assert len(seen) == len(set(seen))
     for one in found[::50]:
         one.run.validate(32)
@@ -75,11 +74,12 @@ def test_days_and_utilisation_are_what_they_say():
     assert one.days(300e9) == pytest.approx(300e9 / (1536 * 2048) * one.time.total / 86400)
 
 
-def test_zero_frees_memory_and_is_only_modelled():
+def test_zero_frees_memory():
     question = Question(preset("gpt3-13b"), 64, A100, 512)
     plain = search(question)
-    split = search(dataclasses.replace(question, shardings=(Sharding(zero=1),)))
-    fits = lambda found: {one.run.parallel for one in found if one.fits}  # noqa: E731
+    split = search(dataclasses.replace(question, zero=(1,)))
+    plainly = lambda parallel: dataclasses.replace(parallel, zero=0)  # noqa: E731
+    fits = lambda found: {plainly(one.run.parallel) for one in found if one.fits}  # noqa: E731
     on_replicas = {parallel for parallel in fits(plain) if parallel.data > 1}
     assert on_replicas < fits(split)
 
