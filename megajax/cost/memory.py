@@ -180,14 +180,12 @@ def _kept_for_weights(run: RunConfig, item: int) -> int:
     gates = 2 if model.activation == "swiglu" else 1
     inner = gates * model.feedforward_size
     split = item * ((model.heads + 2 * model.key_value_heads) * model.head_size + inner)
-    whole = 0
+    residuals = 2
     if parallel.recompute == "full":
         split += item * model.hidden + 2 * 4 * inner  # two steps of the activation function are fp32
-        whole = model.hidden * (
-            1 if parallel.microbatch_size == 1 else 2
-        )  # gathered; and XLA transposes several samples
-    residual = 2 * model.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
-    return tokens * (split // parallel.tensor + item * (residual + whole))
+        residuals += 1
+    residual = residuals * model.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
+    return tokens * (split // parallel.tensor + item * residual)
 
 
 def stash_copies(run: RunConfig, item: int) -> int:
