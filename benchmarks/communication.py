@@ -93,17 +93,10 @@ def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:
 
 def step_text(run: RunConfig, mesh) -> str:
     """The compiled step as text, on whatever devices the mesh has."""
-    import jax
-    import numpy as np
-
     from megajax.train.step import make_training
 
-    training, replicas = make_training(run, mesh), run.parallel.data * run.parallel.microbatch_size
-    whole = (run.microbatches, replicas, run.model.sequence_length)
-    of = lambda dtype, shape=whole: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
-    batch["sample"] = of(np.uint32, whole[:2])
-    return training.compile_train_step(jax.eval_shape(training._fresh_state), batch).as_text()
+    training = make_training(run, mesh)
+    return training.compile_train_step(*training.step_shapes()).as_text()
 
 
 def size(count: float) -> str:

@@ -58,8 +58,6 @@ def _compile(model, microbatches, parallel) -> tuple[str, int]:
 
 
 def _child(asked: dict, folder: pathlib.Path) -> None:
-    import jax
-    import numpy as np
     from jax.experimental import topologies
 
     from megajax.mesh import make_mesh
@@ -71,11 +69,7 @@ def _child(asked: dict, folder: pathlib.Path) -> None:
     run.validate()
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{parallel.devices}")
     training = make_training(run, make_mesh(parallel, topology.devices))
-    shape = (run.microbatches, parallel.data, run.model.sequence_length)
-    whole = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    batch = {"tokens": whole(np.int32), "labels": whole(np.int32), "weights": whole(np.float32)}
-    batch["sample"] = jax.ShapeDtypeStruct(shape[:2], np.uint32)
-    compiled = training.compile_train_step(jax.eval_shape(training._fresh_state), batch)
+    compiled = training.compile_train_step(*training.step_shapes())
     (folder / "peak").write_text(str(compiled.memory_analysis().peak_memory_in_bytes))
     (folder / "hlo").write_text(compiled.as_text())
 

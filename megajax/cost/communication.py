@@ -14,7 +14,6 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Collectives of a layer and microbatch, each of b s h (t - 1) / t elements: gathers and scatters, forward and backward.
 PAIR = 8
 GATHERED_AGAIN = 2  # the inputs of the two column-parallel matmuls, for their kernels' gradients
-RECOMPUTED = 1  # by full recompute, beside what is gathered again anyhow: attention's output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,12 @@ def expected(run: RunConfig, gradient_bytes: int = 4) -> list[Sent]:
             again = GATHERED_AGAIN * one
             lines.append(Sent("tensor", "gathered again for dW", "2 bsh (t-1)/t per layer and microbatch", again))
         if parallel.recompute == "full":
-            count = RECOMPUTED if parallel.sequence_parallel else 2
-            lines.append(Sent("tensor", "full recompute", f"{count} bsh (t-1)/t per layer and microbatch", count * one))
+            # The sums of blocks computed again together, but for the last one's; a sum is a scatter, or an all-reduce.
+            group = parallel.recompute_blocks
+            count = (2 * group - 1) / group * (1 if parallel.sequence_parallel else 2)
+            lines.append(
+                Sent("tensor", "full recompute", f"{count:g} bsh (t-1)/t per layer and microbatch", count * one)
+            )
     if p > 1:
         ends = 1 if p == 2 else 0  # the first chunk sends nothing back, the last nothing on; others have neither
         sends = (2 * parallel.chunks - ends) * m * activation / split

@@ -40,6 +40,8 @@ def test_degrees_recompute_and_gradients():
     one = 2 * 4 * 32 * 64 * 2 / 2
     assert lines["tensor"] == [8 * one, 2 * one]
     assert bytes_by_axis(model, 2, tensor=2, recompute="full")["tensor"] == [8 * one, 2 * one, one]
+    grouped = bytes_by_axis(model, 2, tensor=2, recompute="full", recompute_blocks=2)
+    assert grouped["tensor"] == [8 * one, 2 * one, 1.5 * one]
     assert bytes_by_axis(model, 2, tensor=2, sequence_parallel=False)["tensor"] == [8 * one]
     ring = bytes_by_axis(model, 2, context=2, tensor=2)["data"][0]
     assert ring == 2 * 4 * (6 * 2 - 4) * 16 * 64 * 2 / 2
@@ -74,10 +76,12 @@ def test_a_pipeline_sends_once_a_tick(capsys):
     assert communication.main(asked.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("pipe"))
-    formula, compiled, sends = (
-        float(next(line for line in lines[start:] if what in line).split()[0])
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    words = (
+        next(line for line in lines[start:] if what in line).split()
         for what in ("2 v bsh/t", "compiled:", "collective-permute")
     )
+    formula, compiled, sends = (float(number) * units[unit] for number, unit, *_ in words)
     assert sends / formula == pytest.approx((8 + 1) / 8, rel=2e-3)
     assert compiled >= sends
 
