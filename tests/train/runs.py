@@ -18,7 +18,8 @@ from megajax.train.loop import Companions, train
 from megajax.train.step import Training, TrainState
 from tests import small
 
-MODEL = dataclasses.replace(small.MODEL, dropout=0.1)
+MODEL = small.MODEL
+DROPPING = dataclasses.replace(MODEL, dropout=0.1)
 TOKENS = np.random.default_rng(5).integers(0, MODEL.vocabulary, 16 * 200 + 1)
 
 
@@ -48,7 +49,7 @@ class Result:
 
 
 def make_run(mesh=(2, 2, 2), steps: int = 40, train=None, **kwargs) -> RunConfig:
-    """As `small.make_run`, with dropout and no validation."""
+    """As `small.make_run`, without validation."""
     settings = {"steps": steps, "warmup_steps": 4, "validation_batches": 0, "log_every": 1} | (train or {})
     return small.make_run(mesh, model=kwargs.pop("model", MODEL), train=settings, **kwargs)
 
@@ -94,4 +95,4 @@ class StopAfter:
         return self.reason
 
 
-__all__ = ["MODEL", "TOKENS", "Letters", "Progress", "Result", "StopAfter", "go", "make_run"]
+__all__ = ["DROPPING", "MODEL", "TOKENS", "Letters", "Progress", "Result", "StopAfter", "go", "make_run"]

@@ -25,7 +25,7 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
         else:
             begun = newest[0] if newest else 0
             run.until(lambda: "compiling" in run.out and len(rows(directory)) > begun)  # noqa: B023
-            time.sleep(chance.uniform(0, 0.7))
+            time.sleep(chance.uniform(0, 0.5))
             run.process.send_signal(signal.SIGKILL)
             run.process.wait()
             during_save += any(digests.TEMPORARY in path.name for path in checkpoints.iterdir())
@@ -59,7 +59,7 @@ def test_killed_at_two_moments(tmp_path, undisturbed):
 @pytest.mark.timeout(3000)
 def test_killed_at_25_moments(tmp_path):
     """As above, 25 times; the steps are so many that none of the runs in between comes to its end."""
-    steps = 3000
+    steps = 1200
     assert kill_and_resume(tmp_path, kills=25, steps=steps) >= 8
     whole = Run(tmp_path, WORDS.format(steps=steps, every=10**6, directory=tmp_path / "whole"), name="whole")
     assert whole.wait() == 0, whole.err

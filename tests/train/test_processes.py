@@ -120,6 +120,7 @@ def test_several_processes_train_as_one_does(alone, tmp_path, count):
     assert one["progress"] == many["progress"] and one["tokenizer"] == many["tokenizer"]
 
 
+@pytest.mark.slow
 def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
     """Two go on from what one wrote, found by SLURM's variables; SIGTERM to the second saves, and both leave with 0."""
     words = f"--devices cpu:4 --steps 2000 --resume {alone}/run/checkpoints/step_00000004 --run-dir {tmp_path}/run"
@@ -150,7 +151,7 @@ PEER = "--steps 100000 --peer-timeout 8 --run-dir {}/run"
     ("victim", "number"),
     [
         (1, signal.SIGKILL),
-        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],

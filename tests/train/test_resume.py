@@ -19,7 +19,7 @@ HALF = 20
 
 @functools.cache
 def training_on(**kwargs):
-    return small.training_of(runs.make_run(**kwargs))
+    return small.training_of(runs.make_run(**kwargs, model=runs.DROPPING))
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_on_the_same_mesh_every_bit_is_the_same(whole, half, tmp_path):
 
 
 OTHERS = [
-    {"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8},
     {"mesh": (8, 1, 1), "schedule": "gpipe", "microbatches": 2},
+    pytest.param({"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
     pytest.param({"mesh": (1, 1, 1), "schedule": "1f1b", "microbatches": 1}, marks=pytest.mark.slow),
     pytest.param({"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
     pytest.param({"mesh": (2, 4, 1), "schedule": "zb_h1", "microbatches": 8}, marks=pytest.mark.slow),
@@ -83,7 +83,9 @@ def test_there_and_back_loses_nothing(half, tmp_path):
     path, _ = checkpoint.choose(half / "checkpoints", "auto")
     tokenizer = run_meta(training_on(chunks=2).run, runs.Letters())["tokenizer"]
     first, at, _ = restore.load(path, training_on(chunks=2), tokenizer)
-    for number, other in enumerate(OTHERS[:2]):
+    for number, other in enumerate(
+        [OTHERS[0], {"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8}]
+    ):
         training = training_on(**other)
         state, _, _ = restore.load(path, training, tokenizer)
         keep = checkpoint.Checkpoints(tmp_path / str(number), OutputConfig(), run_meta(training.run, runs.Letters()))
