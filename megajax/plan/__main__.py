@@ -96,6 +96,7 @@ def question_of(asked: argparse.Namespace) -> Question:
         recomputes=tuple(asked.recompute),
         microbatches=tuple(asked.microbatch_sizes),
         zero=tuple(asked.zero),
+        vocab_parallel=asked.vocab_parallel,
     )
 
 
@@ -133,13 +134,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
     add("--microbatch-sizes", nargs="+", type=int, default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
     add(
+        "--vocab-parallel",
+        default="pipe",
+        choices=("pipe", "tensor"),
+        help="who shares embedding and head: all of pipe * tensor, or each end's tensor group (default: pipe)",
+    )
+    add(
         "--zero",
         nargs="+",
         type=int,
         default=(0,),
         choices=(0, 1, 3),
-        help="levels to choose from; 1 (optimizer state split over replicas) and 3 (gradients and weights too) are "
-        "modelled only (default: 0)",
+        help="levels to choose from: 1 splits optimizer state over replicas, 3 gradients and weights too (default: 0)",
     )
     add(
         "--attention",

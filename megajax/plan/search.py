@@ -30,6 +30,7 @@ class Question:
     Attributes:
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
+      vocab_parallel: who shares embedding and head, "tensor" as in Megatron-LM.
     """
 
     model: ModelConfig
@@ -44,6 +45,7 @@ class Question:
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sequence_parallel: bool = True
     zero: Sequence[int] = (0,)
+    vocab_parallel: str = "pipe"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                             microbatch_size=samples,
                             recompute=recompute,
                             zero=zero,
+                            vocab_parallel=question.vocab_parallel,
                             sequence_parallel=question.sequence_parallel,
                         )
                         run = RunConfig(model, parallel, train)
