@@ -234,7 +234,9 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
     """False for what libraries log of a failed save, a traceback for each array: `_fail` says it in one line."""
-    return digests.TEMPORARY not in record.getMessage()
+    error = record.exc_info[1] if record.exc_info else ""
+    text = f"{record.getMessage()} {error}"
+    return digests.TEMPORARY not in text and "exception was never retrieved" not in text
 
 
 def _make_writable(directory: pathlib.Path) -> None:
@@ -257,7 +259,7 @@ def _remove_stale(directory: pathlib.Path) -> None:
 def reason_of(error: BaseException) -> str:
     """The end of a library's message, where what happened stands, on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
-    text = text.split(" [os_error_code=")[0]
+    text = text.split(" [os_error_code=")[0].rsplit('": ', 1)[-1]
     return text if len(text) <= 300 else "..." + text[-300:]
 
 
