@@ -22,7 +22,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import tables
-from megajax.pipeline.executor import BATCH, MANUAL, WHOLE, Carry, Rank, Specs, is_spec, rank_columns, summed, vary
+from megajax.pipeline.executor import (
+    BATCH,
+    MANUAL,
+    WHOLE,
+    Carry,
+    Rank,
+    Specs,
+    added,
+    is_spec,
+    rank_columns,
+    summed,
+    vary,
+)
 from megajax.pipeline.schedule import BACKWARD, FORWARD, Schedule, ScheduleError, Work
 from megajax.pipeline.schedules import make_schedule
 
@@ -164,7 +176,7 @@ class Continuous:
             clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(take(a)), done, 0)  # noqa: E731
             blocks = jax.tree.map(lambda a: clear(a).reshape(-1, *a.shape[3:]), halves)
             left = carry._replace(block_gradients=blocks, shared_gradients=jax.tree.map(clear, carry.shared_gradients))
-            return lax.psum(carry.output, MANUAL), summed(totals, self.specs), _spread(left)
+            return added(carry.output, MANUAL), summed(totals, self.specs), _spread(left)
 
         arguments = (self.versions, BATCH, P(), P(None, "pipe"), P(), P(*MANUAL))
         mapped = self._map(run, arguments, (P(), self.specs.manual.gradients, P(*MANUAL)))

@@ -104,7 +104,7 @@ def gradient_function(
             "blocks": jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"]),
             "shared": carry.shared_gradients,
         }
-        return lax.psum(carry.output, MANUAL), summed(totals, specs)
+        return added(carry.output, MANUAL), summed(totals, specs)
 
     table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
@@ -135,7 +135,7 @@ def forward_function(
 
     def run(params: Tree, batch: Tree, columns: Tree):
         rank = Rank(functions, schedule, table, constrain, params, batch, collect=collect, specs=specs)
-        return lax.psum(rank.run(rank_columns(columns), rank.start()).output, "pipe")
+        return added(rank.run(rank_columns(columns), rank.start()).output, ("pipe",))
 
     table = tables.build(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
@@ -162,6 +162,17 @@ def vary(tree: Tree) -> Tree:
     return jax.tree.map(mark, tree)
 
 
+def added(x: Tree, axes: tuple[str, ...]) -> Tree:
+    """The sum over manual axes.
+
+    On one rank and one replica that is x; but XLA refuses a sum there beside a tensor axis that it splits itself, "Cross-
+    partition allreduce must be in (partial) manual partitioning mode" (jax 0.10.2), so it is written as a gather.
+    """
+    if all(lax.axis_size(axis) == 1 for axis in MANUAL):
+        return jax.tree.map(lambda a: lax.all_gather(a[None], axes, axis=0, tiled=True, to="invarying")[0], x)
+    return lax.psum(x, axes)
+
+
 def summed(totals: Tree, specs: Specs) -> Tree:
     """Each rank's totals, shaped like its part of the weights, to the gradients as they are to lie."""
 
@@ -171,7 +182,7 @@ def summed(totals: Tree, specs: Specs) -> Tree:
         if "data" in over and cut.axis is not None:
             total = cut.scatter(total)
             over.remove("data")
-        return lax.psum(total, tuple(over)) if over else total
+        return added(total, tuple(over)) if over else total
 
     return jax.tree.map(one, totals, *(_full(spec, totals) for spec in specs))
 

@@ -41,9 +41,9 @@ def parameter_specs(run: RunConfig) -> ParameterSpecs:
     rules, parallel = axis_rules(run), run.parallel
     specs = jax.tree.map(rules.spec, gpt.logical_axes(run.model), is_leaf=lambda node: isinstance(node, tuple))
     whole = {**specs, "blocks": jax.tree.map(layout.dealt_spec, specs["blocks"], is_leaf=is_spec)}
-    if parallel.zero == 0:
-        return ParameterSpecs(whole, whole)
     replicas = parallel.data * parallel.context
+    if parallel.zero == 0 or replicas == 1:
+        return ParameterSpecs(whole, whole)
     shapes = jax.eval_shape(lambda: initial_params(run, jax.random.key(0)))
 
     def cut(part: str) -> Tree:

@@ -165,6 +165,9 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
         cwd=tmp_path,
         env=environment,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a test in the background ignores it
     )
     line = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     with open(tmp_path / "endless.jsonl", "wb", buffering=0) as fifo:

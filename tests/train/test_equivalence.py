@@ -22,6 +22,7 @@ GRID = [
     ((1, 4, 2), "1f1b", 1, 2, True, "selective"),  # fewer microbatches than stages
     ((1, 8, 1), "1f1b", 1, 16, True, "selective"),  # one block a stage: it cannot be cut in halves
     ((2, 1, 4), "interleaved_1f1b", 1, 2, True, "selective"),
+    ((1, 1, 4), "1f1b", 1, 2, True, "selective"),
     ((1, 4, 2), "zb_h1", 1, 8, True, "selective"),
     ((2, 2, 2), "zb_1p_interleaved", 2, 4, True, "full"),
     ((2, 2, 2), "zb_v", 2, 4, True, "selective"),
