@@ -7,10 +7,14 @@ were read off programs compiled for H100s: the *workspace* and the *copies* (see
 """
 
 import dataclasses
+import functools
 
+from megajax.checks import SCHEDULE_FILES
 from megajax.config import ModelConfig, RunConfig, padded_vocabulary
 from megajax.models.recompute import bytes_per_layer, kept_values
-from megajax.pipeline import tables
+from megajax.pipeline import continuous, tables
+from megajax.pipeline.of_run import arguments, run_schedule
+from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -51,10 +55,17 @@ class Slots:
 
 def slots_of(run: RunConfig) -> Slots:
     """Read off the schedule's tables. Takes a while for hundreds of ranks and microbatches: see `closed_form_slots`."""
-    parallel = run.parallel
-    schedule = make_schedule(
-        parallel.schedule, stages=parallel.pipe, microbatches=run.microbatches, chunks=parallel.chunks
-    )
+    if run.parallel.schedule.endswith(SCHEDULE_FILES) or run.parallel.schedule == continuous.NAME:
+        return _counted(run_schedule(run))
+    return _slots_of_named(run.parallel.schedule, **arguments(run))
+
+
+@functools.lru_cache(maxsize=256)  # a search asks again for each recompute mode and microbatch size
+def _slots_of_named(name: str, **sizes) -> Slots:
+    return _counted(make_schedule(name, **sizes))
+
+
+def _counted(schedule: Schedule) -> Slots:
     table = tables.build(schedule)
     return Slots(table.stash_slots, table.kept_slots, sum(table.inbox_slots.values()) + 2)
 
@@ -94,8 +105,6 @@ def _slots(run: RunConfig) -> Slots:
     few = parallel.schedule == "zb_v" and run.microbatches < 2 * parallel.pipe - 1
     if parallel.schedule in FORMULAS and parallel.group_size is None and not few:
         return closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
-    if parallel.schedule == "pipedream_2bw":
-        return Slots(2 * parallel.pipe - 1, 0, 4)
     return slots_of(run)
 
 

@@ -140,13 +140,13 @@ def _stash(schedule: Schedule, columns: dict, finish: Times) -> int:
     that is free in that tick.
     """
     spans = [range(segment.start, segment.stop) for segment in schedule.segments if FORWARD in segment.ops]
+    held: dict[int, list[Interval]] = {rank: [] for rank in range(schedule.stages)}
+    for (result, stage, microbatch), tick in finish.items():
+        if result == FORWARD:
+            span = (tick, finish[WEIGHT, stage, microbatch], (stage, microbatch))
+            held[schedule.home(stage)[1]].append(span)
     slots_of = {}
-    for rank in range(schedule.stages):
-        intervals: list[Interval] = [
-            (tick, finish[WEIGHT, stage, microbatch], (stage, microbatch))
-            for (result, stage, microbatch), tick in finish.items()
-            if result == FORWARD and schedule.home(stage)[1] == rank
-        ]
+    for rank, intervals in held.items():
         if schedule.paired:
             bubbles = [tick for span in spans for tick in span if not columns["forward_on"][tick, rank]]
             intervals += [(tick, tick, ("bubble", tick)) for tick in bubbles]
@@ -166,8 +166,10 @@ def _kept(schedule: Schedule, columns: dict, finish: Times) -> int:
         columns[f"{prefix}_kept"] = np.zeros_like(columns["forward_on"])
     splits = [(tick, rank, work) for tick, rank, work in _works(schedule) if schedule.does(work) in (INPUT, WEIGHT)]
     slots_of = {}
-    for rank in range(schedule.stages):
-        own = {(schedule.stage(work.chunk, rank), work.microbatch) for _, at, work in splits if at == rank}
+    owned: dict[int, set] = {rank: set() for rank in range(schedule.stages)}
+    for _, rank, work in splits:
+        owned[rank].add((schedule.stage(work.chunk, rank), work.microbatch))
+    for rank, own in owned.items():
         slots_of[rank] = _colour([(finish[INPUT, *name], finish[WEIGHT, *name], name) for name in own])
     for tick, rank, work in splits:
         column = columns[f"{PREFIX[schedule.does(work)]}_kept"]

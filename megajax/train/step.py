@@ -26,13 +26,13 @@ from megajax.parallel.context import of_owner, split_batch
 from megajax.parallel.vocabulary import lookup, over_pipe
 from megajax.pipeline import continuous
 from megajax.pipeline.executor import forward_function, gradient_function
+from megajax.pipeline.of_run import run_schedule
 from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
 from megajax.train.operations import attention_choice, block_operations
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.rates import learning_rate
-from megajax.train.schedule import run_schedule
 from megajax.train.sharding import axis_rules, group_blocks, initial_params, parameter_specs, share_ends
 
 Tree = Any

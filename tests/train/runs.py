@@ -54,6 +54,12 @@ def make_run(mesh=(2, 2, 2), steps: int = 40, train=None, **kwargs) -> RunConfig
     return small.make_run(mesh, model=kwargs.pop("model", MODEL), train=settings, **kwargs)
 
 
+def loader_of(run: RunConfig) -> Loader:
+    """Full batches of the random tokens."""
+    samples = TokenSamples(TOKENS, run.model.sequence_length, run.train.seed)
+    return Loader(samples, run.train.global_batch_size, run.microbatches)
+
+
 def go(
     run: RunConfig,
     directory: pathlib.Path,
@@ -67,8 +73,7 @@ def go(
     """Runs as experiments/gpt3.py does, from the beginning or from what `resume` says, to the end or a stop."""
     training = training or small.training_of(run)
     keeper = Keeper(run, OutputConfig(run_dir=str(directory), **output), tokenizer or Letters(), {})
-    samples = TokenSamples(TOKENS, run.model.sequence_length, run.train.seed)
-    batches = loader or RampedLoader(Loader(samples, run.train.global_batch_size, run.microbatches), run)
+    batches = loader or RampedLoader(loader_of(run), run)
     validation = Loader(TokenSamples(TOKENS, run.model.sequence_length, None), small.BATCH, run.microbatches)
     begin, text = keeper.begin(training), io.StringIO()
     log = keeper.log(begin)
@@ -95,4 +100,4 @@ class StopAfter:
         return self.reason
 
 
-__all__ = ["DROPPING", "MODEL", "TOKENS", "Letters", "Progress", "Result", "StopAfter", "go", "make_run"]
+__all__ = ["DROPPING", "MODEL", "TOKENS", "Letters", "Progress", "Result", "StopAfter", "go", "loader_of", "make_run"]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.data.loader import TokenSamples
 from megajax.train import checkpoint, diagnose
 from megajax.train.batches import RampedLoader
 from megajax.train.logging import Spikes
@@ -110,7 +109,7 @@ class Poisoned(RampedLoader):
 
 
 def loader_of(training):
-    return Poisoned(TokenSamples(runs.TOKENS, 16, training.run.train.seed), training.run)
+    return Poisoned(runs.loader_of(training.run), training.run)
 
 
 NAMED = "microbatch 2 of 4, sample 38 of the run: the loss weights in the data are not finite"

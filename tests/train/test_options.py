@@ -7,10 +7,10 @@ import pytest
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, preset
 from megajax.pipeline.files import save
+from megajax.pipeline.of_run import run_schedule
 from megajax.pipeline.schedule import ScheduleError
 from megajax.pipeline.schedules import make_schedule
 from megajax.train.options import mesh_for, parse
-from megajax.train.schedule import run_schedule
 
 DEFAULTS = {"model": "tiny", "global_batch_size": 32, "steps": 300, "learning_rate": 3e-3, "warmup_steps": 30}
 

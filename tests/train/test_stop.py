@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from megajax.data.loader import TokenSamples
 from megajax.train import checkpoint
 from megajax.train.batches import RampedLoader
 from megajax.train.stop import SIGNALS, Stop
@@ -33,7 +32,7 @@ class Signalling(RampedLoader):
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_ends_the_run_after_the_step(tmp_path, training, number):
-    loader = Signalling(TokenSamples(runs.TOKENS, 16, 1), training.run)
+    loader = Signalling(runs.loader_of(training.run), training.run)
     loader.number = number
     before = [signal.getsignal(number) for number in SIGNALS]
     with Stop() as stop:

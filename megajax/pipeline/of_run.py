@@ -1,5 +1,7 @@
 """The schedule of a run: by name, from a file, or the best for what the run's operations cost."""
 
+from typing import Any
+
 from megajax.checks import SCHEDULE_FILES
 from megajax.config import RunConfig
 from megajax.pipeline import continuous
@@ -7,8 +9,6 @@ from megajax.pipeline.files import load
 from megajax.pipeline.schedule import Schedule, ScheduleError
 from megajax.pipeline.schedules import make_schedule
 from megajax.pipeline.simulate import Costs
-
-__all__ = ["operation_costs", "run_schedule"]
 
 
 def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
@@ -24,13 +24,18 @@ def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
         return schedule
     if parallel.schedule == continuous.NAME:
         return continuous.steady_schedule(parallel.pipe, microbatches)
-    options = {}
+    return make_schedule(parallel.schedule, **arguments(run, microbatches))
+
+
+def arguments(run: RunConfig, microbatches: int | None = None) -> dict[str, Any]:
+    """What `make_schedule` takes beside the name of the run's schedule."""
+    parallel = run.parallel
+    sizes = {"stages": parallel.pipe, "microbatches": microbatches or run.microbatches, "chunks": parallel.chunks}
     if parallel.group_size is not None:
-        options["group_size"] = parallel.group_size
+        sizes["group_size"] = parallel.group_size
     if parallel.schedule == "auto":
-        options = {"costs": operation_costs(run), "live_chunks": parallel.live_chunks}
-    sizes = {"stages": parallel.pipe, "microbatches": microbatches, "chunks": parallel.chunks}
-    return make_schedule(parallel.schedule, **sizes, **options)
+        sizes |= {"costs": operation_costs(run), "live_chunks": parallel.live_chunks}
+    return sizes
 
 
 def operation_costs(run: RunConfig) -> Costs:
