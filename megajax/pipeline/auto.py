@@ -44,11 +44,11 @@ def auto(
 
 
 def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memory: int) -> Iterator[Schedule]:
-    for name, generator in registry.SCHEDULES.items():
+    for name in registry.SCHEDULES:
         if name in ("auto", "forward_only"):
             continue
         try:
-            yield _named(generator(stages, microbatches, chunks).validate())
+            yield _named(registry.make(name, stages, microbatches, chunks))
         except ScheduleError:
             pass  # not for these sizes
     for placement in ("loop", "v") if chunks == 2 else ("loop",):

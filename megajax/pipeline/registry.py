@@ -32,6 +32,19 @@ def find(name: str) -> Generator:
     return SCHEDULES[name]
 
 
+def make(name: str, stages: int, microbatches: int, chunks: int, **options) -> Schedule:
+    """What the named generator makes, proven, and of the sizes that were asked for.
+
+    Raises:
+      ScheduleError: the generator refuses the sizes, or its table is broken, or of other sizes.
+    """
+    schedule = find(name)(stages, microbatches, chunks, **options).validate()
+    for label, asked in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        made = getattr(schedule, label)
+        require(made == asked, f"{name} made a schedule of {label} {made} where {asked} was asked for")
+    return schedule
+
+
 def require(rule: bool, message: str) -> None:
     """Raises ScheduleError(message) where a generator's rule for its sizes is broken."""
     if not rule:

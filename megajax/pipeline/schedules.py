@@ -27,7 +27,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1,
     for option in options:
         legal = f"has {', '.join(known)}" if known else "has no options"
         require(option in known, f"{name} has no option {option!r}: it {legal}")
-    return generator(stages, microbatches, chunks, **options).validate()
+    return registry.make(name, stages, microbatches, chunks, **options)
 
 
 def _one_chunk(name: str, chunks: int) -> None:
