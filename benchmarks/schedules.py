@@ -3,13 +3,15 @@
 python -m benchmarks.schedules                 both; writes schedules.json and schedules.svg to benchmarks/results
 python -m benchmarks.schedules --simulate      the table and the plot alone, in seconds
 
-Measured: forwards and backwards of a GPT whose blocks dominate, on p = 2 devices of one thread each. The bubble is
-T(m) / (m t) - 1, where t, the time of a microbatch without bubble, is the slope of T between the two largest m: what is the
-same every step (start, sums at the end) counts as bubble, so it is an upper bound. Steps of all schedules and sizes are
-timed in turn and the fastest of each is taken, so that a slow spell of the machine falls on all.
+Measured: forwards and backwards of a GPT whose matmuls dominate, on p = 2 devices of one thread each. The bubble is
+T(m) / (m t) - 1, where t is what a microbatch costs the same two devices without a pipeline: each has half the layers and a
+batch of its own, and t is the slope of that time between the two largest m. So everything counts as bubble that a pipeline
+adds: waiting, sends, the ends of a step. Steps of all schedules and sizes are timed in turn and the fastest of each is
+taken, so that a slow spell of the machine falls on all.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -37,6 +39,7 @@ MEASURED = [kind for kind in KINDS if kind[1] < 4]
 STAGES = (2, 4, 8, 16)
 MICROBATCHES = (2, 4, 8, 16)
 TIMED_STAGES = 2
+APART = "no pipeline"  # every device works alone
 
 
 def simulated_rows() -> list[dict]:
@@ -71,7 +74,7 @@ def measured_rows(repeats: int) -> list[dict]:
         for name, chunks in MEASURED
         for microbatches in MICROBATCHES
         if name != "dualpipe_v" or microbatches >= 2 * TIMED_STAGES
-    ]
+    ] + [(APART, 1, microbatches) for microbatches in MICROBATCHES[-2:]]
     steps = {}
     for case in cases:
         print(f"\rcompiling {len(steps) + 1} of {len(cases)}", end="", flush=True)
@@ -84,10 +87,10 @@ def measured_rows(repeats: int) -> list[dict]:
             step()
             best[case] = min(best[case], time.perf_counter() - start)
     print("\r" + " " * 40 + "\r", end="")
+    low, high = MICROBATCHES[-2:]
+    slope = (best.pop((APART, 1, high)) - best.pop((APART, 1, low))) / (high - low)
     rows = []
-    for name, chunks, microbatches in cases:
-        low, high = MICROBATCHES[-2:]
-        slope = (best[name, chunks, high] - best[name, chunks, low]) / (high - low)
+    for name, chunks, microbatches in best:
         seconds = best[name, chunks, microbatches]
         schedule = make_schedule(name, stages=TIMED_STAGES, microbatches=microbatches, chunks=chunks)
         rows.append(
@@ -118,10 +121,14 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     from megajax.pipeline import layout
     from megajax.pipeline.executor import gradient_function
 
-    model = ModelConfig(layers=8, hidden=128, heads=2, vocabulary=128, sequence_length=128)
-    schedule = make_schedule(name, stages=TIMED_STAGES, microbatches=microbatches, chunks=chunks)
-    mesh = make_mesh(ParallelConfig(pipe=TIMED_STAGES), devices)
-    shape = (microbatches, 2, model.sequence_length + 1)
+    model = ModelConfig(layers=4, hidden=512, heads=4, vocabulary=128, sequence_length=128)
+    parallel, samples = ParallelConfig(pipe=TIMED_STAGES), 1
+    if name == APART:
+        name, parallel, samples = "1f1b", ParallelConfig(data=TIMED_STAGES), TIMED_STAGES
+        model = dataclasses.replace(model, layers=model.layers // TIMED_STAGES)
+    schedule = make_schedule(name, stages=parallel.pipe, microbatches=microbatches, chunks=chunks)
+    mesh = make_mesh(parallel, devices)
+    shape = (microbatches, samples, model.sequence_length + 1)
     tokens = np.random.default_rng(0).integers(0, model.vocabulary, shape, np.int32)
     batch = {
         "tokens": tokens[..., :-1],
@@ -131,7 +138,7 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     functions = gpt.functions(model, recompute="none")
     with jax.set_mesh(mesh):
         params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(0))
-        blocks = layout.deal(params["blocks"], stages=TIMED_STAGES, chunks=chunks, placement=schedule.placement)
+        blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement)
         params = {**params, "blocks": jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))}
         run = jax.jit(gradient_function(functions, schedule, mesh, constrain=lambda x: x))
         compiled = run.lower(params, batch, jnp.float32(1)).compile()
