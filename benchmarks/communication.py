@@ -1,4 +1,4 @@
-"""Bytes that a compiled training step sends, by mesh axis, beside the papers' formulas.
+"""Bytes that a compiled training step sends, by mesh axis, and its FLOPs, beside the papers' formulas.
 
 python -m benchmarks.communication --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --global-batch-size 64
 python -m benchmarks.communication --devices cpu --model tiny --data 2 --pipe 2 --tensor 2
@@ -7,9 +7,8 @@ Takes every option of a training run. Where XLA's CUDA compiler is installed (me
 H100s, without any; with --devices cpu, or without the compiler, for CPU devices, whose XLA sums where a GPU's
 reduce-scatters and sends bf16 as fp32. Nothing is run. --hlo FILE reads a step that was compiled before, by its text.
 
-What the program sends is read off its text, loops counted as often as they turn. A pipeline's bubbles send too: ticks are
-more than microbatches, and the formulas count microbatches. What is in a loop of one turn or none (the embedding and the
-head, on the ranks that have them) is counted apart, as if all ticks had it.
+What the program sends is read off its text, loops counted as often as they turn. In paired ticks a pipeline's bubbles send
+and compute too, on garbage, while they wait: ticks are more than microbatches, and the formulas count microbatches.
 """
 
 import argparse
@@ -41,40 +40,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
     from megajax.cost.communication import expected
-    from megajax.cost.program import Collective, most_sent, read
+    from megajax.cost.program import Collective, loop_turns, most_sent, read
 
     request = parse(arguments, __doc__, DEFAULTS)
     on_cpu = request.devices is not None and request.devices.startswith("cpu")
     run = request.run(request.devices_needed or ON_CPU, "fp32" if on_cpu else "bf16")
     run.validate()
     text, source = (pathlib.Path(hlo).read_text(), hlo) if hlo else compiled(run, request.devices)
-    program = read(text)
+    program = read(text, loop_turns(run))
     shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
-    axes: dict[tuple, list[Collective]] = {}
+    axes: dict[tuple[str, ...], list[Collective]] = {}
     for collective in program.collectives:
-        axes.setdefault((collective.axes(shape), collective.conditional), []).append(collective)
+        axes.setdefault(collective.axes(shape), []).append(collective)
     lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
     formulas = expected(run)
     for axis in ("tensor", "pipe", "data"):
         lines += ["", axis]
         lines += [f"{'':8} {size(line.bytes)}  {line.what}: {line.formula}" for line in formulas if line.axis == axis]
         total = sum(line.bytes for line in formulas if line.axis == axis)
-        sent = most_sent(axes.get(((axis,), False), []))
+        found = axes.get((axis,), [])
+        sent = most_sent(found)
         ratio = f"{sent / total:.3f} of the formulas' {size(total).strip()}" if total else "and no formula"
         lines.append(f"{'':8} {size(sent)}  compiled: {ratio}")
-        for kind, several in by_kind(axes.get(((axis,), False), [])).items():
+        for kind, several in by_kind(found).items():
             hidden = sum(c.times for c in several if c.asynchronous and c.behind) / sum(c.times for c in several)
             number = sum(c.times for c in several)
             lines.append(
                 f"{'':21} {size(most_sent(several)).strip()} by {number:,.0f} {kind}, {hidden:.0%} behind a matmul"
             )
-        if perhaps := axes.get(((axis,), True)):
-            lines.append(f"{'':8} {size(most_sent(perhaps))}  embedding and head, if every tick had them")
-    for (names, conditional), several in axes.items():
+    for names, several in axes.items():
         if len(names) > 1:
-            where = " and ".join(names) + (", if every tick had them" if conditional else "")
-            lines += ["", f"{'':8} {size(most_sent(several))}  over {where} at once"]
-    return lines
+            lines += ["", f"{'':8} {size(most_sent(several))}  over {' and '.join(names)} at once"]
+    return lines + flops(run, program)
+
+
+def flops(run: RunConfig, program) -> list[str]:
+    """Compiled FLOPs of a device beside the model's, and how many of them are computed in bubbles."""
+    from megajax.cost.flops import flops_per_step, hardware_flops_per_step
+    from megajax.cost.program import bubble_share
+
+    share = bubble_share(run)
+    wasted = program.flops("") * share / (1 + share)
+    needed = [count / run.parallel.devices for count in (hardware_flops_per_step(run), flops_per_step(run))]
+    useful = program.flops() - wasted
+    return [
+        "",
+        "FLOPs of a device",
+        f"{'':8} {needed[1]:9.3e}     of the model; with recomputation {needed[0]:.3e}",
+        f"{'':8} {program.flops():9.3e}     compiled; bubbles compute {wasted:.3e} of them, {share:.4f} of the blocks' work",
+        f"{'':8} {useful:9.3e}     compiled, but for bubbles: {useful / needed[0]:.3f} of the formula",
+    ]
 
 
 def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:

@@ -133,6 +133,11 @@ class ParallelConfig:
     recompute_blocks: int = setting(
         1, "full recompute: blocks that are computed again together, with one input stashed for all of them"
     )
+    offload: str = setting(
+        "none",
+        "stash: what forwards keep for their backwards waits in the host's memory, and comes and goes block by block",
+        ("none", "stash"),
+    )
     attention: str = setting(
         "auto",
         "attention's implementation; auto is cudnn where GPUs have it for the model's heads, else xla",

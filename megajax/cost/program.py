@@ -1,21 +1,25 @@
 """Reads what a compiled program (HLO text, `compiled.as_text()`) does: its collectives, their bytes, its matmuls.
 
 Counts are per run of the program: what is in a loop counts as often as the loop turns, where the text says how often
-(XLA's known_trip_count). A loop whose turns are decided at run time is taken to turn once, and what is in it is marked
-`conditional`: megajax's executor writes "if" as a loop of one turn or none. In mixed ticks its loops over blocks are of
-this kind too, so there the counts are of single blocks.
+(XLA's known_trip_count). Other loops' turns are decided at run time, and what is in them is marked `conditional`:
+megajax's executor writes "if" as a loop of one turn or none, and in mixed ticks its loops over blocks are of this kind.
+The schedule knows how often they turn in a step: `loop_turns` says it by the names that the executor gives its parts.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from megajax.config import RunConfig
 from megajax.mesh import AXES
+from megajax.pipeline.of_run import run_schedule
+from megajax.pipeline.schedule import FORWARD
 
-__all__ = ["Collective", "Program", "collectives", "most_sent", "read"]
+__all__ = ["ENDS", "Collective", "Matmul", "Program", "bubble_share", "collectives", "loop_turns", "most_sent", "read"]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes that a device sends for each byte of what the collective returns, in a group of g: the least possible, a ring's.
@@ -31,6 +35,8 @@ NAME = re.compile(r"%?([\w.\-]+)")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+SCOPES = re.compile(r'op_name="([^"]*)/while"')
+ENDS = ("embed", "head", "embed_backward")  # the executor's names of the model's ends
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 
 
@@ -45,7 +51,8 @@ class Collective:
       groups: devices that meet, or (from, to) pairs of a permute: by their place in the mesh, whose last axis varies
         fastest, whatever the devices' own numbers are.
       times: how often it runs.
-      conditional: whether it is in a loop that may not turn, or a branch: then it runs `times` at most.
+      conditional: whether it is in a loop whose turns are decided at run time, or in a branch.
+      scope: the name of that loop, where its turns were given; "" elsewhere.
       in_loop: whether a `while` runs it.
       asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
       behind: matmuls, attention kernels and what runs them scheduled between its start and its done, where it can hide.
@@ -57,6 +64,7 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
     times: float
     conditional: bool
+    scope: str
     in_loop: bool
     asynchronous: bool
     behind: int
@@ -78,20 +86,48 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Matmul:
+    """One matrix product of a program.
+
+    Attributes:
+      shape: of the result, on one device.
+      flops: of all its runs, two for each product of two elements.
+      scope: as of a `Collective`.
+    """
+
+    shape: tuple[int, ...]
+    flops: float
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """What a program does on each device.
 
     Attributes:
       collectives: all of them, in the order of the text.
-      matmul_flops: of the matrix products, of XLA's and of the library's.
-      conditional_matmul_flops: the part of them that may not run.
+      matmuls: XLA's and the library's, but for those inside of attention kernels.
       kernels: how often each custom call runs, by target.
     """
 
     collectives: tuple[Collective, ...]
-    matmul_flops: float
-    conditional_matmul_flops: float
+    matmuls: tuple[Matmul, ...]
     kernels: dict[str, float]
+
+    def flops(self, *scopes: str) -> float:
+        """Of the matmuls in these scopes; of all if none is given."""
+        return sum(one.flops for one in self.matmuls if not scopes or one.scope in scopes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Visit:
+    """A way to come to a computation."""
+
+    name: str
+    times: float = 1
+    conditional: bool = False
+    scope: str = ""
+    in_loop: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,23 +143,56 @@ def collectives(text: str) -> tuple[Collective, ...]:
     return read(text).collectives
 
 
-def read(text: str) -> Program:
-    """Reads a module."""
+def loop_turns(run: RunConfig) -> dict[str, float]:
+    """How often the loops of a run's step turn, all with a name together, where the schedule decides it at run time.
+
+    On the rank where they turn most: `ENDS` once a microbatch, F, B, I and W once for each of a rank's (groups of) blocks.
+    """
+    blocks = run.microbatches * run.model.layers / (run.parallel.pipe * run.parallel.recompute_blocks)
+    return dict.fromkeys(ENDS, float(run.microbatches)) | dict.fromkeys("FBIW", blocks)
+
+
+def bubble_share(run: RunConfig) -> float:
+    """What a step computes in bubbles, of what its blocks need: (p - 1) / (v m) in paired ticks, where bubbles compute too.
+
+    In mixed ticks a rank without work computes nothing.
+    """
+    schedule = run_schedule(run)
+    if not schedule.paired:
+        return 0.0
+    ticks = sum(segment.stop - segment.start for segment in schedule.segments if FORWARD in segment.ops)
+    return ticks / (schedule.microbatches * schedule.chunks) - 1
+
+
+def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
+    """Reads a module.
+
+    Args:
+      text: the module.
+      turns: of loops that have no number, all that have a name (`jax.named_scope`, the innermost of those given) together.
+        Each turns equally often when it is come to; one without a name turns once.
+    """
     computations, entry = _computations(text)
-    heavy = _with_matmuls(computations)
-    found, flops, kernels = [], {True: 0.0, False: 0.0}, {}
-    for name, times, conditional, in_loop in _visits(computations, entry):
-        lines = computations[name]
+    heavy, turns = _with_matmuls(computations), turns or {}
+    met = Counter()
+    for visit in _visits(computations, _Visit(entry), dict.fromkeys(turns, 1)):
+        for line in computations[visit.name]:
+            if line.op == "while" and _known_turns(line) is None:
+                met[_scope(line, turns)] += visit.times
+    each = {scope: count / met[scope] for scope, count in turns.items() if met[scope]}
+    found, matmuls, kernels = [], [], Counter()
+    for visit in _visits(computations, _Visit(entry), each):
+        lines = computations[visit.name]
         types = {line.name: line.type for line in lines}
         for place, line in enumerate(lines):
             kind = line.op.removesuffix("-start")
             if kind in KINDS:
-                found.append(_collective(lines, place, kind, heavy, times, conditional, in_loop))
-            flops[conditional] += times * _matmul_flops(line, types)
+                found.append(_collective(lines, place, kind, heavy, visit))
+            if flops := _matmul_flops(line, types):
+                matmuls.append(Matmul(_arrays(line.type)[0][1], visit.times * flops, visit.scope))
             if line.op == "custom-call":
-                target = re.search(r'custom_call_target="([^"]*)"', line.rest)[1]
-                kernels[target] = kernels.get(target, 0) + times
-    return Program(tuple(found), flops[True] + flops[False], flops[True], kernels)
+                kernels[re.search(r'custom_call_target="([^"]*)"', line.rest)[1]] += visit.times
+    return Program(tuple(found), tuple(matmuls), dict(kernels))
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
@@ -139,23 +208,35 @@ def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
     return computations, entry
 
 
-def _visits(
-    computations: dict, name: str, times: float = 1, conditional: bool = False, in_loop: bool = False
-) -> Iterator[tuple[str, float, bool, bool]]:
-    """(computation, how often it runs, whether it may not, whether a loop runs it) for every way to come to it."""
-    yield name, times, conditional, in_loop
-    for line in computations[name]:
+def _visits(computations: dict, visit: _Visit, each: Mapping[str, float]) -> Iterator[_Visit]:
+    """Every way to come to a computation; `each`: the turns of a loop that has no number, by name."""
+    yield visit
+    for line in computations[visit.name]:
         if line.op in ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS):
             continue  # what it applies is of scalars
-        count, unsure, looped = times, conditional, in_loop
+        after = visit
         if line.op == "while":
-            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
-            count, unsure, looped = times * int(turns[1] if turns else 1), conditional or not turns, True
+            known, scope = _known_turns(line), _scope(line, each)
+            count = each.get(scope, 1) if known is None else known
+            after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
+            if known is None:
+                after = dataclasses.replace(after, conditional=True, scope=scope)
         elif line.op == "conditional":
-            unsure = True
+            after = dataclasses.replace(visit, conditional=True)
         for called in _called(line.rest):
             if called in computations:
-                yield from _visits(computations, called, count, unsure, looped)
+                yield from _visits(computations, dataclasses.replace(after, name=called), each)
+
+
+def _known_turns(line: _Line) -> int | None:
+    turns = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
+    return int(turns[1]) if turns else None
+
+
+def _scope(line: _Line, scopes: Iterable[str]) -> str:
+    """The innermost of these named scopes that a loop is in, "" if none."""
+    names = SCOPES.search(line.rest)
+    return next((name for name in reversed(names[1].split("/")) if name in scopes), "") if names else ""
 
 
 def _called(rest: str) -> list[str]:
@@ -191,7 +272,7 @@ def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
     return heavy
 
 
-def _collective(lines, place, kind, heavy, times, conditional, in_loop) -> Collective:
+def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
     line = lines[place]
     started = line.op.endswith("-start")
     returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
@@ -202,9 +283,10 @@ def _collective(lines, place, kind, heavy, times, conditional, in_loop) -> Colle
         shape=returned[0][1],
         bytes=sum(map(_bytes, returned)),
         groups=_groups(line.rest),
-        times=times,
-        conditional=conditional,
-        in_loop=in_loop,
+        times=visit.times,
+        conditional=visit.conditional,
+        scope=visit.scope,
+        in_loop=visit.in_loop,
         asynchronous=started and '"is_sync":true' not in line.rest,
         behind=sum(_is_matmul(other) or not heavy.isdisjoint(_called(other.rest)) for other in lines[place:end]),
     )

@@ -1,7 +1,8 @@
 """Runs any schedule as one SPMD program: `jax.shard_map` over (data, pipe), one `lax.scan` per segment of ticks.
 
-In a paired tick every rank runs a forward and a backward, each followed by its send; bubbles compute on garbage that is
-masked out of every result. In a mixed tick a rank runs the one it has work for: the other's loop over blocks runs zero
+In a paired tick every rank runs a forward and a backward; bubbles compute on garbage that is masked out of every result.
+What one way sends travels while the other way computes: an activation during the tick's backward, a gradient during the
+next tick's forward. In a mixed tick a rank runs the one it has work for: the other's loop over blocks runs zero
 times there. (A `lax.switch` would do, but XLA copies stash and accumulators through a conditional, and not through a
 loop.) So in a mixed tick only collectives inside a tensor group may happen before the sends, which is all a block needs.
 Tensor parallelism is not seen here: the mesh axis `tensor` is left to XLA's partitioner. 2104.04473 section 2.2; section
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -34,6 +36,9 @@ Tree = Any
 MANUAL = ("data", "pipe")
 BLOCKS = P(None, "pipe")
 BATCH = P(None, "data")
+# Of a send: XLA's scheduler has one collective at a time on their common stream, so there a send would end before a loop
+# over blocks, which gathers over tensor, began. On the stream for sends it stays under way.
+OWN_STREAM = {"_xla_gpu_collective_stream": "p2p"}
 
 
 class Specs(NamedTuple):
@@ -66,7 +71,7 @@ class Carry(NamedTuple):
     stash: Tree  # what forwards leave for their backwards, [slots, blocks per chunk, ...]
     activations: jax.Array  # inbox of received activations, [slots + 1, samples, sequence, hidden]
     gradients: jax.Array  # inbox of received gradients, likewise
-    middle: jax.Array  # gradient between the parts of a backward
+    middle: jax.Array  # gradient between the parts of a backward; in paired ticks the one to send during the next tick
     kept: Tree  # what I leaves for W, [slots, blocks per chunk, ...]
     block_gradients: Tree  # fp32, [local layers, ...]
     shared_gradients: Tree  # fp32
@@ -81,6 +86,7 @@ def gradient_function(
     constrain: Callable,
     specs: Specs = WHOLE,
     share_ends: bool = False,
+    offload: bool = False,
     poison_bubbles: bool = False,
 ) -> Callable:
     """`f(params, batch, cotangent) -> (losses, gradients)` for a whole batch, run by `schedule`.
@@ -93,11 +99,13 @@ def gradient_function(
       specs: how params and gradients lie. A block's weight that is split over `data` is put together whenever its block
         runs, and its gradient is summed over `data` there.
       share_ends: whether all ranks run embed and head_loss together.
+      offload: whether what forwards keep for their backwards waits in the host's memory.
       poison_bubbles: feeds NaN to every bubble, to prove that bubbles touch no result.
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, columns: Tree):
-        rank = Rank(functions, schedule, table, constrain, params, batch, specs=specs, poison=poison_bubbles)
+        options = {"specs": specs, "offload": offload, "poison": poison_bubbles}
+        rank = Rank(functions, schedule, table, constrain, params, batch, **options)
         cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
         carry = rank.run(rank_columns(columns), rank.start(), vary(cotangents))
         totals = {
@@ -196,7 +204,18 @@ class Rank:
     """One rank's part of the program, while it is traced."""
 
     def __init__(
-        self, functions, schedule, table, constrain, params, batch, *, collect=None, specs=WHOLE, poison=False
+        self,
+        functions,
+        schedule,
+        table,
+        constrain,
+        params,
+        batch,
+        *,
+        collect=None,
+        specs=WHOLE,
+        offload=False,
+        poison=False,
     ):
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
@@ -210,6 +229,7 @@ class Rank:
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), self.blocks),
             self.per_chunk,
             jax.tree.map(lambda spec: Cut.of(spec, 3), specs, is_leaf=is_spec),  # without chunk, rank and layer
+            offload=offload,
         )
 
     def start(self) -> Carry:
@@ -243,14 +263,19 @@ class Rank:
         return carry
 
     def paired_tick(self, ops, carry: Carry, row) -> Carry:
-        """All ranks forward, send, backward, send. The first send has the whole backward to arrive."""
+        """All ranks forward, then backward. Gradients of the tick before travel during the one, activations in the other."""
+        if BACKWARD in ops:
+            gradients = self.send(BACKWARD, carry.middle)
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
-            carry = carry._replace(activations=self.send(FORWARD, y, carry.activations, row))
+            activations = self.send(FORWARD, y)
         if BACKWARD in ops:
+            carry = carry._replace(gradients=self.receive(BACKWARD, gradients, carry.gradients, row))
             with jax.named_scope(BACKWARD):
                 carry, dx = self.backward(carry, row)
-            carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
+            carry = carry._replace(middle=dx)
+        if FORWARD in ops:
+            carry = carry._replace(activations=self.receive(FORWARD, activations, carry.activations, row))
         return carry
 
     def mixed_tick(self, ops, carry: Carry, row) -> Carry:
@@ -265,9 +290,11 @@ class Rank:
             carry = self.weight_gradients(carry, row)
         y, dx = lax.optimization_barrier((y, dx))
         if FORWARD in ops:
-            carry = carry._replace(activations=self.send(FORWARD, y, carry.activations, row))
+            arrived = self.send(FORWARD, y)
+            carry = carry._replace(activations=self.receive(FORWARD, arrived, carry.activations, row))
         if BACKWARD in ops or INPUT in ops:
-            carry = carry._replace(gradients=self.send(BACKWARD, dx, carry.gradients, row))
+            arrived = self.send(BACKWARD, dx)
+            carry = carry._replace(gradients=self.receive(BACKWARD, arrived, carry.gradients, row))
         return carry
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
@@ -277,7 +304,7 @@ class Rank:
         x = self.pin(carry.activations[row["forward_inbox"]])
         first, entering = on & (row["forward_first"] == 1), self.microbatch(row["embed_microbatch"])
         embed = lambda x: jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x)  # noqa: E731
-        x = self.pin(_run_if(row["embed_on"] == 1, embed, x))
+        x = self.pin(_run_if("embed", row, embed, x))
         if self.poison:
             x = jnp.where(on, x, jnp.nan)
         last = on & (row["forward_last"] == 1)
@@ -299,7 +326,7 @@ class Rank:
             losses = losses.at[index].add(jnp.where(last, value, 0))
             return _accumulate(shared_gradients, shared), losses, jax.vmap(self.pin)(waiting)
 
-        scored = _run_if(row["head_on"] == 1, score, (carry.shared_gradients, carry.output, carry.gradients))
+        scored = _run_if("head", row, score, (carry.shared_gradients, carry.output, carry.gradients))
         return carry._replace(stash=stash, shared_gradients=scored[0], output=scored[1], gradients=scored[2]), y
 
     def store(self, output, last, y, row):
@@ -311,7 +338,7 @@ class Rank:
             place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
             return jax.tree.map(place, output, vary(result))
 
-        return _run_if(row["head_on"] == 1, collect, output)
+        return _run_if("head", row, collect, output)
 
     def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's backward, whole, in part or I; on the first stage the embedding's too. Returns what to send back."""
@@ -340,7 +367,7 @@ class Rank:
             _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, entered), self.shared)
             return _accumulate(shared_gradients, vjp(jnp.where(first, dx, 0))[0])
 
-        shared = _run_if(row["embed_backward_on"] == 1, embed_backward, carry.shared_gradients)
+        shared = _run_if("embed_backward", row, embed_backward, carry.shared_gradients)
         return carry._replace(shared_gradients=shared), dx
 
     @jax.named_scope(WEIGHT)
@@ -352,21 +379,29 @@ class Rank:
         return carry._replace(block_gradients=block_gradients)
 
     @jax.named_scope("send")
-    def send(self, direction: str, value: jax.Array, inbox: jax.Array, row) -> jax.Array:
-        """Sends along every route of a direction, and puts what arrives where the table says."""
+    def send(self, direction: str, value: jax.Array) -> list[jax.Array]:
+        """Sends along every route of a direction; returns what arrives by each."""
+        with set_xla_metadata(**OWN_STREAM):
+            return [
+                value if all(a == b for a, b in route) else self.pin(lax.ppermute(value, "pipe", route))
+                for route in self.table.routes[direction]
+            ]
+
+    def receive(self, direction: str, arrived: list[jax.Array], inbox: jax.Array, row) -> jax.Array:
+        """Puts what arrived where the table says."""
         prefix = "forward" if direction == FORWARD else "backward"
-        for index, route in enumerate(self.table.routes[direction]):
-            arrived = value if all(a == b for a, b in route) else self.pin(lax.ppermute(value, "pipe", route))
-            inbox = inbox.at[row[f"{prefix}_arrival_{index}"]].set(arrived)
+        for index, value in enumerate(arrived):
+            inbox = inbox.at[row[f"{prefix}_arrival_{index}"]].set(value)
         return jax.vmap(self.pin)(inbox)
 
     def microbatch(self, index) -> Tree:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batch)
 
 
-def _run_if(condition: jax.Array, function: Callable, state: Tree) -> Tree:
-    """`function(state)` where `condition`, else `state`: a loop of one turn or none, which XLA updates in place."""
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
+def _run_if(end: str, row, function: Callable, state: Tree) -> Tree:
+    """`function(state)` where one of the model's ends is on, else `state`: a loop of one turn or none, updated in place."""
+    with jax.named_scope(end):
+        return lax.fori_loop(0, row[f"{end}_on"], lambda _, state: function(state), state)
 
 
 def _accumulate(total: Tree, new: Tree) -> Tree:

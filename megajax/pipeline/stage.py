@@ -18,6 +18,7 @@ from megajax.parallel.zero import Cut
 from megajax.pipeline.split import Split, split_backward
 
 Tree = Any
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Stack:
@@ -29,17 +30,49 @@ class Stack:
       per_chunk: blocks in a chunk.
       cut: like weights, `Cut`s of a block's weights over `data`. They are put together when the block runs, and the
         gradients summed and cut again at once (ZeRO-3).
+      offload: whether the stash lies in the host's memory; a block's part goes there and comes back on its own.
     """
 
-    def __init__(self, block: Callable, weights: Tree, per_chunk: int, cut: Tree | None = None):
+    def __init__(
+        self, block: Callable, weights: Tree, per_chunk: int, cut: Tree | None = None, *, offload: bool = False
+    ):
         """Wraps the stack; nothing is copied."""
-        self.block, self.weights, self.per_chunk = block, weights, per_chunk
+        self.block, self.weights, self.per_chunk, self.offload = block, weights, per_chunk, offload
         self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
         """Zeros of [slots, blocks per chunk, ...] for one block's residuals and its input `x`; structure only is read."""
-        residuals = self._template(x, microbatch).opaque_residuals
-        return jax.tree.map(lambda leaf: jnp.zeros((slots, self.per_chunk, *leaf.shape), leaf.dtype), (residuals, x))
+
+        def empty(leaf):
+            shape = (slots, self.per_chunk, *leaf.shape)
+            if not self.offload:
+                return jnp.zeros(shape, leaf.dtype)
+            # One number, repeated there: XLA then makes room in the host's memory and copies nothing.
+            return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
+
+        return jax.tree.map(empty, (self._template(x, microbatch).opaque_residuals, x))
+
+    def _write(self, stash: Tree, slot, index, values: Tree) -> Tree:
+        """One block's values into its place, in place."""
+
+        def write(whole, new):
+            if not self.offload:
+                return whole.at[slot, index].set(new)
+            new = jax.device_put(new[None, None], HOST)
+            return lax.dynamic_update_slice(whole, new, (slot, index, *[0] * (new.ndim - 2)))
+
+        return jax.tree.map(write, stash, values)
+
+    def _read(self, stash: Tree, slot, index) -> Tree:
+        """What `_write` wrote."""
+
+        def read(whole):
+            if not self.offload:
+                return whole[slot, index]
+            place = (slot, index, *[0] * (whole.ndim - 2))
+            return jax.device_put(lax.dynamic_slice(whole, place, (1, 1, *whole.shape[2:])), DEVICE)[0, 0]
+
+        return jax.tree.map(read, stash)
 
     def forward(self, x: jax.Array, microbatch: Tree, chunk, stage) -> jax.Array:
         """x of [samples, sequence, hidden] through a chunk; keeps nothing."""
@@ -61,8 +94,7 @@ class Stack:
         def step(index, carry):
             x, stash = carry
             y, vjp = self._vjp(chunk * self.per_chunk + index, stage * self.per_chunk + index, x, microbatch)
-            kept = (vjp.opaque_residuals, x)
-            return y, jax.tree.map(lambda whole, new: whole.at[slot, index].set(new), stash, kept)
+            return y, self._write(stash, slot, index, (vjp.opaque_residuals, x))
 
         return lax.fori_loop(0, self.per_chunk if blocks is None else blocks, step, (x, stash))
 
@@ -88,7 +120,7 @@ class Stack:
             dy, gradients = carry
             index = high - 1 - count
             place = chunk * self.per_chunk + index
-            residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
+            residuals, x = self._read(stash, slot, index)
             dw, dx = _rebuild(template, residuals, (self._weights(place), x))(dy)
 
             def add(total, new, cut):
@@ -122,7 +154,7 @@ class Stack:
             dy, gradients, kept = carry
             index = self.per_chunk - 1 - count
             place = chunk * self.per_chunk + index
-            residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
+            residuals, x = self._read(stash, slot, index)
             split = self._split(template, residuals, self._weights(place), x)
             dx, early, new = split.input(residuals, self._weights(place), x, dy)
             kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
@@ -138,7 +170,7 @@ class Stack:
 
         def step(index, gradients):
             place = chunk * self.per_chunk + index
-            residuals, x = jax.tree.map(lambda whole: whole[slot, index], stash)
+            residuals, x = self._read(stash, slot, index)
             split = self._split(template, residuals, self._weights(place), x)
             late = split.weight(residuals, self._weights(place), x, [whole[kept_slot, index] for whole in kept])
             return self._add(gradients, late, place, split.is_late, True)

@@ -26,7 +26,8 @@ class Tables:
     weights' gradients done later (`weight_`): `on` 1 where there is work, `chunk`, `stage`, `microbatch`, `first` and
     `last` 1 on the model's first and last stage, `stash` the slot written or read, `inbox` the slot its input waits in.
     `forward_loss_gradient` is where the head leaves the loss's gradient. `forward_arrival_J` and `backward_arrival_J` say
-    where what comes over route J goes at the end of the tick; the slot after an inbox's last is for what nobody needs.
+    where what comes over route J goes at the end of the tick; the slot after an inbox's last is for what nobody needs. In
+    paired ticks a gradient arrives a tick later, between forward and backward, and its `backward_arrival_J` is there.
     `backward_part` of `backward_parts` says which run of the chunk's blocks a backward goes through. `backward_kept` and
     `weight_kept` are the slot of what I leaves for W. `embed_`, `head_` and `embed_backward_` have `on` and `microbatch`
     of the model's ends; where ranks share these, the same on all of them.
@@ -206,7 +207,8 @@ def _inbox(schedule: Schedule, columns: dict, start: Times, finish: Times, direc
         if wanted in schedule.results(work) and after is not None:
             edge = _edge(schedule, stage, after)
             route = next(index for index, pairs in enumerate(routes) if edge in pairs)
-            arrivals[route][tick, edge[1]] = slots_of[edge[1]][after, work.microbatch]
+            late = schedule.paired and direction == BACKWARD
+            arrivals[route][tick + late, edge[1]] = slots_of[edge[1]][after, work.microbatch]
     for index, arrival in enumerate(arrivals):
         columns[f"{prefix}_arrival_{index}"] = arrival
     return spare

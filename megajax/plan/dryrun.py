@@ -18,14 +18,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import ConfigError, RunConfig, padded_vocabulary
+from megajax.config import ConfigError, RunConfig
 from megajax.cost.cards import CARDS, Card, card
 from megajax.cost.flops import flops_per_step, hardware_flops_per_step
 from megajax.cost.memory import bytes_per_device
+from megajax.cost.program import Collective, loop_turns, most_sent, read
 from megajax.pipeline.schedule import ScheduleError
 from megajax.plan.change import smallest_change
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
-from megajax.plan.hlo import Program
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.train.options import parse
@@ -134,30 +134,22 @@ def _buffers(buffers: Sequence[Sequence]) -> str:
 
 def _program(run: RunConfig, result: dict[str, Any]) -> str:
     """Communication by axis, and FLOPs."""
-    model, parallel = run.model, run.parallel
-    program = Program(
-        result["hlo"],
-        (parallel.data, parallel.pipe, parallel.tensor),
-        vocabulary_rows=padded_vocabulary(model.vocabulary, parallel.vocabulary_shares) // parallel.vocabulary_shares,
-        blocks_run=run.microbatches * model.layers // parallel.pipe,
-        microbatches=run.microbatches,
-    )
-    rows: dict[tuple[str, str], list[float]] = {}
-    for collective, calls in program.totals.calls.items():
-        row = rows.setdefault((" and ".join(collective.axes) or "none", collective.kind), [0.0, 0.0])
-        row[0] += calls
-        row[1] += calls * collective.sent
+    parallel, program = run.parallel, read(result["hlo"], loop_turns(run))
+    mesh = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
+    rows: dict[tuple[str, str], list[Collective]] = {}
+    for collective in program.collectives:
+        rows.setdefault((" and ".join(collective.axes(mesh)) or "none", collective.kind), []).append(collective)
     lines = [
         "communication of one GPU in a step, sent round rings:",
         f"  {'axis':<18}{'kind':<20}{'calls':>10}{'GB':>11}",
     ]
     lines += [
-        f"  {axis:<18}{kind:<20}{calls:>10,.0f}{count / 1e9:>11.3f}"
-        for (axis, kind), (calls, count) in sorted(rows.items())
+        f"  {axis:<18}{kind:<20}{sum(one.times for one in found):>10,.0f}{most_sent(found) / 1e9:>11.3f}"
+        for (axis, kind), found in sorted(rows.items())
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
     lines.append(
-        f"FLOPs of one GPU in a step: {program.totals.flops:.3e} compiled (the last rank's, bubbles that compute too); "
+        f"FLOPs of one GPU in a step: {program.flops():.3e} compiled (the last rank's, bubbles that compute too); "
         f"{needed:.3e} with recomputation, {useful:.3e} of the model"
     )
     return "\n".join(lines)

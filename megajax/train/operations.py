@@ -8,10 +8,11 @@ from megajax.parallel.attention import CUDNN, XLA, Choice, choose_attention, fus
 from megajax.parallel.context import ring_attention
 from megajax.parallel.ring import column_matmul, row_matmul
 from megajax.parallel.rules import AxisRules
+from megajax.pipeline import continuous
 from megajax.pipeline.schedule import Schedule
 from megajax.xla_flags import check_ring_flags
 
-__all__ = ["attention_choice", "block_operations"]
+__all__ = ["attention_choice", "block_operations", "check_offload"]
 
 
 def attention_choice(run: RunConfig, device: jax.Device) -> Choice:
@@ -59,6 +60,21 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
     if parallel.context > 1 or attention == "cudnn":
         operations = operations._replace(attend=lambda query, key, value: fused_attention(query, key, value, kernel))
     return operations
+
+
+def check_offload(run: RunConfig, device: jax.Device) -> None:
+    """Raises ConfigError where the stash should lie in the host's memory, and devices like this one cannot reach it."""
+    if run.parallel.offload != "none" and run.parallel.schedule == continuous.NAME:
+        raise ConfigError(
+            f"offload = {run.parallel.offload} cannot be had with schedule = {continuous.NAME}, whose stash goes over from "
+            "step to step: leave --offload out, or type --schedule interleaved_1f1b."
+        )
+    kinds = [memory.kind for memory in device.addressable_memories()]  # none is known of a device that is not there
+    if run.parallel.offload != "none" and kinds and "pinned_host" not in kinds:
+        raise ConfigError(
+            f"offload = {run.parallel.offload}, but {device.device_kind} has no memory called pinned_host "
+            f"(it has {', '.join(kinds)}): leave --offload out."
+        )
 
 
 def _check_ring(field: str, value, schedule: Schedule) -> None:

@@ -29,7 +29,7 @@ from megajax.pipeline.executor import forward_function, gradient_function
 from megajax.pipeline.of_run import run_schedule
 from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.schedules import make_schedule
-from megajax.train.operations import attention_choice, block_operations
+from megajax.train.operations import attention_choice, block_operations, check_offload
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.rates import learning_rate
@@ -82,6 +82,7 @@ class Training:
         """Builds the programs; nothing is compiled before its first call."""
         self.run, self.mesh, self.schedule = run, mesh, run_schedule(run)
         self.attention = attention_choice(run, mesh.devices.flat[0])
+        check_offload(run, mesh.devices.flat[0])
         self.functions = model_functions(run, self.schedule, self.attention, training=True)
         self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
         self.specs = parameter_specs(run)
@@ -226,6 +227,7 @@ class Training:
             run_schedule(self.run, len(batch["tokens"])),
             self.mesh,
             **self.layout,
+            offload=self.run.parallel.offload == "stash",
             poison_bubbles=poison_bubbles,
         )
         total = batch["weights"].sum()

@@ -68,8 +68,29 @@ def test_matmuls_of_a_loop():
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16), (3, 8))]
     read = program.read(jax.jit(run).lower(*shapes).compile().as_text())
-    assert read.matmul_flops == 2 * (TURNS * 8 * 16 * 16 + 3 * 8 * 16)
-    assert read.conditional_matmul_flops == 0
+    assert read.flops() == read.flops("") == 2 * (TURNS * 8 * 16 * 16 + 3 * 8 * 16)
+    assert {one.shape for one in read.matmuls} == {(8, 16), (3, 16)}
+
+
+def test_loops_whose_turns_are_decided_at_run_time_count_by_name():
+    """Ten turns of what is come to four times, three of them in a loop; what has no name turns once."""
+
+    def named(name, x, w, count):
+        with jax.named_scope(name):
+            return lax.fori_loop(0, count, lambda _, x: jnp.sin(x @ w), x)
+
+    def run(x, w, count):
+        x = lax.fori_loop(0, 3, lambda _, x: named("inner", named("outer", x, w, count), w, count), x)
+        with jax.named_scope("outer"):
+            return named("inner", x, w, count)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+    text = jax.jit(run).lower(*shapes, 5).compile().as_text()
+    one = 2 * 8 * 16 * 16
+    read = program.read(text, {"inner": 10})
+    assert (read.flops("inner"), read.flops("")) == (10 * one, 3 * one)
+    assert program.read(text, {"inner": 10, "outer": 6}).flops("outer") == 6 * one
+    assert program.read(text).flops() == 7 * one
 
 
 @pytest.mark.parametrize("order", [("data", "pipe", "tensor"), ("pipe", "data", "tensor"), ("tensor", "data", "pipe")])
@@ -141,5 +162,24 @@ def test_the_text_of_a_program_for_gpus():
     ]
     assert gather.sent()[5] == 7 * 8 * 4 * 2 / 2 and scatter.sent()[5] == 7 * (4 * 4 * 2 + 4)
     assert reduce.sent()[0] == 2 * 3 / 4 * 64 and send.sent() == {0: 7 * 12, 1: 7 * 12}
-    assert read.matmul_flops == 7 * 2 * (2 * 8 * 4 * 6)
+    assert read.flops() == 7 * 2 * (2 * 8 * 4 * 6)
     assert read.kernels == {"__cublas$lt$matmul": 7}
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+        ("[4,2]<=[8]", ("tensor",)),
+        ("[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ("pipe",)),
+        ("[2,4]<=[8]", ("pipe", "tensor")),
+        ("[1,8]<=[8]", ("data", "pipe", "tensor")),
+        ("mesh['a'=2,'b'=2,'c'=2] {'b'}", ("pipe",)),
+        ("mesh['a'=2,'b'=4] {'a'}", ("data",)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("data",)),
+    ],
+)
+def test_replica_groups_in_every_form(groups, axes):
+    found = program.collectives(FOR_A_GPU.replace("[4,2]<=[8]", groups))
+    assert [one.axes((2, 2, 2)) for one in found if one.kind == "all-gather"] == [axes]

@@ -14,7 +14,7 @@ from megajax.config import ConfigError
 from megajax.cost import program
 from megajax.models.block import causal_attention, identity
 from megajax.parallel.attention import XLA, choose_attention, fused_attention
-from tests import gpu, hlo
+from tests import gpu
 
 MANUAL = ("data", "pipe")
 
@@ -40,7 +40,7 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("pipe", "data"), axis_names=set(MANUAL))
     lies = NamedSharding(mesh, P("data", None, "tensor"))
     laid = [jax.device_put(a, lies) for a in (query, key, value, gradient)]
-    assert not hlo.collectives(jax.jit(run).lower(*laid).compile().as_text())
+    assert not program.collectives(jax.jit(run).lower(*laid).compile().as_text())
     for got, want_ in zip(jax.jit(run)(*laid), want, strict=True):
         assert got.dtype == dtype
         tolerance = 1e-5 if dtype == jnp.float32 else 0.03 * np.abs(want_).max()

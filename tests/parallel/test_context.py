@@ -9,10 +9,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
+from megajax.cost.program import collectives
 from megajax.models.block import causal_attention, identity
 from megajax.parallel.attention import XLA, fused_attention
 from megajax.parallel.context import ring_attention, split_batch, zigzag
-from tests import hlo
 
 SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
 
@@ -88,7 +88,7 @@ def test_no_scores_of_the_whole_sequence_and_the_sends_of_the_formula():
     """C - 1 sends of keys and values forward; backward again, and C of their gradients. No other collective."""
     ranks = 4
     compiled = in_a_ring(ranks, inputs())[1].compile().as_text()
-    found = hlo.collectives(compiled)
+    found = collectives(compiled)
     assert {c.kind for c in found} == {"collective-permute"}
     assert {c.shape for c in found} == {(SAMPLES, SEQUENCE // ranks, GROUPS, SIZE)}
     assert len(found) == 2 * (ranks - 1) + 2 * ranks  # XLA sees that the backward's visits are the forward's

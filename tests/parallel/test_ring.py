@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import ModelConfig
 from megajax.cost import program
 from megajax.parallel import ring
-from tests import gpu, hlo
+from tests import gpu
 
 SIZES = [1, 2, 3, 4, 8]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]
@@ -89,7 +89,7 @@ def test_every_rank_sends_what_the_formula_says():
     run = jax.shard_map(
         lambda x: ring.all_reduce(x[0], "ring")[None], mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
     )
-    found = hlo.collectives(jax.jit(run).lower(np.zeros((size, length), np.float32)).compile().as_text())
+    found = program.collectives(jax.jit(run).lower(np.zeros((size, length), np.float32)).compile().as_text())
     assert [(c.kind, c.shape) for c in found] == [("collective-permute", (length // size,))] * (2 * (size - 1))
 
 
@@ -186,7 +186,7 @@ def test_the_backward_has_the_conjugate_rings_and_nothing_else():
         with jax.set_mesh(mesh):
             vjp = jax.jit(lambda x, kernel: jax.vjp(lambda x, kernel: function(x, kernel, 1), x, kernel)[1])(x, kernel)  # noqa: B023
             text = jax.jit(lambda vjp, gradient: vjp(gradient)).lower(vjp, gradient).compile().as_text()
-        sends = [(c.kind, c.shape) for c in hlo.collectives(text)]
+        sends = [(c.kind, c.shape) for c in program.collectives(text)]
         assert sends == [("collective-permute", (4, 2, 6))] * (3 * rings)  # t - 1 times [b, s / t, h]
 
 

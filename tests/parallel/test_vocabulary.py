@@ -1,4 +1,7 @@
-"""Looking tokens up in a split table: plainly, inside a partly manual shard_map, and in one rank's branch there."""
+"""Looking tokens up in a split table: plainly, inside a partly manual shard_map, and in one rank's branch there.
+
+And what a rank holds and multiplies of a large vocabulary, in steps compiled for H100s.
+"""
 
 from functools import partial
 
@@ -10,7 +13,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.config import ModelConfig
+from megajax.cost import program
 from megajax.parallel.vocabulary import lookup
+from tests import gpu
 
 ROWS, HIDDEN = 16, 8
 CASES = [
@@ -98,3 +104,33 @@ def test_a_frequent_token_loses_nothing_in_bf16():
         rows = jax.jit(partial(both_ways, True))(table, tokens, gradient)[1]
     np.testing.assert_array_equal(np.float32(rows[3]), 1032)
     assert (np.float32(rows).sum(-1) != 0).sum() == 1
+
+
+LARGE = ModelConfig(layers=8, hidden=1024, heads=8, vocabulary=128 * 1024, sequence_length=2048)
+STAGES, MICROBATCHES = 8, 8
+
+
+@gpu.needs_compiler
+def test_of_a_128k_vocabulary_every_stage_has_an_eighth_of_what_megatrons_last_stage_has():
+    """What the head multiplies, in the loop that runs it once a microbatch: table, logits, and gradients of both.
+
+    With Megatron's placement ("tensor") the last stage runs that loop and the others do not, though in one program for
+    all ranks they too have room for it; with "pipe" all do.
+    """
+    heads, peaks = {}, {}
+    for placement in ("tensor", "pipe"):
+        text, peaks[placement] = gpu.compile_step(
+            LARGE, MICROBATCHES, pipe=STAGES, vocab_parallel=placement, attention="xla"
+        )
+        matmuls = program.read(text, {"head": MICROBATCHES}).matmuls
+        heads[placement] = [one for one in matmuls if one.scope == "head"]
+    tokens, hidden, vocabulary = LARGE.sequence_length, LARGE.hidden, LARGE.vocabulary
+    for placement, rows in (("tensor", vocabulary), ("pipe", vocabulary // STAGES)):
+        shapes = [tuple(size for size in one.shape if size > 1) for one in heads[placement]]
+        logits, of_y, of_table = {tokens, rows}, {tokens, hidden}, {rows, hidden}
+        assert sorted(map(sorted, shapes)) == sorted(map(sorted, (logits, of_y, of_table)))
+        flops = sum(one.flops for one in heads[placement])
+        assert flops == MICROBATCHES * 3 * 2 * tokens * hidden * rows
+    table = vocabulary * hidden
+    held = 4 + 8 + 4 + 2  # bytes of an element: fp32, AdamW's moments, gradient, and in 16 bit
+    assert peaks["tensor"] - peaks["pipe"] > (1 - 1 / STAGES) * (held * table + 2 * tokens * vocabulary)

@@ -19,8 +19,17 @@ def replay(schedule):
     column = {name: values.tolist() for name, values in table.columns.items()}
     kept = [[None] * max(table.kept_slots, 1) for _ in ranks]
     scored, embedded, weighed = [], [], []
+
+    def arrive(direction, sent):
+        prefix = {FORWARD: "forward", BACKWARD: "backward"}[direction]
+        for index, route in enumerate(table.routes[direction]):
+            for sender, receiver in route:
+                slot = column[f"{prefix}_arrival_{index}"][tick][receiver]
+                inbox[direction][receiver][slot] = sent.get((direction, sender), "garbage")
+
+    sent = {}
     for tick in range(len(schedule.ticks)):
-        sent = {}
+        sent_before, sent = sent, {}
         segment = next(s for s in schedule.segments if s.start <= tick < s.stop)
         for rank in ranks:
             at = lambda name: column[name][tick][rank]  # noqa: B023, E731
@@ -35,6 +44,10 @@ def replay(schedule):
                         scored.append(label[1])
                 if at("forward_on"):
                     sent[FORWARD, rank] = ("x", label[0] + 1, label[1])
+        if schedule.paired:
+            arrive(BACKWARD, sent_before)
+        for rank in ranks:
+            at = lambda name: column[name][tick][rank]  # noqa: B023, E731
             if {BACKWARD, INPUT} & set(segment.ops) and at("backward_on"):
                 label = (at("backward_stage"), at("backward_microbatch"))
                 assert stash[rank][at("backward_stash")] == label
@@ -50,11 +63,9 @@ def replay(schedule):
                 label = (at("weight_stage"), at("weight_microbatch"))
                 assert stash[rank][at("weight_stash")] == kept[rank][at("weight_kept")] == label
                 weighed.append(label)
-        for direction, prefix in ((FORWARD, "forward"), (BACKWARD, "backward")):
-            for index, route in enumerate(table.routes[direction]):
-                for sender, receiver in route:
-                    slot = column[f"{prefix}_arrival_{index}"][tick][receiver]
-                    inbox[direction][receiver][slot] = sent.get((direction, sender), "garbage")
+        arrive(FORWARD, sent)
+        if not schedule.paired:
+            arrive(BACKWARD, sent)
     if schedule.split:
         assert len(set(weighed)) == len(weighed) == (schedule.last_stage + 1) * schedule.microbatches
     return table, scored, embedded

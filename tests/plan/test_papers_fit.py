@@ -1,4 +1,7 @@
-"""The papers' large models, compiled for 80 GB cards on a machine without one: they fit, and ZeRO-1 makes them smaller."""
+"""The papers' large models, compiled for 80 GB cards on a machine without one.
+
+They fit, ZeRO-1 makes them smaller, and they send and multiply what the formulas say.
+"""
 
 import functools
 
@@ -6,31 +9,74 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.cost.cards import CARDS
+from megajax.cost.communication import expected
+from megajax.cost.flops import hardware_flops_per_step
+from megajax.cost.program import ENDS, bubble_share, loop_turns, most_sent, read
 from megajax.plan.compiler import compile_for, has_compiler
 
 pytestmark = pytest.mark.skipif(
     not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"
 )
 GB = 1e9
+GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1}
 
 
-@functools.cache
-def peak(model: str, microbatches: int, **fields) -> int:
-    """Bytes at the peak on one H100, the GPU that needs most."""
+def run_of(model: str, microbatches: int, **fields) -> RunConfig:
     parallel = ParallelConfig(**fields)
     run = RunConfig(preset(model), parallel, TrainConfig(global_batch_size=microbatches * parallel.data))
     run.validate()
-    return compile_for(run, CARDS["h100-80gb"])["memory"]["peak"]
+    return run
+
+
+@functools.cache
+def compiled(run: RunConfig) -> dict:
+    return compile_for(run, CARDS["h100-80gb"])
+
+
+def peak(*model, **fields) -> int:
+    """Bytes at the peak on one H100, the GPU that needs most."""
+    return compiled(run_of(*model, **fields))["memory"]["peak"]
 
 
 def gpt3(data: int) -> int:
-    return peak("gpt3-175b", 64, tensor=8, pipe=8, chunks=3, data=data, zero=1)
+    return peak("gpt3-175b", 64, data=data, **GPT3)
 
 
 def test_175b_on_64_and_on_128_gpus():
     """AdamW's state included, selective recompute: under 72 GB, and a replica more is less memory."""
     assert gpt3(1) < 72 * GB
     assert gpt3(2) < gpt3(1) - 15 * GB  # half of the fp32 weights' and moments' 33 GB
+
+
+def program_of(data: int):
+    run = run_of("gpt3-175b", 64, data=data, **GPT3)
+    return run, read(compiled(run)["hlo"], loop_turns(run))
+
+
+def test_175b_sends_what_the_formulas_say():
+    """Within 5% by axis: a pipeline's bubbles send too, and a layer's norms and biases sum their gradients."""
+    run, program = program_of(2)
+    for axis in ("tensor", "pipe", "data"):
+        sent = most_sent(one for one in program.collectives if one.axes((2, 8, 8)) == (axis,))
+        assert 1 <= sent / sum(line.bytes for line in expected(run) if line.axis == axis) < 1.05
+
+
+def test_175b_multiplies_what_the_formulas_say():
+    """Within 3% but for the bubbles, which in paired ticks compute on garbage: (p - 1) / (v m) of the blocks' work."""
+    run, program = program_of(1)
+    share = bubble_share(run)
+    assert share == pytest.approx((8 - 1) / (3 * 64))
+    useful = program.flops("") / (1 + share) + program.flops(*ENDS)
+    assert 1 <= useful / (hardware_flops_per_step(run) / run.parallel.devices) < 1.03
+
+
+def test_175b_sends_while_it_computes():
+    """Between stages while the other way computes, but in the ticks that have only one way: 2 (p v - 1) of 199."""
+    _, program = program_of(1)
+    sends = [one for one in program.collectives if one.kind == "collective-permute"]
+    assert {one.axes((1, 8, 8)) for one in sends} == {("pipe",)}
+    hidden = sum(one.times for one in sends if one.asynchronous and one.behind)
+    assert hidden >= 0.88 * sum(one.times for one in sends)
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.cost.program import collectives
 from megajax.pipeline import tables
-from tests import hlo, small
+from tests import small
 
 MODEL = dataclasses.replace(small.MODEL, hidden=64, sequence_length=64)
 
@@ -67,7 +68,7 @@ def test_nothing_meets_over_data_inside_a_loop(schedule, chunks):
     """Gradients are summed over replicas once a step, after the last tick."""
     training, step = compiled((2, 2, 2), schedule, chunks, 4)
     replica = {device.id: index[0] for index, device in np.ndenumerate(training.mesh.devices)}
-    found = hlo.collectives(step.as_text())
+    found = collectives(step.as_text())
     across = [c for c in found if any(len({replica[device] for device in group}) > 1 for group in c.groups)]
     assert across and not [c for c in across if c.in_loop]
     assert [c for c in found if c.in_loop and c.kind != "collective-permute"], "tensor parallelism meets in the loop"
@@ -78,7 +79,7 @@ def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
     """2104.04473 section 4.1's scatter/gather: with sequence parallelism each rank sends 1/t, to its own peer."""
     training, step = compiled((1, 2, 4), "interleaved_1f1b", 2, 4, sequence_parallel)
     place = {device.id: index for index, device in np.ndenumerate(training.mesh.devices)}
-    sends = [c for c in hlo.collectives(step.as_text()) if c.kind == "collective-permute"]
+    sends = [c for c in collectives(step.as_text()) if c.kind == "collective-permute"]
     between = [c for c in sends if any(place[a][1] != place[b][1] for a, b in c.groups)]
     split = 4 if sequence_parallel else 1
     assert between and {c.shape for c in between} == {(1, MODEL.sequence_length // split, MODEL.hidden)}
