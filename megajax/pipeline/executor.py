@@ -76,6 +76,7 @@ class Carry(NamedTuple):
     block_gradients: Tree  # fp32, [local layers, ...]
     shared_gradients: Tree  # fp32
     output: Tree  # each microbatch's loss, or what `collect` returned for each of them
+    turns: jax.Array  # int32, of all loops over blocks so far; see `Rank.mixed_tick`
 
 
 def gradient_function(
@@ -251,7 +252,7 @@ class Rank:
             stash, kept, totals = (), (), ((), ())
             result = jax.eval_shape(self.collect, self.shared, x, first)
             output = jax.tree.map(lambda a: vary(jnp.zeros((count, *a.shape), a.dtype)), result)
-        return Carry(stash, inbox[FORWARD], inbox[BACKWARD], x, kept, *totals, output)
+        return Carry(stash, inbox[FORWARD], inbox[BACKWARD], x, kept, *totals, output, vary(jnp.int32(0)))
 
     def run(self, columns: Tree, carry: Carry, cotangents: jax.Array | None = None) -> Carry:
         """All ticks. `columns` are this rank's; `cotangents` [microbatches] multiply each microbatch's gradients."""
@@ -269,114 +270,133 @@ class Rank:
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
             activations = self.send(FORWARD, y)
+            carry = self.leave(carry, y, row)
         if BACKWARD in ops:
             carry = carry._replace(gradients=self.receive(BACKWARD, gradients, carry.gradients, row))
             with jax.named_scope(BACKWARD):
                 carry, dx = self.backward(carry, row)
-            carry = carry._replace(middle=dx)
+                carry = self.enter_backward(carry, dx, row)._replace(middle=dx)
         if FORWARD in ops:
             carry = carry._replace(activations=self.receive(FORWARD, activations, carry.activations, row))
         return carry
 
     def mixed_tick(self, ops, carry: Carry, row) -> Carry:
-        """Each rank one op, then all send. No send before all work, or one rank's waits for the other's."""
+        """Each rank one op, then all send, and run the model's end together where they share it.
+
+        Nothing that ranks meet in may come between the loops over blocks, or one rank's loop waits for another's and the
+        tick takes as long as both. XLA drops its barriers before it puts operations in order, so each loop counts on the
+        turns of the one before, and what is sent depends on the sum.
+        """
+        back = INPUT if INPUT in ops else BACKWARD if BACKWARD in ops else None
         y = dx = carry.middle
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
-        if BACKWARD in ops or INPUT in ops:
-            with jax.named_scope(INPUT if INPUT in ops else BACKWARD):
+        if back:
+            with jax.named_scope(back):
                 carry, dx = self.backward(carry, row)
         if WEIGHT in ops:
             carry = self.weight_gradients(carry, row)
-        y, dx = lax.optimization_barrier((y, dx))
+        ended = carry.turns >= 0  # it always is, which XLA does not know
+        y, dx = jnp.where(ended, y, 0), jnp.where(ended, dx, 0)
         if FORWARD in ops:
-            arrived = self.send(FORWARD, y)
-            carry = carry._replace(activations=self.receive(FORWARD, arrived, carry.activations, row))
-        if BACKWARD in ops or INPUT in ops:
-            arrived = self.send(BACKWARD, dx)
-            carry = carry._replace(gradients=self.receive(BACKWARD, arrived, carry.gradients, row))
+            carry = self.leave(carry, y, row)
+            carry = carry._replace(activations=self.receive(FORWARD, self.send(FORWARD, y), carry.activations, row))
+        if back:
+            with jax.named_scope(back):
+                carry = self.enter_backward(carry, dx, row)
+            carry = carry._replace(gradients=self.receive(BACKWARD, self.send(BACKWARD, dx), carry.gradients, row))
         return carry
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
     def forward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
-        """The tick's forward; on the last stage the head too. Returns what to send on."""
+        """The tick's forward; on the first stage the embedding too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
         x = self.pin(carry.activations[row["forward_inbox"]])
         first, entering = on & (row["forward_first"] == 1), self.microbatch(row["embed_microbatch"])
-        embed = lambda x: jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x)  # noqa: E731
-        x = self.pin(_run_if("embed", row, embed, x))
+
+        def embed(state):
+            x, turns = state
+            return jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x), turns + 1
+
+        x, turns = _run_if("embed", row, embed, (x, carry.turns))
+        x = self.pin(x)
         if self.poison:
             x = jnp.where(on, x, jnp.nan)
-        last = on & (row["forward_last"] == 1)
         chunk, stage = row["forward_chunk"], row["forward_stage"]
         if self.collect is not None:
-            y = self.pin(self.stack.forward(x, microbatch, chunk, stage))
-            return carry._replace(output=self.store(carry.output, last, y, row)), y
+            return carry, self.pin(self.stack.forward(x, microbatch, chunk, stage))
         blocks = None if self.schedule.paired else row["forward_on"] * self.per_chunk
-        y, stash = self.stack.forward_stashing(x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks)
-        y = self.pin(y)
+        y, stash, turns = self.stack.forward_stashing(
+            x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks, turns
+        )
+        return carry._replace(stash=stash, turns=turns), self.pin(y)
+
+    @jax.named_scope(FORWARD)
+    def leave(self, carry: Carry, y: jax.Array, row) -> Carry:
+        """What the model's end makes of the last stage's output `y`: loss and its gradient, or what `collect` returns."""
+        last, index = (row["forward_on"] & row["forward_last"]) == 1, row["head_microbatch"]
+        leaving = self.microbatch(index)
+
+        def collect(output):
+            result = self.collect(self.shared, jnp.where(last, y, 0), leaving)
+            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
+            return jax.tree.map(place, output, vary(result))
 
         def score(state):
             shared_gradients, losses, waiting = state
-            index = row["head_microbatch"]
-            leaving, own = self.microbatch(index), jnp.where(last, y, 0)
+            own = jnp.where(last, y, 0)
             value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, leaving), self.shared, own)
             shared, dy = vjp(jnp.where(last, self.cotangents[index], 0).astype(value.dtype))
             waiting = waiting.at[row["forward_loss_gradient"]].set(self.pin(dy))
             losses = losses.at[index].add(jnp.where(last, value, 0))
             return _accumulate(shared_gradients, shared), losses, jax.vmap(self.pin)(waiting)
 
+        if self.collect is not None:
+            return carry._replace(output=_run_if("head", row, collect, carry.output))
         scored = _run_if("head", row, score, (carry.shared_gradients, carry.output, carry.gradients))
-        return carry._replace(stash=stash, shared_gradients=scored[0], output=scored[1], gradients=scored[2]), y
-
-    def store(self, output, last, y, row):
-        """What `collect` makes of the last block's output, kept in the microbatch's place."""
-
-        def collect(output):
-            index = row["head_microbatch"]
-            result = self.collect(self.shared, jnp.where(last, y, 0), self.microbatch(index))
-            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
-            return jax.tree.map(place, output, vary(result))
-
-        return _run_if("head", row, collect, output)
+        return carry._replace(shared_gradients=scored[0], output=scored[1], gradients=scored[2])
 
     def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
-        """The tick's backward, whole, in part or I; on the first stage the embedding's too. Returns what to send back."""
+        """The tick's backward, whole, in part or I. Returns what to send back."""
         on, microbatch = row["backward_on"] == 1, self.microbatch(row["backward_microbatch"])
         dy = self.pin(carry.gradients[row["backward_inbox"]])
         place = (microbatch, row["backward_chunk"], carry.stash, row["backward_stash"], carry.block_gradients)
         if self.schedule.paired:
             dy = jnp.where(on, dy, jnp.nan) if self.poison else dy
-            dx, block_gradients = self.stack.backward(dy, *place, keep=on)
+            dx, block_gradients, turns = self.stack.backward(dy, *place, keep=on, turns=carry.turns)
         elif self.schedule.split:
             blocks = row["backward_on"] * self.per_chunk
-            dx, block_gradients, kept = self.stack.backward_input(dy, *place, carry.kept, row["backward_kept"], blocks)
+            kept_place = (carry.kept, row["backward_kept"])
+            dx, block_gradients, kept, turns = self.stack.backward_input(dy, *place, *kept_place, blocks, carry.turns)
             carry = carry._replace(kept=kept)
         else:
             dy = jnp.where(on & (row["backward_part"] == 0), dy, carry.middle)
             low, high = self.stack.run_of(row["backward_part"], row["backward_parts"])
-            dx, block_gradients = self.stack.backward(dy, *place, blocks=(low, jnp.where(on, high, low)))
+            blocks = low, jnp.where(on, high, low)
+            dx, block_gradients, turns = self.stack.backward(dy, *place, blocks=blocks, turns=carry.turns)
             carry = carry._replace(middle=self.pin(dx))
-        carry, dx = carry._replace(block_gradients=block_gradients), self.pin(dx)
+        return carry._replace(block_gradients=block_gradients, turns=turns), self.pin(dx)
 
+    def enter_backward(self, carry: Carry, dx: jax.Array, row) -> Carry:
+        """The embedding's backward, where a microbatch's last gradient has come out of the first stage."""
         complete = row["backward_part"] == row["backward_parts"] - 1
-        first = on & complete & (row["backward_first"] == 1)
+        first = (row["backward_on"] == 1) & complete & (row["backward_first"] == 1)
 
         def embed_backward(shared_gradients):
             entered = self.microbatch(row["embed_backward_microbatch"])
             _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, entered), self.shared)
             return _accumulate(shared_gradients, vjp(jnp.where(first, dx, 0))[0])
 
-        shared = _run_if("embed_backward", row, embed_backward, carry.shared_gradients)
-        return carry._replace(shared_gradients=shared), dx
+        return carry._replace(shared_gradients=_run_if("embed_backward", row, embed_backward, carry.shared_gradients))
 
     @jax.named_scope(WEIGHT)
     def weight_gradients(self, carry: Carry, row) -> Carry:
         """The tick's W: what an earlier I left undone."""
         microbatch, blocks = self.microbatch(row["weight_microbatch"]), row["weight_on"] * self.per_chunk
         place = (microbatch, row["weight_chunk"], carry.stash, row["weight_stash"], carry.block_gradients)
-        block_gradients = self.stack.backward_weight(carry.middle, *place, carry.kept, row["weight_kept"], blocks)
-        return carry._replace(block_gradients=block_gradients)
+        kept_place = (carry.kept, row["weight_kept"])
+        block_gradients, turns = self.stack.backward_weight(carry.middle, *place, *kept_place, blocks, carry.turns)
+        return carry._replace(block_gradients=block_gradients, turns=turns)
 
     @jax.named_scope("send")
     def send(self, direction: str, value: jax.Array) -> list[jax.Array]:

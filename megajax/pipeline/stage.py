@@ -84,11 +84,13 @@ class Stack:
         return lax.fori_loop(0, self.per_chunk, step, x)
 
     def forward_stashing(
-        self, x: jax.Array, microbatch: Tree, chunk, stage, stash: Tree, slot, blocks=None
-    ) -> tuple[jax.Array, Tree]:
+        self, x: jax.Array, microbatch: Tree, chunk, stage, stash: Tree, slot, blocks=None, turns=0
+    ) -> tuple[jax.Array, Tree, jax.Array]:
         """As `forward`, writing each block's residuals into `stash[slot, block]` in place.
 
-        `blocks` is how many blocks to run where that is decided at run time: all, or none in a bubble.
+        Args:
+          blocks: how many blocks to run where that is decided at run time: all, or none in a bubble.
+          turns: a count, here and below; see `counted_loop`.
         """
 
         def step(index, carry):
@@ -96,11 +98,22 @@ class Stack:
             y, vjp = self._vjp(chunk * self.per_chunk + index, stage * self.per_chunk + index, x, microbatch)
             return y, self._write(stash, slot, index, (vjp.opaque_residuals, x))
 
-        return lax.fori_loop(0, self.per_chunk if blocks is None else blocks, step, (x, stash))
+        turns, (y, stash) = counted_loop(turns, self.per_chunk if blocks is None else blocks, step, (x, stash))
+        return y, stash, turns
 
     def backward(
-        self, dy: jax.Array, microbatch: Tree, chunk, stash: Tree, slot, gradients: Tree, *, keep=None, blocks=None
-    ) -> tuple[jax.Array, Tree]:
+        self,
+        dy: jax.Array,
+        microbatch: Tree,
+        chunk,
+        stash: Tree,
+        slot,
+        gradients: Tree,
+        *,
+        keep=None,
+        blocks=None,
+        turns=0,
+    ) -> tuple[jax.Array, Tree, jax.Array]:
         """Gradient of a chunk, or of a run of its blocks, last block first.
 
         Args:
@@ -111,7 +124,7 @@ class Stack:
           blocks: (low, high), the run of the chunk's blocks, where that is decided at run time; none in a bubble.
 
         Returns:
-          gradient of the input, and the accumulators.
+          gradient of the input, the accumulators, and turns.
         """
         template = self._template(dy, microbatch)
         low, high = (0, self.per_chunk) if blocks is None else blocks
@@ -129,7 +142,8 @@ class Stack:
 
             return dx, jax.tree.map(add, gradients, dw, self.cut)
 
-        return lax.fori_loop(0, high - low, step, (dy, gradients))
+        turns, (dx, gradients) = counted_loop(turns, high - low, step, (dy, gradients))
+        return dx, gradients, turns
 
     def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
         """Zeros of [slots, blocks per chunk, ...] for what `backward_input` leaves for `backward_weight`."""
@@ -142,8 +156,18 @@ class Stack:
         return [jnp.zeros((slots, self.per_chunk, *leaf.shape), leaf.dtype) for leaf in shapes]
 
     def backward_input(
-        self, dy: jax.Array, microbatch: Tree, chunk, stash: Tree, slot, gradients: Tree, kept: Tree, kept_slot, blocks
-    ) -> tuple[jax.Array, Tree, Tree]:
+        self,
+        dy: jax.Array,
+        microbatch: Tree,
+        chunk,
+        stash: Tree,
+        slot,
+        gradients: Tree,
+        kept: Tree,
+        kept_slot,
+        blocks,
+        turns,
+    ) -> tuple[jax.Array, Tree, Tree, jax.Array]:
         """I: the gradient of a chunk's input, and of the weights that take no matmul.
 
         What `backward_weight` needs beside the stash goes to `kept[kept_slot, block]`. `blocks`: all, or none in a bubble.
@@ -160,11 +184,22 @@ class Stack:
             kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
             return dx, self._add(gradients, early, place, split.is_late, False), kept
 
-        return lax.fori_loop(0, blocks, step, (dy, gradients, kept))
+        turns, (dx, gradients, kept) = counted_loop(turns, blocks, step, (dy, gradients, kept))
+        return dx, gradients, kept, turns
 
     def backward_weight(
-        self, x: jax.Array, microbatch: Tree, chunk, stash: Tree, slot, gradients: Tree, kept: Tree, kept_slot, blocks
-    ) -> Tree:
+        self,
+        x: jax.Array,
+        microbatch: Tree,
+        chunk,
+        stash: Tree,
+        slot,
+        gradients: Tree,
+        kept: Tree,
+        kept_slot,
+        blocks,
+        turns,
+    ) -> tuple[Tree, jax.Array]:
         """W: the gradients of a chunk's weights that `backward_input` left; of `x` only the type is read."""
         template = self._template(x, microbatch)
 
@@ -175,7 +210,8 @@ class Stack:
             late = split.weight(residuals, self._weights(place), x, [whole[kept_slot, index] for whole in kept])
             return self._add(gradients, late, place, split.is_late, True)
 
-        return lax.fori_loop(0, blocks, step, gradients)
+        turns, gradients = counted_loop(turns, blocks, step, gradients)
+        return gradients, turns
 
     def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
         """The block's backward in two; a gradient has the type of what it is the gradient of."""
@@ -206,6 +242,16 @@ class Stack:
         """The VJP object's structure, with shapes for leaves. Two traces of a block give the same one."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
+
+
+def counted_loop(turns, count, step: Callable, state: Tree) -> tuple[jax.Array, Tree]:
+    """`lax.fori_loop(0, count, step, state)`, and `turns` plus the turns it took, which nobody knows before its end."""
+
+    def counted(index, counted_state):
+        turns, state = counted_state
+        return turns + 1, step(index, state)
+
+    return lax.fori_loop(0, count, counted, (turns, state))
 
 
 def _rebuild(template, residuals: Tree, arguments: tuple):

@@ -24,9 +24,10 @@ def programs(model, recompute):
     stash = stack.forward_stashing(x, microbatch, 0, 0, stack.empty_stash(1, x, microbatch), 0)[1]
     kept = stack.empty_kept(1, x, microbatch)
     zeros = jax.tree.map(jnp.zeros_like, stack.weights)
-    whole = lambda dy: stack.backward(dy, microbatch, 0, stash, 0, zeros)  # noqa: E731
-    of_input = lambda dy: stack.backward_input(dy, microbatch, 0, stash, 0, zeros, kept, 0, 1)  # noqa: E731
-    weights = lambda gradients, kept: stack.backward_weight(x, microbatch, 0, stash, 0, gradients, kept, 0, 1)  # noqa: E731
+    place = (microbatch, 0, stash, 0)
+    whole = lambda dy: stack.backward(dy, *place, zeros)[:2]  # noqa: E731
+    of_input = lambda dy: stack.backward_input(dy, *place, zeros, kept, 0, 1, 0)[:3]  # noqa: E731
+    weights = lambda gradients, kept: stack.backward_weight(x, *place, gradients, kept, 0, 1, 0)[0]  # noqa: E731
     return whole, of_input, weights, jnp.cos(x)
 
 

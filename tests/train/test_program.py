@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -104,3 +105,20 @@ def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunk
     copies = [line for line in text.splitlines() if " copy(" in line and any(shape in line for shape in big)]
     entry = text[text.index("ENTRY ") :]
     assert [line for line in copies if line not in entry] == []
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_v", 2)])
+def test_in_a_mixed_tick_no_rank_waits_between_its_loops(schedule, chunks):
+    """Ranks do different operations there; one that met another between two loops would wait for the other's operation."""
+    _, step = compiled((1, 4, 2), schedule, chunks, 8)
+    loop_over_blocks = re.compile(r" while\(.*/[FBIW]/while\"")
+    meeting = re.compile(r" while\(.*/(head|embed_backward)/while\"| collective-permute(-start)?\(.*/send/ppermute\"")
+    seen = 0
+    for computation in step.as_text().split("\n\n"):
+        lines = computation.splitlines()  # in the order in which they run
+        loops = [at for at, line in enumerate(lines) if loop_over_blocks.search(line)]
+        meetings = [at for at, line in enumerate(lines) if meeting.search(line)]
+        if loops and meetings:
+            assert min(meetings) > max(loops)
+            seen += len(loops) > 1
+    assert seen
