@@ -22,21 +22,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import tables
-from megajax.pipeline.executor import (
-    BATCH,
-    MANUAL,
-    WHOLE,
-    Carry,
-    Rank,
-    Specs,
-    added,
-    is_spec,
-    rank_columns,
-    summed,
-    vary,
-)
+from megajax.pipeline.executor import BATCH, Carry, Rank, rank_columns
 from megajax.pipeline.schedule import BACKWARD, FORWARD, Schedule, ScheduleError, Work
 from megajax.pipeline.schedules import make_schedule
+from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, is_spec, summed, vary
 
 Tree = Any
 NAME = "pipedream_2bw"

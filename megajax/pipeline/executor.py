@@ -26,43 +26,17 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.parallel.rules import only
 from megajax.parallel.zero import Cut
 from megajax.pipeline import tables
 from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, full_specs, is_spec, summed, vary
 from megajax.pipeline.stage import Stack
 
 Tree = Any
-MANUAL = ("data", "pipe")
-BLOCKS = P(None, "pipe")
 BATCH = P(None, "data")
 # Of a send: XLA's scheduler has one collective at a time on their common stream, so there a send would end before a loop
 # over blocks, which gathers over tensor, began. On the stream for sends it stays under way.
 OWN_STREAM = {"_xla_gpu_collective_stream": "p2p"}
-
-
-class Specs(NamedTuple):
-    """How params and gradients lie on the mesh: two trees of PartitionSpec, like params or a prefix of that.
-
-    A gradient is summed over the axes that its weight is not split over, and comes out split as its own spec says: by a
-    reduce-scatter where that has an axis which the weight's has not (ZeRO-1).
-    """
-
-    weights: Tree
-    gradients: Tree
-
-    @property
-    def manual(self) -> "Specs":
-        """The same over the axes that the executor is manual over."""
-        return Specs(*(jax.tree.map(lambda spec: only(spec, MANUAL), specs, is_leaf=is_spec) for specs in self))
-
-
-def is_spec(node) -> bool:
-    """Whether a node of a tree is a PartitionSpec, which is its leaf."""
-    return isinstance(node, P)
-
-
-WHOLE = Specs({"blocks": BLOCKS, "shared": P()}, {"blocks": BLOCKS, "shared": P()})
 
 
 class Carry(NamedTuple):
@@ -158,49 +132,6 @@ def rank_columns(columns: Tree) -> Tree:
     return jax.tree.map(lambda column: vary(column[:, 0]), columns)
 
 
-def vary(tree: Tree) -> Tree:
-    """Marks values as differing between ranks and replicas.
-
-    Without it `jax.vjp` of something replicated would sum its gradient over the mesh inside the tick loop.
-    """
-
-    def mark(leaf):
-        missing = tuple(axis for axis in MANUAL if axis not in jax.typeof(leaf).mat.varying)
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(mark, tree)
-
-
-def added(x: Tree, axes: tuple[str, ...]) -> Tree:
-    """The sum over manual axes.
-
-    On one rank and one replica that is x; but XLA refuses a sum there beside a tensor axis that it splits itself, "Cross-
-    partition allreduce must be in (partial) manual partitioning mode" (jax 0.10.2), so it is written as a gather.
-    """
-    if all(lax.axis_size(axis) == 1 for axis in MANUAL):
-        return jax.tree.map(lambda a: lax.all_gather(a[None], axes, axis=0, tiled=True, to="invarying")[0], x)
-    return lax.psum(x, axes)
-
-
-def summed(totals: Tree, specs: Specs) -> Tree:
-    """Each rank's totals, shaped like its part of the weights, to the gradients as they are to lie."""
-
-    def one(total, weight: P, gradient: P):
-        over = [axis for axis in MANUAL if axis not in only(weight, MANUAL)]
-        cut = Cut.of(gradient)
-        if "data" in over and cut.axis is not None:
-            total = cut.scatter(total)
-            over.remove("data")
-        return added(total, tuple(over)) if over else total
-
-    return jax.tree.map(one, totals, *(_full(spec, totals) for spec in specs))
-
-
-def _full(specs: Tree, like: Tree) -> Tree:
-    """A prefix of a tree of PartitionSpec, as the whole tree."""
-    return jax.tree.map(lambda spec, below: jax.tree.map(lambda _: spec, below), specs, like, is_leaf=is_spec)
-
-
 class Rank:
     """One rank's part of the program, while it is traced."""
 
@@ -221,7 +152,7 @@ class Rank:
         self.functions, self.schedule, self.table = functions, schedule, table
         self.collect, self.poison = collect, poison
         self.pin = constrain
-        specs = _full(specs.weights, params)["blocks"]
+        specs = full_specs(specs.weights, params)["blocks"]
         self.batch, self.blocks = vary(batch), vary(params["blocks"])
         self.shared = vary(params["shared"])
         self.per_chunk = jax.tree.leaves(self.blocks)[0].shape[2]

@@ -11,7 +11,7 @@ from megajax.models import gpt
 from megajax.parallel.rules import AxisRules
 from megajax.parallel.zero import cut_over_data
 from megajax.pipeline import layout
-from megajax.pipeline.executor import Specs, is_spec
+from megajax.pipeline.specs import Specs, is_spec
 
 __all__ = ["ParameterSpecs", "axis_rules", "group_blocks", "initial_params", "parameter_specs", "share_ends"]
 
