@@ -30,7 +30,7 @@ from megajax.parallel.zero import Cut
 from megajax.pipeline import tables
 from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, full_specs, is_spec, summed, vary
-from megajax.pipeline.stage import Stack
+from megajax.pipeline.stage import Stack, counted_loop, held
 
 Tree = Any
 BATCH = P(None, "data")
@@ -243,19 +243,19 @@ class Rank:
         """The tick's forward; on the first stage the embedding too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
         x = self.pin(carry.activations[row["forward_inbox"]])
-        first, entering = on & (row["forward_first"] == 1), self.microbatch(row["embed_microbatch"])
+        first = on & (row["forward_first"] == 1)
 
-        def embed(state):
-            x, turns = state
-            return jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x), turns + 1
+        def embed(zero, x):
+            entering = held(zero, self.microbatch(row["embed_microbatch"]))
+            return jnp.where(first, self.pin(self.functions.embed(self.shared, entering)), x)
 
-        x, turns = _run_if("embed", row, embed, (x, carry.turns))
+        turns, x = _run_if("embed", row, carry.turns, embed, x)
         x = self.pin(x)
         if self.poison:
             x = jnp.where(on, x, jnp.nan)
         chunk, stage = row["forward_chunk"], row["forward_stage"]
         if self.collect is not None:
-            return carry, self.pin(self.stack.forward(x, microbatch, chunk, stage))
+            return carry._replace(turns=turns), self.pin(self.stack.forward(x, microbatch, chunk, stage))
         blocks = None if self.schedule.paired else row["forward_on"] * self.per_chunk
         y, stash, turns = self.stack.forward_stashing(
             x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks, turns
@@ -266,26 +266,28 @@ class Rank:
     def leave(self, carry: Carry, y: jax.Array, row) -> Carry:
         """What the model's end makes of the last stage's output `y`: loss and its gradient, or what `collect` returns."""
         last, index = (row["forward_on"] & row["forward_last"]) == 1, row["head_microbatch"]
-        leaving = self.microbatch(index)
+        inputs = (jnp.where(last, y, 0), self.microbatch(index))
 
-        def collect(output):
-            result = self.collect(self.shared, jnp.where(last, y, 0), leaving)
+        def collect(zero, output):
+            result = self.collect(self.shared, *held(zero, inputs))
             place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
             return jax.tree.map(place, output, vary(result))
 
-        def score(state):
+        def score(zero, state):
             shared_gradients, losses, waiting = state
-            own = jnp.where(last, y, 0)
+            own, leaving, cotangent = held(zero, (*inputs, jnp.where(last, self.cotangents[index], 0)))
             value, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, leaving), self.shared, own)
-            shared, dy = vjp(jnp.where(last, self.cotangents[index], 0).astype(value.dtype))
+            shared, dy = vjp(cotangent.astype(value.dtype))
             waiting = waiting.at[row["forward_loss_gradient"]].set(self.pin(dy))
             losses = losses.at[index].add(jnp.where(last, value, 0))
             return _accumulate(shared_gradients, shared), losses, jax.vmap(self.pin)(waiting)
 
         if self.collect is not None:
-            return carry._replace(output=_run_if("head", row, collect, carry.output))
-        scored = _run_if("head", row, score, (carry.shared_gradients, carry.output, carry.gradients))
-        return carry._replace(shared_gradients=scored[0], output=scored[1], gradients=scored[2])
+            turns, output = _run_if("head", row, carry.turns, collect, carry.output)
+            return carry._replace(output=output, turns=turns)
+        state = (carry.shared_gradients, carry.output, carry.gradients)
+        turns, (shared, output, gradients) = _run_if("head", row, carry.turns, score, state)
+        return carry._replace(shared_gradients=shared, output=output, gradients=gradients, turns=turns)
 
     def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's backward, whole, in part or I. Returns what to send back."""
@@ -313,12 +315,13 @@ class Rank:
         complete = row["backward_part"] == row["backward_parts"] - 1
         first = (row["backward_on"] == 1) & complete & (row["backward_first"] == 1)
 
-        def embed_backward(shared_gradients):
-            entered = self.microbatch(row["embed_backward_microbatch"])
+        def embed_backward(zero, shared_gradients):
+            out, entered = held(zero, (jnp.where(first, dx, 0), self.microbatch(row["embed_backward_microbatch"])))
             _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, entered), self.shared)
-            return _accumulate(shared_gradients, vjp(jnp.where(first, dx, 0))[0])
+            return _accumulate(shared_gradients, vjp(out)[0])
 
-        return carry._replace(shared_gradients=_run_if("embed_backward", row, embed_backward, carry.shared_gradients))
+        turns, shared = _run_if("embed_backward", row, carry.turns, embed_backward, carry.shared_gradients)
+        return carry._replace(shared_gradients=shared, turns=turns)
 
     @jax.named_scope(WEIGHT)
     def weight_gradients(self, carry: Carry, row) -> Carry:
@@ -349,10 +352,14 @@ class Rank:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batch)
 
 
-def _run_if(end: str, row, function: Callable, state: Tree) -> Tree:
-    """`function(state)` where one of the model's ends is on, else `state`: a loop of one turn or none, updated in place."""
+def _run_if(end: str, row, turns: jax.Array, function: Callable, state: Tree) -> tuple[jax.Array, Tree]:
+    """`function(zero, state)` where one of the model's ends is on, else `state`; a loop, so updated in place.
+
+    The loops of a tick count on one another's turns, so they run in one order on all ranks, and `function` must hold all it
+    reads (`stage.held`): on CPU two sums over the same ranks at a time would be taken for one (all have channel 1).
+    """
     with jax.named_scope(end):
-        return lax.fori_loop(0, row[f"{end}_on"], lambda _, state: function(state), state)
+        return counted_loop(turns, row[f"{end}_on"], lambda _, zero, state: function(zero, state), state)
 
 
 def _accumulate(total: Tree, new: Tree) -> Tree:

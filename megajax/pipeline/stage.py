@@ -93,9 +93,10 @@ class Stack:
           turns: a count, here and below; see `counted_loop`.
         """
 
-        def step(index, carry):
+        def step(index, zero, carry):
             x, stash = carry
-            y, vjp = self._vjp(chunk * self.per_chunk + index, stage * self.per_chunk + index, x, microbatch)
+            place, layer = (which * self.per_chunk + index for which in (chunk + zero, stage))
+            y, vjp = self._vjp(place, layer, x, microbatch)
             return y, self._write(stash, slot, index, (vjp.opaque_residuals, x))
 
         turns, (y, stash) = counted_loop(turns, self.per_chunk if blocks is None else blocks, step, (x, stash))
@@ -129,11 +130,11 @@ class Stack:
         template = self._template(dy, microbatch)
         low, high = (0, self.per_chunk) if blocks is None else blocks
 
-        def step(count, carry):
+        def step(count, zero, carry):
             dy, gradients = carry
             index = high - 1 - count
-            place = chunk * self.per_chunk + index
-            residuals, x = self._read(stash, slot, index)
+            place = (chunk + zero) * self.per_chunk + index
+            residuals, x = self._read(stash, slot + zero, index)
             dw, dx = _rebuild(template, residuals, (self._weights(place), x))(dy)
 
             def add(total, new, cut):
@@ -174,11 +175,11 @@ class Stack:
         """
         template = self._template(dy, microbatch)
 
-        def step(count, carry):
+        def step(count, zero, carry):
             dy, gradients, kept = carry
             index = self.per_chunk - 1 - count
-            place = chunk * self.per_chunk + index
-            residuals, x = self._read(stash, slot, index)
+            place = (chunk + zero) * self.per_chunk + index
+            residuals, x = self._read(stash, slot + zero, index)
             split = self._split(template, residuals, self._weights(place), x)
             dx, early, new = split.input(residuals, self._weights(place), x, dy)
             kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
@@ -203,11 +204,11 @@ class Stack:
         """W: the gradients of a chunk's weights that `backward_input` left; of `x` only the type is read."""
         template = self._template(x, microbatch)
 
-        def step(index, gradients):
-            place = chunk * self.per_chunk + index
-            residuals, x = self._read(stash, slot, index)
+        def step(index, zero, gradients):
+            place = (chunk + zero) * self.per_chunk + index
+            residuals, x = self._read(stash, slot + zero, index)
             split = self._split(template, residuals, self._weights(place), x)
-            late = split.weight(residuals, self._weights(place), x, [whole[kept_slot, index] for whole in kept])
+            late = split.weight(residuals, self._weights(place), x, [whole[kept_slot + zero, index] for whole in kept])
             return self._add(gradients, late, place, split.is_late, True)
 
         turns, gradients = counted_loop(turns, blocks, step, gradients)
@@ -245,13 +246,25 @@ class Stack:
 
 
 def counted_loop(turns, count, step: Callable, state: Tree) -> tuple[jax.Array, Tree]:
-    """`lax.fori_loop(0, count, step, state)`, and `turns` plus the turns it took, which nobody knows before its end."""
+    """`lax.fori_loop` from 0 to `count`, for loops that may take no turn; and `turns` plus those it took.
+
+    Nobody knows the sum before the loop's end. `step(index, zero, state)` gets a number that is 0 and that XLA takes for one
+    that changes from turn to turn. Work that depends on it stays in the loop; other work that is the same in all turns XLA
+    does once before the loop, so even where there is no turn.
+    """
 
     def counted(index, counted_state):
-        turns, state = counted_state
-        return turns + 1, step(index, state)
+        turns, zero, state = counted_state
+        return turns + 1, zero + jnp.minimum(turns, 0), step(index, zero, state)
 
-    return lax.fori_loop(0, count, counted, (turns, state))
+    turns = jnp.asarray(turns, jnp.int32)
+    turns, _, state = lax.fori_loop(0, count, counted, (turns, jnp.zeros_like(turns), state))
+    return turns, state
+
+
+def held(zero: jax.Array, values: Tree) -> Tree:
+    """The values, which XLA takes for others in each turn of the `counted_loop` whose `zero` it is."""
+    return jax.tree.map(lambda value: jnp.where(zero == 0, value, jnp.zeros_like(value)), values)
 
 
 def _rebuild(template, residuals: Tree, arguments: tuple):

@@ -122,3 +122,15 @@ def test_in_a_mixed_tick_no_rank_waits_between_its_loops(schedule, chunks):
             assert min(meetings) > max(loops)
             seen += len(loops) > 1
     assert seen
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_what_belongs_in_a_loop_stays_there(schedule, chunks):
+    """A loop may take no turn. What XLA moves out of it is done all the same, in every tick; here, of one block a chunk."""
+    training, step = compiled((1, 4, 1), schedule, chunks, 8)
+    ticks = [text for text in step.as_text().split("\n\n") if re.search(r" collective-permute\(.*/send/ppermute\"", text)]
+    assert ticks
+    loops = r"/(head|embed|embed_backward)/while/" if training.schedule.paired else r"/while/body/.*/while/"
+    for text in ticks:
+        found = re.findall(r" (all-reduce|all-gather|reduce-scatter|dot)\(.*op_name=\"([^\"]*)", text)
+        assert [name for _, name in found if re.search(loops, name)] == []
