@@ -209,7 +209,9 @@ def step_time(
         tensor=batches * layers * both.tensor,
         bubble=bubble,
         sends=_sends_time(run, prices),
-        data=_gathers_time(run, prices, blocks) if zero_3 else _sum_time(run, prices, sharding, backward.total * layers),
+        data=_gathers_time(run, prices, blocks)
+        if zero_3
+        else _sum_time(run, prices, sharding, backward.total * layers),
         optimizer=_optimizer_time(run, prices, sharding),
         copies=_copies_time(run, prices) if software.copies_stash else 0.0,
     )
