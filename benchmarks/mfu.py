@@ -59,8 +59,8 @@ class Asked:
     words: tuple[str, ...]
     meshes: tuple[str, ...] | None
     schedules: tuple[str, ...] | None
-    microbatch_sizes: tuple[int, ...]
-    recomputes: tuple[str, ...]
+    microbatch_sizes: tuple[int, ...] | None
+    recomputes: tuple[str, ...] | None
     blocks: tuple[int, ...] | None
     peers: bool
     peer_python: str
@@ -104,13 +104,8 @@ def read_options(words: Sequence[str]) -> Asked:
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
-    for name, kind, default in (
-        ("--meshes", str, None),
-        ("--schedules", str, None),
-        ("--microbatch-sizes", int, (1, 2, 4, 8)),
-        ("--recomputes", str, ("none", "selective", "full")),
-    ):
-        add(name, nargs="+", type=kind, default=default)
+    for name, kind in (("--meshes", str), ("--schedules", str), ("--microbatch-sizes", int), ("--recomputes", str)):
+        add(name, nargs="+", type=kind, default=None)
     add("--blocks", nargs="*", type=int, default=None)
     add("--peers", action="store_true")
     add("--peer-python", default=sys.executable)

@@ -11,6 +11,8 @@ from megajax.config import ConfigError, RunConfig
 # Single-GPU shapes of 2104.04473 table 1 and GPT-3's: h = 2304 has 24 heads, the others heads of 128.
 BLOCKS = (2304, 4096, 6144, 12288)
 HEADS = {2304: 24}
+MICROBATCH_SIZES = (1, 2, 4, 8)
+RECOMPUTES = ("none", "selective", "full")
 MOST_LAYERS, LAYERS_ON_CPU = 8, 2
 MICROBATCHES = 8  # of a step of blocks, so that the optimizer's part in it is small
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b:2", "zb_h1", "zb_1p_interleaved:2", "zb_v:2")
@@ -34,26 +36,32 @@ def sweeps(
     base: RunConfig,
     meshes: Sequence[str] | None,
     schedules: Sequence[str] | None,
-    microbatch_sizes: Sequence[int],
-    recomputes: Sequence[str],
+    microbatch_sizes: Sequence[int] | None,
+    recomputes: Sequence[str] | None,
 ) -> list[Case]:
     """`base` with one thing changed at a time. Lists that were not typed (None) hold what is legal.
 
     Raises:
-      ConfigError: a mesh or schedule that cannot be read, or that is not legal for `base`.
+      ConfigError: a value that cannot be read, or that is not legal for `base`.
     """
     base.validate()
-    devices = base.parallel.devices
-    found = list(_legal(_mesh_cases(base, meshes or _all_meshes(devices)), meshes is not None))
+    if schedules and base.parallel.pipe == 1:
+        raise ConfigError(f"schedules = {' '.join(schedules)} differ only in a pipeline: type --pipe 2 or more.")
+    found = list(_legal(_mesh_cases(base, meshes or _all_meshes(base.parallel.devices)), meshes))
     if base.parallel.pipe > 1:
-        found += _legal(_schedule_cases(base, schedules or SCHEDULES), schedules is not None)
-    found += _legal(Case("microbatch size", f"b{size}", _with(base, microbatch_size=size)) for size in microbatch_sizes)
-    found += _legal(Case("recompute", mode, _with(base, recompute=mode)) for mode in recomputes)
+        found += _legal(_schedule_cases(base, schedules or SCHEDULES), schedules)
+    sizes, modes = microbatch_sizes or MICROBATCH_SIZES, recomputes or RECOMPUTES
+    found += _legal([Case("microbatch size", f"b{n}", _with(base, microbatch_size=n)) for n in sizes], microbatch_sizes)
+    found += _legal([Case("recompute", mode, _with(base, recompute=mode)) for mode in modes], recomputes)
     return found
 
 
 def blocks(
-    base: RunConfig, widths: Sequence[int], microbatch_sizes: Sequence[int], limit: int | None, layers: int | None
+    base: RunConfig,
+    widths: Sequence[int],
+    microbatch_sizes: Sequence[int] | None,
+    limit: int | None,
+    layers: int | None,
 ) -> list[Case]:
     """One-device models of each width, for each microbatch size.
 
@@ -62,6 +70,8 @@ def blocks(
       layers: of all of them; None has as many as the memory model fits, the same for all microbatch sizes.
     """
     from megajax.cost.memory import bytes_per_device
+
+    sizes = microbatch_sizes or MICROBATCH_SIZES
 
     def run(width, samples, depth):
         model = dataclasses.replace(
@@ -74,14 +84,14 @@ def blocks(
     def depth(width):
         if layers or limit is None:
             return layers or LAYERS_ON_CPU
-        largest = max(microbatch_sizes)
+        largest = max(sizes)
         fit = (n for n in range(MOST_LAYERS, 1, -1) if sum(bytes_per_device(run(width, largest, n)).values()) <= limit)
         return next(fit, 1)
 
     return [
         Case(f"blocks of h = {width}", f"h{width} b{samples}", run(width, samples, depth(width)))
         for width in widths
-        for samples in microbatch_sizes
+        for samples in sizes
     ]
 
 
@@ -89,8 +99,8 @@ def _with(run: RunConfig, **fields) -> RunConfig:
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **fields))
 
 
-def _legal(cases: Iterable[Case], typed: bool = False) -> Iterable[Case]:
-    """Those that are; one that was typed must be."""
+def _legal(cases: Iterable[Case], typed: Sequence | None) -> Iterable[Case]:
+    """Those that are; where they were typed, all must be."""
     for case in cases:
         try:
             case.run.validate()

@@ -11,6 +11,7 @@ import functools
 
 from megajax.checks import SCHEDULE_FILES
 from megajax.config import ModelConfig, RunConfig, padded_vocabulary
+from megajax.cost.attention import is_fused
 from megajax.models.recompute import bytes_per_layer, kept_values
 from megajax.pipeline import continuous, tables
 from megajax.pipeline.of_run import arguments, run_schedule
@@ -162,6 +163,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
+        fused_attention=is_fused(run.parallel),
     )
     layer //= parallel.recompute_blocks  # one input for all of them
     workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
@@ -211,7 +213,8 @@ def stash_copies(run: RunConfig, item: int) -> int:
     copied = {"probabilities", "probabilities_mask"}
     if parallel.microbatch_size > 1 and model.positions == "rotary":
         copied.add("qkv")
-    values = [value for value in kept_values(model, parallel.recompute) if value.name in copied]
+    kept = kept_values(model, parallel.recompute, fused_attention=is_fused(run.parallel))
+    values = [value for value in kept if value.name in copied]
     samples = parallel.microbatch_size
     return sum(samples * value.elements * (1 if value.mask else item) // parallel.tensor for value in values)
 

@@ -9,7 +9,8 @@ class Software:
 
     Attributes:
       name: as printed.
-      fused_attention: scores are never written to memory (2205.14135), and those the mask hides are not computed.
+      fused_attention: scores are never written to memory (2205.14135), and those the mask hides are not computed; also where
+        a run says so (`cost/attention.py`).
       tensor_overlap: share of the tensor-parallel communication hidden behind matmuls.
       data_overlap: the gradient sum runs behind the last microbatch's backward.
       send_overlap: pipeline sends run behind the next chunk.
@@ -44,7 +45,6 @@ class Software:
 # 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
 # Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
 MEGAJAX = Software("megajax", lockstep=True, gathers_again=2, copies_stash=True)
-MEGAJAX_FUSED = dataclasses.replace(MEGAJAX, name="megajax with fused attention", fused_attention=True)
 
 # 52 bytes a logit: the passes of Megatron-LM's vocab_parallel_cross_entropy, counted in tensor_parallel/cross_entropy.py:
 # to fp32, maximum, subtract, exponential, sum, divide; backwards copy, scale, to 16 bit. Gradients are summed in the type

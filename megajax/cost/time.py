@@ -12,6 +12,7 @@ What is left out: launching kernels, loading data, stragglers, contention betwee
 import dataclasses
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig
+from megajax.cost.attention import is_fused
 from megajax.cost.cards import Card
 from megajax.cost.memory import (
     ITEMSIZE,
@@ -122,7 +123,7 @@ def _attention_times(model: ModelConfig, parallel: ParallelConfig, prices: Price
     item, software = prices.itemsize, prices.software
     tokens, heads = model.sequence_length, parallel.microbatch_size * model.heads / parallel.tensor
     scores = heads * tokens * tokens
-    if software.fused_attention:
+    if software.fused_attention or is_fused(parallel):
         forward = prices.fused_attention(4 * scores * model.head_size)
         return forward, prices.fused_backward * forward, 0.0  # a fused backward computes the scores again anyway
     products = 2 * prices.matmul(tokens, model.head_size, tokens, heads)
