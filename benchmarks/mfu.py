@@ -134,6 +134,7 @@ def measure(asked: Asked) -> dict:
     """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows"."""
     from megajax.cost.hardware import device_peak
     from megajax.mesh import start_devices
+    from megajax.train.operations import attention_choice
 
     request = parse(asked.words, "", ON_CPU)
     devices = start_devices(request.devices, request.devices_needed or (1 if asked.blocks else CPU_DEVICES))
@@ -141,6 +142,8 @@ def measure(asked: Asked) -> dict:
     if not on_cpu:
         request = parse(asked.words, "", ON_GPU)
     run = request.run(1 if asked.blocks else request.devices_needed or len(devices), "fp32" if on_cpu else "bf16")
+    attention = attention_choice(run, devices[0]).name
+    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
     if asked.blocks:
         limit = None if on_cpu else devices[0].memory_stats()["bytes_limit"]
         cases = blocks(run, asked.blocks, asked.microbatch_sizes, limit, request.given.get("layers"))

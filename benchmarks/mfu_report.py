@@ -41,7 +41,8 @@ def table(results: dict) -> str:
         lines += [
             "",
             f"{sweep}: {model['layers']} layers of h = {model['hidden']}, {model['heads']} heads, "
-            f"{model['sequence_length']} tokens a sample, vocabulary {model['vocabulary']}",
+            f"{model['sequence_length']} tokens a sample, vocabulary {model['vocabulary']}, "
+            f"{rows[0]['run']['train']['precision']}, attention {rows[0]['run']['parallel']['attention']}",
             _HEAD + (_GPU_HEAD if peak else f"{'of the best':>13}"),
         ]
         best = max((one["tokens_per_second"] or 0 for one in rows), default=0)

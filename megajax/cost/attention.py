@@ -33,5 +33,5 @@ def with_attention(run: RunConfig, card: Card) -> RunConfig:
 
 
 def is_fused(parallel: ParallelConfig) -> bool:
-    """Whether blocks never hold the scores, as under cuDNN's attention. "auto" counts as xla: see `with_attention`."""
-    return parallel.attention == "cudnn"
+    """Whether blocks keep no scores: under cuDNN's attention, and a ring's. "auto" counts as xla: see `with_attention`."""
+    return parallel.attention == "cudnn" or parallel.context > 1

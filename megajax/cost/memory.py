@@ -151,19 +151,21 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     layers, block = model.layers // parallel.pipe, block_parameters(model, parallel.tensor)
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     parameters = layers * block + shared
-    state = parallel.data if sharding.zero >= 1 else 1
-    work = parallel.data if sharding.zero >= 3 else 1
+    replicas, tokens = parallel.data * parallel.context, model.sequence_length // parallel.context
+    state = replicas if sharding.zero >= 1 else 1
+    work = replicas if sharding.zero >= 3 else 1
     per_chunk = layers // parallel.chunks
-    activation = parallel.microbatch_size * model.sequence_length * model.hidden * item
+    activation = parallel.microbatch_size * tokens * model.hidden * item
     residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
     layer = bytes_per_layer(
         model,
         parallel.recompute,
         samples=parallel.microbatch_size,
+        sequence=tokens,
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
-        fused_attention=is_fused(run.parallel),
+        fused_attention=is_fused(parallel),
     )
     layer //= parallel.recompute_blocks  # one input for all of them
     workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
@@ -187,7 +189,7 @@ def _kept_for_weights(run: RunConfig, item: int) -> int:
     Under full recompute also the inputs of W's matmuls that I had to compute again with a matmul.
     """
     model, parallel = run.model, run.parallel
-    tokens = parallel.microbatch_size * model.sequence_length
+    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
     gates = 2 if model.activation == "swiglu" else 1
     inner = gates * model.feedforward_size
     split = item * ((model.heads + 2 * model.key_value_heads) * model.head_size + inner)
@@ -213,7 +215,8 @@ def stash_copies(run: RunConfig, item: int) -> int:
     copied = {"probabilities", "probabilities_mask"}
     if parallel.microbatch_size > 1 and model.positions == "rotary":
         copied.add("qkv")
-    kept = kept_values(model, parallel.recompute, fused_attention=is_fused(run.parallel))
+    tokens = model.sequence_length // parallel.context
+    kept = kept_values(model, parallel.recompute, tokens, is_fused(parallel))
     values = [value for value in kept if value.name in copied]
     samples = parallel.microbatch_size
     return sum(samples * value.elements * (1 if value.mask else item) // parallel.tensor for value in values)
@@ -227,7 +230,7 @@ def _workspace(run: RunConfig, item: int) -> int:
     and their gradient.
     """
     model, parallel = run.model, run.parallel
-    samples, tokens, tensor = parallel.microbatch_size, model.sequence_length, parallel.tensor
+    samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     block = item * (block_parameters(model, tensor) + 4 * samples * model.heads * tokens * tokens // tensor)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
     return max(block, logits)
