@@ -50,8 +50,8 @@ MEGAJAX = Software("megajax", lockstep=True, gathers_again=2, copies_stash=True)
 # to fp32, maximum, subtract, exponential, sum, divide; backwards copy, scale, to 16 bit. Gradients are summed in the type
 # of the weights for fp16 (accumulate_allreduce_grads_in_fp32 is set for bf16 only, arguments.py of v2.5).
 MEGATRON_2021 = Software("Megatron-LM, 2021", gradient_bytes=2, logit_bytes=52, dropout=True, scatter_gather=True)
-# DeepSpeed, which 2104.04473 ran for ZeRO-3. By its defaults (deepspeed/runtime/zero/constants.py) it overlaps communication on
-# stage 3, and leaves tensors of under 100,000 elements whole on every GPU: here all of a block's but the four matrices.
+# DeepSpeed, which 2104.04473 ran for ZeRO-3. By its defaults (deepspeed/runtime/zero/constants.py) stage 3 overlaps its
+# communication, and tensors of under 100,000 elements stay whole on every GPU: all of a block's here but the four matrices.
 DEEPSPEED_2021 = dataclasses.replace(MEGATRON_2021, name="DeepSpeed, 2021", gathered_pieces=4, gathers_ahead=True)
 # Table 1's models on one pipeline stage ran under torch's DDP, which overlaps (examples/sc21/run_table_1.sh).
 MEGATRON_2021_DDP = dataclasses.replace(MEGATRON_2021, data_overlap=True)
