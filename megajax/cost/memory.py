@@ -206,11 +206,11 @@ def stash_copies(run: RunConfig, item: int) -> int:
     out of the loop over blocks, and so transposes the whole stash, once a chunk.
 
     Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; queries, keys and values where they are
-    rotated and a microbatch is more than a sample. Where a chunk is one block there is no loop:
+    rotated and a microbatch is more than a sample; nothing with cuDNN's attention. Where a chunk is one block there is no loop:
     the workspace then uses the copy's memory again.
     """
     parallel, model = run.parallel, run.model
-    if parallel.pipe == 1 or parallel.recompute == "full":
+    if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention == "cudnn":
         return 0
     copied = {"probabilities", "probabilities_mask"}
     if parallel.microbatch_size > 1 and model.positions == "rotary":
@@ -227,10 +227,13 @@ def _workspace(run: RunConfig, item: int) -> int:
 
     A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
     grid gives 1.14 and 4.23; activations and logits add nothing, they take turns in the same memory.) The head: logits
-    and their gradient.
+    and their gradient. With cuDNN's attention there are no scores, and what then shows is those gradients, the head's two
+    arrays and an activation of all tokens. What cuDNN itself works in is not known without a GPU, and not counted.
     """
     model, parallel = run.model, run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
-    block = item * (block_parameters(model, tensor) + 4 * samples * model.heads * tokens * tokens // tensor)
+    gradients = item * block_parameters(model, tensor)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
-    return max(block, logits)
+    if parallel.attention == "cudnn":
+        return gradients + logits + item * samples * tokens * model.hidden
+    return max(gradients + item * 4 * samples * model.heads * tokens * tokens // tensor, logits)
