@@ -136,7 +136,8 @@ def measure(asked: Asked) -> dict:
     from megajax.mesh import start_devices
     from megajax.train.operations import attention_choice
 
-    request = parse(asked.words, "", ON_CPU)
+    defaults = {name: value for name, value in ON_CPU.items() if not (asked.blocks and name == "layers")}
+    request = parse(asked.words, "", defaults)
     devices = start_devices(request.devices, request.devices_needed or (1 if asked.blocks else CPU_DEVICES))
     on_cpu = devices[0].platform == "cpu"
     if not on_cpu:
