@@ -206,8 +206,8 @@ def stash_copies(run: RunConfig, item: int) -> int:
     out of the loop over blocks, and so transposes the whole stash, once a chunk.
 
     Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; queries, keys and values where they are
-    rotated and a microbatch is more than a sample; nothing with cuDNN's attention. Where a chunk is one block there is no loop:
-    the workspace then uses the copy's memory again.
+    rotated and a microbatch is more than a sample; nothing with cuDNN's attention. Where a chunk is one block there is no
+    loop: the workspace then uses the copy's memory again.
     """
     parallel, model = run.parallel, run.model
     if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention == "cudnn":
