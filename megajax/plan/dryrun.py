@@ -113,11 +113,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _title(run: RunConfig, gpu: Card) -> str:
     parallel = run.parallel
+    context = f"context {parallel.context} x " if parallel.context > 1 else ""
     return (
-        f"{run.model.name}: {run.model.parameters / 1e9:.1f}B parameters on data {parallel.data} x pipe {parallel.pipe} x "
-        f"tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, {parallel.chunks} chunks, "
-        f"{run.microbatches} microbatches of {parallel.microbatch_size}, recompute {parallel.recompute}, attention "
-        f"{parallel.attention}, {run.train.precision}"
+        f"{run.model.name}: {run.model.parameters / 1e9:.1f}B parameters on data {parallel.data} x {context}pipe "
+        f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "
+        f"{parallel.chunks} chunks, {run.microbatches} microbatches of {parallel.microbatch_size}, recompute "
+        f"{parallel.recompute}, attention {parallel.attention}, {run.train.precision}"
     )
 
 
@@ -155,7 +156,7 @@ def _program(run: RunConfig, result: dict[str, Any]) -> str:
     model, parallel = run.model, run.parallel
     program = Program(
         result["hlo"],
-        (parallel.data, parallel.pipe, parallel.tensor),
+        (parallel.data * parallel.context, parallel.pipe, parallel.tensor),
         vocabulary_rows=padded_vocabulary(model.vocabulary, parallel.vocabulary_shares) // parallel.vocabulary_shares,
         blocks_run=run.microbatches * model.layers // parallel.pipe,
         microbatches=run.microbatches,
