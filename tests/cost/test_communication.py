@@ -47,27 +47,19 @@ def test_degrees_recompute_and_gradients():
     assert ring == 2 * 4 * (6 * 2 - 4) * 16 * 64 * 2 / 2
 
 
-def compiled(axis: str, **parallel) -> tuple[float, float]:
-    """(bytes of the formulas for `axis`, bytes of the permutes along it) of a small run compiled for CPU devices."""
+def test_rings_send_what_the_formulas_say():
+    """Both kinds in one small run, compiled for CPU devices: a tensor group's matmuls, and keys and values of a context."""
     model = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)
-    layout = ParallelConfig(**parallel)
-    run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
+    layout = ParallelConfig(context=4, tensor=2, tensor_overlap="ring")
+    run = RunConfig(model, layout, TrainConfig(global_batch_size=2, precision="fp32"))
     run.validate()
-    shape = (layout.data * layout.context, layout.pipe, layout.tensor)
     found = program.collectives(communication.step_text(run, make_mesh(layout)))
-    sends = [c for c in found if c.kind == "collective-permute" and c.axes(shape) == (axis,)]
-    return sum(line.bytes for line in expected(run) if line.axis == axis), program.most_sent(sends)
-
-
-def test_a_tensor_ring_sends_what_the_formulas_say():
-    formulas, sent = compiled("tensor", data=2, tensor=4, tensor_overlap="ring")
-    assert sent == formulas
-
-
-def test_keys_and_values_go_round_a_ring_as_the_formula_says():
-    ring = bytes_by_axis(ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64), 2, context=4)
-    _, sent = compiled("data", context=4)
-    assert sent == 2 * ring["data"][0]  # fp32
+    sent = lambda axis: program.most_sent(  # noqa: E731
+        [c for c in found if c.kind == "collective-permute" and c.axes((4, 1, 2)) == (axis,)]
+    )
+    formulas = {(line.axis, line.what): line.bytes for line in expected(run)}
+    assert sent("tensor") == sum(count for (axis, _), count in formulas.items() if axis == "tensor")
+    assert sent("data") == formulas["data", "keys, values round a ring"]
 
 
 def test_a_pipeline_sends_once_a_tick(capsys):
