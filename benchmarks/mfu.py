@@ -32,6 +32,7 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -120,6 +121,8 @@ def read_options(words: Sequence[str]) -> Asked:
             raise ConfigError(f"{name} = {value} must be 1 or more: type --{name.replace('_', '-')} COUNT.")
     if own.out.exists() and not own.out.is_dir():
         raise ConfigError(f"out = {own.out} is a file: type --out FOLDER.")
+    if own.peers and shutil.which(own.peer_python) is None:
+        raise ConfigError(f"peer_python = {own.peer_python} is no program: type --peer-python VENV/bin/python.")
     values = {name: several(value) if isinstance(value, list) else value for name, value in vars(own).items()}
     return Asked(words=tuple(rest), **values)
 
@@ -131,7 +134,11 @@ def command(words: Sequence[str]) -> str:
 
 
 def measure(asked: Asked) -> dict:
-    """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows"."""
+    """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows".
+
+    Raises:
+      ConfigError: a run that is not legal, or nothing that the peers could run too.
+    """
     from megajax.cost.hardware import device_peak
     from megajax.mesh import start_devices
     from megajax.train.operations import attention_choice
@@ -146,12 +153,16 @@ def measure(asked: Asked) -> dict:
     attention = attention_choice(run, devices[0]).name
     run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
     if asked.blocks:
+        if run.parallel.devices != 1:
+            raise ConfigError(f"blocks run on one device, not {run.parallel.devices}: leave the mesh's options out.")
         limit = None if on_cpu else devices[0].memory_stats()["bytes_limit"]
         cases = blocks(run, asked.blocks, asked.microbatch_sizes, limit, request.given.get("layers"))
     else:
         cases = sweeps(run, asked.meshes, asked.schedules, asked.microbatch_sizes, asked.recomputes)
     for case in cases:
         case.run.validate()
+    if asked.peers and not any(case.run.parallel.devices == 1 for case in cases):
+        raise ConfigError("peers run on one device, and no run here does: type --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
         from benchmarks.ceilings import copy_ceiling, matmul_ceiling
@@ -230,18 +241,12 @@ def row(case: Case, seconds: list[float], results: dict) -> dict:
 
 
 def peer_rows(asked: Asked, results: dict) -> list[dict]:
-    """The peers on the shapes of the runs on one device; a peer that cannot run has an "error" in place of rates.
-
-    Raises:
-      ConfigError: no run is on one device.
-    """
+    """The peers on the shapes of the runs on one device; a peer that cannot run has an "error" in place of rates."""
     from megajax.cost.flops import flops_per_step
     from megajax.plan.compiler import run_from_json
 
     runs = [run_from_json(one["run"]) for one in results["rows"]]
     alone = list(dict.fromkeys(run for run in runs if run.parallel.devices == 1))
-    if not alone:
-        raise ConfigError("peers run on one device, and no run here does: type --blocks, or --devices cpu:1.")
     rows = []
     for name, file in PEERS.items():
         _say(f"{name}: {len(alone)} shapes")

@@ -203,16 +203,17 @@ def step_time(
         software.lockstep,
     )
     blocks = batches * layers * both.total
-    zero_3 = sharding.zero == 3
+    if sharding.zero == 3:
+        data = _gathers_time(run, prices, blocks)
+    else:
+        data = _sum_time(run, prices, sharding, backward.total * layers)
     return StepTime(
         blocks=blocks - batches * layers * both.tensor,
         head=batches * head_time(model, parallel, prices, sharding),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
         sends=_sends_time(run, prices),
-        data=_gathers_time(run, prices, blocks)
-        if zero_3
-        else _sum_time(run, prices, sharding, backward.total * layers),
+        data=data,
         optimizer=_optimizer_time(run, prices, sharding),
         copies=_copies_time(run, prices) if software.copies_stash else 0.0,
     )

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import ceilings, mfu, mfu_cases, mfu_report, peers
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 TINY = "--model tiny --layers 4 --hidden 16 --heads 4 --vocabulary 32 --sequence-length 8 --devices cpu:8"
 MODEL = ModelConfig(name="m", layers=4, hidden=16, heads=4, vocabulary=32, sequence_length=8)
@@ -178,6 +178,8 @@ def test_the_command_names_no_place_of_this_machine():
         ("--recomputes some", "recompute = 'some' is not known"),
         ("--modle tiny", "there is no option --modle: did you mean --model"),
         ("--blocks 0", "blocks = [0] must be 1 or more"),
+        ("--blocks --data 2", "blocks run on one device, not 2"),
+        ("--peers --peer-python /no/python", "peer_python = /no/python is no program"),
     ],
 )
 def test_wrong_input_is_one_line(words, says, capsys, tmp_path):
@@ -187,12 +189,8 @@ def test_wrong_input_is_one_line(words, says, capsys, tmp_path):
 
 
 def test_peers_need_a_run_on_one_device():
-    results = results_on_a_gpu()
-    results["rows"][0]["run"]["parallel"]["data"] = 2
-    with pytest.raises(mfu.ConfigError, match="peers run on one device"):
-        mfu.peer_rows(mfu.read_options(["--peers"]), results)
-    with pytest.raises(mfu.ConfigError, match="peer_python = /no/python"):
-        peers.run_peer(peers.PEERS["PyTorch, torch.compile"], "/no/python", [base()], "cpu", 1)
+    with pytest.raises(ConfigError, match="peers run on one device, and no run here does"):
+        mfu.measure(mfu.read_options([*TINY.split(), "--peers"]))
 
 
 @pytest.mark.slow
