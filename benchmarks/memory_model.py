@@ -1,10 +1,12 @@
 """How well the memory model predicts what XLA gives a device: a grid of runs, compiled for H100s without any GPU.
 
-python -m benchmarks.memory_model            compiles the grid (about ten minutes on two cores) and writes
-                                             benchmarks/results/memory_model.json
-python -m benchmarks.memory_model --show     compares the model with the file; compiles nothing
+python -m benchmarks.memory_model              compiles the grid (about fifteen minutes on two cores) and writes
+                                               benchmarks/results/memory_model.json
+python -m benchmarks.memory_model --missing    compiles what the file does not have yet, and adds it
+python -m benchmarks.memory_model --show       compares the model with the file; compiles nothing
 
-Needs pip install "megajax[dryrun]". A step is compiled, not run: what is measured is XLA's own buffer assignment.
+Needs pip install "megajax[dryrun]", and for the runs with cuDNN's attention its library, nvidia-cudnn-cu12. A step is
+compiled, not run: what is measured is XLA's own buffer assignment.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import dataclasses
 import importlib.metadata
 import json
 import pathlib
+from collections.abc import Sequence
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.cost.cards import card
@@ -24,8 +27,9 @@ MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary
 
 
 def _run(model: str | ModelConfig, mesh: tuple[int, int, int], microbatches: int, **options) -> RunConfig:
-    """A run on (data, pipe, tensor) = mesh; `options` are ParallelConfig's, or precision."""
+    """A run on (data, pipe, tensor) = mesh; `options` are ParallelConfig's, or precision. Laid out as Megatron-LM's."""
     precision = options.pop("precision", "bf16")
+    options = {"attention": "xla", "vocab_parallel": "tensor"} | options
     parallel = ParallelConfig(**dict(zip(("data", "pipe", "tensor"), mesh, strict=True)), **options)
     batch = microbatches * parallel.microbatch_size * parallel.data
     model = preset(model) if isinstance(model, str) else model
@@ -66,6 +70,13 @@ GRID = [
     _run("gpt3-175b", (1, 16, 8), 64, schedule="zb_v", chunks=2),
     _run("gpt3-13b", (1, 4, 8), 8, chunks=2, schedule="zb_1p_interleaved", recompute="full", microbatch_size=2),
     _run("megatron-18.4b", (4, 8, 2), 32, chunks=5),
+    # cuDNN's attention, which keeps no scores
+    _run("gpt3-175b", (1, 8, 8), 64, chunks=3, attention="cudnn", vocab_parallel="pipe"),
+    _run("gpt3-6.7b", (1, 4, 2), 16, schedule="1f1b", recompute="none", attention="cudnn"),
+    _run("llama2-7b", (4, 4, 2), 16, chunks=2, attention="cudnn"),
+    _run("megatron-18.4b", (32, 1, 8), 4, microbatch_size=8, recompute="full", attention="cudnn"),
+    _run("gpt3-13b", (2, 4, 4), 16, schedule="zb_v", chunks=2, attention="cudnn"),
+    _run("megatron-7.5b", (32, 1, 4), 4, microbatch_size=4, recompute="none", attention="cudnn"),
 ]
 
 # Runs that no term of the model was read from.
@@ -77,20 +88,23 @@ HELD_OUT = [
     _run("gpt3-6.7b", (1, 4, 4), 8, schedule="zb_v", chunks=2, recompute="none"),
     _run("megatron-145.6b", (2, 16, 8), 64, chunks=5, microbatch_size=2),
     _run("megatron-529.6b", (4, 15, 8), 60, schedule="eager_1f1b", recompute="full"),
+    _run("megatron-145.6b", (2, 16, 8), 64, chunks=5, microbatch_size=2, attention="cudnn", vocab_parallel="pipe"),
+    _run("llama2-7b", (1, 4, 2), 8, chunks=2, microbatch_size=2, attention="cudnn"),
+    _run("gpt3-13b", (2, 4, 4), 16, schedule="1f1b", microbatch_size=4, attention="cudnn"),
 ]
 
 
-def measure() -> dict:
-    """Compiles the grid; an entry is the run, XLA's bytes and seconds."""
+def measure(known: Sequence[dict] = ()) -> dict:
+    """Compiles the grid, but for runs that are in a row of `known`; a row is the run, XLA's bytes and seconds."""
+    found = {run_from_json(row["run"]): row for row in known}
     rows = []
     for run in GRID + HELD_OUT:
         run.validate()
-        result = compile_for(run, card(CARD))
-        rows.append(
-            {"held_out": run in HELD_OUT, "run": dataclasses.asdict(run)}
-            | {key: result[key] for key in ("memory", "arguments", "seconds")}
-        )
-        print(describe(run), f"{result['memory']['peak'] / 1e9:.2f} GB, {result['seconds']:.0f} s", flush=True)
+        if run not in found:
+            result = compile_for(run, card(CARD))
+            found[run] = {key: result[key] for key in ("memory", "arguments", "seconds")}
+            print(describe(run), f"{result['memory']['peak'] / 1e9:.2f} GB, {result['seconds']:.0f} s", flush=True)
+        rows.append(found[run] | {"held_out": run in HELD_OUT, "run": dataclasses.asdict(run)})
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
     return {"command": "python -m benchmarks.memory_model", "card": CARD, "versions": versions, "rows": rows}
 
@@ -101,6 +115,7 @@ def describe(run: RunConfig) -> str:
     return (
         f"{run.model.name:<16} d{parallel.data:<3}p{parallel.pipe:<3}t{parallel.tensor} v{parallel.chunks} "
         f"b{parallel.microbatch_size} m{run.microbatches:<4}{parallel.schedule:<18}{parallel.recompute:<10}"
+        f"{parallel.attention:<6}"
     )
 
 
@@ -125,9 +140,12 @@ def show(results: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="compare the model with the results there are")
-    if not parser.parse_args().show:
+    parser.add_argument("--missing", action="store_true", help="compile only what the results do not have yet")
+    options = parser.parse_args()
+    if not options.show:
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+        known = json.loads(RESULTS.read_text())["rows"] if options.missing else ()
+        RESULTS.write_text(json.dumps(measure(known), indent=1) + "\n")
     show(json.loads(RESULTS.read_text()))
 
 

@@ -11,6 +11,7 @@ import functools
 
 from megajax.checks import SCHEDULE_FILES
 from megajax.config import ModelConfig, RunConfig, padded_vocabulary
+from megajax.cost.attention import is_fused
 from megajax.models.recompute import bytes_per_layer, kept_values
 from megajax.pipeline import continuous, tables
 from megajax.pipeline.of_run import arguments, run_schedule
@@ -150,18 +151,21 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     layers, block = model.layers // parallel.pipe, block_parameters(model, parallel.tensor)
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     parameters = layers * block + shared
-    state = parallel.data if sharding.zero >= 1 else 1
-    work = parallel.data if sharding.zero >= 3 else 1
+    replicas, tokens = parallel.data * parallel.context, model.sequence_length // parallel.context
+    state = replicas if sharding.zero >= 1 else 1
+    work = replicas if sharding.zero >= 3 else 1
     per_chunk = layers // parallel.chunks
-    activation = parallel.microbatch_size * model.sequence_length * model.hidden * item
+    activation = parallel.microbatch_size * tokens * model.hidden * item
     residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
     layer = bytes_per_layer(
         model,
         parallel.recompute,
         samples=parallel.microbatch_size,
+        sequence=tokens,
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
+        fused_attention=is_fused(parallel),
     )
     layer //= parallel.recompute_blocks  # one input for all of them
     workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
@@ -185,7 +189,7 @@ def _kept_for_weights(run: RunConfig, item: int) -> int:
     Under full recompute also the inputs of W's matmuls that I had to compute again with a matmul.
     """
     model, parallel = run.model, run.parallel
-    tokens = parallel.microbatch_size * model.sequence_length
+    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
     gates = 2 if model.activation == "swiglu" else 1
     inner = gates * model.feedforward_size
     split = item * ((model.heads + 2 * model.key_value_heads) * model.head_size + inner)
@@ -202,16 +206,18 @@ def stash_copies(run: RunConfig, item: int) -> int:
     out of the loop over blocks, and so transposes the whole stash, once a chunk.
 
     Read off compiled programs (jax 0.10.2): the scores, whenever they are kept; queries, keys and values where they are
-    rotated and a microbatch is more than a sample. Where a chunk is one block there is no loop:
-    the workspace then uses the copy's memory again.
+    rotated and a microbatch is more than a sample; nothing with cuDNN's attention. Where a chunk is one block there is no
+    loop: the workspace then uses the copy's memory again.
     """
     parallel, model = run.parallel, run.model
-    if parallel.pipe == 1 or parallel.recompute == "full":
+    if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention == "cudnn":
         return 0
     copied = {"probabilities", "probabilities_mask"}
     if parallel.microbatch_size > 1 and model.positions == "rotary":
         copied.add("qkv")
-    values = [value for value in kept_values(model, parallel.recompute) if value.name in copied]
+    tokens = model.sequence_length // parallel.context
+    kept = kept_values(model, parallel.recompute, tokens, is_fused(parallel))
+    values = [value for value in kept if value.name in copied]
     samples = parallel.microbatch_size
     return sum(samples * value.elements * (1 if value.mask else item) // parallel.tensor for value in values)
 
@@ -221,10 +227,13 @@ def _workspace(run: RunConfig, item: int) -> int:
 
     A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
     grid gives 1.14 and 4.23; activations and logits add nothing, they take turns in the same memory.) The head: logits
-    and their gradient.
+    and their gradient. With cuDNN's attention there are no scores, and what then shows is those gradients, the head's two
+    arrays and an activation of all tokens. What cuDNN itself works in is not known without a GPU, and not counted.
     """
     model, parallel = run.model, run.parallel
-    samples, tokens, tensor = parallel.microbatch_size, model.sequence_length, parallel.tensor
-    block = item * (block_parameters(model, tensor) + 4 * samples * model.heads * tokens * tokens // tensor)
+    samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
+    gradients = item * block_parameters(model, tensor)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
-    return max(block, logits)
+    if parallel.attention == "cudnn":
+        return gradients + logits + item * samples * tokens * model.hidden
+    return max(gradients + item * 4 * samples * model.heads * tokens * tokens // tensor, logits)

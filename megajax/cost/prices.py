@@ -27,13 +27,17 @@ class Fitted:
     Attributes:
       matmul_share: by chip, what a large matmul sustains of the dense peak with all GPUs at work (power lowers clocks).
       memory_share: what a streaming kernel reaches of the memory bandwidth.
+      gather_share: what ZeRO-3's gathers and scatters, block by block over all GPUs, reach of the hosts' network cards.
+      gather_overlap: of what they and the blocks' work could share in time, what they do share.
     """
 
     matmul_share: dict[str, float]
     memory_share: float
+    gather_share: float
+    gather_overlap: float
 
 
-FITTED = Fitted({"a100": 0.812, "h100": 0.614, "h200": 0.614}, 0.704)  # the H200 is the H100's chip
+FITTED = Fitted({"a100": 0.812, "h100": 0.614, "h200": 0.614}, 0.704, 0.148, 0.464)  # the H200 is the H100's chip
 
 
 class Prices:
@@ -44,7 +48,7 @@ class Prices:
     def __init__(self, card: Card, precision: str, software: Software, fitted: Fitted):
         """Raises ConfigError if the card has no peak for `precision`."""
         peak = card.peak(precision)
-        self.card, self.software, self.itemsize = card, software, ITEMSIZE[precision]
+        self.card, self.software, self.fitted, self.itemsize = card, software, fitted, ITEMSIZE[precision]
         self.matmul_rate = peak * fitted.matmul_share[card.family]
         self.attention_rate = peak * FUSED_ATTENTION_SHARE[card.family]
         self.memory_rate = card.memory_bandwidth * fitted.memory_share
@@ -65,13 +69,16 @@ class Prices:
         """Attention whose two products would be `flops` in full; the causal half is done."""
         return flops / 2 / self.attention_rate
 
-    def collective(self, count: float, group: int, spread: int, pieces: int = 1) -> float:
+    def collective(
+        self, count: float, group: int, spread: int, pieces: int = 1, network_share: float | None = None
+    ) -> float:
         """A reduce-scatter or an all-gather of `count` bytes in all over `group` devices. An all-reduce is both.
 
         Args:
           spread: how far apart the members lie on the list of devices; a host has consecutive ones. Where the group
             spans hosts, its members in a host each bring their network card.
           pieces: how many collectives the bytes are sent in; each goes round the ring.
+          network_share: of the network cards' rate, in place of the card's own.
         """
         if group == 1:
             return 0.0
@@ -79,7 +86,7 @@ class Prices:
         hosts = -(-group // here)
         rate = self.card.host_bandwidth * LINK_SHARE
         if hosts > 1:
-            rate = min(rate, here * self.card.network_bandwidth * self.card.network_share)
+            rate = min(rate, here * self.card.network_bandwidth * (network_share or self.card.network_share))
         hops = (group - hosts) * LINK_HOP + (hosts - 1) * NETWORK_HOP
         return count * (group - 1) / group / rate + pieces * (START + hops)
 

@@ -1,7 +1,7 @@
 """How long a step takes: matmuls by shape, memory traffic, collectives and the pipeline's waiting, added up.
 
-All of it follows from the run, the card (`cards.py`) and the constants below, each with its source. Three are fitted, on
-seven rows of published tables that `python -m megajax.cost.validate` marks; no other number was chosen to fit. With m
+All of it follows from the run, the card (`cards.py`) and the constants below, each with its source. Five are fitted, on
+ten rows of published tables that `python -m megajax.cost.validate` marks; no other number was chosen to fit. With m
 microbatches, p ranks and v chunks a rank,
 
     step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
@@ -12,6 +12,7 @@ What is left out: launching kernels, loading data, stragglers, contention betwee
 import dataclasses
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig
+from megajax.cost.attention import is_fused
 from megajax.cost.cards import Card
 from megajax.cost.memory import (
     ITEMSIZE,
@@ -122,7 +123,7 @@ def _attention_times(model: ModelConfig, parallel: ParallelConfig, prices: Price
     item, software = prices.itemsize, prices.software
     tokens, heads = model.sequence_length, parallel.microbatch_size * model.heads / parallel.tensor
     scores = heads * tokens * tokens
-    if software.fused_attention:
+    if software.fused_attention or is_fused(parallel):
         forward = prices.fused_attention(4 * scores * model.head_size)
         return forward, prices.fused_backward * forward, 0.0  # a fused backward computes the scores again anyway
     products = 2 * prices.matmul(tokens, model.head_size, tokens, heads)
@@ -201,13 +202,18 @@ def step_time(
         chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2,
         software.lockstep,
     )
+    blocks = batches * layers * both.total
+    if sharding.zero == 3:
+        data = _gathers_time(run, prices, blocks)
+    else:
+        data = _sum_time(run, prices, sharding, backward.total * layers)
     return StepTime(
-        blocks=batches * layers * (both.total - both.tensor),
+        blocks=blocks - batches * layers * both.tensor,
         head=batches * head_time(model, parallel, prices, sharding),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
         sends=_sends_time(run, prices),
-        data=_data_time(run, prices, sharding, backward.total * layers),
+        data=data,
         optimizer=_optimizer_time(run, prices, sharding),
         copies=_copies_time(run, prices) if software.copies_stash else 0.0,
     )
@@ -233,22 +239,34 @@ def _sends_time(run: RunConfig, prices: Prices) -> float:
     return 2 * prices.send(count, spread(parallel, "pipe")) * (turns + parallel.pipe - 1)
 
 
-def _data_time(run: RunConfig, prices: Prices, sharding: Sharding, backward: float) -> float:
-    """Exposed sum of the gradients over replicas, once a step; `backward` is the time of one microbatch's."""
+def _sum_time(run: RunConfig, prices: Prices, sharding: Sharding, backward: float) -> float:
+    """Exposed sum of the gradients over replicas, once a step; `backward` is the time of one microbatch's.
+
+    With ZeRO-1 it is a reduce-scatter, and the new weights are gathered.
+    """
     parallel, software = run.parallel, prices.software
     local, distance = parameters_per_device(run, sharding), spread(parallel, "data")
-    tensors = 12 * run.model.layers // parallel.pipe  # of a block: four matrices, four biases, two norms of two each
-    pieces = tensors if sharding.zero == 3 else 1
-    gradients = prices.collective(local * software.gradient_bytes, parallel.data, distance, pieces)
-    weights = prices.collective(local * prices.itemsize, parallel.data, distance, pieces)
-    # Under ZeRO-3 a block's weights are gathered for its forward, for doing that again, and for its backward.
-    gathers = 3 if parallel.recompute == "full" else 2
-    times = {
-        0: 2 * gradients,
-        1: gradients + weights,
-        3: run.microbatches * (gradients + gathers * weights),
-    }[sharding.zero]
+    gradients = prices.collective(local * software.gradient_bytes, parallel.data, distance)
+    weights = prices.collective(local * prices.itemsize, parallel.data, distance)
+    times = gradients + (weights if sharding.zero else gradients)
     return max(0.0, times - backward) if software.data_overlap else times
+
+
+def _gathers_time(run: RunConfig, prices: Prices, blocks: float) -> float:
+    """Exposed part of ZeRO-3's communication (1910.02054 section 5.3, 2104.07857), all microbatches.
+
+    A block's weights are gathered for its forward, for doing that again, and for its backward; its gradients are
+    scattered. Where the program gathers ahead, this and the work of the blocks, `blocks` seconds in all, go on at the
+    same time, for `gather_overlap` of the shorter of the two.
+    """
+    parallel, software, fitted = run.parallel, prices.software, prices.fitted
+    local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
+    pieces = software.gathered_pieces * run.model.layers // parallel.pipe
+    share = fitted.gather_share if software.gathers_ahead else None
+    one = lambda bytes_each: prices.collective(local * bytes_each, parallel.data, distance, pieces, share)  # noqa: E731
+    gathers = 3 if parallel.recompute == "full" else 2
+    times = run.microbatches * (gathers * one(prices.itemsize) + one(software.gradient_bytes))
+    return times - (fitted.gather_overlap * min(times, blocks) if software.gathers_ahead else 0.0)
 
 
 def _optimizer_time(run: RunConfig, prices: Prices, sharding: Sharding) -> float:

@@ -7,12 +7,12 @@ python -m megajax.cost.validate --fit    finds the fitted constants again, from 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megajax.config import RunConfig
 from megajax.cost.cards import card
 from megajax.cost.prices import FITTED, Fitted
-from megajax.cost.published import ROWS, Row
+from megajax.cost.published import ROWS, ZERO_3, Row
 from megajax.cost.time import StepTime, step_time
 
 
@@ -38,19 +38,30 @@ def check(row: Row, fitted: Fitted = FITTED) -> Check:
 
 
 def fit() -> Fitted:
-    """The constants that make the sum of squared errors over the rows marked `fitted` least."""
+    """The constants that make the sum of squared errors over the rows marked `fitted` least.
+
+    First those that all runs have in common; then, with these, those of ZeRO-3, on its rows.
+    """
+    whole = _least(
+        lambda a100, h100, memory: dataclasses.replace(
+            FITTED, matmul_share={"a100": a100, "h100": h100, "h200": h100}, memory_share=memory
+        ),
+        (0.8, 0.7, 0.8),
+        [row for row in ROWS if row.fitted and row.table != ZERO_3],
+    )
+    return _least(
+        lambda share, overlap: dataclasses.replace(whole, gather_share=share, gather_overlap=overlap),
+        (0.3, 0.5),
+        [row for row in ROWS if row.fitted and row.table == ZERO_3],
+    )
+
+
+def _least(constants: Callable[..., Fitted], start: Sequence[float], rows: Sequence[Row]) -> Fitted:
+    """`constants` of the numbers that predict `rows` best, looked for from `start` on."""
     from scipy.optimize import minimize
 
-    rows = [row for row in ROWS if row.fitted]
-
-    def constants(values) -> Fitted:
-        a100, h100, memory = map(float, values)
-        return Fitted({"a100": a100, "h100": h100, "h200": h100}, memory)
-
-    def squares(values) -> float:
-        return sum(check(row, constants(values)).error ** 2 for row in rows)
-
-    return constants(minimize(squares, [0.8, 0.7, 0.8], method="Nelder-Mead").x)
+    squares = lambda values: sum(check(row, constants(*map(float, values))).error ** 2 for row in rows)  # noqa: E731
+    return constants(*map(float, minimize(squares, start, method="Nelder-Mead").x))
 
 
 def report(checks: Sequence[Check]) -> str:
@@ -86,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = fit()
         shares = ", ".join(f"{chip} {share:.3f}" for chip, share in found.matmul_share.items())
         print(f"matmul_share {shares}; memory_share {found.memory_share:.3f}")
+        print(f"gather_share {found.gather_share:.3f}; gather_overlap {found.gather_overlap:.3f}")
         return 0
     print(report([check(row) for row in ROWS]))
     return 0

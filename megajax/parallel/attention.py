@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 
-__all__ = ["CUDNN", "XLA", "Choice", "Kernel", "choose_attention", "fused_attention"]
+__all__ = ["CUDNN", "XLA", "Choice", "Kernel", "choose_attention", "cudnn_installed", "fused_attention"]
 
 AXIS = "tensor"
 HEADS = P(None, None, AXIS)  # queries, keys, values and outputs: their third axis is heads or groups
@@ -216,12 +216,13 @@ def _cudnn_problem(head_size, dropout, precision, device, cudnn) -> str | None:
         return f"cuDNN cannot drop the same elements on every mesh, and dropout = {dropout}"
     if precision == "fp32":
         return "cuDNN computes in bf16 or fp16, and precision = fp32"
-    if not (_cudnn_installed() if cudnn is None else cudnn):
+    if not (cudnn_installed() if cudnn is None else cudnn):
         return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
     return None
 
 
-def _cudnn_installed() -> bool:
+def cudnn_installed() -> bool:
+    """Whether the cuDNN library is on this machine; that asks for no GPU."""
     from jax._src.lib import cuda_versions
 
     try:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from megajax.config import ConfigError, ModelConfig, preset
 from megajax.cost.cards import CARDS, card
-from megajax.cost.software import MEGAJAX, MEGAJAX_FUSED
 from megajax.plan.config_file import write_config
 from megajax.plan.plot import plot
 from megajax.plan.report import LEGEND, heading, smallest, table
@@ -59,7 +58,8 @@ def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
         f"python -m experiments.gpt3 --config {asked.out}"
     )
-    write_config(asked.out, best.run, asked.model, header)
+    parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)  # auto stays auto, for any machine
+    write_config(asked.out, dataclasses.replace(best.run, parallel=parallel), asked.model, header)
     print(f"written: {asked.out}   python -m experiments.gpt3 --config {asked.out}")
     return 0
 
@@ -91,12 +91,12 @@ def question_of(asked: argparse.Namespace) -> Question:
         card(asked.gpu),
         asked.global_batch,
         precision=asked.precision,
-        software=MEGAJAX_FUSED if asked.attention == "fused" else MEGAJAX,
         schedules=tuple(asked.schedules),
         recomputes=tuple(asked.recompute),
         microbatches=tuple(asked.microbatch_sizes),
         zero=tuple(asked.zero),
         vocab_parallel=asked.vocab_parallel,
+        attention=asked.attention,
     )
 
 
@@ -149,9 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--attention",
-        default="plain",
-        choices=("plain", "fused"),
-        help="plain is what today's program does; fused is modelled only, and its memory is not (default: plain)",
+        default="auto",
+        choices=("auto", "xla", "cudnn"),
+        help="as of experiments.gpt3: auto is cudnn where the GPU has it for the model's heads, else xla (default: auto)",
     )
     for name in SHAPE:
         add(f"--{name.replace('_', '-')}", type=int, metavar="COUNT", help="in place of the preset's")

@@ -14,15 +14,18 @@ error in what was asked.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from megajax.config import ConfigError, RunConfig
+from megajax.cost.attention import is_fused, with_attention
 from megajax.cost.cards import CARDS, Card, card
 from megajax.cost.flops import flops_per_step, hardware_flops_per_step
 from megajax.cost.memory import bytes_per_device
 from megajax.cost.program import Collective, loop_turns, most_sent, read
+from megajax.parallel.attention import cudnn_installed
 from megajax.pipeline.schedule import ScheduleError
 from megajax.plan.change import smallest_change
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
@@ -46,17 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("model is not given: type --model NAME, a preset, or --config FILE.")
         run = request.run(request.devices_needed or 1, "bf16")
         run.validate()
-        return dry_run(run, card(own.gpu), compiling=not own.model_only, timeout=own.timeout)
+        gpu = card(own.gpu)
+        return dry_run(with_attention(run, gpu), gpu, compiling=not own.model_only, timeout=own.timeout)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float = 900) -> int:
-    """Compiles, reports, and returns the exit code."""
+    """Compiles, reports, and returns the exit code; `run` says xla or cudnn (`cost/attention.py`)."""
     print(_title(run, gpu))
+    compiling_here = compiling and has_compiler()
+    if compiling_here and is_fused(run.parallel) and not cudnn_installed():
+        run, cudnns = _with_xlas_attention(run), sum(bytes_per_device(run).values())
+        print(_NO_CUDNN.format(saved=(sum(bytes_per_device(run).values()) - cudnns) / 1e9))
     modelled = bytes_per_device(run)
-    if not compiling or not has_compiler():
+    if not compiling_here:
         if compiling:
             print(f"NOT COMPILED: {MISSING_PLUGIN}.")
         print("What follows is the MEMORY MODEL's, not the compiler's (docs/planning.md says how far off it has been).")
@@ -78,6 +86,16 @@ def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float
     return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout)
 
 
+_NO_CUDNN = (
+    "attention: GPUs with the cuDNN library take its fused attention; it is not installed here (pip install "
+    "nvidia-cudnn-cu12, 700 MB), so what is compiled has XLA's, which takes {saved:.1f} GB more by the model"
+)
+
+
+def _with_xlas_attention(run: RunConfig) -> RunConfig:
+    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+
+
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", required=True)
@@ -95,11 +113,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _title(run: RunConfig, gpu: Card) -> str:
     parallel = run.parallel
+    context = f"context {parallel.context} x " if parallel.context > 1 else ""
     return (
-        f"{run.model.name}: {run.model.parameters / 1e9:.1f}B parameters on data {parallel.data} x pipe {parallel.pipe} x "
-        f"tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, {parallel.chunks} chunks, "
-        f"{run.microbatches} microbatches of {parallel.microbatch_size}, recompute {parallel.recompute}, "
-        f"{run.train.precision}"
+        f"{run.model.name}: {run.model.parameters / 1e9:.1f}B parameters on data {parallel.data} x {context}pipe "
+        f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "
+        f"{parallel.chunks} chunks, {run.microbatches} microbatches of {parallel.microbatch_size}, recompute "
+        f"{parallel.recompute}, attention {parallel.attention}, {run.train.precision}"
     )
 
 

@@ -62,7 +62,7 @@ def heading(question: Question, tokens: float, counted: int, fitting: int, secon
     return (
         f"{model.name}: {model.parameters / 1e9:.1f}B parameters on {question.gpus} {card.name} "
         f"({usable_bytes(card) / 1e9:.0f} of {card.memory / 1e9:.0f} GB usable), global batch {question.global_batch}, "
-        f"{question.precision}, {tokens / 1e9:.0f}B tokens\n"
+        f"{question.precision}, attention {question.settled_attention}, {tokens / 1e9:.0f}B tokens\n"
         f"{counted} legal layouts, {fitting} fit; {seconds:.1f} s. Times are of {question.software.name}'s program, "
         f"predicted; each mesh with its fastest schedule:"
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from megajax.checks import SEVERAL_CHUNKS
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.cost.attention import with_attention
 from megajax.cost.cards import Card
 from megajax.cost.flops import flops_per_step
 from megajax.cost.memory import USABLE_SHARE, bytes_per_device
@@ -31,6 +32,7 @@ class Question:
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
       vocab_parallel: who shares embedding and head, "tensor" as in Megatron-LM.
+      attention: auto, xla or cudnn, as a run has it.
     """
 
     model: ModelConfig
@@ -46,6 +48,18 @@ class Question:
     sequence_parallel: bool = True
     zero: Sequence[int] = (0,)
     vocab_parallel: str = "pipe"
+    attention: str = "auto"
+
+    @property
+    def settled_attention(self) -> str:
+        """What auto comes to on this card: "xla" or "cudnn".
+
+        Raises:
+          ConfigError: cudnn was asked for, and the card has it not for this model.
+        """
+        train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision)
+        run = RunConfig(self.model, ParallelConfig(attention=self.attention), train)
+        return with_attention(run, self.card).parallel.attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +142,7 @@ def price(question: Question, run: RunConfig, *, timed: bool = False) -> Candida
 
 def _runs(question: Question) -> Iterable[RunConfig]:
     """Every legal run."""
+    attention = question.settled_attention
     model, train = question.model, TrainConfig(global_batch_size=question.global_batch, precision=question.precision)
     for tensor in question.tensor_sizes:
         if question.gpus % tensor or model.key_value_heads % tensor or model.feedforward_size % tensor:
@@ -153,6 +168,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                             recompute=recompute,
                             zero=zero,
                             vocab_parallel=question.vocab_parallel,
+                            attention=attention,
                             sequence_parallel=question.sequence_parallel,
                         )
                         run = RunConfig(model, parallel, train)

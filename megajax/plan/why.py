@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from megajax.cost.attention import is_fused
 from megajax.cost.memory import ITEMSIZE
 from megajax.cost.prices import FITTED, Prices
 from megajax.cost.time import layer_times
@@ -148,6 +149,7 @@ def _checkpoints(best: Candidate) -> list[str]:
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
             itemsize=ITEMSIZE[run.train.precision],
+            fused_attention=is_fused(parallel),
         )
         for mode in ("full", "none")
     }

@@ -106,6 +106,33 @@ def test_compiled_programs_agree_within_five_percent():
         assert parts["optimizer"] == pytest.approx(row["arguments"]["optimizer"], rel=1e-6)
 
 
+@pytest.mark.parametrize(("mode", "scores"), [("none", 1), ("selective", 0), ("full", 0)])
+def test_cudnns_attention_keeps_no_scores(mode, scores):
+    """2205.05198 table 2: the softmax's output is 2as^2b/t bytes a layer; cuDNN's statistics are fp32, one a query."""
+    fused, plain = (
+        bytes_per_device(run_of(pipe=8, tensor=8, schedule="1f1b", recompute=mode, attention=kernel))
+        for kernel in ("cudnn", "xla")
+    )
+    layers, heads, tokens = 8 * 96 // 8, 96, 2048  # p microbatches of a rank's layers
+    statistics = 4 * heads * tokens / 8 if mode != "full" else 0
+    assert plain["stash"] - fused["stash"] == layers * (scores * 2 * heads * tokens**2 / 8 - statistics)
+    assert fused["copies"] == 0
+    assert fused["workspace"] < plain["workspace"]
+    same = ("weights", "optimizer", "gradients", "16-bit weights", "inboxes")
+    assert all(fused[part] == plain[part] for part in same)
+
+
+def test_context_ranks_share_a_samples_tokens():
+    """Twice the tokens on twice the context ranks are as many on each: the same stash, and no scores kept."""
+    once = run_of("llama2-7b", 16, pipe=4, tensor=2, chunks=2, attention="cudnn")
+    model = dataclasses.replace(once.model, sequence_length=2 * once.model.sequence_length)
+    twice = RunConfig(model, dataclasses.replace(once.parallel, context=2), once.train)
+    for part in ("stash", "inboxes", "weights"):
+        assert bytes_per_device(twice)[part] == bytes_per_device(once)[part]
+    ring = RunConfig(model, dataclasses.replace(once.parallel, context=2, attention="xla"), once.train)
+    assert bytes_per_device(ring)["stash"] == bytes_per_device(twice)["stash"]
+
+
 def test_full_precision_has_no_16_bit_weights():
     run = run_of(pipe=8, tensor=8, chunks=3, precision="fp32")
     parts, half = bytes_per_device(run), bytes_per_device(dataclasses.replace(run, train=TrainConfig()))

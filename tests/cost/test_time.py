@@ -8,14 +8,14 @@ from megajax.cost.cards import card
 from megajax.cost.memory import Sharding
 from megajax.cost.prices import FITTED, Fitted, Prices, spread
 from megajax.cost.published import MODEL_22B, ROWS
-from megajax.cost.software import MEGAJAX, MEGATRON_2021, Software
-from megajax.cost.time import bubble_time, layer_times, step_time
+from megajax.cost.software import DEEPSPEED_2021, MEGAJAX, MEGATRON_2021, Software
+from megajax.cost.time import bubble_time, layer_times, parameters_per_device, step_time
 from megajax.pipeline.schedules import make_schedule
 from megajax.pipeline.simulate import Costs, simulate_event, simulate_lockstep
 
 A100 = card("a100-80gb")
 # Every share 1, so that a price is its definition.
-IDEAL = Fitted({"a100": 1.0, "h100": 1.0, "h200": 1.0}, 1.0)
+IDEAL = Fitted({"a100": 1.0, "h100": 1.0, "h200": 1.0}, 1.0, 1.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_free_running_bubbles_by_formula_are_those_of_the_simulation(schedule, c
 
 
 def test_published_throughputs():
-    """Mean error under 5%, none over 12%, but for one row that the model is known to miss (docs/planning.md)."""
+    """Mean error under 5%, none over 12%; also of the rows that no constant was fitted to."""
     checks = [validate.check(row) for row in ROWS]
     assert [sum(one.row.table.startswith(name) for one in checks) for name in ("2104 table 1", "2104 table 2")] == [
         10,
@@ -64,18 +64,18 @@ def test_published_throughputs():
     ]
     assert sum(one.row.table == "2205 table 5" for one in checks) == 4
     assert sum(one.row.table == "Megatron-LM, H100" for one in checks) == 9
-    errors = [abs(one.error) for one in checks]
-    assert sum(errors) / len(errors) < 0.05
-    missed = [(one.run.model.name, one.run.parallel.devices) for one in checks if abs(one.error) > 0.12]
-    assert missed == [("megatron-529.6b", 2240)]
-    assert max(errors) < 0.18
-    unseen = [abs(one.error) for one in checks if not one.row.fitted]
-    assert len(unseen) == 29 and sum(unseen) / len(unseen) < 0.05
+    unseen = [one for one in checks if not one.row.fitted]
+    assert len(unseen) == 26
+    for some in (checks, unseen):
+        errors = [abs(one.error) for one in some]
+        assert sum(errors) / len(errors) < 0.05 and max(errors) < 0.12
 
 
 def test_the_fitted_constants_are_what_the_fit_finds():
     found = validate.fit()
     assert found.memory_share == pytest.approx(FITTED.memory_share, abs=0.005)
+    assert found.gather_share == pytest.approx(FITTED.gather_share, abs=0.005)
+    assert found.gather_overlap == pytest.approx(FITTED.gather_overlap, abs=0.005)
     for chip, share in FITTED.matmul_share.items():
         assert found.matmul_share[chip] == pytest.approx(share, abs=0.005)
 
@@ -83,7 +83,7 @@ def test_the_fitted_constants_are_what_the_fit_finds():
 def test_the_report_marks_fitted_rows(capsys):
     assert validate.main([]) == 0
     out = capsys.readouterr().out
-    assert out.count("  fitted") == 7 and "all rows: 36, mean absolute error" in out
+    assert out.count("  fitted") == 10 and "all rows: 36, mean absolute error" in out
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,24 @@ def test_the_parts_add_up_and_zero_1_moves_less_than_it_updates():
     assert plain.total == pytest.approx(sum(getattr(plain, part) for part in parts))
     assert split.optimizer == pytest.approx(plain.optimizer / 8)
     assert split.data < plain.data
+
+
+def test_zero_3_by_hand():
+    """Eight GPUs of one host: the gathers go over NVLink."""
+    parallel = ParallelConfig(data=8, recompute="full", sequence_parallel=False)
+    run = RunConfig(preset("gpt3-1.3b"), parallel, TrainConfig(global_batch_size=16, precision="fp16"))
+    level = Sharding(zero=3)
+    parameters = parameters_per_device(run, level)
+    # 24 layers of four matrices: 96 collectives, each with a start and seven hops; 7/8 of the bytes are sent
+    one = 7 / 8 * 2 * parameters / (0.77 * 300e9) + 96 * (8.4e-6 + 7 * 3.4e-6)
+    sent = 2 * 4 * one  # two microbatches; three gathers and a scatter
+    times = step_time(run, A100, DEEPSPEED_2021, sharding=level, fitted=IDEAL)
+    assert times.blocks > sent  # so half of it is hidden, as IDEAL says
+    assert times.data == pytest.approx(sent / 2)
+    # without gathering ahead nothing is, and each of twelve tensors of a block goes on its own
+    one += (12 - 4) * 24 * (8.4e-6 + 7 * 3.4e-6)
+    plain = step_time(run, A100, MEGATRON_2021, sharding=level, fitted=IDEAL)
+    assert plain.data == pytest.approx(2 * 4 * one)
 
 
 def test_unknown_cards_and_precisions():

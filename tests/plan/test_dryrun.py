@@ -47,6 +47,25 @@ def test_model_only_does_not_ask_for_the_compiler(capsys):
     assert "NOT COMPILED" not in out and "MEMORY MODEL" in out
 
 
+def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):
+    asked = []
+
+    def stops(run, *_):
+        asked.append(run.parallel.attention)
+        raise CompilerError("stopped")
+
+    monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
+    monkeypatch.setattr(dryrun, "compile_for", stops)
+    for installed, compiled in ((False, "xla"), (True, "cudnn")):
+        monkeypatch.setattr(dryrun, "cudnn_installed", lambda: installed)  # noqa: B023
+        assert dryrun.main(FITS.split()) == 1
+        out = capsys.readouterr().out
+        assert asked[-1] == compiled and "attention cudnn" in out
+        assert ("pip install nvidia-cudnn-cu12" in out) != installed
+    assert dryrun.main([*FITS.split(), "--attention", "xla"]) == 1
+    assert asked[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
+
+
 def test_a_compiler_that_dies_is_reported(monkeypatch, capsys):
     def dies(*_):
         raise CompilerError("the compiler aborted (signal 6): F spmd_partitioner.cc Check failed")

@@ -81,6 +81,17 @@ def test_zero_is_written(tmp_path):
     assert read(out).parallel.zero == 1
 
 
+def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
+    """What is not typed stays open in the file, so that it also runs where there is no cuDNN."""
+    out, seconds = tmp_path / "plan.toml", {}
+    for words, shown, written in (("", "cudnn", "auto"), ("--attention xla", "xla", "xla")):
+        assert main([*SMALL.split(), *words.split(), "--out", str(out)]) == 0
+        text = capsys.readouterr().out
+        assert f"attention {shown}," in text and read(out).parallel.attention == written
+        seconds[shown] = float(next(line for line in text.splitlines() if line.startswith(" 1.")).split()[10])
+    assert seconds["cudnn"] < seconds["xla"]
+
+
 def test_nothing_fits(tmp_path, capsys):
     words = "--model gpt3-1t --gpus 8 --gpu a100-80gb --global-batch 64"
     assert main([*words.split(), "--out", str(tmp_path / "p")]) == 1
@@ -98,6 +109,10 @@ def test_nothing_fits(tmp_path, capsys):
         ("--model gpt2 --gpus x --gpu a100-80gb --global-batch 8", "--gpus: invalid int value"),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 0", "microbatch_sizes = 0"),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out /no/such/plan.toml", "out = /no/such/plan.toml"),
+        (
+            "--model gpt3-530b --gpus 8 --gpu a100-80gb --global-batch 8 --attention cudnn",
+            "attention = cudnn, but cuDNN's",
+        ),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens -1", "tokens = -1.0 must be above 0"),
     ],
 )

@@ -1,0 +1,51 @@
+"""What a device can really do: the rate of a large matrix multiplication, and of reading and writing memory.
+
+Both are kept up for a second, on random numbers: a GPU lowers its clock under load, and zeros would spare it that.
+"""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.cost.hardware import DTYPES
+
+SIZES = (4096, 8192, 16384)
+WORK = 2e13  # FLOPs of a call: some 30 ms on an H100, so that its start does not count
+COPIED = 2 << 30
+PASSES = 20
+
+
+def matmul_ceiling(device: jax.Device, precision: str, sizes=SIZES, work: float = WORK, seconds: float = 1.0) -> float:
+    """FLOP/s of square matrices, of the size that is best."""
+    rates = []
+    for size in sizes:
+        with jax.default_device(device):
+            keys = jax.random.split(jax.random.key(0))
+            x, w = (jax.random.normal(key, (size, size), DTYPES[precision]) for key in keys)
+            w = w / jnp.sqrt(size).astype(w.dtype)  # so that products stay as large as x
+        turns = max(1, round(work / (2 * size**3)))
+        chain = jax.jit(lambda x, w, turns=turns: lax.fori_loop(0, turns, lambda _, y: y @ w, x))
+        rates.append(2 * size**3 * turns / _seconds(lambda chain=chain, x=x, w=w: chain(x, w), seconds))
+    return max(rates)
+
+
+def copy_ceiling(device: jax.Device, count: int = COPIED, passes: int = PASSES, seconds: float = 1.0) -> float:
+    """Bytes/s, reading and writing counted, of adding one to an array of `count` bytes."""
+    with jax.default_device(device):
+        x = jax.random.normal(jax.random.key(0), (count // 4,), jnp.float32)
+    # Each pass depends on its number, or the compiler could add all of them at once.
+    chain = jax.jit(lambda x: lax.fori_loop(0, passes, lambda i, y: y + i.astype(y.dtype), x))
+    return 2 * count * passes / _seconds(lambda: chain(x), seconds)
+
+
+def _seconds(call: Callable[[], jax.Array], seconds: float) -> float:
+    """Of a call, on average over so many seconds, after a first one that compiles."""
+    jax.block_until_ready(call())
+    start, calls = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds or not calls:
+        jax.block_until_ready(call())
+        calls += 1
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,319 @@
+"""Tokens/s, TFLOP/s and MFU of the training step, over mesh shapes, schedules, microbatch sizes and recompute modes.
+
+python -m benchmarks.mfu                          on the GPUs there are, or eight CPU devices
+python -m benchmarks.mfu --pipe 4 --tensor 2      around another layout; takes every option of a training run
+python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, beside PyTorch and Hugging Face
+
+Everything is a whole step: forward, backward, clipping, AdamW. One thing is varied at a time, the rest stays as typed.
+
+  --meshes D,P,T ...           mesh shapes to try (default: all whose product is the number of devices)
+  --schedules NAME[:V] ...     schedules, with chunks (default: those that fit the model and the mesh)
+  --microbatch-sizes B ...     (default: 1 2 4 8)
+  --recomputes MODE ...        (default: none selective full)
+  --blocks [HIDDEN ...]        instead of these, one-GPU models of a few blocks (default: 2304 4096 6144 12288), times
+                               --microbatch-sizes; as many layers as fit, up to 8, unless --layers says
+  --peers                      also a PyTorch GPT (torch.compile, flash attention) and transformers' GPT-2, on one device
+  --peer-python PYTHON         what runs the peers: the Python of a venv that has torch and transformers
+  --rounds COUNT               times each step is timed (default: 5)
+  --out FOLDER                 where the .json, the .txt and the .svg go (default: benchmarks/results)
+
+On a GPU the ceilings of a matrix multiplication and of a copy are measured first. MFU is a share of the vendor's peak, and
+beside it stands the share of the measured ceiling; the time of a step is the median. On CPU devices, which share the
+machine's cores, only ratios mean something: all programs are compiled first and then timed in turn, and the fastest counts.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from benchmarks import mfu_report
+from benchmarks.mfu_cases import BLOCKS, Case, blocks, sweeps
+from benchmarks.peers import PEERS, run_peer
+from megajax.config import ConfigError, RunConfig
+from megajax.pipeline.schedule import ScheduleError
+from megajax.train.options import parse
+
+CPU_DEVICES = 8
+# Eight layers and heads, so that each of eight devices can have its own.
+ON_CPU = {"model": "tiny", "layers": 8, "heads": 8, "vocabulary": 512, "microbatch_size": 2, "global_batch_size": 32}
+ON_GPU = {"model": "gpt3-1.3b", "microbatch_size": 4, "global_batch_size": 64}
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What was typed; `words` are the options of a training run, the others those of the page's head."""
+
+    words: tuple[str, ...]
+    meshes: tuple[str, ...] | None
+    schedules: tuple[str, ...] | None
+    microbatch_sizes: tuple[int, ...] | None
+    recomputes: tuple[str, ...] | None
+    blocks: tuple[int, ...] | None
+    peers: bool
+    peer_python: str
+    rounds: int
+    out: pathlib.Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes; returns the process's exit code: 0, or 2 for an error in what was asked."""
+    try:
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if "--help" in words or "-h" in words:
+            print(__doc__.strip())
+            return 0
+        asked = read_options(words)
+        # With peers in a child, whose memory on the GPU is free again when they run.
+        results = _in_child(measure, asked) if asked.peers else measure(asked)
+        results = {"command": command(words)} | results
+        if asked.peers:
+            results["peers"] = peer_rows(asked, results)
+        name = "mfu_blocks" if asked.blocks else "mfu"
+        mfu_report.write(results, asked.out, f"{name}_{_slug(results['device'])}")
+        return 0
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
+
+
+def read_options(words: Sequence[str]) -> Asked:
+    """The command line.
+
+    Raises:
+      ConfigError: a value that cannot be read.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    for name, kind in (("--meshes", str), ("--schedules", str), ("--microbatch-sizes", int), ("--recomputes", str)):
+        add(name, nargs="+", type=kind, default=None)
+    add("--blocks", nargs="*", type=int, default=None)
+    add("--peers", action="store_true")
+    add("--peer-python", default=sys.executable)
+    add("--rounds", type=int, default=5)
+    add("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    own, rest = parser.parse_known_args(words)
+    several = lambda value: None if value is None else tuple(value)  # noqa: E731
+    own.blocks = BLOCKS if own.blocks == [] else own.blocks
+    for name in ("rounds", "microbatch_sizes", "blocks"):
+        value = getattr(own, name)
+        if value is not None and min(value if isinstance(value, (list, tuple)) else [value]) < 1:
+            raise ConfigError(f"{name} = {value} must be 1 or more: type --{name.replace('_', '-')} COUNT.")
+    if own.out.exists() and not own.out.is_dir():
+        raise ConfigError(f"out = {own.out} is a file: type --out FOLDER.")
+    if own.peers and shutil.which(own.peer_python) is None:
+        raise ConfigError(f"peer_python = {own.peer_python} is no program: type --peer-python VENV/bin/python.")
+    values = {name: several(value) if isinstance(value, list) else value for name, value in vars(own).items()}
+    return Asked(words=tuple(rest), **values)
+
+
+def command(words: Sequence[str]) -> str:
+    """The command, to type again; without where things lie on this machine."""
+    text = shlex.join(["python", "-m", "benchmarks.mfu", *words])
+    return re.sub(r" --out \S+", "", re.sub(r"--peer-python \S+", "--peer-python PYTHON", text))
+
+
+def measure(asked: Asked) -> dict:
+    """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows".
+
+    Raises:
+      ConfigError: a run that is not legal, or nothing that the peers could run too.
+    """
+    from megajax.cost.hardware import device_peak
+    from megajax.mesh import start_devices
+    from megajax.train.operations import attention_choice
+
+    defaults = {name: value for name, value in ON_CPU.items() if not (asked.blocks and name == "layers")}
+    request = parse(asked.words, "", defaults)
+    devices = start_devices(request.devices, request.devices_needed or (1 if asked.blocks else CPU_DEVICES))
+    on_cpu = devices[0].platform == "cpu"
+    if not on_cpu:
+        request = parse(asked.words, "", ON_GPU)
+    run = request.run(1 if asked.blocks else request.devices_needed or len(devices), "fp32" if on_cpu else "bf16")
+    attention = attention_choice(run, devices[0]).name
+    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
+    if asked.blocks:
+        if run.parallel.devices != 1:
+            raise ConfigError(f"blocks run on one device, not {run.parallel.devices}: leave the mesh's options out.")
+        limit = None if on_cpu else devices[0].memory_stats()["bytes_limit"]
+        cases = blocks(run, asked.blocks, asked.microbatch_sizes, limit, request.given.get("layers"))
+    else:
+        cases = sweeps(run, asked.meshes, asked.schedules, asked.microbatch_sizes, asked.recomputes)
+    for case in cases:
+        case.run.validate()
+    if asked.peers and not any(case.run.parallel.devices == 1 for case in cases):
+        raise ConfigError("peers run on one device, and no run here does: type --blocks, or --devices cpu:1.")
+    results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
+    if not on_cpu:
+        from benchmarks.ceilings import copy_ceiling, matmul_ceiling
+
+        peak = device_peak(devices, run.train.precision)
+        results["peak"] = {"flops": peak.flops, "source": peak.source}
+        results["ceilings"] = {
+            "matmul_flops": matmul_ceiling(devices[0], run.train.precision),
+            "copy_bytes": copy_ceiling(devices[0]),
+        }
+    runs = list(dict.fromkeys(case.run for case in cases))
+    seconds = time_in_turn(runs, devices, asked.rounds) if on_cpu else time_one_by_one(runs, devices, asked.rounds)
+    results["rows"] = [row(case, seconds[case.run], results) for case in cases]
+    return results
+
+
+def time_in_turn(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunConfig, list[float]]:
+    """Seconds of each step, of all rounds: all are compiled, and then take turns, so that a slow spell falls on all."""
+    from benchmarks.mfu_cases import Step
+
+    steps = {}
+    for run in runs:
+        _say(f"compiling {len(steps) + 1} of {len(runs)}")
+        steps[run] = Step(run, devices)
+    seconds: dict[RunConfig, list[float]] = {run: [] for run in runs}
+    for turn in range(rounds):
+        _say(f"timing {turn + 1} of {rounds}")
+        for run, step in steps.items():
+            seconds[run].append(step())
+    _say("")
+    return seconds
+
+
+def time_one_by_one(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunConfig, list[float]]:
+    """Seconds of each step, of all rounds, one run after another: a GPU has no memory for several. None fit: no times."""
+    import jax
+
+    from benchmarks.mfu_cases import Step
+
+    seconds: dict[RunConfig, list[float]] = {}
+    for number, run in enumerate(runs):
+        _say(f"run {number + 1} of {len(runs)}")
+        seconds[run] = []
+        try:
+            step = Step(run, devices)
+            seconds[run] = [step() for _ in range(rounds)]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+        step = None
+        jax.clear_caches()
+    _say("")
+    return seconds
+
+
+def row(case: Case, seconds: list[float], results: dict) -> dict:
+    """What is kept of a case; where it did not fit, its rates are None."""
+    from megajax.cost.flops import flops_per_step
+
+    run, devices = case.run, case.run.parallel.devices
+    on_cpu = results["device"]["platform"] == "cpu"
+    one = (min(seconds) if on_cpu else statistics.median(seconds)) if seconds else None
+    flops = flops_per_step(run) / one / devices if one else None
+    of = lambda most: flops / most if flops and most else None  # noqa: E731
+    return {
+        "sweep": case.sweep,
+        "label": case.label,
+        "seconds": one,
+        "tokens_per_second": run.train.global_batch_size * run.model.sequence_length / one if one else None,
+        "teraflops_per_device": flops / 1e12 if flops else None,
+        "mfu": of(results["peak"] and results["peak"]["flops"]),
+        "share_of_ceiling": of(results["ceilings"].get("matmul_flops")),
+        "rounds": seconds,
+        "run": dataclasses.asdict(run),
+    }
+
+
+def peer_rows(asked: Asked, results: dict) -> list[dict]:
+    """The peers on the shapes of the runs on one device; a peer that cannot run has an "error" in place of rates."""
+    from megajax.cost.flops import flops_per_step
+    from megajax.plan.compiler import run_from_json
+
+    runs = [run_from_json(one["run"]) for one in results["rows"]]
+    alone = list(dict.fromkeys(run for run in runs if run.parallel.devices == 1))
+    rows = []
+    for name, file in PEERS.items():
+        _say(f"{name}: {len(alone)} shapes")
+        for run, answer in zip(
+            alone, run_peer(file, asked.peer_python, alone, results["device"]["platform"], asked.rounds), strict=True
+        ):
+            rates = {}
+            if seconds := answer.get("seconds"):
+                flops = flops_per_step(run) / seconds
+                peak, ceiling = results["peak"], results["ceilings"].get("matmul_flops")
+                rates = {
+                    "tokens_per_second": run.train.global_batch_size * run.model.sequence_length / seconds,
+                    "teraflops_per_device": flops / 1e12,
+                    "mfu": flops / peak["flops"] if peak else None,
+                    "share_of_ceiling": flops / ceiling if ceiling else None,
+                }
+            rows.append({"peer": name, "label": label_of(run, results)} | answer | rates)
+    _say("")
+    return rows
+
+
+def label_of(run: RunConfig, results: dict) -> str:
+    """The label of the run's row."""
+    fields = dataclasses.asdict(run)
+    same = lambda one: json.dumps(one["run"]) == json.dumps(fields)  # noqa: E731
+    return next(one["label"] for one in results["rows"] if same(one))
+
+
+def _in_child(function, *arguments):
+    """What the function returns or raises in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise ConfigError("the process that measures died: what it said last stands above.") from None
+
+
+def describe_device(devices) -> dict:
+    """What the figures were measured on."""
+    first = devices[0]
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": len(devices),
+        "runtime": getattr(first.client, "platform_version", "").splitlines()[0:1],
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide speed."""
+    import megajax
+
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "megajax": megajax.__version__} | found
+
+
+def _slug(device: dict) -> str:
+    """A device's name in a file's: "cpu", "nvidia_h200"."""
+    return re.sub(r"\W+", "_", device["kind"].lower()).strip("_")
+
+
+def _say(text: str) -> None:
+    """One line of progress, over the last one."""
+    print(f"\r{text:<60}\r" if not text else f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

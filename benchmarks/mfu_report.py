@@ -1,0 +1,136 @@
+"""What benchmarks/mfu.py measured, as a table, a plot and JSON."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+ON_CPU = (
+    "CPU devices share the machine's cores: only ratios mean something, and they compare work, not waiting. A rank that "
+    "waits on a GPU costs nothing here unless it computes in its bubble, and sending is copying."
+)
+
+
+def write(results: dict, folder: pathlib.Path, name: str) -> None:
+    """Prints the table, and writes NAME.json, NAME.txt and NAME.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = table(results)
+    print(text)
+    (folder / f"{name}.txt").write_text(text + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, folder / f"{name}.svg")
+    print(f"written: {folder / name}.json, .txt and .svg")
+
+
+def table(results: dict) -> str:
+    """All rows, sweep by sweep, and what they were measured with."""
+    device, ceilings, peak = results["device"], results["ceilings"], results["peak"]
+    lines = [
+        f"$ {results['command']}",
+        f"{device['count']} {device['kind']} devices, {device['cores']} cores; "
+        + ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
+    ]
+    if peak:
+        lines.append(
+            f"peak {peak['flops'] / 1e12:.1f} TFLOP/s ({peak['source']}); measured ceilings: matrix multiplication "
+            f"{ceilings['matmul_flops'] / 1e12:.1f} TFLOP/s, copy {ceilings['copy_bytes'] / 1e9:.0f} GB/s"
+        )
+    else:
+        lines.append(ON_CPU)
+    for sweep, rows in by_sweep(results["rows"]).items():
+        model = rows[0]["run"]["model"]
+        lines += [
+            "",
+            f"{sweep}: {model['layers']} layers of h = {model['hidden']}, {model['heads']} heads, "
+            f"{model['sequence_length']} tokens a sample, vocabulary {model['vocabulary']}, "
+            f"{rows[0]['run']['train']['precision']}, attention {rows[0]['run']['parallel']['attention']}",
+            _HEAD + (_GPU_HEAD if peak else f"{'of the best':>13}"),
+        ]
+        best = max((one["tokens_per_second"] or 0 for one in rows), default=0)
+        for one in rows:
+            lines.append(_line(one, bool(peak), best))
+            lines += [_line(peer, bool(peak), best) for peer in results.get("peers", []) if same_shape(peer, one)]
+    if found := sorted(
+        {name: version for peer in results.get("peers", []) for name, version in versions(peer)}.items()
+    ):
+        lines += ["", "peers: " + ", ".join(f"{name} {version}" for name, version in found)]
+    return "\n".join(lines)
+
+
+_HEAD = (
+    f"{'':<26}{'d':>3}{'p':>3}{'t':>3}{'v':>3}{'b':>3}{'m':>4}  {'schedule':<18}{'recompute':<10}"
+    f"{'ms a step':>10}{'tokens/s':>11}"
+)
+_GPU_HEAD = f"{'TFLOP/s':>10}{'MFU':>8}{'of ceiling':>12}"
+
+
+def _line(one: dict, on_gpu: bool, best: float) -> str:
+    """A row; a peer's stands below the run that it is the peer of."""
+    if "peer" in one:
+        line = f"  {one['peer']:<24}{'':<49}"
+    else:
+        parallel, batch = one["run"]["parallel"], one["run"]["train"]["global_batch_size"]
+        samples = parallel["microbatch_size"]
+        line = (
+            f"{one['label']:<26}{parallel['data']:>3}{parallel['pipe']:>3}{parallel['tensor']:>3}{parallel['chunks']:>3}"
+            f"{samples:>3}{batch // samples // parallel['data']:>4}  {parallel['schedule']:<18}{parallel['recompute']:<10}"
+        )
+    if not one.get("tokens_per_second"):
+        return f"{line}  {one.get('error', 'out of memory')}"
+    line += f"{1e3 * one['seconds']:>10.1f}{one['tokens_per_second']:>11,.0f}"
+    if not on_gpu:
+        return line + f"{one['tokens_per_second'] / best:>13.2f}"
+    return line + f"{one['teraflops_per_device']:>10.1f}{one['mfu']:>8.1%}{one['share_of_ceiling']:>12.1%}"
+
+
+def by_sweep(rows: Sequence[dict]) -> dict[str, list[dict]]:
+    """The rows of each sweep."""
+    groups: dict[str, list[dict]] = {}
+    for one in rows:
+        groups.setdefault(one["sweep"], []).append(one)
+    return groups
+
+
+def same_shape(peer: dict, one: dict) -> bool:
+    """Whether the peer measured the shape of this row."""
+    return peer["label"] == one["label"]
+
+
+def versions(peer: dict) -> list[tuple[str, str]]:
+    """What a peer says it is made of."""
+    return list(peer.get("versions", {}).items())
+
+
+def plot(results: dict, path: pathlib.Path) -> None:
+    """A panel of bars for each sweep: MFU, or on a CPU the throughput as a share of the sweep's best."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sweeps = by_sweep(results["rows"])
+    heights = [len(_bars(rows, results)) for rows in sweeps.values()]
+    figure = Figure(figsize=(8, 0.8 * len(sweeps) + 0.28 * sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(sweeps), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in heights])[:, 0]
+    for panel, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
+        bars = _bars(rows, results)
+        panel.barh(
+            range(len(bars)), [value for _, value, _ in bars], color=["C1" if peer else "C0" for *_, peer in bars]
+        )
+        panel.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
+        panel.invert_yaxis()
+        panel.set_title(sweep, fontsize=9, loc="left")
+        panel.grid(axis="x", alpha=0.3)
+    unit = "MFU" if results["peak"] else "throughput, as a share of the best of its panel"
+    panels[-1].set_xlabel(f"{unit}; {results['device']['kind']}")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _bars(rows: Sequence[dict], results: dict) -> list[tuple[str, float, bool]]:
+    """(name, length, whether it is a peer's) of what could be measured."""
+    best = max((one["tokens_per_second"] or 0 for one in rows), default=0)
+    length = lambda one: one["mfu"] if results["peak"] else one["tokens_per_second"] / best  # noqa: E731
+    bars = []
+    for one in rows:
+        peers = [peer for peer in results.get("peers", []) if same_shape(peer, one)]
+        several = [(one["label"], one, False), *((f"{peer['peer']}, {peer['label']}", peer, True) for peer in peers)]
+        bars += [(name, length(each), peer) for name, each, peer in several if each.get("tokens_per_second")]
+    return bars
