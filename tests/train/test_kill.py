@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megajax.train import checkpoint, digests
+from megajax.train import checkpoint, digests, writing
 from tests.train.front_door import Run, rows
 
 WORDS = "--devices cpu:1 --steps {steps} --save-every {every} --resume auto --run-dir {directory}"
@@ -29,7 +29,7 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
             time.sleep(chance.uniform(0, 0.5))
             run.process.send_signal(signal.SIGKILL)
             run.process.wait()
-            during_save += any(digests.TEMPORARY in path.name for path in checkpoints.iterdir())
+            during_save += any(writing.TEMPORARY in path.name for path in checkpoints.iterdir())
         said = f"from step {newest[0]}, the newest" if newest else "from the beginning"
         assert said in run.out
         for step in checkpoint.complete_steps(checkpoints):
