@@ -11,7 +11,6 @@ optimizer state are read back on another mesh, schedule, number of chunks or of 
 """
 
 import dataclasses
-import logging
 import pathlib
 import shutil
 import sys
@@ -26,7 +25,7 @@ from jax.experimental import multihost_utils
 from megajax.config import ConfigError, OutputConfig
 from megajax.train import canonical
 from megajax.train.step import Training, TrainState
-from megajax.train.writing import TEMPORARY, reason_of, write
+from megajax.train.writing import TEMPORARY, hush, reason_of, write
 
 FORMAT = 1
 NAME = "step_{:08d}"
@@ -60,8 +59,7 @@ class Checkpoints:
         self.directory, self.output, self.meta = pathlib.Path(directory).absolute(), output, dict(meta)
         if jax.process_index() == 0:
             _make_writable(self.directory)
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_no_echo)
+        hush()
         self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
         self._pending: tuple[int, float, Future] | None = None  # step, when its save began, the save
         self._saves, self._arrays = 0, None  # how many there were, and what the last one wrote
@@ -186,13 +184,6 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
     raise ConfigError(
         f"resume = {resume!r} is neither auto, nor a step, nor a directory with a checkpoint: type --resume auto"
     )
-
-
-def _is_no_echo(record: logging.LogRecord) -> bool:
-    """False for what libraries log of a failed save, a traceback for each array: `_failure` says it in one line."""
-    error = record.exc_info[1] if record.exc_info else ""
-    text = f"{record.getMessage()} {error}"
-    return TEMPORARY not in text and "exception was never retrieved" not in text
 
 
 def _make_writable(directory: pathlib.Path) -> None:

@@ -7,8 +7,12 @@ wrong: a disk that is full for one of them fails the save on all of them, at onc
 main thread, and where one process fails the others wait for it for minutes. So only its handlers are used.)
 """
 
+import logging
 import pathlib
+import re
 import shutil
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,8 +77,31 @@ def _together(name: str, work: Callable[[], None]) -> None:
         raise OSError(f"process {process}: {problem}")
 
 
+def hush() -> None:
+    """Silences what libraries say of a failed write, for each of its arrays: `reason_of` says it in one line.
+
+    The rest of a write's arrays come to an end after it has failed, when there is nobody to tell.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_echo)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _unless_late
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else ""
+    text = f"{record.getMessage()} {error}"
+    return TEMPORARY not in text and "exception was never retrieved" not in text
+
+
+def _unless_late(problem) -> None:
+    if str(problem.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(problem)
+
+
 def reason_of(error: BaseException) -> str:
     """The end of a library's message, where what happened stands, on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
-    text = text.split(" [os_error_code=")[0].rsplit('": ', 1)[-1]
+    text = re.split(r" \[(?:tensorstore_spec|os_error_code)=", text)[0].rsplit('": ', 1)[-1]
     return text if len(text) <= 300 else "..." + text[-300:]
