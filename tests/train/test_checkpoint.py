@@ -66,9 +66,8 @@ def newest(directory) -> pathlib.Path:
     return checkpoint.choose(directory, "auto")[0]
 
 
-def test_weights_are_stored_as_the_model_makes_them(tmp_path):
+def test_weights_are_stored_as_the_model_makes_them(training, tmp_path):
     """Read by orbax alone, knowing nothing of meshes: layer by layer what `gpt.init` returns."""
-    training = small.training_of(runs.make_run(**MESH))
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     keep.save(training, training.init_state(), Progress())
     keep.close()
