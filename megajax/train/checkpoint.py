@@ -62,7 +62,7 @@ class Checkpoints:
         hush()
         self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
         self._pending: tuple[int, float, Future] | None = None  # step, when its save began, the save
-        self._saves, self._arrays = 0, None  # how many there were, and what the last one wrote
+        self._saves, self._arrays = 0, None  # how many there were; what the last one wrote, if its memory is used again
         self.failed = False  # whether the last save failed
         self.blocked = 0.0  # seconds that the last save kept the training waiting
 
@@ -77,7 +77,8 @@ class Checkpoints:
             return said
         start = time.time()
         carried = dataclasses.replace(state, in_flight=())
-        arrays = self._arrays = canonical.to_canonical(carried, training.schedule.placement, into=self._arrays)
+        arrays = canonical.to_canonical(carried, training.schedule.placement, into=self._arrays)
+        self._arrays = arrays if training.mesh.devices.flat[0].platform == "cpu" else None
         meta = self.meta | {"format": FORMAT, "progress": dataclasses.asdict(progress), "time": start}
         self._bytes = sum(leaf.nbytes for leaf in arrays.values())
         self._saves += 1
