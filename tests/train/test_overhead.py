@@ -84,8 +84,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 
 
 def test_a_save_keeps_the_training_waiting_for_less_than_a_tenth_of_it(tmp_path):
-    """Of a hundred megabytes, really written, with nothing else to do; the least of five: a machine has slow spells."""
+    """Of a hundred megabytes, really written, with nothing else to do; the best of five: a machine has slow spells."""
     found = measure(MODELS[100], jax.devices()[:1], tmp_path, saves=6, steps=False)
-    taken, waited = (min(row[place] for row in found["rest"]) for place in (0, 1))
+    taken, waited, _ = min(found["rest"], key=lambda row: row[1] / row[0])
     print(f"{found['bytes'] / 1e6:.0f} MB: waited {waited:.3f} s of {taken:.2f} s")
     assert 80e6 < found["bytes"] < 150e6 and waited < 0.1 * taken
