@@ -59,6 +59,7 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_recompute(run.model, run.parallel)
     _check_batch(run)
     _check_rounds(run)
+    _check_fp8(run)
     _check_batch_ramp(run)
     if device_count is not None:
         _check_device_count(run, device_count)
@@ -327,6 +328,22 @@ def _check_batch(run: "RunConfig") -> None:
             f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
             f"is not a multiple of pipe = {parallel.pipe}, as {parallel.schedule} needs: type --global-batch-size "
             f"{_some(_multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
+        )
+
+
+def _check_fp8(run: "RunConfig") -> None:
+    """What does not go with fp8 matmuls."""
+    if run.train.block_matmuls != "fp8":
+        return
+    if run.train.precision == "fp16":
+        raise ConfigError(
+            "block_matmuls = fp8 does not go with precision = fp16, in which sums of scaled products overflow: type "
+            "--precision bf16."
+        )
+    if run.parallel.tensor_overlap == "ring" and run.parallel.tensor > 1:
+        raise ConfigError(
+            "block_matmuls = fp8 does not go with tensor_overlap = ring, whose matmuls are its own: type "
+            "--tensor-overlap none, or --block-matmuls precision."
         )
 
 

@@ -201,6 +201,12 @@ class TrainConfig:
     clip_norm: float = setting(1.0, "largest global norm of the gradient; a larger one is scaled down to it")
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples")
     precision: str = setting("bf16", "type of the forward and backward; weights stay fp32", ("bf16", "fp32", "fp16"))
+    block_matmuls: str = setting(
+        "precision",
+        "what the blocks' weights are multiplied in: the precision, or fp8 (E4M3 forwards, E5M2 gradients; install "
+        "megajax[fp8])",
+        ("precision", "fp8"),
+    )
     initial_loss_scale: float = setting(65536.0, "fp16 only: the loss is multiplied by this at first")
     loss_scale_window: int = setting(1000, "fp16 only: steps without overflow after which the loss scale doubles")
     bad_step: str = setting(

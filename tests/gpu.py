@@ -40,22 +40,26 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def run_of(model: ModelConfig, microbatches: int, **parallel) -> RunConfig:
+def run_of(model: ModelConfig, microbatches: int, block_matmuls: str = "precision", **parallel) -> RunConfig:
     """The run that `compile_step` compiles."""
     layout = ParallelConfig(**parallel)
-    run = RunConfig(model, layout, TrainConfig(global_batch_size=microbatches * layout.data))
+    train = TrainConfig(global_batch_size=microbatches * layout.data, block_matmuls=block_matmuls)
+    run = RunConfig(model, layout, train)
     run.validate()
     return run
 
 
-def compile_step(model: ModelConfig, microbatches: int, **parallel) -> tuple[str, int]:
+def compile_step(
+    model: ModelConfig, microbatches: int, block_matmuls: str = "precision", **parallel
+) -> tuple[str, int]:
     """(HLO text, peak bytes on one GPU) of the training step, as bf16, one sample a microbatch and replica."""
-    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, tuple(parallel.items()))
+    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, block_matmuls, tuple(parallel.items()))
 
 
 @functools.cache
-def _compile(model, microbatches, parallel) -> tuple[str, int]:
-    asked = json.dumps({"model": dict(model), "microbatches": microbatches, "parallel": dict(parallel)})
+def _compile(model, microbatches, block_matmuls, parallel) -> tuple[str, int]:
+    train = {"block_matmuls": block_matmuls}
+    asked = json.dumps({"model": dict(model), "microbatches": microbatches, "train": train, "parallel": dict(parallel)})
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}
         command = [sys.executable, "-m", "tests.gpu", asked, folder]
@@ -72,7 +76,7 @@ def _child(asked: dict, folder: pathlib.Path) -> None:
     from megajax.mesh import make_mesh
     from megajax.train.step import make_training
 
-    run = run_of(ModelConfig(**asked["model"]), asked["microbatches"], **asked["parallel"])
+    run = run_of(ModelConfig(**asked["model"]), asked["microbatches"], **asked["train"], **asked["parallel"])
     devices = run.parallel.devices
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{devices}")
     training = make_training(run, make_mesh(run.parallel, topology.devices))

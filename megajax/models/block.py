@@ -81,11 +81,16 @@ class Operations(NamedTuple):
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
-def plain_operations(constrain: Constrain = identity) -> Operations:
-    """Matmuls whose communication XLA puts before or after them, from `constrain`'s word on how things lie."""
+def plain_operations(constrain: Constrain = identity, product: Callable[..., jax.Array] = jnp.tensordot) -> Operations:
+    """Matmuls whose communication XLA puts before or after them, from `constrain`'s word on how things lie.
+
+    Args:
+      constrain: see the module's text.
+      product: (x, kernel, number of axes to contract) -> the matmul: `jnp.tensordot`, or one in another format.
+    """
     return Operations(
-        column=lambda y, kernel, axes: constrain(jnp.tensordot(constrain(y, *WHOLE), kernel, 1), *axes),
-        row=lambda x, kernel, contracted: _reduced(jnp.tensordot(x, kernel, contracted), constrain),
+        column=lambda y, kernel, axes: constrain(product(constrain(y, *WHOLE), kernel, 1), *axes),
+        row=lambda x, kernel, contracted: _reduced(product(x, kernel, contracted), constrain),
     )
 
 

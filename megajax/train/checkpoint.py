@@ -1,36 +1,35 @@
-"""Checkpoints: written beside the training by orbax, whole or not at all, and read on any mesh.
+"""Checkpoints: written beside the training (writing.py), whole or not at all, and read on any mesh (restore.py).
 
     RUN_DIR/checkpoints/step_00000040/   state/    every array of the state, blocks in canonical layer order
                                          meta/     step, samples, configuration, tokenizer, as JSON
                                          digests/  a sum of every file
 
 A checkpoint has its name only when all of it is on the disk; until then the name ends in what STALE lists. Weights and
-optimizer state are read back (restore.py) on another mesh, schedule, number of chunks or of processes.
+optimizer state are read back on another mesh, schedule, number of chunks or of processes.
 
     python -m megajax.train.checkpoint inspect DIR [--verify] [--arrays]
 """
 
 import dataclasses
-import logging
 import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from megajax.config import ConfigError, OutputConfig
-from megajax.train import canonical, digests
+from megajax.train import canonical
 from megajax.train.step import Training, TrainState
+from megajax.train.writing import TEMPORARY, hush, reason_of, write
 
 FORMAT = 1
 NAME = "step_{:08d}"
-STALE = (digests.TEMPORARY, ".deleting")  # what may be left of a save or a deletion that was killed
+STALE = (TEMPORARY, ".deleting")  # what may be left of a save or a deletion that was killed
 ASIDE = ".set-aside"
 
 
@@ -42,36 +41,6 @@ class Progress:
     samples: int = 0  # samples consumed, those of skipped steps included: the whole state of the loader
     skipped: int = 0  # steps skipped
     bad: int = 0  # steps whose loss was not finite
-
-
-class _Handler(ocp.CompositeCheckpointHandler):
-    """Orbax's, with sums of the files: each process sums its own when they are written, all before the final name."""
-
-    async def async_save(self, directory, args):
-        futures = await super().async_save(directory, args) or []
-        return [_ThenSum(futures, directory)]
-
-    def finalize(self, directory):
-        super().finalize(directory)
-        digests.write_rest(pathlib.Path(directory))
-
-
-@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
-class _Arguments(ocp.args.Composite):
-    pass
-
-
-class _ThenSum(ocp.future.Future):
-    """Waits for a process's writes, then sums the files."""
-
-    def __init__(self, futures: Sequence[Any], directory):
-        self._futures, self._directory = futures, directory
-
-    def result(self, timeout: int | None = None) -> None:
-        for future in self._futures:
-            future.result(timeout)
-        directory = getattr(self._directory, "path", self._directory)
-        digests.write_own(pathlib.Path(directory), jax.process_index())
 
 
 class Checkpoints:
@@ -90,91 +59,77 @@ class Checkpoints:
         self.directory, self.output, self.meta = pathlib.Path(directory).absolute(), output, dict(meta)
         if jax.process_index() == 0:
             _make_writable(self.directory)
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_no_echo)
-        items = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-        self._writer = ocp.AsyncCheckpointer(_Handler(**items))
-        self._deleter = ThreadPoolExecutor(1)
-        self._pending: tuple[int, float] | None = None  # step, when its save began
+        hush()
+        self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
+        self._pending: tuple[int, float, Future] | None = None  # step, when its save began, the save
+        self._saves, self._arrays = 0, None  # how many there were; what the last one wrote, if its memory is used again
         self.failed = False  # whether the last save failed
         self.blocked = 0.0  # seconds that the last save kept the training waiting
 
     def save(self, training: Training, state: TrainState, progress: Progress) -> list[str]:
         """Starts a save; the state may be used up as soon as this returns. Returns what there is to say.
 
-        What blocks is the copy from the devices to the hosts' memory, and a save that has not ended yet.
+        What blocks is the copy to the hosts' memory, and a save that has not ended yet. All else is the writer's.
         """
         said = self.wait()
         path = self.directory / NAME.format(progress.step)
         if path.exists():
             return said
         start = time.time()
-        arrays = canonical.nest(
-            canonical.to_canonical(dataclasses.replace(state, in_flight=()), training.schedule.placement)
-        )
+        carried = dataclasses.replace(state, in_flight=())
+        arrays = canonical.to_canonical(carried, training.schedule.placement, into=self._arrays)
+        self._arrays = arrays if training.mesh.devices.flat[0].platform == "cpu" else None
         meta = self.meta | {"format": FORMAT, "progress": dataclasses.asdict(progress), "time": start}
-        self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-        self._pending = (progress.step, start)
-        arguments = _Arguments(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
-        try:
-            self._writer.save(path, args=arguments)
-        except Exception as error:  # whatever a file system, a library or another process makes of a failed write
-            said += self._fail(error)
+        self._bytes = sum(leaf.nbytes for leaf in arrays.values())
+        self._saves += 1
+        save = self._writer.submit(write, path, canonical.nest(arrays), meta, f"{path.name}/{self._saves}")
+        self._pending = (progress.step, start, save)
         self.blocked = time.time() - start
         return said
 
     def poll(self) -> list[str]:
         """What there is to say of a save that has ended since the last call; does not wait."""
-        if self._pending is None:
-            return []
-        try:
-            self._writer.check_for_errors()
-        except Exception as error:
-            return self._fail(error)
-        return self._done() if (self.directory / NAME.format(self._pending[0])).exists() else []
+        return self.wait() if self._pending and self._pending[2].done() else []
 
     def wait(self) -> list[str]:
         """Waits for the save that is under way. Returns what there is to say of it."""
         if self._pending is None:
             return []
-        try:
-            self._writer.wait_until_finished()
-        except Exception as error:
-            return self._fail(error)
-        return self._done()
+        (step, start, save), self._pending = self._pending, None
+        error = save.exception()
+        self.failed = error is not None
+        return [self._failure(step, error) if error else self._success(step, time.time() - start)]
 
     def close(self) -> list[str]:
         """Waits for all that is under way."""
         said = self.wait()
+        self._writer.shutdown()
         self._deleter.shutdown()
         return said
 
-    def _done(self) -> list[str]:
-        (step, start), self._pending, self.failed = self._pending, None, False
+    def _success(self, step: int, seconds: float) -> str:
         if jax.process_index() == 0:
             for old in self._superfluous():
                 gone = old.rename(old.with_name(old.name + STALE[1]))
                 self._deleter.submit(shutil.rmtree, gone, ignore_errors=True)
-        took, waited = time.time() - start, self.blocked
-        return [
-            f"step {step}: checkpoint saved, {format_size(self._bytes)} in {took:.1f} s (training waited {waited:.2f} s)"
-        ]
+        size, waited = format_size(self._bytes), self.blocked
+        return f"step {step}: checkpoint saved, {size} in {seconds:.1f} s (training waited {waited:.2f} s)"
 
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every
         steps = complete_steps(self.directory)[: -self.output.keep]
         return [self.directory / NAME.format(step) for step in steps if not every or step % every]
 
-    def _fail(self, error: Exception) -> list[str]:
-        (step, _), self._pending, self.failed = self._pending, None, True
+    def _failure(self, step: int, error: BaseException) -> str:
+        self._arrays = None  # a thread of orbax may still be at them
         if jax.process_index() == 0:
             _remove_stale(self.directory)
         steps = complete_steps(self.directory)
         before = f"the newest is of step {steps[-1]}" if steps else "there is none yet"
-        return [
+        return (
             f"warning: step {step}: checkpoint NOT saved in {self.directory}: {reason_of(error)} "
             f"({format_size(_free(self.directory))} free, a checkpoint takes up to {format_size(self._bytes)}); {before}"
-        ]
+        )
 
     def set_aside(self, after: int) -> list[str]:
         """Renames the checkpoints of steps after `after`: a run that goes on from there will write them anew."""
@@ -232,13 +187,6 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
     )
 
 
-def _is_no_echo(record: logging.LogRecord) -> bool:
-    """False for what libraries log of a failed save, a traceback for each array: `_fail` says it in one line."""
-    error = record.exc_info[1] if record.exc_info else ""
-    text = f"{record.getMessage()} {error}"
-    return digests.TEMPORARY not in text and "exception was never retrieved" not in text
-
-
 def _make_writable(directory: pathlib.Path) -> None:
     probe = directory / ".writable"
     try:
@@ -254,13 +202,6 @@ def _remove_stale(directory: pathlib.Path) -> None:
     for suffix in STALE:
         for path in directory.glob(f"step_*{suffix}"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def reason_of(error: BaseException) -> str:
-    """The end of a library's message, where what happened stands, on one line."""
-    text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
-    text = text.split(" [os_error_code=")[0].rsplit('": ', 1)[-1]
-    return text if len(text) <= 300 else "..." + text[-300:]
 
 
 def _free(directory: pathlib.Path) -> int:

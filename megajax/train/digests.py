@@ -11,10 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 DIRECTORY = "digests"
-TEMPORARY = ".orbax-checkpoint-tmp"
 BLOCK = 1 << 24  # bytes read at once
-# Written by orbax when all else is done, and not needed to read the arrays.
-LATE = ("commit_success.txt", "_CHECKPOINT_METADATA")
 
 
 def _sum(path: pathlib.Path) -> list[int]:
@@ -29,12 +26,7 @@ def _sum(path: pathlib.Path) -> list[int]:
 def _sums(root: pathlib.Path, files: Iterable[pathlib.Path]) -> dict[str, list[int]]:
     files = sorted(files)
     with ThreadPoolExecutor() as pool:
-        return {_final(root, file): value for file, value in zip(files, pool.map(_sum, files), strict=True)}
-
-
-def _final(root: pathlib.Path, file: pathlib.Path) -> str:
-    """The name that a file will have: orbax renames the parts of a checkpoint at the end."""
-    return str(file.relative_to(root)).replace(TEMPORARY, "")
+        return {str(file.relative_to(root)): value for file, value in zip(files, pool.map(_sum, files), strict=True)}
 
 
 def _write(root: pathlib.Path, name: str, sums: dict[str, list[int]]) -> None:
@@ -51,8 +43,8 @@ def write_own(root: pathlib.Path, process: int) -> None:
 def write_rest(root: pathlib.Path) -> None:
     """Sums the files that no process has summed, and the sums."""
     known = {name for file in (root / DIRECTORY).glob("*.json") for name in json.loads(file.read_text())}
-    rest = [file for file in root.rglob("*") if file.is_file() and file.name not in LATE]
-    _write(root, "rest", _sums(root, [file for file in rest if _final(root, file) not in known]))
+    files = [file for file in root.rglob("*") if file.is_file()]
+    _write(root, "rest", _sums(root, [file for file in files if str(file.relative_to(root)) not in known]))
 
 
 def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1)) -> list[str]:

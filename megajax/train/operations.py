@@ -1,6 +1,7 @@
-"""What a run's blocks compute with: which attention, and whether communication goes in rings beside the matmuls."""
+"""What a run's blocks compute with: which attention, fp8 or not, and whether communication goes in rings beside it."""
 
 import jax
+import jax.numpy as jnp
 
 from megajax.config import ConfigError, RunConfig
 from megajax.models.block import Operations, plain_operations
@@ -41,9 +42,12 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
       attention: "xla" or "cudnn".
 
     Raises:
-      ConfigError: a ring under a schedule in which not all ranks run a block at once, or under a flag that breaks it.
+      ConfigError: a ring under a schedule in which not all ranks run a block at once, or under a flag that breaks it; or
+        fp8 without its library.
     """
-    parallel, operations = run.parallel, plain_operations(rules.constrain)
+    parallel = run.parallel
+    product = _fp8_product() if run.train.block_matmuls == "fp8" else jnp.tensordot
+    operations = plain_operations(rules.constrain, product)
     overlap = parallel.tensor_overlap == "ring" and parallel.tensor > 1
     for field, on in (("context", parallel.context > 1), ("tensor_overlap", overlap)):
         if on:
@@ -75,6 +79,17 @@ def check_offload(run: RunConfig, device: jax.Device) -> None:
             f"offload = {run.parallel.offload}, but {device.device_kind} has no memory called pinned_host "
             f"(it has {', '.join(kinds)}): leave --offload out."
         )
+
+
+def _fp8_product():
+    try:
+        from megajax.models import fp8
+    except ImportError as error:
+        raise ConfigError(
+            "block_matmuls = fp8 needs qwix, which is not installed: type pip install 'megajax[fp8]', or --block-matmuls "
+            "precision."
+        ) from error
+    return fp8.tensordot
 
 
 def _check_ring(field: str, value, schedule: Schedule) -> None:

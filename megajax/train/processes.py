@@ -24,7 +24,7 @@ from jax._src import distributed
 from megajax.config import ConfigError, LaunchConfig
 
 EXIT_PEER = 3  # a process's exit code when another one ended the run
-ALIVE, VERDICT = "megajax/alive/", "megajax/verdict"
+ALIVE, VERDICT, MET = "megajax/alive/", "megajax/verdict", "megajax/met/"
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,28 @@ def _give_up(place: Place, seconds: float) -> None:
     """Ends a process whose main thread waits inside jax."""
     print(f"error: {_did_not_meet(place, f'they did not come within {seconds:g} s')}", file=sys.stderr, flush=True)
     os._exit(2)
+
+
+def meet(name: str, problem: str | None = None, timeout: float = 3600) -> dict[int, str]:
+    """Waits until all processes have come to the place called `name`. Returns the problems they bring along, by process.
+
+    Any thread may call it: no device takes part.
+
+    Args:
+      name: may be used once.
+      timeout: seconds. Rather long: whether the others live is `Watch`'s to judge.
+
+    Raises:
+      RuntimeError: not all came in time.
+    """
+    joined = distributed.global_state
+    if joined.client is None:
+        return {} if problem is None else {0: problem}
+    if problem is not None:
+        joined.client.key_value_set(f"{MET}{name}/{joined.process_id}", problem)
+    joined.client.wait_at_barrier(f"{MET}{name}", int(1000 * timeout))
+    found = joined.client.key_value_dir_get(f"{MET}{name}/")
+    return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
 
 @dataclass

@@ -12,8 +12,9 @@ from jax.experimental import multihost_utils
 
 from megajax.config import ConfigError, RunConfig, near, padded_vocabulary
 from megajax.train import canonical, digests
-from megajax.train.checkpoint import FORMAT, Progress, complete_steps, reason_of
+from megajax.train.checkpoint import FORMAT, Progress, complete_steps
 from megajax.train.step import Training, TrainState
+from megajax.train.writing import reason_of
 
 # These do not decide what the arrays mean, so a run may go on with others.
 FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.config import ConfigError, OutputConfig
 from megajax.models import gpt
-from megajax.train import canonical, checkpoint, digests, inspect_checkpoint, restore
+from megajax.train import canonical, checkpoint, inspect_checkpoint, restore, writing
 from megajax.train.checkpoint import Checkpoints, Progress
 from megajax.train.saved_config import run_meta, tokenizer_hash
 from tests import small
@@ -66,9 +66,8 @@ def newest(directory) -> pathlib.Path:
     return checkpoint.choose(directory, "auto")[0]
 
 
-def test_weights_are_stored_as_the_model_makes_them(tmp_path):
+def test_weights_are_stored_as_the_model_makes_them(training, tmp_path):
     """Read by orbax alone, knowing nothing of meshes: layer by layer what `gpt.init` returns."""
-    training = small.training_of(runs.make_run(**MESH))
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     keep.save(training, training.init_state(), Progress())
     keep.close()
@@ -147,7 +146,7 @@ def flip(data: bytes) -> bytes:
 def test_a_damaged_file_is_found_named_and_the_one_before_offered(copy, training, damage):
     """Every file that the arrays are read from, one after the other."""
     path = newest(copy)
-    files = [f for f in (path / "state").rglob("*") if f.is_file() and f.name not in digests.LATE]
+    files = [f for f in (path / "state").rglob("*") if f.is_file()]
     assert len(files) > 5
     for file in files:
         intact = file.read_bytes()
@@ -216,7 +215,7 @@ def test_which_checkpoint_is_taken(copy, tmp_path):
     assert checkpoint.choose(tmp_path / "new", str(copy))[0] == path
     assert checkpoint.choose(tmp_path / "new", str(copy.parent))[0] == path
     assert checkpoint.choose(tmp_path / "new", str(copy / "step_00000003"))[0].name == "step_00000003"
-    (copy / "step_00000009.orbax-checkpoint-tmp").mkdir()  # a save that was killed
+    (copy / f"step_00000009{writing.TEMPORARY}").mkdir()  # a save that was killed
     assert checkpoint.choose(copy, "auto")[0] == path
     for resume, said in [
         ("no", "--resume auto to go on from step 6"),
@@ -228,7 +227,7 @@ def test_which_checkpoint_is_taken(copy, tmp_path):
 
 
 def test_what_a_kill_left_is_swept_and_later_checkpoints_are_set_aside(copy, training):
-    (copy / "step_00000009.orbax-checkpoint-tmp").mkdir()
+    (copy / f"step_00000009{writing.TEMPORARY}").mkdir()
     (copy / "step_00000001.deleting" / "state").mkdir(parents=True)
     keep = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
     assert sorted(path.name for path in copy.iterdir()) == ["step_00000003", "step_00000006"]
@@ -265,10 +264,25 @@ def test_a_disk_that_refuses_to_write(copy, training, state, caplog):
     for part in ("warning: step 9: checkpoint NOT saved", "File too large", "free", "the newest is of step 6"):
         assert part in said[0]
     assert checkpoint.complete_steps(copy) == [3, 6]
-    assert [path.name for path in copy.iterdir() if "tmp" in path.name] == []  # the space is given back
+    assert [path.name for path in copy.iterdir() if writing.TEMPORARY in path.name] == []  # the space is given back
     keep.save(training, state, Progress(step=12))
     assert "step 12: checkpoint saved" in keep.close()[0] and not keep.failed
     load(newest(copy), training)
+
+
+def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monkeypatch):
+    """What the others bring along when the processes meet fails the save here too, before it gets its name."""
+    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+    full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "meet", full)
+        keep.save(training, state, Progress(step=9))
+        (said,) = keep.wait()
+    assert "step 9: checkpoint NOT saved" in said and "process 1: No space left on device (" in said
+    assert list(tmp_path.iterdir()) == []
+    keep.save(training, state, Progress(step=9))
+    assert "step 9: checkpoint saved" in keep.close()[0]
+    load(newest(tmp_path), training)
 
 
 def test_inspect(written, capsys):

@@ -3,6 +3,7 @@
 The truth is the unpipelined model on one device in fp32, `gpt.reference_loss` through `jax.grad`.
 """
 
+import functools
 import itertools
 
 import jax
@@ -29,6 +30,7 @@ GRID = [
     ((2, 2, 2), "dualpipe_v", 2, 4, True, "none"),
     ((1, 4, 2), "auto", 2, 4, True, "full"),
 ]
+BUBBLES = [GRID[1], GRID[4], GRID[5], GRID[2], GRID[12]]  # interleaved, eager, gpipe, 1f1b, zb_v
 # Every mesh with every schedule, microbatch count and sequence parallelism; the recompute modes take turns.
 LONG = [
     (mesh, schedule, chunks, microbatches, sequence_parallel, ("none", "selective", "full")[index % 3])
@@ -47,7 +49,7 @@ LONG = [
 ]
 
 
-def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, model=small.MODEL, **shared_out):
+def training_of(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, model=small.MODEL, **shared_out):
     run = small.make_run(
         mesh,
         schedule=schedule,
@@ -58,18 +60,24 @@ def check(mesh, schedule, chunks, microbatches, sequence_parallel, recompute, mo
         recompute=recompute,
         **shared_out,
     )
-    training = small.training_of(run)
+    return small.training_of(run)
+
+
+compiled_once = functools.cache(training_of)  # for cases of several tests
+
+
+def check(*case, training=None, model=small.MODEL, **shared_out):
+    training = training or training_of(*case, model=model, **shared_out)
     params = small.place(training, small.busy_params(model))
-    loss, gradients = training.loss_and_gradients(params, small.make_batch(run))
+    loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
     want_loss, want = small.expected(model)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
-    return training, params, loss, gradients
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_loss_and_gradients_equal_the_unpipelined_model(case):
-    check(*case)
+    check(*case, training=compiled_once(*case) if case in BUBBLES else None)
 
 
 @pytest.mark.slow
@@ -110,12 +118,10 @@ def test_llama_options():
     check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=small.LLAMA)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("interleaved_1f1b", 2), ("eager_1f1b", 1), ("gpipe", 1), ("1f1b", 1), ("zb_v", 2)]
-)
-def test_bubbles_touch_nothing(schedule, chunks):
+@pytest.mark.parametrize("case", BUBBLES, ids=str)
+def test_bubbles_touch_nothing(case):
     """NaN in every bubble's input changes not one bit of the loss or of any gradient."""
-    training = small.training_of(small.make_run((1, 4, 2), schedule=schedule, chunks=chunks, microbatches=8))
+    training = compiled_once(*case)
     params = small.place(training, small.busy_params(small.MODEL))
     batch = small.make_batch(training.run)
     clean = training.loss_and_gradients(params, batch)

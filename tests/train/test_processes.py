@@ -1,5 +1,6 @@
 """Several processes: how they find each other, that they train as one does, and what a dead or hung one leads to."""
 
+import resource
 import signal
 import socket
 import time
@@ -142,6 +143,22 @@ def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
     np.testing.assert_allclose([row["loss"] for row in got[:1]], losses(alone)[4:5], rtol=1e-2)
     assert "SIGTERM received: saving and leaving" in found[0].out
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [got[-1]["step"]]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_on_one_process_fails_on_all_and_training_goes_on(tmp_path):
+    """The second process may not write large files for a while, as with a full disk of its own."""
+    found = start(tmp_path, 2, f"--steps 100000 --save-every 20 --keep 2 --run-dir {tmp_path}/run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    found[0].until(lambda: checkpoint.complete_steps(checkpoints))
+    limit = resource.prlimit(found[1].process.pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    found[0].until(lambda: "checkpoint NOT saved" in found[0].out)
+    before = checkpoint.complete_steps(checkpoints)
+    resource.prlimit(found[1].process.pid, resource.RLIMIT_FSIZE, limit)
+    found[0].until(lambda: checkpoint.complete_steps(checkpoints)[-1] > before[-1])
+    found[0].process.send_signal(signal.SIGTERM)
+    assert [run.wait() for run in found] == [0, 0], [run.err for run in found]
+    assert "process 1: " in found[0].out and "File too large" in found[0].out
 
 
 PEER = "--steps 100000 --peer-timeout 8 --run-dir {}/run"

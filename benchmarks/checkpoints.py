@@ -1,0 +1,112 @@
+"""What a save costs: how long it takes to be on the disk, and for how much of that the training waits.
+
+    python -m benchmarks.checkpoints                          about 100 MB and 1 GB of state on one CPU device
+    python -m benchmarks.checkpoints --devices cpu:4 --steps  on four, with training going on while the saves are written
+
+Of some saves of each size the fastest is shown, and the one that kept the training waiting least: a slow spell of the
+machine falls on either. The first save, which compiles the copies, is shown apart.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.mesh import make_mesh, start_devices
+
+# Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
+MODELS = {
+    100: ModelConfig(layers=4, hidden=384, heads=6, vocabulary=4096, sequence_length=64),
+    1000: ModelConfig(layers=10, hidden=768, heads=12, vocabulary=16384, sequence_length=64),
+}
+
+
+def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, steps: bool) -> dict:
+    """Seconds of `saves` saves of a model's state: until it is on the disk, and until `save` returned."""
+    import jax
+
+    from megajax.train.checkpoint import Checkpoints, Progress
+    from megajax.train.step import make_training
+
+    parallel = ParallelConfig(data=len(devices))
+    batch_size = len(devices) * parallel.microbatch_size
+    train = TrainConfig(precision="fp32", global_batch_size=batch_size, steps=10, warmup_steps=1)
+    run = RunConfig(model, parallel, train)
+    run.validate()
+    training = make_training(run, make_mesh(parallel, devices))
+    state = jax.block_until_ready(_busy(training.init_state()))
+    tokens = np.zeros((1, batch_size, model.sequence_length), np.int32)
+    sample = np.zeros((1, batch_size), np.uint32)
+    batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32), "sample": sample}
+    if steps:
+        state, _ = training.train_step(state, batch)  # compiles
+    keep = Checkpoints(directory, OutputConfig(keep=1), {})
+    rows = []
+    for step in range(1, saves + 1):
+        begin = time.perf_counter()
+        keep.save(training, state, Progress(step=step))
+        waited, taken_steps = time.perf_counter() - begin, 0
+        while steps and not keep.poll():
+            state, metrics = training.train_step(state, batch)
+            jax.block_until_ready(metrics)
+            taken_steps += 1
+        keep.wait()
+        assert not keep.failed
+        rows.append((time.perf_counter() - begin, waited, taken_steps))
+    keep.close()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return {"bytes": size, "first": rows[0], "rest": rows[1:]}
+
+
+def _busy(state):
+    """A state with random moments: fresh ones are zeros, which are written in no time."""
+    import jax
+
+    def noisy(moment, number):
+        return 1e-3 * jax.random.normal(jax.random.key(number), moment.shape)
+
+    leaves, structure = jax.tree.flatten(state.optimizer_state)
+    made = [
+        jax.jit(noisy, static_argnums=1, out_shardings=leaf.sharding)(leaf, number) if leaf.ndim else leaf
+        for number, leaf in enumerate(leaves)
+    ]
+    return dataclasses.replace(state, optimizer_state=jax.tree.unflatten(structure, made))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state")
+    parser.add_argument("--devices", default="cpu:1", help="what it is on (default: %(default)s)")
+    parser.add_argument("--saves", type=int, default=5, help="of each size, after the first (default: %(default)s)")
+    parser.add_argument("--steps", action="store_true", help="train while a save is written")
+    parser.add_argument("--directory", help="where to write and delete (default: the system's temporary files)")
+    options = parser.parse_args()
+    devices = start_devices(options.devices)
+    print(f"{'state':>9} {'first save':>11} {'waited':>7} | {'save':>7} {'waited':>7} {'share':>6}  steps meanwhile")
+    worst = 0.0
+    for megabytes in options.megabytes:
+        directory = pathlib.Path(tempfile.mkdtemp(dir=options.directory))
+        try:
+            found = measure(MODELS[megabytes], devices, directory, options.saves + 1, options.steps)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        taken, waited = (min(row[place] for row in found["rest"]) for place in (0, 1))
+        steps = sum(row[2] for row in found["rest"]) / len(found["rest"]) if options.steps else "none"
+        first, first_waited, _ = found["first"]
+        print(
+            f"{found['bytes'] / 1e6:>6.0f} MB {first:>9.2f} s {first_waited:>5.2f} s | {taken:>5.2f} s {waited:>5.3f} s "
+            f"{waited / taken:>6.1%}  {steps}",
+            flush=True,
+        )
+        worst = max(worst, waited / taken)
+    sys.exit(worst >= 0.1)
+
+
+if __name__ == "__main__":
+    main()
