@@ -56,7 +56,8 @@ class Collective:
       scope: the name of that loop, where its turns were given; "" elsewhere.
       in_loop: whether a `while` runs it.
       asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
-      behind: matmuls, attention kernels and what runs them scheduled between its start and its done, where it can hide.
+      behind: matmuls, attention kernels and what is sure to run them scheduled between its start and its done, where it
+        can hide; a loop that may not turn is not sure to.
       beside: whatever computes there.
     """
 
@@ -266,6 +267,12 @@ def _is_matmul(line: _Line) -> bool:
     return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
 
 
+def _multiplies(line: _Line, heavy: set[str]) -> bool:
+    """Whether a line is a matmul, or runs a computation that has some, for sure."""
+    perhaps = line.op == "conditional" or (line.op == "while" and _known_turns(line) is None)
+    return _is_matmul(line) or (not perhaps and not heavy.isdisjoint(_called(line.rest)))
+
+
 def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
     """Names of the computations that have matmuls, or run one that has."""
     calls = {name: {called for line in lines for called in _called(line.rest)} for name, lines in computations.items()}
@@ -292,7 +299,7 @@ def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
         scope=visit.scope,
         in_loop=visit.in_loop,
         asynchronous=started and '"is_sync":true' not in line.rest,
-        behind=sum(_is_matmul(other) or not heavy.isdisjoint(_called(other.rest)) for other in between),
+        behind=sum(_multiplies(other, heavy) for other in between),
         beside=sum(other.op in COMPUTE for other in between),
     )
 

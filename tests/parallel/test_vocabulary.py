@@ -128,7 +128,8 @@ def test_of_a_128k_vocabulary_every_stage_has_an_eighth_of_what_megatrons_last_s
     tokens, hidden, vocabulary = LARGE.sequence_length, LARGE.hidden, LARGE.vocabulary
     for placement, rows in (("tensor", vocabulary), ("pipe", vocabulary // STAGES)):
         made = {math.prod(one.shape) for one in heads[placement]}
-        assert made == {tokens * rows, tokens * hidden, rows * hidden}  # logits; gradients of y and of the table
+        assert {tokens * rows, rows * hidden} <= made  # the logits and the gradient of the table
+        assert max(made) == max(tokens * rows, rows * hidden)
         flops = sum(one.flops for one in heads[placement])
         assert flops == MICROBATCHES * 3 * 2 * tokens * hidden * rows
     table = vocabulary * hidden
