@@ -77,7 +77,7 @@ def test_keys_and_values_go_round_a_ring_as_the_formula_says():
     assert sent == formulas[0]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_replicas_send_what_the_formulas_say(zero):
     formulas, sent = compiled("data", data=4, zero=zero)
     assert sent == pytest.approx(sum(formulas), rel=0.05)

@@ -34,9 +34,9 @@ def test_compiled_for_h100s_all_of_the_stash_lies_there():
     model = dataclasses.replace(gpu.LARGE, layers=4)
     text, _ = gpu.compile_step(model, 4, offload="stash", **layout)
     slots = tables.build(make_schedule("interleaved_1f1b", stages=2, microbatches=4, chunks=2)).stash_slots
-    found = set(re.findall(rf"\bbf16\[{slots},1,1,[\d,]*\]\S*", text))
-    assert len({one.split("{")[0] for one in found}) == 5  # the input, and what selective recomputation keeps
-    assert all(one.rstrip("),").endswith("S(5)}") for one in found)
+    found = set(re.findall(rf"\bbf16(\[{slots},1,1,[\d,]*\])(\{{.*?\}})", text))
+    assert len({shape for shape, _ in found}) == 4  # qkv, context, up; input and residual have the same
+    assert all(layout.endswith(":S(5)}") for _, layout in found)
 
 
 def test_where_it_cannot_be_is_one_line():
