@@ -104,3 +104,10 @@ def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunk
     copies = [line for line in text.splitlines() if " copy(" in line and any(shape in line for shape in big)]
     entry = text[text.index("ENTRY ") :]
     assert [line for line in copies if line not in entry] == []
+
+
+def test_sends_are_on_the_stream_for_sends():
+    """Else XLA's GPU compiler ends them before the blocks run that they should travel beside (tests/plan/test_papers_fit.py)."""
+    _, step = compiled((2, 2, 2), "interleaved_1f1b", 2, 4)
+    sends = [line for line in step.as_text().splitlines() if " collective-permute(" in line and "send/ppermute" in line]
+    assert sends and all('_xla_gpu_collective_stream="p2p"' in line for line in sends)
