@@ -107,7 +107,7 @@ def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunk
 
 
 def test_sends_are_on_the_stream_for_sends():
-    """Else XLA's GPU compiler ends them before the blocks run that they should travel beside (tests/plan/test_papers_fit.py)."""
+    """Or XLA for GPUs ends them before the blocks run that they should travel beside; see tests/plan/test_papers_fit.py."""
     _, step = compiled((2, 2, 2), "interleaved_1f1b", 2, 4)
     sends = [line for line in step.as_text().splitlines() if " collective-permute(" in line and "send/ppermute" in line]
     assert sends and all('_xla_gpu_collective_stream="p2p"' in line for line in sends)
