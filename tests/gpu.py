@@ -21,7 +21,6 @@ needs_compiler = pytest.mark.skipif(
 NO_CUDNN = "the cuDNN library is not installed: pip install nvidia-cudnn-cu12 (700 MB)"
 
 LARGE = ModelConfig(layers=2, hidden=1024, heads=8, vocabulary=512, sequence_length=2048)  # for every test the same
-LARGE_DEEP = dataclasses.replace(LARGE, layers=8)
 
 # What XLA's compiler asks of a card; the numbers are the H100's, from NVIDIA's data sheet.
 H100 = """

@@ -61,7 +61,10 @@ def _tensor(run: RunConfig) -> list[Sent]:
         group = parallel.recompute_blocks
         count = (2 * group - 1) / group * (1 if parallel.sequence_parallel else 2)
         lines.append(Sent("tensor", "full recompute", f"{count:g} {each}", count * one))
-    return lines
+    # Rows found, and their gradient; the head's input, and its gradient. Megatron's ends have two of them each.
+    ends = 4 if parallel.pipe == 1 or Sharding.of(run).vocabulary_over_pipe else 2
+    sums = ends * run.microbatches * _activation(run) * (t - 1) / t
+    return [*lines, Sent("tensor", "embedding and head", f"{ends} bsh (t-1)/t per microbatch", sums)]
 
 
 def _pipe(run: RunConfig) -> list[Sent]:

@@ -168,14 +168,15 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         fused_attention=is_fused(parallel),
     )
     layer //= parallel.recompute_blocks  # one input for all of them
-    workspace, copies = _workspace(run, item), slots.stash * per_chunk * stash_copies(run, item)
+    stashed = slots.stash * per_chunk if parallel.offload == "none" else 0  # or in the host's memory
+    workspace, copies = _workspace(run, item), stashed * stash_copies(run, item)
     gathered = 2 * block * item if sharding.zero >= 3 else 0  # the block at work and the next
     return {
         "weights": 4 * parameters // state,
         "optimizer": 8 * parameters // state,
         "gradients": 4 * parameters // work,
         "16-bit weights": (item * parameters // work if item < 4 else 0) + gathered,
-        "stash": slots.stash * per_chunk * layer,
+        "stash": stashed * layer,
         "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
         "input to weight gradients": slots.kept * per_chunk * _kept_for_weights(run, item),
         "inboxes": slots.inbox * residual,

@@ -31,6 +31,7 @@ SENT = {
     "collective-permute": lambda g: 1,
 }
 MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha")  # custom calls, attention's included
+COMPUTE = ("fusion", "custom-call", "dot", "while", "call", "conditional")
 NAME = re.compile(r"%?([\w.\-]+)")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
@@ -55,7 +56,9 @@ class Collective:
       scope: the name of that loop, where its turns were given; "" elsewhere.
       in_loop: whether a `while` runs it.
       asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
-      behind: matmuls, attention kernels and what runs them scheduled between its start and its done, where it can hide.
+      behind: matmuls, attention kernels and what is sure to run them scheduled between its start and its done, where it
+        can hide; a loop that may not turn is not sure to.
+      beside: whatever computes there.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class Collective:
     in_loop: bool
     asynchronous: bool
     behind: int
+    beside: int
 
     def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
         """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which devices that meet differ."""
@@ -263,6 +267,12 @@ def _is_matmul(line: _Line) -> bool:
     return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
 
 
+def _multiplies(line: _Line, heavy: set[str]) -> bool:
+    """Whether a line is a matmul, or runs a computation that has some, for sure."""
+    perhaps = line.op == "conditional" or (line.op == "while" and _known_turns(line) is None)
+    return _is_matmul(line) or (not perhaps and not heavy.isdisjoint(_called(line.rest)))
+
+
 def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
     """Names of the computations that have matmuls, or run one that has."""
     calls = {name: {called for line in lines for called in _called(line.rest)} for name, lines in computations.items()}
@@ -278,6 +288,7 @@ def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
     returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
     done = f"{kind}-done"
     end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
+    between = lines[place + 1 : max(end, place + 1)]
     return Collective(
         kind=kind,
         shape=returned[0][1],
@@ -288,7 +299,8 @@ def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
         scope=visit.scope,
         in_loop=visit.in_loop,
         asynchronous=started and '"is_sync":true' not in line.rest,
-        behind=sum(_is_matmul(other) or not heavy.isdisjoint(_called(other.rest)) for other in lines[place:end]),
+        behind=sum(_multiplies(other, heavy) for other in between),
+        beside=sum(other.op in COMPUTE for other in between),
     )
 
 

@@ -195,17 +195,25 @@ class Rank:
         return carry
 
     def paired_tick(self, ops, carry: Carry, row) -> Carry:
-        """All ranks forward, then backward. Gradients of the tick before travel during the one, activations in the other."""
+        """All ranks forward, then backward. Gradients of the tick before travel during the one, activations in the other.
+
+        Barriers say until when: without them XLA ends a send before the loop that it could have travelled beside.
+        """
         if BACKWARD in ops:
             gradients = self.send(BACKWARD, carry.middle)
         if FORWARD in ops:
             carry, y = self.forward(carry, row)
+            if BACKWARD in ops:
+                gradients, y = lax.optimization_barrier((gradients, y))
             activations = self.send(FORWARD, y)
             carry = self.leave(carry, y, row)
         if BACKWARD in ops:
             carry = carry._replace(gradients=self.receive(BACKWARD, gradients, carry.gradients, row))
             with jax.named_scope(BACKWARD):
                 carry, dx = self.backward(carry, row)
+            if FORWARD in ops:
+                activations, dx = lax.optimization_barrier((activations, dx))
+            with jax.named_scope(BACKWARD):
                 carry = self.enter_backward(carry, dx, row)._replace(middle=dx)
         if FORWARD in ops:
             carry = carry._replace(activations=self.receive(FORWARD, activations, carry.activations, row))

@@ -154,11 +154,11 @@ def test_the_text_of_a_program_for_gpus():
     assert (scatter.bytes, scatter.groups) == (4 * 4 * 2 + 4, ((0, 1), (2, 3), (4, 5), (6, 7)))
     assert (send.bytes, send.groups) == (12, ((0, 2), (1, 3)))
     assert (reduce.bytes, reduce.times, reduce.in_loop, len(reduce.groups[0])) == (4 * 16, 1, False, 4)
-    assert [(c.asynchronous, c.behind) for c in (gather, scatter, send, reduce)] == [
-        (True, 1),  # the fused matmul
-        (True, 0),  # what is between computes, but is no matmul
-        (False, 1),
-        (True, 0),
+    assert [(c.asynchronous, c.behind, c.beside) for c in (gather, scatter, send, reduce)] == [
+        (True, 1, 1),  # the fused matmul
+        (True, 0, 1),  # what is between computes, but is no matmul
+        (False, 1, 1),
+        (True, 0, 0),
     ]
     assert gather.sent()[5] == 7 * 8 * 4 * 2 / 2 and scatter.sent()[5] == 7 * (4 * 4 * 2 + 4)
     assert reduce.sent()[0] == 2 * 3 / 4 * 64 and send.sent() == {0: 7 * 12, 1: 7 * 12}

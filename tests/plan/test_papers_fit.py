@@ -78,6 +78,15 @@ def test_175b_sends_while_it_computes():
     assert hidden >= 0.88 * sum(one.times for one in sends)
 
 
+def test_175b_sums_over_replicas_while_it_computes():
+    """After the last tick, so beside what makes the next sum ready, and AdamW, and not behind a matmul."""
+    _, program = program_of(2)
+    found = [one for one in program.collectives if one.axes((2, 8, 8)) == ("data",)]
+    assert not any(one.in_loop for one in found)
+    beside = [one for one in found if one.asynchronous and one.beside]
+    assert most_sent(beside) > 0.9 * most_sent(found)
+
+
 @pytest.mark.slow
 def test_175b_on_64_gpus_and_with_every_replica_more():
     """Under 72 GB on 64, and a replica more is less memory."""

@@ -134,3 +134,10 @@ def test_what_belongs_in_a_loop_stays_there(schedule, chunks):
     for text in ticks:
         found = re.findall(r" (all-reduce|all-gather|reduce-scatter|dot)\(.*op_name=\"([^\"]*)", text)
         assert [name for _, name in found if re.search(loops, name)] == []
+
+
+def test_sends_are_on_the_stream_for_sends():
+    """Or XLA for GPUs ends them before the blocks run that they should travel beside; see tests/plan/test_papers_fit.py."""
+    _, step = compiled((2, 2, 2), "interleaved_1f1b", 2, 4)
+    sends = [line for line in step.as_text().splitlines() if " collective-permute(" in line and "send/ppermute" in line]
+    assert sends and all('_xla_gpu_collective_stream="p2p"' in line for line in sends)
