@@ -223,8 +223,8 @@ class Rank:
         """Each rank one op, then all send, and run the model's end together where they share it.
 
         Nothing that ranks meet in may come between the loops over blocks, or one rank's loop waits for another's and the
-        tick takes as long as both. XLA drops its barriers before it puts operations in order, so each loop counts on the
-        turns of the one before, and what is sent depends on the sum.
+        tick takes as long as both. For CPUs XLA drops barriers before it puts operations in order, so each loop counts on
+        from the turns of the one before, and what is sent depends on the sum.
         """
         back = INPUT if INPUT in ops else BACKWARD if BACKWARD in ops else None
         y = dx = carry.middle
