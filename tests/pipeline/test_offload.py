@@ -15,7 +15,8 @@ from tests import gpu, small
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("interleaved_1f1b", 2), ("1f1b", 1), pytest.param("zb_h1", 1, marks=pytest.mark.slow)]
+    ("schedule", "chunks"),
+    [("interleaved_1f1b", 2)] + [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("1f1b", "zb_h1")],
 )
 def test_not_a_bit_changes(schedule, chunks):
     results = []

@@ -42,11 +42,16 @@ def compiled(mesh, schedule, chunks, microbatches, sequence_parallel=True, seque
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "grows"),
-    [("1f1b", 1, False), ("eager_1f1b", 1, False), ("interleaved_1f1b", 2, False), ("gpipe", 1, True)]
-    + [("zb_h1", 1, False), ("zb_v", 2, False)]
+    [("1f1b", 1, False), ("interleaved_1f1b", 2, False), ("gpipe", 1, True), ("zb_v", 2, False)]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in [("zb_h2", 1, False), ("zb_1p_interleaved", 2, False), ("dualpipe_v", 2, False)]
+        for case in [
+            ("eager_1f1b", 1, False),
+            ("zb_h1", 1, False),
+            ("zb_h2", 1, False),
+            ("zb_1p_interleaved", 2, False),
+            ("dualpipe_v", 2, False),
+        ]
         + [("looped_bfs", 2, True)]
     ],
 )
@@ -128,7 +133,9 @@ def test_in_a_mixed_tick_no_rank_waits_between_its_loops(schedule, chunks):
 def test_what_belongs_in_a_loop_stays_there(schedule, chunks):
     """A loop may take no turn. What XLA moves out of it is done all the same, in every tick; here, of one block a chunk."""
     training, step = compiled((1, 4, 1), schedule, chunks, 8)
-    ticks = [text for text in step.as_text().split("\n\n") if re.search(r" collective-permute\(.*/send/ppermute\"", text)]
+    ticks = [
+        text for text in step.as_text().split("\n\n") if re.search(r" collective-permute\(.*/send/ppermute\"", text)
+    ]
     assert ticks
     loops = r"/(head|embed|embed_backward)/while/" if training.schedule.paired else r"/while/body/.*/while/"
     for text in ticks:
