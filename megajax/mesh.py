@@ -1,8 +1,10 @@
 """Devices: starting jax on the ones a run asks for, and laying the mesh axes ("data", "pipe", "tensor") over them."""
 
+import contextlib
 import glob
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -42,7 +44,8 @@ def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
             ) from error
     if spec is None:
         _make_cpu_devices(count)
-        return jax.devices()
+        with contextlib.nullcontext() if _has_nvidia_gpu() else _without_plugin_errors():
+            return jax.devices()
     if spec != "cpu" and not (kind == "cpu" and number.isdecimal() and int(number) > 0):
         raise ConfigError(f"devices = {spec!r} is not known: type --devices gpu, --devices cpu or --devices cpu:8.")
     wanted = int(number or 1)
@@ -72,6 +75,18 @@ def _make_cpu_devices(count: int) -> bool:
 def _has_nvidia_gpu() -> bool:
     """Whether jax may find one; it cannot be asked, as its flags are read when it starts."""
     return bool(glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"))  # the second: under Windows
+
+
+@contextlib.contextmanager
+def _without_plugin_errors() -> Iterator[None]:
+    """The CUDA plugin, installed to compile for GPUs, fails to start without one, and jax logs a traceback of that."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+    hush = lambda record: "plugin configuration error" not in record.getMessage()  # noqa: E731
+    logger.addFilter(hush)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hush)
 
 
 def choose_devices(spec: str | None, count: int) -> list[jax.Device]:
