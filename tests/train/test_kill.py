@@ -28,9 +28,11 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
             begun = newest[0] if newest else 0
             run.until(lambda: "compiling" in run.out and len(rows(directory)) > begun)  # noqa: B023
             time.sleep(chance.uniform(0, 0.5))
+            if number % 2:
+                run.until(lambda: unfinished(checkpoints))
             run.process.send_signal(signal.SIGKILL)
             run.process.wait()
-            during_save += any(writing.TEMPORARY in path.name for path in checkpoints.iterdir())
+            during_save += unfinished(checkpoints)
         said = f"from step {newest[0]}, the newest" if newest else "from the beginning"
         assert said in run.out
         for step in checkpoint.complete_steps(checkpoints):
@@ -38,6 +40,11 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
     assert [row["step"] for row in rows(directory)] == list(range(1, steps + 1))
     print(f"{during_save} of {kills} kills during a save")
     return during_save
+
+
+def unfinished(checkpoints) -> bool:
+    """Whether a save is under way, or was when the run was killed."""
+    return any(writing.TEMPORARY in path.name for path in checkpoints.iterdir())
 
 
 def losses(directory):
