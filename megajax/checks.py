@@ -99,16 +99,16 @@ def _check_model(model: "ModelConfig") -> None:
     if model.hidden % model.heads:
         raise ConfigError(
             f"hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
-            f"type --heads {_some(_divisors(model.hidden), model.heads)}, "
+            f"type --heads {_some(divisors(model.hidden), model.heads)}, "
             f"or --hidden {_some(_multiples(model.heads, model.hidden), model.hidden)}."
         )
     if model.heads % model.key_value_heads:
         raise ConfigError(
             f"kv_heads = {model.key_value_heads} does not divide heads = {model.heads}: "
-            f"type --kv-heads {_some(_divisors(model.heads), model.key_value_heads)}."
+            f"type --kv-heads {_some(divisors(model.heads), model.key_value_heads)}."
         )
     if model.positions == "rotary" and model.head_size % 2:
-        even = [heads for heads in _divisors(model.hidden) if model.hidden // heads % 2 == 0]
+        even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         heads = f"--heads {_some(even, model.heads)}, or " if even else ""
         raise ConfigError(
             f"positions = rotary turns pairs of elements, but the head size hidden / heads = {model.hidden} / "
@@ -221,7 +221,7 @@ def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     }
     if parallel.sequence_parallel:
         split["sequence_length"] = model.sequence_length // max(1, parallel.context)
-    legal = _divisors(math.gcd(*split.values()))
+    legal = divisors(math.gcd(*split.values()))
     for name, value in split.items():
         if value % parallel.tensor:
             instead = ", or --no-sequence-parallel" if name == "sequence_length" else ""
@@ -235,7 +235,7 @@ def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
 def _check_context(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     """Rings: a sequence is shared out in two pieces a rank; a matmul's ring passes parts of the sequence."""
     if parallel.context > 1 and model.sequence_length % (2 * parallel.context):
-        legal = [1] + [n for n in _divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
+        legal = [1] + [n for n in divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
         raise ConfigError(
             f"sequence_length = {model.sequence_length} cannot be cut in 2 * context = {2 * parallel.context} pieces: "
             f"type --context {_some(legal, parallel.context)}, or --sequence-length "
@@ -285,9 +285,9 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
         )
     pieces = parallel.pipe * parallel.chunks
     if model.layers % pieces:
-        per_pipe = [chunks for chunks in _divisors(model.layers) if model.layers % (parallel.pipe * chunks) == 0]
+        per_pipe = [chunks for chunks in divisors(model.layers) if model.layers % (parallel.pipe * chunks) == 0]
         chunks = f", or --chunks {_some(per_pipe, parallel.chunks)}" if per_pipe and parallel.chunks > 1 else ""
-        pipes = [pipe for pipe in _divisors(model.layers) if model.layers % (pipe * parallel.chunks) == 0]
+        pipes = [pipe for pipe in divisors(model.layers) if model.layers % (pipe * parallel.chunks) == 0]
         pipes = [pipe for pipe in pipes if pipe > 1] if parallel.chunks > 1 else pipes
         pipe = f"--pipe {_some(pipes, parallel.pipe)}, or " if pipes else ""
         raise ConfigError(
@@ -307,7 +307,7 @@ def _check_recompute(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     if chunk % group:
         raise ConfigError(
             f"recompute_blocks = {group} does not divide the {chunk} layers of a chunk (layers / (pipe * chunks)): "
-            f"type --recompute-blocks {_some(_divisors(chunk), group)}."
+            f"type --recompute-blocks {_some(divisors(chunk), group)}."
         )
 
 
@@ -316,7 +316,7 @@ def _check_batch(run: "RunConfig") -> None:
     parallel, batch = run.parallel, run.train.global_batch_size
     at_once = parallel.microbatch_size * parallel.data
     if batch % at_once:
-        legal = [data for data in _divisors(batch) if batch % (data * parallel.microbatch_size) == 0]
+        legal = [data for data in divisors(batch) if batch % (data * parallel.microbatch_size) == 0]
         data = f", or --data {_some(legal, parallel.data)}" if legal else ""
         raise ConfigError(
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
@@ -396,8 +396,8 @@ def _mesh_size(parallel: "ParallelConfig") -> str:
 
 def _meshes(devices: int) -> Iterable[dict[str, int]]:
     """Every way to write `devices` as data * pipe * tensor."""
-    for tensor in _divisors(devices):
-        for pipe in _divisors(devices // tensor):
+    for tensor in divisors(devices):
+        for pipe in divisors(devices // tensor):
             yield {"data": devices // tensor // pipe, "pipe": pipe, "tensor": tensor}
 
 
@@ -416,7 +416,7 @@ def _far(run: "RunConfig", mesh: dict[str, int]) -> tuple[float, int, int]:
     return round(doublings, 6), mesh["tensor"], mesh["pipe"]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]

@@ -1,5 +1,6 @@
 """The best schedule this package can find for given costs and memory: every named one, and greedy lists of its own."""
 
+import dataclasses
 import heapq
 from collections.abc import Iterator
 
@@ -64,7 +65,7 @@ def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memor
 
 
 def _named(schedule: Schedule) -> Schedule:
-    return Schedule(**{**vars(schedule), "name": f"auto:{schedule.name}"})
+    return dataclasses.replace(schedule, name=f"auto:{schedule.name}")
 
 
 # Which of the operations that are ready goes first, by op. A forward that fills the pipe late costs most where memory is

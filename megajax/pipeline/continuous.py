@@ -12,6 +12,7 @@ weights take turns in two halves of a buffer, the newest in half step % 2; a hal
 where a schedule's chunk would stand.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,7 +176,7 @@ class Continuous:
         return losses, counted, gradients, InFlight(flying.step + 1, weights, batches, cotangents, carry)
 
     def _rank(self, weights: Tree, batch: Tree) -> Rank:
-        both = self.schedule.__class__(**{**vars(self.schedule), "microbatches": 2 * self.schedule.microbatches})
+        both = dataclasses.replace(self.schedule, microbatches=2 * self.schedule.microbatches)
         return Rank(self.functions, both, self.table, self.constrain, weights, batch)
 
     def _map(self, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:

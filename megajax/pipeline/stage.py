@@ -132,10 +132,8 @@ class Stack:
 
         def step(count, zero, carry):
             dy, gradients = carry
-            index = high - 1 - count
-            place = (chunk + zero) * self.per_chunk + index
-            residuals, x = self._read(stash, slot + zero, index)
-            dw, dx = _rebuild(template, residuals, (self._weights(place), x))(dy)
+            place, residuals, weights, x = self._stashed(chunk, high - 1 - count, stash, slot, zero)
+            dw, dx = _rebuild(template, residuals, (weights, x))(dy)
 
             def add(total, new, cut):
                 new = cut.scatter(new.astype(total.dtype))
@@ -178,10 +176,9 @@ class Stack:
         def step(count, zero, carry):
             dy, gradients, kept = carry
             index = self.per_chunk - 1 - count
-            place = (chunk + zero) * self.per_chunk + index
-            residuals, x = self._read(stash, slot + zero, index)
-            split = self._split(template, residuals, self._weights(place), x)
-            dx, early, new = split.input(residuals, self._weights(place), x, dy)
+            place, residuals, weights, x = self._stashed(chunk, index, stash, slot, zero)
+            split = self._split(template, residuals, weights, x)
+            dx, early, new = split.input(residuals, weights, x, dy)
             kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
             return dx, self._add(gradients, early, place, split.is_late, False), kept
 
@@ -205,10 +202,9 @@ class Stack:
         template = self._template(x, microbatch)
 
         def step(index, zero, gradients):
-            place = (chunk + zero) * self.per_chunk + index
-            residuals, x = self._read(stash, slot + zero, index)
-            split = self._split(template, residuals, self._weights(place), x)
-            late = split.weight(residuals, self._weights(place), x, [whole[kept_slot + zero, index] for whole in kept])
+            place, residuals, weights, x = self._stashed(chunk, index, stash, slot, zero)
+            split = self._split(template, residuals, weights, x)
+            late = split.weight(residuals, weights, x, [whole[kept_slot + zero, index] for whole in kept])
             return self._add(gradients, late, place, split.is_late, True)
 
         turns, gradients = counted_loop(turns, blocks, step, gradients)
@@ -222,6 +218,12 @@ class Stack:
         """(low, high) blocks of part `part` of `parts` of a backward: the last blocks are part 0, and as many or more."""
         bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
         return bound(part + 1), bound(part)
+
+    def _stashed(self, chunk, index, stash: Tree, slot, zero) -> tuple[jax.Array, Tree, Tree, jax.Array]:
+        """What a block's backward starts from: its place among the weights, residuals, weights, and input."""
+        place = (chunk + zero) * self.per_chunk + index
+        residuals, x = self._read(stash, slot + zero, index)
+        return place, residuals, self._weights(place), x
 
     def _weights(self, index) -> Tree:
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from megajax.checks import SEVERAL_CHUNKS
+from megajax.checks import SEVERAL_CHUNKS, divisors
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.cost.attention import with_attention
 from megajax.cost.cards import Card
@@ -147,7 +147,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
     for tensor in question.tensor_sizes:
         if question.gpus % tensor or model.key_value_heads % tensor or model.feedforward_size % tensor:
             continue
-        for pipe in _divisors(question.gpus // tensor):
+        for pipe in divisors(question.gpus // tensor):
             if model.layers % pipe:
                 continue
             data = question.gpus // tensor // pipe
@@ -198,10 +198,6 @@ def _is_legal(run: RunConfig) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def best_by(candidates: Iterable[Candidate], key) -> dict:
