@@ -7,8 +7,8 @@ Takes every option of a training run. Where XLA's CUDA compiler is installed (me
 H100s, without any; with --devices cpu, or without the compiler, for CPU devices, whose XLA sums where a GPU's
 reduce-scatters and sends bf16 as fp32. Nothing is run. --hlo FILE reads a step that was compiled before, by its text.
 
-What the program sends is read off its text, loops counted as often as they turn. In paired ticks a pipeline's bubbles send
-and compute too, on garbage, while they wait: ticks are more than microbatches, and the formulas count microbatches.
+What the program sends is read off its text, loops counted as often as they turn. Ranks that wait send between stages too, in
+every tick: ticks are more than microbatches, and the formulas count microbatches.
 """
 
 import argparse
@@ -75,20 +75,16 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
 
 
 def flops(run: RunConfig, program) -> list[str]:
-    """Compiled FLOPs of a device beside the model's, and how many of them are computed in bubbles."""
+    """Compiled FLOPs of a device beside the model's."""
     from megajax.cost.flops import flops_per_step, hardware_flops_per_step
-    from megajax.cost.program import bubble_share
 
-    share = bubble_share(run)
-    wasted = program.flops("") * share / (1 + share)
-    needed = [count / run.parallel.devices for count in (hardware_flops_per_step(run), flops_per_step(run))]
-    useful = program.flops() - wasted
+    needed, of_model = (count(run) / run.parallel.devices for count in (hardware_flops_per_step, flops_per_step))
+    bubbles = ", bubbles included, in which blocks that send round rings run too" if run.parallel.rings else ""
     return [
         "",
         "FLOPs of a device",
-        f"{'':8} {needed[1]:9.3e}     of the model; with recomputation {needed[0]:.3e}",
-        f"{'':8} {program.flops():9.3e}     compiled; bubbles compute {wasted:.3e} of them, {share:.4f} of the blocks' work",
-        f"{'':8} {useful:9.3e}     compiled, but for bubbles: {useful / needed[0]:.3f} of the formula",
+        f"{'':8} {of_model:9.3e}     of the model; with recomputation {needed:.3e}",
+        f"{'':8} {program.flops():9.3e}     compiled: {program.flops() / needed:.3f} of the formula{bubbles}",
     ]
 
 

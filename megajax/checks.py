@@ -340,7 +340,7 @@ def _check_fp8(run: "RunConfig") -> None:
             "block_matmuls = fp8 does not go with precision = fp16, in which sums of scaled products overflow: type "
             "--precision bf16."
         )
-    if run.parallel.tensor_overlap == "ring" and run.parallel.tensor > 1:
+    if "tensor_overlap" in run.parallel.rings:
         raise ConfigError(
             "block_matmuls = fp8 does not go with tensor_overlap = ring, whose matmuls are its own: type "
             "--tensor-overlap none, or --block-matmuls precision."

@@ -162,6 +162,12 @@ class ParallelConfig:
         """Devices the mesh needs."""
         return self.data * self.context * self.pipe * self.tensor
 
+    @property
+    def rings(self) -> tuple[str, ...]:
+        """The options that make a block send round a ring of devices."""
+        tensor = self.tensor_overlap == "ring" and self.tensor > 1
+        return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

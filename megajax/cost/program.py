@@ -2,7 +2,7 @@
 
 Counts are per run of the program: what is in a loop counts as often as the loop turns, where the text says how often
 (XLA's known_trip_count). Other loops' turns are decided at run time, and what is in them is marked `conditional`:
-megajax's executor writes "if" as a loop of one turn or none, and in mixed ticks its loops over blocks are of this kind.
+megajax's executor writes "if" as a loop of one turn or none, and where ranks may wait its loops over blocks are such.
 The schedule knows how often they turn in a step: `loop_turns` says it by the names that the executor gives its parts.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from megajax.config import RunConfig
 from megajax.mesh import AXES
 from megajax.pipeline.of_run import run_schedule
-from megajax.pipeline.schedule import FORWARD
+from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
-__all__ = ["ENDS", "Collective", "Matmul", "Program", "bubble_share", "collectives", "loop_turns", "most_sent", "read"]
+__all__ = ["ENDS", "Collective", "Matmul", "Program", "collectives", "loop_turns", "most_sent", "read"]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes that a device sends for each byte of what the collective returns, in a group of g: the least possible, a ring's.
@@ -38,6 +38,7 @@ LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 SCOPES = re.compile(r'op_name="([^"]*)/while"')
 ENDS = ("embed", "head", "embed_backward")  # the executor's names of the model's ends
+BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of what it does with blocks
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 
 
@@ -57,7 +58,7 @@ class Collective:
       in_loop: whether a `while` runs it.
       asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
       behind: matmuls, attention kernels and what is sure to run them scheduled between its start and its done, where it
-        can hide; a loop that may not turn is not sure to.
+        can hide; a loop that may not turn is not sure to, but one over blocks is, on the ranks that do not wait.
       beside: whatever computes there.
     """
 
@@ -150,22 +151,16 @@ def collectives(text: str) -> tuple[Collective, ...]:
 def loop_turns(run: RunConfig) -> dict[str, float]:
     """How often the loops of a run's step turn, all with a name together, where the schedule decides it at run time.
 
-    On the rank where they turn most: `ENDS` once a microbatch, F, B, I and W once for each of a rank's (groups of) blocks.
-    """
-    blocks = run.microbatches * run.model.layers / (run.parallel.pipe * run.parallel.recompute_blocks)
-    return dict.fromkeys(ENDS, float(run.microbatches)) | dict.fromkeys("FBIW", blocks)
-
-
-def bubble_share(run: RunConfig) -> float:
-    """What a step computes in bubbles, of what its blocks need: (p - 1) / (v m) in paired ticks, where bubbles compute too.
-
-    In mixed ticks a rank without work computes nothing.
+    `ENDS` once a microbatch, on the rank that they are on. F, B, I and W once for each of a rank's (groups of) blocks, but
+    for those in ticks in which no rank waits, where the program knows.
     """
     schedule = run_schedule(run)
-    if not schedule.paired:
-        return 0.0
-    ticks = sum(segment.stop - segment.start for segment in schedule.segments if FORWARD in segment.ops)
-    return ticks / (schedule.microbatches * schedule.chunks) - 1
+    blocks = run.model.layers / (run.parallel.pipe * run.parallel.chunks * run.parallel.recompute_blocks)
+    full = Counter()
+    for segment in schedule.segments:
+        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
+    often = {op: (run.microbatches * run.parallel.chunks - full[op]) * blocks for op in BLOCKS}
+    return dict.fromkeys(ENDS, float(run.microbatches)) | often
 
 
 def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
@@ -268,8 +263,10 @@ def _is_matmul(line: _Line) -> bool:
 
 
 def _multiplies(line: _Line, heavy: set[str]) -> bool:
-    """Whether a line is a matmul, or runs a computation that has some, for sure."""
-    perhaps = line.op == "conditional" or (line.op == "while" and _known_turns(line) is None)
+    """Whether a line is a matmul, or runs a computation that has some, for sure (but for ranks that wait)."""
+    perhaps = line.op == "conditional" or (
+        line.op == "while" and _known_turns(line) is None and _scope(line, ENDS + BLOCKS) not in BLOCKS
+    )
     return _is_matmul(line) or (not perhaps and not heavy.isdisjoint(_called(line.rest)))
 
 

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.parallel.zero import Cut
 from megajax.pipeline import tables
-from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
 from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, full_specs, is_spec, summed, vary
 from megajax.pipeline.stage import Stack, counted_loop, held
 
@@ -62,6 +62,7 @@ def gradient_function(
     specs: Specs = WHOLE,
     share_ends: bool = False,
     offload: bool = False,
+    compute_bubbles: bool = False,
     poison_bubbles: bool = False,
 ) -> Callable:
     """`f(params, batch, cotangent) -> (losses, gradients)` for a whole batch, run by `schedule`.
@@ -75,11 +76,18 @@ def gradient_function(
         runs, and its gradient is summed over `data` there.
       share_ends: whether all ranks run embed and head_loss together.
       offload: whether what forwards keep for their backwards waits in the host's memory.
+      compute_bubbles: whether, in paired ticks, ranks without work run their blocks all the same. They must where a block
+        holds a `ppermute`, in which all ranks meet (a ring).
       poison_bubbles: feeds NaN to every bubble, to prove that bubbles touch no result.
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, columns: Tree):
-        options = {"specs": specs, "offload": offload, "poison": poison_bubbles}
+        options = {
+            "specs": specs,
+            "offload": offload,
+            "compute_bubbles": compute_bubbles,
+            "poison": poison_bubbles,
+        }
         rank = Rank(functions, schedule, table, constrain, params, batch, **options)
         cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
         carry = rank.run(rank_columns(columns), rank.start(), vary(cotangents))
@@ -147,10 +155,11 @@ class Rank:
         collect=None,
         specs=WHOLE,
         offload=False,
+        compute_bubbles=False,
         poison=False,
     ):
         self.functions, self.schedule, self.table = functions, schedule, table
-        self.collect, self.poison = collect, poison
+        self.collect, self.compute_bubbles, self.poison = collect, compute_bubbles, poison
         self.pin = constrain
         specs = full_specs(specs.weights, params)["blocks"]
         self.batch, self.blocks = vary(batch), vary(params["blocks"])
@@ -191,18 +200,24 @@ class Rank:
         for segment in self.schedule.segments:
             rows = jax.tree.map(lambda column: column[segment.start : segment.stop], columns)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
-            carry, _ = lax.scan(lambda carry, row: (tick(segment.ops, carry, row), None), carry, rows)  # noqa: B023
+            carry, _ = lax.scan(lambda carry, row: (tick(segment, carry, row), None), carry, rows)  # noqa: B023
         return carry
 
-    def paired_tick(self, ops, carry: Carry, row) -> Carry:
+    def block_count(self, on, segment: Segment):
+        """How many of a chunk's blocks a tick runs: all, or none where `on` is 0. Known in advance if no rank waits."""
+        always = self.schedule.paired and (segment.full or self.compute_bubbles)
+        return self.per_chunk if always else on * self.per_chunk
+
+    def paired_tick(self, segment: Segment, carry: Carry, row) -> Carry:
         """All ranks forward, then backward. Gradients of the tick before travel during the one, activations in the other.
 
         Barriers say until when: without them XLA ends a send before the loop that it could have travelled beside.
         """
+        ops = segment.ops
         if BACKWARD in ops:
             gradients = self.send(BACKWARD, carry.middle)
         if FORWARD in ops:
-            carry, y = self.forward(carry, row)
+            carry, y = self.forward(segment, carry, row)
             if BACKWARD in ops:
                 gradients, y = lax.optimization_barrier((gradients, y))
             activations = self.send(FORWARD, y)
@@ -210,7 +225,7 @@ class Rank:
         if BACKWARD in ops:
             carry = carry._replace(gradients=self.receive(BACKWARD, gradients, carry.gradients, row))
             with jax.named_scope(BACKWARD):
-                carry, dx = self.backward(carry, row)
+                carry, dx = self.backward(segment, carry, row)
             if FORWARD in ops:
                 activations, dx = lax.optimization_barrier((activations, dx))
             with jax.named_scope(BACKWARD):
@@ -219,22 +234,23 @@ class Rank:
             carry = carry._replace(activations=self.receive(FORWARD, activations, carry.activations, row))
         return carry
 
-    def mixed_tick(self, ops, carry: Carry, row) -> Carry:
+    def mixed_tick(self, segment: Segment, carry: Carry, row) -> Carry:
         """Each rank one op, then all send, and run the model's end together where they share it.
 
         Nothing that ranks meet in may come between the loops over blocks, or one rank's loop waits for another's and the
         tick takes as long as both. For CPUs XLA drops barriers before it puts operations in order, so each loop counts on
         from the turns of the one before, and what is sent depends on the sum.
         """
+        ops = segment.ops
         back = INPUT if INPUT in ops else BACKWARD if BACKWARD in ops else None
         y = dx = carry.middle
         if FORWARD in ops:
-            carry, y = self.forward(carry, row)
+            carry, y = self.forward(segment, carry, row)
         if back:
             with jax.named_scope(back):
-                carry, dx = self.backward(carry, row)
+                carry, dx = self.backward(segment, carry, row)
         if WEIGHT in ops:
-            carry = self.weight_gradients(carry, row)
+            carry = self.weight_gradients(segment, carry, row)
         ended = carry.turns >= 0  # it always is, which XLA does not know
         y, dx = jnp.where(ended, y, 0), jnp.where(ended, dx, 0)
         if FORWARD in ops:
@@ -247,7 +263,7 @@ class Rank:
         return carry
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
-    def forward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
+    def forward(self, segment: Segment, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's forward; on the first stage the embedding too. Returns what to send on."""
         on, microbatch = row["forward_on"] == 1, self.microbatch(row["forward_microbatch"])
         x = self.pin(carry.activations[row["forward_inbox"]])
@@ -264,7 +280,7 @@ class Rank:
         chunk, stage = row["forward_chunk"], row["forward_stage"]
         if self.collect is not None:
             return carry._replace(turns=turns), self.pin(self.stack.forward(x, microbatch, chunk, stage))
-        blocks = None if self.schedule.paired else row["forward_on"] * self.per_chunk
+        blocks = self.block_count(row["forward_on"], segment)
         y, stash, turns = self.stack.forward_stashing(
             x, microbatch, chunk, stage, carry.stash, row["forward_stash"], blocks, turns
         )
@@ -297,16 +313,17 @@ class Rank:
         turns, (shared, output, gradients) = _run_if("head", row, carry.turns, score, state)
         return carry._replace(shared_gradients=shared, output=output, gradients=gradients, turns=turns)
 
-    def backward(self, carry: Carry, row) -> tuple[Carry, jax.Array]:
+    def backward(self, segment: Segment, carry: Carry, row) -> tuple[Carry, jax.Array]:
         """The tick's backward, whole, in part or I. Returns what to send back."""
         on, microbatch = row["backward_on"] == 1, self.microbatch(row["backward_microbatch"])
         dy = self.pin(carry.gradients[row["backward_inbox"]])
         place = (microbatch, row["backward_chunk"], carry.stash, row["backward_stash"], carry.block_gradients)
         if self.schedule.paired:
             dy = jnp.where(on, dy, jnp.nan) if self.poison else dy
-            dx, block_gradients, turns = self.stack.backward(dy, *place, keep=on, turns=carry.turns)
+            blocks = 0, self.block_count(row["backward_on"], segment)
+            dx, block_gradients, turns = self.stack.backward(dy, *place, keep=on, blocks=blocks, turns=carry.turns)
         elif self.schedule.split:
-            blocks = row["backward_on"] * self.per_chunk
+            blocks = self.block_count(row["backward_on"], segment)
             kept_place = (carry.kept, row["backward_kept"])
             dx, block_gradients, kept, turns = self.stack.backward_input(dy, *place, *kept_place, blocks, carry.turns)
             carry = carry._replace(kept=kept)
@@ -332,9 +349,9 @@ class Rank:
         return carry._replace(shared_gradients=shared, turns=turns)
 
     @jax.named_scope(WEIGHT)
-    def weight_gradients(self, carry: Carry, row) -> Carry:
+    def weight_gradients(self, segment: Segment, carry: Carry, row) -> Carry:
         """The tick's W: what an earlier I left undone."""
-        microbatch, blocks = self.microbatch(row["weight_microbatch"]), row["weight_on"] * self.per_chunk
+        microbatch, blocks = self.microbatch(row["weight_microbatch"]), self.block_count(row["weight_on"], segment)
         place = (microbatch, row["weight_chunk"], carry.stash, row["weight_stash"], carry.block_gradients)
         kept_place = (carry.kept, row["weight_kept"])
         block_gradients, turns = self.stack.backward_weight(carry.middle, *place, *kept_place, blocks, carry.turns)

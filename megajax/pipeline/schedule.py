@@ -7,6 +7,7 @@ write a schedule. This file imports no jax: a schedule is plain data.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
@@ -36,11 +37,15 @@ class Work(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A run of ticks [start, stop) in which ranks do the same ops, forwards before backwards; one `lax.scan` each."""
+    """A run of ticks [start, stop) in which ranks do the same ops, forwards before backwards; one `lax.scan` each.
+
+    `full`: in each of these paired ticks every rank does all of them; no rank waits.
+    """
 
     start: int
     stop: int
     ops: tuple[str, ...]
+    full: bool
 
 
 class ScheduleError(ValueError):
@@ -119,19 +124,29 @@ class Schedule:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """At most three runs of ticks: the fill (forwards only), the steady state, and the drain (no forward)."""
+        """Runs of ticks: the fill (forwards only), the steady state, and the drain (no forward).
+
+        Of a steady state of paired ticks the longest full run is apart from the ramps before and after it.
+        """
         count = len(self.ticks)
-        ops = [{self.does(work) for works in tick for work in works} for tick in self.ticks]
+        done = [[{self.does(work) for work in works} for works in tick] for tick in self.ticks]
+        ops = [set().union(*ranks) for ranks in done]
         fill = next((tick for tick in range(count) if ops[tick] - {FORWARD}), count)
         drain = next((tick + 1 for tick in reversed(range(count)) if FORWARD in ops[tick]), 0)
         drain = max(fill, drain)
-        bounds = [(0, fill), (fill, drain), (drain, count)]
         order = (FORWARD, BACKWARD, INPUT, WEIGHT)
-        return tuple(
-            Segment(start, stop, tuple(sorted(set().union(*ops[start:stop]), key=order.index)))
-            for start, stop in bounds
-            if stop > start
-        )
+        segments = []
+        for start, stop in ((0, fill), (fill, drain), (drain, count)):
+            both = set().union(*ops[start:stop])
+            full = [self.paired and all(rank == both for rank in done[tick]) for tick in range(start, stop)]
+            low, high = (start + bound for bound in _longest_run(full))
+            bounds = [start, low, high, stop] if len(both) > 1 else [start, stop]
+            segments += [
+                Segment(a, b, tuple(sorted(both, key=order.index)), all(full[a - start : b - start]))
+                for a, b in itertools.pairwise(bounds)
+                if b > a
+            ]
+        return tuple(segments)
 
     def validate(self) -> "Schedule":
         """Proves the table and returns it.
@@ -200,6 +215,16 @@ class Schedule:
         return "\n".join(
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
         )
+
+
+def _longest_run(flags: list[bool]) -> tuple[int, int]:
+    """[start, stop) of the longest run of True; empty if there is none."""
+    runs, start = [(0, 0)], 0
+    for flag, run in itertools.groupby(flags):
+        stop = start + len(list(run))
+        runs += [(start, stop)] if flag else []
+        start = stop
+    return max(runs, key=lambda run: run[1] - run[0])
 
 
 def show(work: Work, short: bool = False) -> str:

@@ -48,11 +48,9 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
     parallel = run.parallel
     product = _fp8_product() if run.train.block_matmuls == "fp8" else jnp.tensordot
     operations = plain_operations(rules.constrain, product)
-    overlap = parallel.tensor_overlap == "ring" and parallel.tensor > 1
-    for field, on in (("context", parallel.context > 1), ("tensor_overlap", overlap)):
-        if on:
-            _check_ring(field, getattr(parallel, field), schedule)
-    if overlap:
+    for field in parallel.rings:
+        _check_ring(field, getattr(parallel, field), schedule)
+    if "tensor_overlap" in parallel.rings:
 
         def column(y, kernel, axes):
             return column_matmul(y, kernel, rules.spec(axes).index("tensor") - 1)

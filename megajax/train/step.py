@@ -228,6 +228,7 @@ class Training:
             self.mesh,
             **self.layout,
             offload=self.run.parallel.offload == "stash",
+            compute_bubbles=bool(self.run.parallel.rings),
             poison_bubbles=poison_bubbles,
         )
         total = batch["weights"].sum()

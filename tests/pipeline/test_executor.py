@@ -66,7 +66,7 @@ def layers_for(stages, chunks):
     return max(LAYERS, stages * chunks)
 
 
-def run(name, stages, microbatches, chunks, data=1, poison=False, **options):
+def run(name, stages, microbatches, chunks, data=1, bubbles=None, **options):
     schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, **options)
     mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
     params, batch = problem(microbatches, data, layers_for(stages, chunks))
@@ -74,7 +74,7 @@ def run(name, stages, microbatches, chunks, data=1, poison=False, **options):
     with jax.set_mesh(mesh):
         dealt = jax.device_put(dealt, NamedSharding(mesh, P(None, "pipe")))
         batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
-        run = gradient_function(FUNCTIONS, schedule, mesh, constrain=lambda x: x, poison_bubbles=poison)
+        run = gradient_function(FUNCTIONS, schedule, mesh, constrain=lambda x: x, **bubbles or {})
         losses, gradients = jax.jit(run)({**params, "blocks": dealt}, batch, jnp.float32(2))
     gathered = layout.gather(jax.tree.map(np.asarray, gradients["blocks"]), placement=schedule.placement)
     return losses.sum(), jax.tree.map(np.asarray, {**gradients, "blocks": gathered})
@@ -113,6 +113,12 @@ def test_gradients_are_the_unpipelined_models(name, stages, microbatches, chunks
 def test_options_reach_the_program():
     check("interleaved_1f1b", 2, 5, 2, group_size=3)
     check("auto", 2, 3, 2, live_chunks=3)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_what_bubbles_compute_touches_nothing(name, chunks):
+    """Ranks may have to run their blocks where they have no work, for others' sake: here, on NaN."""
+    check(name, 2, 6, chunks, bubbles={"compute_bubbles": True, "poison_bubbles": True})
 
 
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")

@@ -98,6 +98,26 @@ def test_interleaved_in_paired_ticks_has_a_closed_form(stages, chunks, groups):
             assert works == tuple(want)
 
 
+@settings(max_examples=80, deadline=None)
+@given(named_schedules(most_stages=8))
+def test_segments_are_all_ticks_in_order_and_nobody_waits_in_a_full_one(schedule):
+    segments = schedule.segments
+    assert [tick for one in segments for tick in range(one.start, one.stop)] == list(range(len(schedule.ticks)))
+    for one in segments:
+        done = [[tuple(map(schedule.does, works)) for works in tick] for tick in schedule.ticks[one.start : one.stop]]
+        assert one.ops == tuple(op for op in "FBIW" if any(op in works for tick in done for works in tick))
+        if one.full:
+            assert schedule.paired and all(works == one.ops for tick in done for works in tick)
+
+
+def test_interleaved_is_full_but_for_ramps_of_as_many_ticks_as_there_are_other_ranks():
+    """GPT-3 175B's: forwards in ticks 0 to 198, backwards in 23 to 221, both 7 ticks later on the last, first rank."""
+    schedule = make_schedule("interleaved_1f1b", stages=8, microbatches=64, chunks=3)
+    got = [(one.start, one.stop, "".join(one.ops), one.full) for one in schedule.segments]
+    ramps = [(0, 23, "F", False), (23, 30, "FB", False), (192, 199, "FB", False), (199, 222, "B", False)]
+    assert sorted(got) == sorted([*ramps, (30, 192, "FB", True)])
+
+
 def test_gpipe_goes_backwards_in_microbatch_order():
     assert text(orders("gpipe", 3, 3)[1]) == "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0"
 

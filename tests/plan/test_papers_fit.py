@@ -11,7 +11,7 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.cost.cards import CARDS
 from megajax.cost.communication import expected
 from megajax.cost.flops import hardware_flops_per_step
-from megajax.cost.program import ENDS, bubble_share, loop_turns, most_sent, read
+from megajax.cost.program import loop_turns, most_sent, read
 from megajax.plan.compiler import compile_for, has_compiler
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def program_of(data: int):
 
 
 def test_175b_sends_what_the_formulas_say():
-    """Within 5% by axis: a pipeline's bubbles send too, and a layer's norms and biases sum their gradients."""
+    """Within 5% by axis: ranks that wait send between stages too, and a layer's norms and biases sum their gradients."""
     run, program = program_of(2)
     for axis in ("tensor", "pipe", "data"):
         sent = most_sent(one for one in program.collectives if one.axes((2, 8, 8)) == (axis,))
@@ -61,12 +61,9 @@ def test_175b_sends_what_the_formulas_say():
 
 
 def test_175b_multiplies_what_the_formulas_say():
-    """Within 3% but for the bubbles, which in paired ticks compute on garbage: (p - 1) / (v m) of the blocks' work."""
+    """Within 3%, and no rank computes anything where it waits."""
     run, program = program_of(1)
-    share = bubble_share(run)
-    assert share == pytest.approx((8 - 1) / (3 * 64))
-    useful = program.flops("") / (1 + share) + program.flops(*ENDS)
-    assert 1 <= useful / (hardware_flops_per_step(run) / run.parallel.devices) < 1.03
+    assert 1 <= program.flops() / (hardware_flops_per_step(run) / run.parallel.devices) < 1.03
 
 
 def test_175b_sends_while_it_computes():
