@@ -1,10 +1,11 @@
 """Runs any schedule as one SPMD program: `jax.shard_map` over (data, pipe), one `lax.scan` per segment of ticks.
 
-In a paired tick every rank runs a forward and a backward; bubbles compute on garbage that is masked out of every result.
-What one way sends travels while the other way computes: an activation during the tick's backward, a gradient during the
-next tick's forward. In a mixed tick a rank runs the one it has work for: the other's loop over blocks runs zero
-times there. (A `lax.switch` would do, but XLA copies stash and accumulators through a conditional, and not through a
-loop.) So in a mixed tick only collectives inside a tensor group may happen before the sends, which is all a block needs.
+In a paired tick every rank runs a forward and then a backward, and what one way sends travels while the other way computes:
+an activation during the tick's backward, a gradient during the next tick's forward. In a mixed tick a rank runs the one
+it has work for. Where a rank has no work its loop over blocks runs zero times, and what it sends is garbage that is
+masked out of every result. (A `lax.switch` would do, but XLA copies stash and accumulators through a conditional, and not
+through a loop.) So only what is met inside a tensor group or by replicas may be in a block; ticks in which no rank
+waits have loops of a length known in advance, which XLA runs without asking the device whether to go on.
 Tensor parallelism is not seen here: the mesh axis `tensor` is left to XLA's partitioner. 2104.04473 section 2.2; section
 3.2's scatter/gather falls out of sequence-sharded activations.
 
@@ -122,6 +123,7 @@ def forward_function(
 
     `collect(shared, y, microbatch)` sees the last block's output and returns a pytree of [n, ...]; `outputs` holds them
     as [microbatches, data * n, ...]. With `share_ends` all ranks run it together, and the last stage's result counts.
+    Ranks without work run their blocks too, so that every loop has a length known in advance.
     """
 
     def run(params: Tree, batch: Tree, columns: Tree):

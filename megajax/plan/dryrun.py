@@ -168,7 +168,7 @@ def _program(run: RunConfig, result: dict[str, Any]) -> str:
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
     lines.append(
-        f"FLOPs of one GPU in a step: {program.flops():.3e} compiled (the last rank's, bubbles that compute too); "
+        f"FLOPs of one GPU in a step: {program.flops():.3e} compiled (the last rank's); "
         f"{needed:.3e} with recomputation, {useful:.3e} of the model"
     )
     return "\n".join(lines)

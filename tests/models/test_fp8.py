@@ -56,12 +56,13 @@ def test_what_is_not_finite_stays_so(bad):
     assert not np.isfinite(y[1]).any() and np.isfinite(y[::2]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "schedule", "chunks"),
     [
         ((1, 2, 1), "1f1b", 1),
-        pytest.param((2, 2, 2), "interleaved_1f1b", 2, marks=pytest.mark.slow),
-        pytest.param((1, 2, 2), "zb_v", 2, marks=pytest.mark.slow),  # whose backward is cut in two
+        ((2, 2, 2), "interleaved_1f1b", 2),
+        ((1, 2, 2), "zb_v", 2),  # whose backward is cut in two
     ],
 )
 def test_training_comes_down_as_in_full_precision(mesh, schedule, chunks):

@@ -190,6 +190,7 @@ def test_the_backward_has_the_conjugate_rings_and_nothing_else():
         assert sends == [("collective-permute", (4, 2, 6))] * (3 * rings)  # t - 1 times [b, s / t, h]
 
 
+@pytest.mark.slow
 @gpu.needs_compiler
 def test_compiled_for_h100s_the_sends_hide_behind_matmuls():
     """Blocks gather and scatter nothing but by sends, and most start before a matmul and end after it."""

@@ -95,7 +95,7 @@ def in_one_rank(model, *arguments):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4), (2, 2, 1)], ids=str)
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("config", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
 def test_values_and_gradients_inside_the_executors_shard_map(config, shape, sequence_parallel):
     """fp32, with dropout in the GPT: its masks must be the unsharded ones."""
     mesh = make_mesh(*shape)

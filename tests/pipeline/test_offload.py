@@ -28,6 +28,7 @@ def test_not_a_bit_changes(schedule, chunks):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), *results)
 
 
+@pytest.mark.slow
 @gpu.needs_compiler
 def test_compiled_for_h100s_all_of_the_stash_lies_there():
     """XLA writes the host's memory as S(5). What has an axis of the stash's slots is the stash."""

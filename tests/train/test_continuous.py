@@ -85,6 +85,7 @@ def counting(run, seed):
     return {**batch, "tokens": tokens[..., :-1].astype(np.int32), "labels": tokens[..., 1:].astype(np.int32)}
 
 
+@pytest.mark.slow
 def test_it_learns_as_1f1b_does():
     """One step stale: another curve, to the same place."""
     ends = {}
