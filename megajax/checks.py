@@ -1,10 +1,11 @@
 """What makes a RunConfig legal, rule by rule. Each message names the field, its value, what is legal, what to type."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from megajax.errors import ConfigError, divisors, multiples, near, option, some
 
 if TYPE_CHECKING:  # config imports this module
     from megajax.config import LaunchConfig, ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
@@ -14,8 +15,8 @@ TWO_CHUNKS = ("zb_v", "dualpipe_v")  # schedules of exactly two chunks a rank
 SEVERAL_CHUNKS = ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved", *TWO_CHUNKS, "auto")  # of more than one
 SCHEDULE_FILES = (".csv", ".json")  # a schedule's name may be a file instead
 IN_ROUNDS = ("interleaved_1f1b", "zb_1p_interleaved")  # these send microbatches through in groups of `pipe`
-MAY_BE_ZERO = {
-    "dropout",
+BELOW_ONE = {"dropout", "beta1", "beta2"}
+MAY_BE_ZERO = BELOW_ONE | {
     "minimum_learning_rate",
     "warmup_steps",
     "weight_decay",
@@ -23,28 +24,9 @@ MAY_BE_ZERO = {
     "warmup_samples",
     "cooldown_samples",
     "process_id",
-    "beta1",
-    "beta2",
     "seed",
     "validation_batches",
 }
-BELOW_ONE = {"dropout", "beta1", "beta2"}
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what was given, what is legal and what to type."""
-
-
-def option(name: str) -> str:
-    """The command-line option of a field: "global_batch_size" is typed "--global-batch-size"."""
-    return "--" + name.replace("_", "-")
-
-
-def near(given: str, names: Iterable[str]) -> str:
-    """What to say of a name that is not among `names`: the near matches, or all of them."""
-    names = tuple(names)
-    matches = difflib.get_close_matches(given, names, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(names)}."
 
 
 def check_run(run: "RunConfig", device_count: int | None = None) -> None:
@@ -99,17 +81,17 @@ def _check_model(model: "ModelConfig") -> None:
     if model.hidden % model.heads:
         raise ConfigError(
             f"hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
-            f"type --heads {_some(divisors(model.hidden), model.heads)}, "
-            f"or --hidden {_some(_multiples(model.heads, model.hidden), model.hidden)}."
+            f"type --heads {some(divisors(model.hidden), model.heads)}, "
+            f"or --hidden {some(multiples(model.heads, model.hidden), model.hidden)}."
         )
     if model.heads % model.key_value_heads:
         raise ConfigError(
             f"kv_heads = {model.key_value_heads} does not divide heads = {model.heads}: "
-            f"type --kv-heads {_some(divisors(model.heads), model.key_value_heads)}."
+            f"type --kv-heads {some(divisors(model.heads), model.key_value_heads)}."
         )
     if model.positions == "rotary" and model.head_size % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
-        heads = f"--heads {_some(even, model.heads)}, or " if even else ""
+        heads = f"--heads {some(even, model.heads)}, or " if even else ""
         raise ConfigError(
             f"positions = rotary turns pairs of elements, but the head size hidden / heads = {model.hidden} / "
             f"{model.heads} = {model.head_size} is odd: type {heads}--positions learned."
@@ -227,8 +209,8 @@ def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
             instead = ", or --no-sequence-parallel" if name == "sequence_length" else ""
             raise ConfigError(
                 f"{name} = {value} cannot be split over tensor = {parallel.tensor}: "
-                f"type --tensor {_some(legal, parallel.tensor)}, "
-                f"or {option(name)} {_some(_multiples(parallel.tensor, value), value)}{instead}."
+                f"type --tensor {some(legal, parallel.tensor)}, "
+                f"or {option(name)} {some(multiples(parallel.tensor, value), value)}{instead}."
             )
 
 
@@ -238,8 +220,8 @@ def _check_context(model: "ModelConfig", parallel: "ParallelConfig") -> None:
         legal = [1] + [n for n in divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
         raise ConfigError(
             f"sequence_length = {model.sequence_length} cannot be cut in 2 * context = {2 * parallel.context} pieces: "
-            f"type --context {_some(legal, parallel.context)}, or --sequence-length "
-            f"{_some(_multiples(2 * parallel.context, model.sequence_length), model.sequence_length)}."
+            f"type --context {some(legal, parallel.context)}, or --sequence-length "
+            f"{some(multiples(2 * parallel.context, model.sequence_length), model.sequence_length)}."
         )
     if parallel.context > 1 and model.dropout > 0:
         raise ConfigError(
@@ -286,13 +268,13 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     pieces = parallel.pipe * parallel.chunks
     if model.layers % pieces:
         per_pipe = [chunks for chunks in divisors(model.layers) if model.layers % (parallel.pipe * chunks) == 0]
-        chunks = f", or --chunks {_some(per_pipe, parallel.chunks)}" if per_pipe and parallel.chunks > 1 else ""
+        chunks = f", or --chunks {some(per_pipe, parallel.chunks)}" if per_pipe and parallel.chunks > 1 else ""
         pipes = [pipe for pipe in divisors(model.layers) if model.layers % (pipe * parallel.chunks) == 0]
         pipes = [pipe for pipe in pipes if pipe > 1] if parallel.chunks > 1 else pipes
-        pipe = f"--pipe {_some(pipes, parallel.pipe)}, or " if pipes else ""
+        pipe = f"--pipe {some(pipes, parallel.pipe)}, or " if pipes else ""
         raise ConfigError(
             f"layers = {model.layers} cannot be cut into pipe * chunks = {parallel.pipe} * {parallel.chunks} = {pieces}"
-            f" equal pieces: type {pipe}--layers {_some(_multiples(pieces, model.layers), model.layers)}{chunks}."
+            f" equal pieces: type {pipe}--layers {some(multiples(pieces, model.layers), model.layers)}{chunks}."
         )
 
 
@@ -307,7 +289,7 @@ def _check_recompute(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     if chunk % group:
         raise ConfigError(
             f"recompute_blocks = {group} does not divide the {chunk} layers of a chunk (layers / (pipe * chunks)): "
-            f"type --recompute-blocks {_some(divisors(chunk), group)}."
+            f"type --recompute-blocks {some(divisors(chunk), group)}."
         )
 
 
@@ -317,17 +299,17 @@ def _check_batch(run: "RunConfig") -> None:
     at_once = parallel.microbatch_size * parallel.data
     if batch % at_once:
         legal = [data for data in divisors(batch) if batch % (data * parallel.microbatch_size) == 0]
-        data = f", or --data {_some(legal, parallel.data)}" if legal else ""
+        data = f", or --data {some(legal, parallel.data)}" if legal else ""
         raise ConfigError(
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
-            f"{parallel.data} = {at_once}: type --global-batch-size {_some(_multiples(at_once, batch), batch)}{data}."
+            f"{parallel.data} = {at_once}: type --global-batch-size {some(multiples(at_once, batch), batch)}{data}."
         )
     if parallel.schedule in IN_ROUNDS and parallel.group_size is None and run.microbatches % parallel.pipe:
         other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
             f"is not a multiple of pipe = {parallel.pipe}, as {parallel.schedule} needs: type --global-batch-size "
-            f"{_some(_multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
+            f"{some(multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
         )
 
 
@@ -414,21 +396,3 @@ def _far(run: "RunConfig", mesh: dict[str, int]) -> tuple[float, int, int]:
     """How far a mesh is from the one given, in doublings; ties go to the smaller tensor, then the smaller pipe."""
     doublings = sum(abs(math.log2(size / getattr(run.parallel, axis))) for axis, size in mesh.items())
     return round(doublings, 6), mesh["tensor"], mesh["pipe"]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
-def _multiples(step: int, beside: int) -> list[int]:
-    """The multiples of `step` (positive) just below and just above `beside`."""
-    below = beside // step * step
-    return [n for n in (below, below + step) if n > 0]
-
-
-def _some(legal: list[int], beside: int) -> str:
-    """At most four of the legal values, those nearest to `beside`, as people list them: "1, 2 or 4"."""
-    nearest = sorted(sorted(legal, key=lambda n: abs(n - beside))[:4])
-    return " or ".join(filter(None, [", ".join(map(str, nearest[:-1])), str(nearest[-1])]))

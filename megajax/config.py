@@ -9,7 +9,8 @@ import math
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from megajax.checks import ConfigError, check_run, near, option
+from megajax.checks import check_run
+from megajax.errors import ConfigError, near, option
 from megajax.presets import ALIASES, MODELS
 
 __all__ = [

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from megajax.checks import SEVERAL_CHUNKS, divisors
+from megajax.checks import SEVERAL_CHUNKS
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.cost.attention import with_attention
 from megajax.cost.cards import Card
@@ -18,6 +18,7 @@ from megajax.cost.flops import flops_per_step
 from megajax.cost.memory import USABLE_SHARE, bytes_per_device
 from megajax.cost.software import MEGAJAX, Software
 from megajax.cost.time import StepTime, step_time
+from megajax.errors import divisors
 
 SCHEDULES = ("interleaved_1f1b", "1f1b", "eager_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v", "gpipe")
 ONE_STAGE = ("interleaved_1f1b",)  # without a pipeline all schedules are this one

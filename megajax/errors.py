@@ -1,0 +1,39 @@
+"""Errors for people: each says what was given, what is legal, and what to type."""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message says what was given, what is legal and what to type."""
+
+
+def option(name: str) -> str:
+    """The command-line option of a field: "global_batch_size" is typed "--global-batch-size"."""
+    return "--" + name.replace("_", "-")
+
+
+def near(given: str, names: Iterable[str]) -> str:
+    """What to say of a name that is not among `names`: the near matches, or all of them."""
+    names = tuple(names)
+    matches = difflib.get_close_matches(given, names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(names)}."
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def multiples(step: int, beside: int) -> list[int]:
+    """The multiples of `step` (positive) just below and just above `beside`."""
+    below = beside // step * step
+    return [n for n in (below, below + step) if n > 0]
+
+
+def some(legal: list[int], beside: int) -> str:
+    """At most four of the legal values, those nearest to `beside`, as people list them: "1, 2 or 4"."""
+    nearest = sorted(sorted(legal, key=lambda n: abs(n - beside))[:4])
+    return " or ".join(filter(None, [", ".join(map(str, nearest[:-1])), str(nearest[-1])]))
