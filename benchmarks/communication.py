@@ -75,7 +75,7 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
 
 
 def flops(run: RunConfig, program) -> list[str]:
-    """Compiled FLOPs of a device beside the model's."""
+    """Compiled FLOPs of a device beside the model's, and what it copies."""
     from megajax.cost.flops import flops_per_step, hardware_flops_per_step
 
     needed, of_model = (count(run) / run.parallel.devices for count in (hardware_flops_per_step, flops_per_step))
@@ -85,6 +85,8 @@ def flops(run: RunConfig, program) -> list[str]:
         "FLOPs of a device",
         f"{'':8} {of_model:9.3e}     of the model; with recomputation {needed:.3e}",
         f"{'':8} {program.flops():9.3e}     compiled: {program.flops() / needed:.3f} of the formula{bubbles}",
+        "",
+        f"{size(program.sliced)}  of slices are copied out of larger arrays for use: a block's weights, each time it runs",
     ]
 
 

@@ -113,11 +113,14 @@ class Program:
       collectives: all of them, in the order of the text.
       matmuls: XLA's and the library's, but for those inside of attention kernels.
       kernels: how often each custom call runs, by target.
+      sliced: bytes of slices that are copied out of larger arrays before use, in all runs. A matmul takes a whole array, so
+        a block's weights are, each time the block runs.
     """
 
     collectives: tuple[Collective, ...]
     matmuls: tuple[Matmul, ...]
     kernels: dict[str, float]
+    sliced: float
 
     def flops(self, *scopes: str) -> float:
         """Of the matmuls in these scopes; of all if none is given."""
@@ -179,7 +182,7 @@ def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
             if line.op == "while" and _known_turns(line) is None:
                 met[_scope(line, turns)] += visit.times
     each = {scope: count / met[scope] for scope, count in turns.items() if met[scope]}
-    found, matmuls, kernels = [], [], Counter()
+    found, matmuls, kernels, sliced = [], [], Counter(), 0.0
     for visit in _visits(computations, _Visit(entry), each):
         lines = computations[visit.name]
         types = {line.name: line.type for line in lines}
@@ -189,9 +192,11 @@ def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
                 found.append(_collective(lines, place, kind, heavy, visit))
             if flops := _matmul_flops(line, types):
                 matmuls.append(Matmul(_arrays(line.type)[0][1], visit.times * flops, visit.scope))
+            if line.op == "fusion" and computations[_called(line.rest)[0]][-1].op == "dynamic-slice":
+                sliced += visit.times * sum(map(_bytes, _arrays(line.type)))
             if line.op == "custom-call":
                 kernels[re.search(r'custom_call_target="([^"]*)"', line.rest)[1]] += visit.times
-    return Program(tuple(found), tuple(matmuls), dict(kernels))
+    return Program(tuple(found), tuple(matmuls), dict(kernels), sliced)
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:

@@ -66,6 +66,13 @@ def test_175b_multiplies_what_the_formulas_say():
     assert 1 <= program.flops() / (hardware_flops_per_step(run) / run.parallel.devices) < 1.03
 
 
+def test_175b_copies_a_blocks_weights_when_it_runs_and_little_else():
+    """XLA's matmuls take whole arrays, so forwards and backwards cut theirs out of the rank's: 12 h^2 / t in 16 bits."""
+    run, program = read_175b()
+    runs = 2 * run.microbatches * run.model.layers // run.parallel.pipe
+    assert 1 <= program.sliced / (runs * 2 * 12 * run.model.hidden**2 / run.parallel.tensor) < 1.03
+
+
 def test_175b_sends_while_it_computes():
     """Between stages while the other way computes, but in the ticks that have only one way: 2 (p v - 1) of 199."""
     _, program = read_175b()
