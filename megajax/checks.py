@@ -39,6 +39,7 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_context(run.model, run.parallel)
     _check_pipeline(run.model, run.parallel)
     _check_recompute(run.model, run.parallel)
+    _check_unroll(run.parallel)
     _check_batch(run)
     _check_rounds(run)
     _check_fp8(run)
@@ -165,35 +166,6 @@ def _check_batch_ramp(run: "RunConfig") -> None:
         )
 
 
-def check_output(output: "OutputConfig") -> None:
-    """Raises ConfigError for the first value that an OutputConfig cannot have."""
-    check_values(output)
-    if output.profile is not None:
-        start, _, stop = output.profile.partition(":")
-        if not (start.isdecimal() and stop.isdecimal() and 0 < int(start) < int(stop)):
-            raise ConfigError(f"profile = {output.profile!r} is not START:STOP, two steps: type --profile 10:13.")
-    for name in ("profile", "exit_after_minutes", "keep_every"):
-        if getattr(output, name) is not None and output.run_dir is None:
-            raise ConfigError(f"{name} = {getattr(output, name)} has nowhere to write: type --run-dir DIR too.")
-    if output.resume != "no" and output.run_dir is None:
-        raise ConfigError(f"resume = {output.resume} needs a directory: type --run-dir DIR too.")
-
-
-def check_launch(launch: "LaunchConfig") -> None:
-    """Raises ConfigError for the first value that a LaunchConfig cannot have."""
-    check_values(launch)
-    given = [name for name in ("coordinator", "processes", "process_id") if getattr(launch, name) is not None]
-    if launch.launcher in ("auto", "flags") and (given or launch.launcher == "flags") and len(given) < 3:
-        missing = ", ".join(option(name) for name in ("coordinator", "processes", "process_id") if name not in given)
-        raise ConfigError(f"several processes started by hand need {missing} too: type all three.")
-    if launch.coordinator is not None and not launch.coordinator.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"coordinator = {launch.coordinator!r} is not HOST:PORT: type --coordinator node0:12355.")
-    if launch.processes is not None and launch.process_id is not None and launch.process_id >= launch.processes:
-        raise ConfigError(
-            f"process_id = {launch.process_id} must be below processes = {launch.processes}: they count from 0."
-        )
-
-
 def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
     """Tensor parallelism splits heads, MLP columns and, with sequence parallelism, the sequence."""
     split = {
@@ -291,6 +263,21 @@ def _check_recompute(model: "ModelConfig", parallel: "ParallelConfig") -> None:
             f"recompute_blocks = {group} does not divide the {chunk} layers of a chunk (layers / (pipe * chunks)): "
             f"type --recompute-blocks {some(divisors(chunk), group)}."
         )
+
+
+def _check_unroll(parallel: "ParallelConfig") -> None:
+    """What does not go with blocks that have arrays of their own."""
+    reasons = {
+        "zero = 3": (parallel.zero == 3, "which puts a block's weights together, and so copies them, whenever it runs"),
+        "schedule = pipedream_2bw": (parallel.schedule == "pipedream_2bw", "whose weights have two versions in turn"),
+        f"chunks = {parallel.chunks} and {' and '.join(parallel.rings)}": (
+            parallel.chunks > 1 and parallel.rings,
+            "a ring, in which ranks at different chunks would have to meet",
+        ),
+    }
+    for field, (given, reason) in reasons.items():
+        if parallel.unroll_blocks and given:
+            raise ConfigError(f"unroll_blocks does not go with {field}, {reason}: leave --unroll-blocks out.")
 
 
 def _check_batch(run: "RunConfig") -> None:

@@ -134,6 +134,9 @@ class ParallelConfig:
     recompute_blocks: int = setting(
         1, "full recompute: blocks that are computed again together, with one input stashed for all of them"
     )
+    unroll_blocks: bool = setting(
+        False, "each block's weights an array of its own, which matmuls need not copy; compiles many times as long"
+    )
     offload: str = setting(
         "none",
         "stash: what forwards keep for their backwards waits in the host's memory, and comes and goes block by block",

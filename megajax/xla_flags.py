@@ -16,13 +16,25 @@ from collections.abc import Sequence
 
 from megajax.config import ConfigError
 
-__all__ = ["CPU_FLAGS", "GPU_FLAGS", "add_flags", "add_gpu_flags", "check_ring_flags", "unknown_flags"]
+__all__ = [
+    "CPU_FLAGS",
+    "GPU_FLAGS",
+    "NO_REMATERIALIZATION",
+    "add_flags",
+    "add_gpu_flags",
+    "check_ring_flags",
+    "unknown_flags",
+]
 
 # Fake CPU devices share few cores, so one can be minutes late at a collective; by default XLA then ends the process.
 CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
 )
+
+# XLA computes matmuls again, in 2% of a step, where its estimate of memory, made before buffers are shared, is more than the
+# GPU has. What is computed again is for `recompute` to say.
+NO_REMATERIALIZATION = "--xla_disable_hlo_passes=rematerialization"
 
 GPU_FLAGS = (
     # Schedules a collective's start early and its end late, with compute between. The default of late versions only.
@@ -33,6 +45,7 @@ GPU_FLAGS = (
     "--xla_gpu_enable_pipelined_p2p=false",
     # A rank that died leaves the others waiting in a collective for ever (jax-ml/jax#38503): end the job instead.
     "--xla_gpu_nccl_termination_timeout_seconds=1800",
+    NO_REMATERIALIZATION,
 )
 BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 

@@ -53,6 +53,9 @@ WRONG = [
     ("--schedule auto --pipe 2 --live-chunks 1", ["live_chunks is 1", "2 chunks"]),
     ("--schedule dualpipe_v --pipe 2 --global-batch-size 8 --data 2", ["2 is less than 2 * pipe = 4"]),
     ("--schedule zb_v --pipe 2 --chunks 1", ["zb_v has two chunks", "--chunks 2"]),
+    ("--unroll-blocks --zero 3", ["zero = 3", "leave --unroll-blocks out"]),
+    ("--unroll-blocks --schedule pipedream_2bw", ["pipedream_2bw", "leave --unroll-blocks out"]),
+    ("--unroll-blocks --pipe 2 --chunks 2 --context 2", ["chunks = 2 and context", "leave --unroll-blocks out"]),
     ("--schedule pipedream_2bw --precision fp16", ["fp16", "--precision bf16"]),
 ]
 

@@ -154,15 +154,19 @@ def collectives(text: str) -> tuple[Collective, ...]:
 def loop_turns(run: RunConfig) -> dict[str, float]:
     """How often the loops of a run's step turn, all with a name together, where the schedule decides it at run time.
 
-    `ENDS` once a microbatch, on the rank that they are on. F, B, I and W once for each of a rank's (groups of) blocks, but
-    for those in ticks in which no rank waits, where the program knows.
+    `ENDS` once a microbatch, on the rank that they are on. F, B, I and W once for each of a rank's (groups of) blocks, or
+    if these are unrolled once for each chunk or part of one, but for ticks in which no rank waits, where the program knows.
     """
-    schedule = run_schedule(run)
-    blocks = run.model.layers / (run.parallel.pipe * run.parallel.chunks * run.parallel.recompute_blocks)
+    schedule, parallel = run_schedule(run), run.parallel
+    each = dict.fromkeys(BLOCKS, run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks))
+    if parallel.unroll_blocks:
+        parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
+        each = dict.fromkeys(BLOCKS, 1) | ({} if schedule.split else {BACKWARD: max(parts)})
     full = Counter()
     for segment in schedule.segments:
-        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
-    often = {op: (run.microbatches * run.parallel.chunks - full[op]) * blocks for op in BLOCKS}
+        known = segment.full and not (parallel.unroll_blocks and parallel.chunks > 1)
+        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * known))
+    often = {op: (run.microbatches * parallel.chunks - full[op]) * each[op] for op in BLOCKS}
     return dict.fromkeys(ENDS, float(run.microbatches)) | often
 
 

@@ -63,6 +63,7 @@ def gradient_function(
     specs: Specs = WHOLE,
     share_ends: bool = False,
     offload: bool = False,
+    unroll: bool = False,
     compute_bubbles: bool = False,
     poison_bubbles: bool = False,
 ) -> Callable:
@@ -77,6 +78,7 @@ def gradient_function(
         runs, and its gradient is summed over `data` there.
       share_ends: whether all ranks run embed and head_loss together.
       offload: whether what forwards keep for their backwards waits in the host's memory.
+      unroll: whether each block's weights are arrays of their own; see `stage.Stack`.
       compute_bubbles: whether, in paired ticks, ranks without work run their blocks all the same. They must where a block
         holds a `ppermute`, in which all ranks meet (a ring).
       poison_bubbles: feeds NaN to every bubble, to prove that bubbles touch no result.
@@ -86,6 +88,7 @@ def gradient_function(
         options = {
             "specs": specs,
             "offload": offload,
+            "unroll": unroll,
             "compute_bubbles": compute_bubbles,
             "poison": poison_bubbles,
         }
@@ -157,6 +160,7 @@ class Rank:
         collect=None,
         specs=WHOLE,
         offload=False,
+        unroll=False,
         compute_bubbles=False,
         poison=False,
     ):
@@ -173,6 +177,8 @@ class Rank:
             self.per_chunk,
             jax.tree.map(lambda spec: Cut.of(spec, 3), specs, is_leaf=is_spec),  # without chunk, rank and layer
             offload=offload,
+            unroll=unroll,
+            parts=int(table.columns["backward_parts"].max()) if unroll else 1,
         )
 
     def start(self) -> Carry:

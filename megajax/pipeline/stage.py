@@ -31,13 +31,28 @@ class Stack:
       cut: like weights, `Cut`s of a block's weights over `data`. They are put together when the block runs, and the
         gradients summed and cut again at once (ZeRO-3).
       offload: whether the stash lies in the host's memory; a block's part goes there and comes back on its own.
+      parts: the most parts that a backward is cut into; see `run_of`.
+      separate: each block's weights as arrays of their own, which matmuls read where they are; empty where blocks take
+        turns in one loop, that copies each block's weights out of the stack (XLA's matmuls take whole arrays).
     """
 
     def __init__(
-        self, block: Callable, weights: Tree, per_chunk: int, cut: Tree | None = None, *, offload: bool = False
+        self,
+        block: Callable,
+        weights: Tree,
+        per_chunk: int,
+        cut: Tree | None = None,
+        *,
+        offload: bool = False,
+        unroll: bool = False,
+        parts: int = 1,
     ):
-        """Wraps the stack; nothing is copied."""
+        """Wraps the stack; nothing is copied, but for separate arrays."""
         self.block, self.weights, self.per_chunk, self.offload = block, weights, per_chunk, offload
+        self.parts, self.separate = parts, []
+        if unroll:
+            layers = range(jax.tree.leaves(weights)[0].shape[0])
+            self.separate = [jax.tree.map(lambda leaf: leaf[layer], weights) for layer in layers]  # noqa: B023
         self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
@@ -93,13 +108,13 @@ class Stack:
           turns: a count, here and below; see `counted_loop`.
         """
 
-        def step(index, zero, carry):
+        def step(index, place, zero, carry):
             x, stash = carry
-            place, layer = (which * self.per_chunk + index for which in (chunk + zero, stage))
-            y, vjp = self._vjp(place, layer, x, microbatch)
+            y, vjp = self._vjp(place, stage * self.per_chunk + index, x, microbatch)
             return y, self._write(stash, slot, index, (vjp.opaque_residuals, x))
 
-        turns, (y, stash) = counted_loop(turns, self.per_chunk if blocks is None else blocks, step, (x, stash))
+        run = 0, self.per_chunk if blocks is None else blocks
+        turns, (y, stash) = self._each(turns, chunk, run, step, (x, stash))
         return y, stash, turns
 
     def backward(
@@ -128,11 +143,10 @@ class Stack:
           gradient of the input, the accumulators, and turns.
         """
         template = self._template(dy, microbatch)
-        low, high = (0, self.per_chunk) if blocks is None else blocks
 
-        def step(count, zero, carry):
+        def step(index, place, zero, carry):
             dy, gradients = carry
-            place, residuals, weights, x = self._stashed(chunk, high - 1 - count, stash, slot, zero)
+            residuals, weights, x = self._stashed(index, place, stash, slot, zero)
             dw, dx = _rebuild(template, residuals, (weights, x))(dy)
 
             def add(total, new, cut):
@@ -141,7 +155,8 @@ class Stack:
 
             return dx, jax.tree.map(add, gradients, dw, self.cut)
 
-        turns, (dx, gradients) = counted_loop(turns, high - low, step, (dy, gradients))
+        run = (0, self.per_chunk) if blocks is None else blocks
+        turns, (dx, gradients) = self._each(turns, chunk, run, step, (dy, gradients), backwards=True)
         return dx, gradients, turns
 
     def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
@@ -173,16 +188,16 @@ class Stack:
         """
         template = self._template(dy, microbatch)
 
-        def step(count, zero, carry):
+        def step(index, place, zero, carry):
             dy, gradients, kept = carry
-            index = self.per_chunk - 1 - count
-            place, residuals, weights, x = self._stashed(chunk, index, stash, slot, zero)
+            residuals, weights, x = self._stashed(index, place, stash, slot, zero)
             split = self._split(template, residuals, weights, x)
             dx, early, new = split.input(residuals, weights, x, dy)
             kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
             return dx, self._add(gradients, early, place, split.is_late, False), kept
 
-        turns, (dx, gradients, kept) = counted_loop(turns, blocks, step, (dy, gradients, kept))
+        state = (dy, gradients, kept)
+        turns, (dx, gradients, kept) = self._each(turns, chunk, (0, blocks), step, state, backwards=True)
         return dx, gradients, kept, turns
 
     def backward_weight(
@@ -201,14 +216,48 @@ class Stack:
         """W: the gradients of a chunk's weights that `backward_input` left; of `x` only the type is read."""
         template = self._template(x, microbatch)
 
-        def step(index, zero, gradients):
-            place, residuals, weights, x = self._stashed(chunk, index, stash, slot, zero)
+        def step(index, place, zero, gradients):
+            residuals, weights, x = self._stashed(index, place, stash, slot, zero)
             split = self._split(template, residuals, weights, x)
             late = split.weight(residuals, weights, x, [whole[kept_slot + zero, index] for whole in kept])
             return self._add(gradients, late, place, split.is_late, True)
 
-        turns, gradients = counted_loop(turns, blocks, step, gradients)
+        turns, gradients = self._each(turns, chunk, (0, blocks), step, gradients)
         return gradients, turns
+
+    def _each(self, turns, chunk, run, step: Callable, state: Tree, *, backwards=False) -> tuple[jax.Array, Tree]:
+        """`step(index, place, zero, state)` for each block of a run (low, high) of a chunk's; and `turns` (`counted_loop`).
+
+        `place` is where the block lies among the weights. With separate arrays that has to be known in advance: each chunk,
+        and each part of one, is then a loop of one turn or none, of as many blocks; or just these, if there is no other.
+        """
+        low, high = run
+        if not self.separate:
+
+            def one(count, zero, state):
+                index = high - 1 - count if backwards else low + count
+                return step(index, (chunk + zero) * self.per_chunk + index, zero, state)
+
+            return counted_loop(turns, high - low, one, state)
+
+        def several(first, low, high, zero, state):
+            for index in reversed(range(low, high)) if backwards else range(low, high):
+                state = step(index, first + index, zero, state)
+            return state
+
+        if len(self.separate) == self.per_chunk and isinstance(high, int):
+            return turns + high - low, several(0, low, high, 0, state)
+        parts = [self.run_of(part, self.parts) for part in range(self.parts)] if backwards else [(0, self.per_chunk)]
+        for first in range(0, len(self.separate), self.per_chunk):
+            for start, stop in filter(lambda part: part[0] < part[1], parts):
+                here = (chunk * self.per_chunk == first) & (low <= start) & (stop <= high)
+                turns, state = counted_loop(
+                    turns,
+                    jnp.asarray(here, jnp.int32),
+                    lambda _, zero, state: several(first, start, stop, zero, state),  # noqa: B023
+                    state,
+                )
+        return turns, state
 
     def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
         """The block's backward in two; a gradient has the type of what it is the gradient of."""
@@ -219,13 +268,14 @@ class Stack:
         bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
         return bound(part + 1), bound(part)
 
-    def _stashed(self, chunk, index, stash: Tree, slot, zero) -> tuple[jax.Array, Tree, Tree, jax.Array]:
-        """What a block's backward starts from: its place among the weights, residuals, weights, and input."""
-        place = (chunk + zero) * self.per_chunk + index
+    def _stashed(self, index, place, stash: Tree, slot, zero) -> tuple[Tree, Tree, jax.Array]:
+        """What a block's backward starts from: residuals, weights, and input."""
         residuals, x = self._read(stash, slot + zero, index)
-        return place, residuals, self._weights(place), x
+        return residuals, self._weights(place), x
 
     def _weights(self, index) -> Tree:
+        if self.separate:
+            return self.separate[index]
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
         return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
 

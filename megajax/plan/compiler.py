@@ -17,6 +17,7 @@ from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.cost.cards import CARDS, Card
+from megajax.xla_flags import NO_REMATERIALIZATION
 
 MISSING_PLUGIN = (
     "XLA's CUDA compiler is not installed; it needs no GPU and no driver: pip install 'megajax[dryrun]' "
@@ -54,7 +55,8 @@ def compile_for(run: RunConfig, card: Card, timeout: float = 900) -> dict[str, A
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",  # or the CUDA plugin looks for a driver and complains
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*",
+            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.* "
+            + NO_REMATERIALIZATION,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         command = [sys.executable, "-m", "megajax.plan.compiler", str(request)]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_launch, check_output, check_values
+from megajax.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_values
 from megajax.config import (
     PRESETS,
     ConfigError,
@@ -22,6 +22,7 @@ from megajax.config import (
     near,
     preset,
 )
+from megajax.launch_checks import check_launch, check_output
 from megajax.pipeline.files import load
 from megajax.train.saved_config import load_config
 

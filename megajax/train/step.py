@@ -228,6 +228,7 @@ class Training:
             self.mesh,
             **self.layout,
             offload=self.run.parallel.offload == "stash",
+            unroll=self.run.parallel.unroll_blocks,
             compute_bubbles=bool(self.run.parallel.rings),
             poison_bubbles=poison_bubbles,
         )

@@ -66,7 +66,7 @@ def layers_for(stages, chunks):
     return max(LAYERS, stages * chunks)
 
 
-def run(name, stages, microbatches, chunks, data=1, bubbles=None, **options):
+def run(name, stages, microbatches, chunks, data=1, program=None, **options):
     schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, **options)
     mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
     params, batch = problem(microbatches, data, layers_for(stages, chunks))
@@ -74,7 +74,7 @@ def run(name, stages, microbatches, chunks, data=1, bubbles=None, **options):
     with jax.set_mesh(mesh):
         dealt = jax.device_put(dealt, NamedSharding(mesh, P(None, "pipe")))
         batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
-        run = gradient_function(FUNCTIONS, schedule, mesh, constrain=lambda x: x, **bubbles or {})
+        run = gradient_function(FUNCTIONS, schedule, mesh, constrain=lambda x: x, **program or {})
         losses, gradients = jax.jit(run)({**params, "blocks": dealt}, batch, jnp.float32(2))
     gathered = layout.gather(jax.tree.map(np.asarray, gradients["blocks"]), placement=schedule.placement)
     return losses.sum(), jax.tree.map(np.asarray, {**gradients, "blocks": gathered})
@@ -118,7 +118,19 @@ def test_options_reach_the_program():
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)])
 def test_what_bubbles_compute_touches_nothing(name, chunks):
     """Ranks may have to run their blocks where they have no work, for others' sake: here, on NaN."""
-    check(name, 2, 6, chunks, bubbles={"compute_bubbles": True, "poison_bubbles": True})
+    check(name, 2, 6, chunks, program={"compute_bubbles": True, "poison_bubbles": True})
+
+
+UNROLLED = [("1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 4, 2)]  # the first has halves of chunks
+UNROLLED_LONG = [("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_v", 4, 6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks"),
+    UNROLLED + [pytest.param(*case, marks=pytest.mark.slow) for case in UNROLLED_LONG],
+)
+def test_blocks_may_have_arrays_of_their_own(name, stages, microbatches, chunks):
+    check(name, stages, microbatches, chunks, program={"unroll": True})
 
 
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")
