@@ -52,7 +52,10 @@ class Stack:
         self.parts, self.separate = parts, []
         if unroll:
             layers = range(jax.tree.leaves(weights)[0].shape[0])
-            self.separate = [jax.tree.map(lambda leaf: leaf[layer], weights) for layer in layers]  # noqa: B023
+            whole = lax.optimization_barrier(
+                weights
+            )  # or XLA casts the parts, and gathers (ZeRO-1) what is not cast yet
+            self.separate = [jax.tree.map(lambda leaf: leaf[layer], whole) for layer in layers]  # noqa: B023
         self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:

@@ -101,7 +101,7 @@ def test_175b_on_64_gpus_and_with_every_replica_more():
 
 @pytest.mark.slow
 def test_175b_copies_no_weights_where_blocks_have_arrays_of_their_own():
-    """In the same memory, and multiplies no more."""
+    """In hardly more memory, and multiplies no more."""
     run = run_of("gpt3-175b", 64, data=1, unroll_blocks=True, **GPT3)
     program = read(compiled(run)["hlo"], loop_turns(run))
     one = 2 * 12 * run.model.hidden**2 // run.parallel.tensor
