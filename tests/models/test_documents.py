@@ -48,7 +48,7 @@ def wanted(model):
     ("model", "mesh", "schedule", "chunks", "recompute"),
     [
         (small.MODEL, (2, 2, 2), "interleaved_1f1b", 2, "selective"),
-        (small.LLAMA, (1, 2, 2), "zb_h1", 1, "none"),
+        pytest.param(small.LLAMA, (1, 2, 2), "zb_h1", 1, "none", marks=pytest.mark.slow),
     ],
     ids=["gpt", "llama"],
 )

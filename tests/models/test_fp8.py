@@ -87,6 +87,7 @@ def test_what_does_not_go_with_it_is_refused():
         runs.make_run(train={"block_matmuls": "fp8"}, tensor_overlap="ring")
 
 
+@pytest.mark.slow
 @gpu.needs_compiler
 def test_h100s_multiply_in_fp8():
     """Twelve matmuls a block: four forwards, and two for each of them backwards."""

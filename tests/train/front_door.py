@@ -12,7 +12,8 @@ SMALL = (
     "--layers 2 --hidden 16 --heads 2 --sequence-length 16 --global-batch-size 4 --microbatch-size 2 "
     "--new-tokens 0 --validation-batches 0 --log-every 10"
 )
-# Gloo's threads write over one another's lines: "[Gloo] Rank 3 is connected to 3 peer ranks. Expected number ... is : 3".
+# Gloo's threads write over one another's lines: "[Gloo] Rank 3 is connected to 3 peer ranks. Expected number ... is : 3", so
+# that a line may be nothing but one's last number.
 NOISE = ("cudart_stub", "absl::InitializeLog", "[Gloo]", "peer ranks", "is : ")
 
 
@@ -46,7 +47,7 @@ class Run:
 
     def _quiet(self, index: int) -> str:
         lines = self.files[index].read_text().splitlines()
-        return "\n".join(line for line in lines if not any(noise in line for noise in NOISE))
+        return "\n".join(line for line in lines if not (line.isdigit() or any(noise in line for noise in NOISE)))
 
     def wait(self, seconds: float = 240) -> int:
         """Its exit code."""

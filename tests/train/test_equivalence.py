@@ -93,7 +93,14 @@ def test_loss_and_gradients_equal_the_unpipelined_model_long(case):
 
 
 SHARED_OUT = [  # what the default run does not share out, or shares
-    *slow([((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1})]),
+    *slow(
+        [
+            ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
+            ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "unroll_blocks": True}),
+            ((1, 4, 2), "1f1b", 1, 4, {"unroll_blocks": True, "recompute": "full"}),
+            ((2, 2, 2), "zb_v", 2, 4, {"unroll_blocks": True}),
+        ]
+    ),
     ((4, 2, 1), "zb_h1", 1, 4, {"zero": 3}),
     ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
     ((1, 4, 2), "zb_v", 2, 4, {"vocab_parallel": "tensor"}),

@@ -100,6 +100,7 @@ def test_rings_are_refused_where_xla_would_lose_their_data(monkeypatch):
         small.training_of(small.make_run((1, 2, 2), tensor_overlap="ring"))
 
 
+@pytest.mark.slow
 def test_fused_attention_is_not_run_again_but_under_full_recompute():
     """Forward kernels in a differentiated block: one, which the backward does not need; two under full."""
     model = dataclasses.replace(small.MODEL, layers=1)
