@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config import ConfigError, ParallelConfig
+from megajax.runtime.compat import PLUGIN_LOGGER
 from megajax.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
 
 AXES = ("data", "pipe", "tensor")
@@ -80,7 +81,7 @@ def _has_nvidia_gpu() -> bool:
 @contextlib.contextmanager
 def _without_plugin_errors() -> Iterator[None]:
     """The CUDA plugin, installed to compile for GPUs, fails to start without one, and jax logs a traceback of that."""
-    logger = logging.getLogger("jax._src.xla_bridge")
+    logger = logging.getLogger(PLUGIN_LOGGER)
     hush = lambda record: "plugin configuration error" not in record.getMessage()  # noqa: E731
     logger.addFilter(hush)
     try:

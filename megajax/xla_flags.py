@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.config import ConfigError
+from megajax.runtime.compat import MAKE_CPU_CLIENT
 
 __all__ = [
     "CPU_FLAGS",
@@ -48,9 +49,6 @@ GPU_FLAGS = (
     NO_REMATERIALIZATION,
 )
 BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
-
-# What the child runs: making a client reads XLA_FLAGS.
-TRY = "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"
 
 
 def add_flags(flags: Sequence[str]) -> None:
@@ -87,7 +85,8 @@ def unknown_flags(flags: Sequence[str]) -> tuple[str, ...]:
       ConfigError: a value that cannot be read.
     """
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", TRY], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", MAKE_CPU_CLIENT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode == 0:
         return ()
     found = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", done.stderr)

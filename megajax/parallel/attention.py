@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
+from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version
 
 __all__ = ["CUDNN", "XLA", "Choice", "Kernel", "choose_attention", "cudnn_installed", "fused_attention"]
 
@@ -129,39 +130,7 @@ def _xla_backward(query, key, value, output, statistics, gradient, causal):
 XLA = Kernel(_xla_forward, _xla_backward)
 
 
-# cuDNN's flash attention. jax.nn.dot_product_attention has no entry for the backward alone, and asks the process's own
-# device, not the mesh's, what it can do. So this touches the insides of jax (0.10.2 to 0.12), here and nowhere else.
-
-
-def _cudnn_arguments(query, causal):
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    settings = dict(
-        scale=query.shape[-1] ** -0.5,
-        seed=42,  # of a dropout that there is not
-        dropout_rate=0.0,
-        variadic_args=(False, False),  # no bias, and no gradient of one
-        mask_type=mask,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
-    )
-    absent = [jnp.zeros(0, query.dtype)] * 7  # bias, lengths, offsets, pages
-    return cudnn, absent, settings
-
-
-def _cudnn_forward(query, key, value, causal):
-    cudnn, absent, settings = _cudnn_arguments(query, causal)
-    return tuple(cudnn._dot_product_attention_fwd_impl(query, key, value, *absent, is_training=True, **settings))
-
-
-def _cudnn_backward(query, key, value, output, statistics, gradient, causal):
-    cudnn, absent, settings = _cudnn_arguments(query, causal)
-    results = (statistics, output, gradient)
-    return tuple(cudnn._dot_product_attention_bwd_impl(query, key, value, *absent, *results, **settings))
-
-
-CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+CUDNN = Kernel(cudnn_attention_forward, cudnn_attention_backward)
 
 
 class Choice(NamedTuple):
@@ -223,9 +192,4 @@ def _cudnn_problem(head_size, dropout, precision, device, cudnn) -> str | None:
 
 def cudnn_installed() -> bool:
     """Whether the cuDNN library is on this machine; that asks for no GPU."""
-    from jax._src.lib import cuda_versions
-
-    try:
-        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
-    except RuntimeError:
-        return False
+    return cudnn_version() is not None

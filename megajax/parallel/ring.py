@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.runtime.compat import varying_axes
+
 __all__ = ["all_gather", "all_reduce", "column_matmul", "reduce_scatter", "row_matmul"]
 
 AXIS = "tensor"
@@ -75,7 +77,7 @@ def all_gather(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
     size = lax.axis_size(axis_name)
     shape = list(x.shape)
     shape[axis] *= size
-    whole = lax.pcast(jnp.zeros(shape, x.dtype), tuple(jax.typeof(x).mat.varying), to="varying")
+    whole = lax.pcast(jnp.zeros(shape, x.dtype), tuple(varying_axes(x)), to="varying")
     for index, part in _travelling(x, axis_name):
         whole = _put(whole, part, index, axis)
     return whole
@@ -116,7 +118,7 @@ def _gather_matmul(y, kernel):
         product = jnp.tensordot(part, kernel, axes=1)
         if whole is None:
             shape = (product.shape[0], product.shape[1] * size, *product.shape[2:])
-            whole = lax.pcast(jnp.zeros(shape, product.dtype), tuple(jax.typeof(product).mat.varying), to="varying")
+            whole = lax.pcast(jnp.zeros(shape, product.dtype), tuple(varying_axes(product)), to="varying")
         whole = _put(whole, product, index, 1)
     return whole
 

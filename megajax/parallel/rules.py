@@ -7,6 +7,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from megajax.runtime.compat import manual_axes
+
 __all__ = ["AxisRules", "only", "without"]
 
 
@@ -56,8 +58,7 @@ class AxisRules:
 
         Mesh axes that the surrounding `shard_map` is manual over are left out: there x is a device's own part already.
         """
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        return lax.with_sharding_constraint(x, without(self.spec(axes), manual))
+        return lax.with_sharding_constraint(x, without(self.spec(axes), manual_axes()))
 
 
 def without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -32,6 +31,7 @@ from megajax.pipeline import tables
 from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
 from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, full_specs, is_spec, summed, vary
 from megajax.pipeline.stage import Stack, counted_loop, held
+from megajax.runtime.compat import set_xla_metadata
 
 Tree = Any
 BATCH = P(None, "data")

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.parallel.rules import only
 from megajax.parallel.zero import Cut
+from megajax.runtime.compat import varying_axes
 
 Tree = Any
 MANUAL = ("data", "pipe")
@@ -45,7 +46,7 @@ def vary(tree: Tree) -> Tree:
     """
 
     def mark(leaf):
-        missing = tuple(axis for axis in MANUAL if axis not in jax.typeof(leaf).mat.varying)
+        missing = tuple(axis for axis in MANUAL if axis not in varying_axes(leaf))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
+
+from megajax.runtime.compat import Literal, varying_axes
 
 Tree = Any
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
@@ -107,7 +108,7 @@ def _bind(eqn, values: dict) -> None:
     params = eqn.primitive.get_bind_params(eqn.params)
     if eqn.primitive.name == "pvary":  # the body of a call, inlined, may get what varies already
         value = _read(values, eqn.invars[0])
-        axes = tuple(axis for axis in params["axes"] if axis not in jax.typeof(value).mat.varying)
+        axes = tuple(axis for axis in params["axes"] if axis not in varying_axes(value))
         if not axes:
             values[eqn.outvars[0]] = value
             return

@@ -2,10 +2,9 @@
 
 The forward keeps in the *stash* what each block's backward needs: its input, and whatever `jax.vjp` saves beyond its
 arguments (what that is, the block decides through `jax.checkpoint`). Weights are arguments, so they are read again from
-where they lie and never copied into the stash. This is the one file that touches the insides of JAX's VJP object.
+where they lie and never copied into the stash.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.parallel.zero import Cut
 from megajax.pipeline.split import Split, split_backward
+from megajax.runtime.compat import rebuild_vjp, vjp_residuals
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -68,7 +68,7 @@ class Stack:
             # One number, repeated there: XLA then makes room in the host's memory and copies nothing.
             return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
 
-        return jax.tree.map(empty, (self._template(x, microbatch).opaque_residuals, x))
+        return jax.tree.map(empty, (vjp_residuals(self._template(x, microbatch)), x))
 
     def _write(self, stash: Tree, slot, index, values: Tree) -> Tree:
         """One block's values into its place, in place."""
@@ -114,7 +114,7 @@ class Stack:
         def step(index, place, zero, carry):
             x, stash = carry
             y, vjp = self._vjp(place, stage * self.per_chunk + index, x, microbatch)
-            return y, self._write(stash, slot, index, (vjp.opaque_residuals, x))
+            return y, self._write(stash, slot, index, (vjp_residuals(vjp), x))
 
         run = 0, self.per_chunk if blocks is None else blocks
         turns, (y, stash) = self._each(turns, chunk, run, step, (x, stash))
@@ -150,7 +150,7 @@ class Stack:
         def step(index, place, zero, carry):
             dy, gradients = carry
             residuals, weights, x = self._stashed(index, place, stash, slot, zero)
-            dw, dx = _rebuild(template, residuals, (weights, x))(dy)
+            dw, dx = rebuild_vjp(template, residuals, (weights, x))(dy)
 
             def add(total, new, cut):
                 new = cut.scatter(new.astype(total.dtype))
@@ -167,7 +167,8 @@ class Stack:
 
         def keep(x, microbatch, layer):
             vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
-            return self._split(vjp, vjp.opaque_residuals, weights, x).input(vjp.opaque_residuals, weights, x, x)[2]
+            residuals = vjp_residuals(vjp)
+            return self._split(vjp, residuals, weights, x).input(residuals, weights, x, x)[2]
 
         shapes = jax.eval_shape(keep, x, microbatch, jnp.zeros((), jnp.int32))
         return [jnp.zeros((slots, self.per_chunk, *leaf.shape), leaf.dtype) for leaf in shapes]
@@ -264,7 +265,7 @@ class Stack:
 
     def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
         """The block's backward in two; a gradient has the type of what it is the gradient of."""
-        return split_backward(lambda r, w, x, dy: _rebuild(template, r, (w, x))(dy), residuals, weights, x, x)
+        return split_backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), residuals, weights, x, x)
 
     def run_of(self, part, parts) -> tuple[jax.Array, jax.Array]:
         """(low, high) blocks of part `part` of `parts` of a backward: the last blocks are part 0, and as many or more."""
@@ -320,20 +321,3 @@ def counted_loop(turns, count, step: Callable, state: Tree) -> tuple[jax.Array, 
 def held(zero: jax.Array, values: Tree) -> Tree:
     """The values, which XLA takes for others in each turn of the `counted_loop` whose `zero` it is."""
     return jax.tree.map(lambda value: jnp.where(zero == 0, value, jnp.zeros_like(value)), values)
-
-
-def _rebuild(template, residuals: Tree, arguments: tuple):
-    """A VJP object from what was stashed and the arguments it was made of.
-
-    `args_res` holds, for each leaf of the arguments, the leaf itself if the backward reads it and else a marker.
-    """
-
-    def is_leaf(node):
-        return not isinstance(node, list | tuple)
-
-    entries, structure = jax.tree.flatten(template.args_res, is_leaf=is_leaf)
-    filled = [
-        leaf if hasattr(entry, "shape") else entry
-        for entry, leaf in zip(entries, jax.tree.leaves(arguments), strict=True)
-    ]
-    return dataclasses.replace(template, args_res=jax.tree.unflatten(structure, filled), opaque_residuals=residuals)

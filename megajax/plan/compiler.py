@@ -127,9 +127,9 @@ def _child(request: pathlib.Path) -> None:
     import time
 
     import jax
-    from jax.experimental import topologies
 
     from megajax.mesh import make_mesh
+    from megajax.runtime.compat import topologies
     from megajax.train.step import make_training
 
     asked = json.loads(request.read_text())

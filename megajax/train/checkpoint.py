@@ -20,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from megajax.config import ConfigError, OutputConfig
+from megajax.runtime.compat import multihost_utils
 from megajax.train import canonical
 from megajax.train.step import Training, TrainState
 from megajax.train.writing import TEMPORARY, hush, reason_of, write

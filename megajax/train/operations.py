@@ -11,6 +11,7 @@ from megajax.parallel.ring import column_matmul, row_matmul
 from megajax.parallel.rules import AxisRules
 from megajax.pipeline import continuous
 from megajax.pipeline.schedule import Schedule
+from megajax.runtime.compat import broken_host_offload
 from megajax.xla_flags import check_ring_flags
 
 __all__ = ["attention_choice", "block_operations", "check_offload"]
@@ -70,6 +71,11 @@ def check_offload(run: RunConfig, device: jax.Device) -> None:
         raise ConfigError(
             f"offload = {run.parallel.offload} cannot be had with schedule = {continuous.NAME}, whose stash goes over from "
             "step to step: leave --offload out, or type --schedule interleaved_1f1b."
+        )
+    if run.parallel.offload != "none" and device.platform == "gpu" and broken_host_offload():
+        raise ConfigError(
+            f"offload = {run.parallel.offload} gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231): "
+            "install another jaxlib, or leave --offload out."
         )
     kinds = [memory.kind for memory in device.addressable_memories()]  # none is known of a device that is not there
     if run.parallel.offload != "none" and kinds and "pinned_host" not in kinds:

@@ -2,8 +2,7 @@
 
 `start` brings `jax.distributed` up from SLURM's, MPI's or Kubernetes' environment, or from options. `Watch` is two threads
 a process. One tells process 0 every second or so that it lives, which step it is in, and whether it has failed; the
-other ends the process when process 0 says so, or no longer answers. Process 0 finds who is missing or behind. This is the
-one file that touches jax's coordination service.
+other ends the process when process 0 says so, or no longer answers. Process 0 finds who is missing or behind.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
-from jax._src import distributed
 
 from megajax.config import ConfigError, LaunchConfig
+from megajax.runtime.compat import coordination_service
 
 EXIT_PEER = 3  # a process's exit code when another one ended the run
 ALIVE, VERDICT, MET = "megajax/alive/", "megajax/verdict", "megajax/met/"
@@ -159,7 +158,7 @@ def start(launch: LaunchConfig) -> int:
         raise ConfigError(_did_not_meet(place, " ".join(str(error).split())[:200])) from error
     finally:
         late.cancel()
-    return distributed.global_state.num_processes
+    return coordination_service().num_processes
 
 
 def _did_not_meet(place: Place, reason: str) -> str:
@@ -188,7 +187,7 @@ def meet(name: str, problem: str | None = None, timeout: float = 3600) -> dict[i
     Raises:
       RuntimeError: not all came in time.
     """
-    joined = distributed.global_state
+    joined = coordination_service()
     if joined.client is None:
         return {} if problem is None else {0: problem}
     if problem is not None:
@@ -218,7 +217,7 @@ class Watch:
           say: shows the one message there is.
         """
         self.timeout, self.say, self.interval = timeout, say, min(1.0, timeout / 10)
-        joined = distributed.global_state  # asking jax itself would start the devices
+        joined = coordination_service()  # asking jax itself would start the devices
         self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
         self._step, self._entered, self._patient, self._failure = 0, time.monotonic(), True, None
         self._beat, self._answered = 0, time.monotonic()
@@ -311,7 +310,7 @@ class Watch:
             if self._id != 0:
                 silent = time.monotonic() - self._answered
                 if silent > self.timeout:
-                    address = distributed.global_state.coordinator_address
+                    address = coordination_service().coordinator_address
                     self._leave(
                         f"process 0 ({address}) has not answered for {silent:.0f} s: dead, hung or cut off", EXIT_PEER
                     )

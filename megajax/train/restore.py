@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from megajax.config import ConfigError, RunConfig, near, padded_vocabulary
+from megajax.runtime.compat import multihost_utils
 from megajax.train import canonical, digests
 from megajax.train.checkpoint import FORMAT, Progress, complete_steps
 from megajax.train.step import Training, TrainState

@@ -5,7 +5,8 @@ import time
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+
+from megajax.runtime.compat import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM and Kubernetes send before they kill
 

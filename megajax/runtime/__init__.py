@@ -1,0 +1,1 @@
+"""The devices and processes of a run, and the jax that drives them."""

@@ -1,0 +1,140 @@
+"""Every private or moving jax API that megajax uses, and nothing else.
+
+Private: modules below `jax._src`, and the fields of objects whose layout jax does not document. Moving: `jax.experimental`
+and `jax.extend`. When a new jax breaks megajax, this is the file to mend; tests/runtime/test_compat.py has a test for each
+entry and names the jax versions on which it passed.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax._src import distributed
+from jax.experimental import multihost_utils, topologies
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Literal
+
+__all__ = [
+    "MAKE_CPU_CLIENT",
+    "PLUGIN_LOGGER",
+    "Literal",
+    "broken_host_offload",
+    "coordination_service",
+    "cudnn_attention_backward",
+    "cudnn_attention_forward",
+    "cudnn_version",
+    "manual_axes",
+    "multihost_utils",
+    "rebuild_vjp",
+    "set_xla_metadata",
+    "topologies",
+    "varying_axes",
+    "vjp_residuals",
+]
+
+Tree = Any
+PLUGIN_LOGGER = "jax._src.xla_bridge"  # logs a traceback when an installed CUDA plugin finds no GPU
+# A program that reads XLA_FLAGS and ends: XLA exits with an error message on a flag that it does not know.
+MAKE_CPU_CLIENT = "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"
+
+
+def vjp_residuals(vjp: Any) -> Tree:
+    """What the function returned by `jax.vjp` keeps beside the arguments it was differentiated at."""
+    return vjp.opaque_residuals
+
+
+def rebuild_vjp(template: Any, residuals: Tree, arguments: tuple) -> Any:
+    """The function that `jax.vjp` returned, made again from its residuals and arguments.
+
+    Args:
+      template: a function returned by `jax.vjp` (or its `jax.eval_shape`) for arguments of the same shapes.
+      residuals: as `vjp_residuals` of the original.
+      arguments: as given to the original `jax.vjp`.
+
+    `args_res` holds, for each leaf of the arguments, the leaf itself if the backward reads it and else a marker object.
+    It is a flat tuple in jax 0.10 and 0.11, and has the arguments' own structure, dictionaries included, in 0.12.
+    """
+
+    def is_leaf(node):
+        return not isinstance(node, list | tuple | dict)
+
+    entries, structure = jax.tree.flatten(template.args_res, is_leaf=is_leaf)
+    leaves = [
+        leaf if hasattr(entry, "shape") else entry
+        for entry, leaf in zip(entries, jax.tree.leaves(arguments), strict=True)
+    ]
+    return dataclasses.replace(template, args_res=jax.tree.unflatten(structure, leaves), opaque_residuals=residuals)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which x may differ, inside a `jax.shard_map`."""
+    return jax.typeof(x).mat.varying
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes over which the surrounding `jax.shard_map`s are manual; none outside of them."""
+    return jax.sharding.get_abstract_mesh().manual_axes
+
+
+def coordination_service():
+    """jax's record of the processes of this run, with `client` (None in a run of one process), `process_id`,
+    `num_processes` and `coordinator_address`. Unlike `jax.process_index`, reading it does not start the devices.
+    """
+    return distributed.global_state
+
+
+def broken_host_offload() -> bool:
+    """Whether this jaxlib returns wrong values for arrays offloaded to host memory on GPUs (openxla/xla#46231)."""
+    return jaxlib.__version__ == "0.11.0"
+
+
+# cuDNN's flash attention. `jax.nn.dot_product_attention` has no entry for the backward alone, and queries the process's own
+# devices for what they support, not the mesh's, which may be of a topology that is only compiled for.
+
+
+def cudnn_attention_forward(query, key, value, causal: bool) -> tuple[jax.Array, jax.Array]:
+    """(output [b, s, a, d], fp32 logsumexp [b, a, s]) of query [b, s, a, d], key and value [b, t, g, d]."""
+    cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal)
+    return tuple(
+        cudnn._dot_product_attention_fwd_impl(query, key, value, *absent, *score_mod, is_training=True, **settings)
+    )
+
+
+def cudnn_attention_backward(query, key, value, output, logsumexp, gradient, causal: bool) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value, from the forward's results and the output's gradient."""
+    cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal)
+    results = (logsumexp, output, gradient)
+    return tuple(
+        cudnn._dot_product_attention_bwd_impl(query, key, value, *absent, *results, *score_mod, **settings)
+    )
+
+
+def _cudnn_arguments(query, causal: bool):
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    settings = dict(
+        scale=query.shape[-1] ** -0.5,
+        seed=42,  # of dropout, which is off
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias, and no gradient of one
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    absent = [jnp.zeros(0, query.dtype)] * 7  # bias, sequence lengths, offsets, page tables
+    score_mod: tuple = ()
+    if jax.__version_info__ >= (0, 12):  # a function of the scores, and its arguments
+        score_mod, settings["score_mod"] = ((),), None
+    return cudnn, absent, score_mod, settings
+
+
+def cudnn_version() -> int | None:
+    """The version of the cuDNN library on this machine, as cuDNN numbers it; None if there is none. Needs no GPU."""
+    from jax._src.lib import cuda_versions
+
+    try:
+        return cuda_versions.cudnn_get_version() if cuda_versions is not None else None
+    except RuntimeError:
+        return None

@@ -1,0 +1,107 @@
+"""Each entry of megajax/runtime/compat.py, against the installed jax. All passed on jax 0.10.2, 0.11.2 and 0.12.0.1."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from megajax.runtime import compat
+
+
+@pytest.mark.parametrize("keep", [("product",), ()], ids=["some residuals", "none"])
+def test_a_rebuilt_vjp_is_the_original(keep):
+    """Arguments in nested dictionaries, of which the backward reads some and not others (a bias)."""
+
+    def function(weights, x):
+        product = checkpoint_name(x @ weights["layer"]["kernel"], "product")
+        return jnp.sin(product) + weights["layer"]["bias"]
+
+    policy = jax.checkpoint_policies.save_only_these_names(*keep)
+    function = jax.checkpoint(function, policy=policy)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)  # noqa: E731
+    arguments = {"layer": {"kernel": draw(0, 4, 3), "bias": draw(1, 3)}}, draw(2, 5, 4)
+    y, vjp = jax.vjp(function, *arguments)
+    residuals = compat.vjp_residuals(vjp)
+    assert len(jax.tree.leaves(residuals)) >= len(keep)
+    template = jax.eval_shape(lambda *arguments: jax.vjp(function, *arguments)[1], *arguments)
+    again = compat.rebuild_vjp(template, residuals, arguments)
+    dy = draw(3, *y.shape)
+    assert all(map(np.array_equal, jax.tree.leaves(again(dy)), jax.tree.leaves(vjp(dy))))
+
+
+def test_manual_and_varying_axes():
+    mesh = jax.make_mesh((2, 2), ("data", "pipe"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    seen = []
+
+    def local(x):
+        seen.append((set(compat.manual_axes()), set(compat.varying_axes(x))))
+        return x
+
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data", "pipe"}))(
+        jnp.zeros(4)
+    )
+    assert seen[0] == ({"data", "pipe"}, {"data"})
+    assert set(compat.manual_axes()) == set()
+
+
+def test_coordination_service_of_a_single_process():
+    service = compat.coordination_service()
+    assert (service.client, service.process_id, service.num_processes) == (None, 0, 1)
+    assert service.coordinator_address is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_attention_takes_these_arguments(causal):
+    """Traced only: lowering needs the cuDNN library, see tests/ops/test_attention.py."""
+    b, s, a, g, d = 2, 16, 4, 2, 64
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    query, key = of(b, s, a, d), of(b, s, g, d)
+    output, logsumexp = jax.eval_shape(lambda *arrays: compat.cudnn_attention_forward(*arrays, causal), query, key, key)
+    assert (output.shape, logsumexp.shape, logsumexp.dtype) == ((b, s, a, d), (b, a, s), jnp.float32)
+    arrays = (query, key, key, output, logsumexp, output)
+    gradients = jax.eval_shape(lambda *arrays: compat.cudnn_attention_backward(*arrays, causal), *arrays)
+    assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]
+
+
+def test_cudnn_version_is_none_or_a_number():
+    assert compat.cudnn_version() is None or compat.cudnn_version() > 8000
+
+
+def test_xla_metadata_is_in_the_compiled_program():
+    def function(x):
+        with compat.set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+            return jnp.cos(x)
+
+    assert '_xla_gpu_collective_stream="p2p"' in jax.jit(function).lower(1.0).as_text("hlo")
+
+
+def test_a_literal_in_a_jaxpr():
+    jaxpr = jax.make_jaxpr(lambda x: x * 2.0)(1.0).jaxpr
+    assert [isinstance(v, compat.Literal) for v in jaxpr.eqns[0].invars] == [False, True]
+    assert jaxpr.eqns[0].invars[1].val == 2.0
+
+
+@pytest.mark.parametrize(("flags", "code"), [("", 0), ("--xla_no_such_flag=1", 1)])
+def test_a_cpu_client_of_its_own_reads_xla_flags(flags, code):
+    environment = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", compat.MAKE_CPU_CLIENT], env=environment, capture_output=True)
+    assert bool(done.returncode) == bool(code)
+
+
+def test_experimental_modules_have_what_is_used():
+    assert callable(compat.topologies.get_topology_desc)
+    assert np.ravel(compat.multihost_utils.process_allgather(np.int32(3))).tolist() == [3]
+    assert compat.PLUGIN_LOGGER in logging.root.manager.loggerDict
+
+
+@pytest.mark.parametrize(("version", "broken"), [("0.10.2", False), ("0.11.0", True), ("0.11.2", False)])
+def test_the_jaxlib_with_wrong_host_offload_is_known(version, broken, monkeypatch):
+    monkeypatch.setattr(compat.jaxlib, "__version__", version)
+    assert compat.broken_host_offload() == broken
