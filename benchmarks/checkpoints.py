@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.mesh import make_mesh, start_devices
+from megajax.runtime.mesh import make_mesh, start_devices
 
 # Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
 MODELS = {
@@ -31,7 +31,7 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
     """Seconds of `saves` saves of a model's state: until it is on the disk, and until `save` returned."""
     import jax
 
-    from megajax.train.checkpoint import Checkpoints, Progress
+    from megajax.checkpoint.manager import Checkpoints, Progress
     from megajax.train.step import make_training
 
     parallel = ParallelConfig(data=len(devices))

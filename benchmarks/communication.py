@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 
 from megajax.config import ConfigError, RunConfig
-from megajax.pipeline.schedule import ScheduleError
-from megajax.train.options import parse
+from megajax.config.cli import parse
+from megajax.schedules.schedule import ScheduleError
 
 DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
 ON_CPU = 8
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
-    from megajax.cost.communication import expected
-    from megajax.cost.program import Collective, loop_turns, most_sent, read
+    from megajax.estimate.communication import expected
+    from megajax.estimate.hlo import Collective, loop_turns, most_sent, read
 
     request = parse(arguments, __doc__, DEFAULTS)
     on_cpu = request.devices is not None and request.devices.startswith("cpu")
@@ -76,7 +76,7 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
 
 def flops(run: RunConfig, program) -> list[str]:
     """Compiled FLOPs of a device beside the model's, and what it copies."""
-    from megajax.cost.flops import flops_per_step, hardware_flops_per_step
+    from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 
     needed, of_model = (count(run) / run.parallel.devices for count in (hardware_flops_per_step, flops_per_step))
     bubbles = ", bubbles included, in which blocks that send round rings run too" if run.parallel.rings else ""
@@ -92,10 +92,10 @@ def flops(run: RunConfig, program) -> list[str]:
 
 def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:
     """The text of the run's compiled step, and what it is for."""
-    from megajax.mesh import make_mesh, start_devices
+    from megajax.runtime.mesh import make_mesh, start_devices
 
     if devices is None:
-        from megajax.cost.cards import CARDS
+        from megajax.estimate.gpus import CARDS
         from megajax.plan.compiler import compile_for, has_compiler
 
         if has_compiler():
@@ -120,7 +120,7 @@ def size(count: float) -> str:
 
 def by_kind(several: Sequence) -> dict[str, list]:
     """The collectives of each kind, the one that sends most first."""
-    from megajax.cost.program import most_sent
+    from megajax.estimate.hlo import most_sent
 
     kinds: dict[str, list] = {}
     for collective in several:

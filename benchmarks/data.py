@@ -132,7 +132,7 @@ def index_rows(folder: pathlib.Path, options) -> list[dict]:
         prefix = folder / f"{millions}m"
         sparse_pair(prefix, round(millions * 1e6))
         code = (
-            "import json, sys, time\nfrom megajax.data.blend import Blend\n"
+            "import json, sys, time\nfrom megajax.data.blending import Blend\n"
             f"build = lambda: Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
             "start, begun = time.perf_counter(), time.process_time()\n"
             "samples = build()\n"
@@ -177,7 +177,7 @@ def blend_rows(folder: pathlib.Path, options) -> list[dict]:
 
 def loader_rows(folder: pathlib.Path, options) -> list[dict]:
     """Batches of 64 samples of 2048 tokens, from documents of 600 tokens on average, files in memory."""
-    from megajax.data.blend import Blend
+    from megajax.data.blending import Blend
     from megajax.data.loader import Loader
 
     prefix = folder / "loaded"
@@ -220,10 +220,10 @@ def _rate(batch, count: int) -> float:
 def step_rows(folder: pathlib.Path, options) -> list[dict]:
     """Training steps that wait for their batches: with reading ahead, and with reading when the batch is asked for."""
     from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-    from megajax.data.blend import Blend
+    from megajax.data.blending import Blend
     from megajax.data.loader import Loader
     from megajax.data.prefetch import Prefetch, place_batch
-    from megajax.mesh import make_mesh, start_devices
+    from megajax.runtime.mesh import make_mesh, start_devices
 
     devices = start_devices("cpu:2")
     import jax

@@ -17,8 +17,8 @@ import pathlib
 from collections.abc import Sequence
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.cost.cards import card
-from megajax.cost.memory import bytes_per_device
+from megajax.estimate.gpus import card
+from megajax.estimate.memory import bytes_per_device
 from megajax.plan.compiler import compile_for, run_from_json
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"

@@ -43,8 +43,8 @@ from benchmarks import mfu_report
 from benchmarks.mfu_cases import BLOCKS, Case, blocks, sweeps
 from benchmarks.peers import PEERS, run_peer
 from megajax.config import ConfigError, RunConfig
-from megajax.pipeline.schedule import ScheduleError
-from megajax.train.options import parse
+from megajax.config.cli import parse
+from megajax.schedules.schedule import ScheduleError
 
 CPU_DEVICES = 8
 # Eight layers and heads, so that each of eight devices can have its own.
@@ -139,8 +139,8 @@ def measure(asked: Asked) -> dict:
     Raises:
       ConfigError: a run that is not legal, or nothing that the peers could run too.
     """
-    from megajax.cost.hardware import device_peak
-    from megajax.mesh import start_devices
+    from megajax.estimate.hardware import device_peak
+    from megajax.runtime.mesh import start_devices
     from megajax.train.operations import attention_choice
 
     defaults = {name: value for name, value in ON_CPU.items() if not (asked.blocks and name == "layers")}
@@ -220,7 +220,7 @@ def time_one_by_one(runs: Sequence[RunConfig], devices, rounds: int) -> dict[Run
 
 def row(case: Case, seconds: list[float], results: dict) -> dict:
     """What is kept of a case; where it did not fit, its rates are None."""
-    from megajax.cost.flops import flops_per_step
+    from megajax.estimate.flops import flops_per_step
 
     run, devices = case.run, case.run.parallel.devices
     on_cpu = results["device"]["platform"] == "cpu"
@@ -242,7 +242,7 @@ def row(case: Case, seconds: list[float], results: dict) -> dict:
 
 def peer_rows(asked: Asked, results: dict) -> list[dict]:
     """The peers on the shapes of the runs on one device; a peer that cannot run has an "error" in place of rates."""
-    from megajax.cost.flops import flops_per_step
+    from megajax.estimate.flops import flops_per_step
     from megajax.plan.compiler import run_from_json
 
     runs = [run_from_json(one["run"]) for one in results["rows"]]

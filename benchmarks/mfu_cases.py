@@ -69,7 +69,7 @@ def blocks(
       limit: bytes that a program may take; None, on a CPU, has two layers.
       layers: of all of them; None has as many as the memory model fits, the same for all microbatch sizes.
     """
-    from megajax.cost.memory import bytes_per_device
+    from megajax.estimate.memory import bytes_per_device
 
     sizes = microbatch_sizes or MICROBATCH_SIZES
 
@@ -156,7 +156,7 @@ class Step:
         """
         import jax
 
-        from megajax.mesh import make_mesh
+        from megajax.runtime.mesh import make_mesh
         from megajax.train.step import make_training
 
         self.training = make_training(run, make_mesh(run.parallel, devices))

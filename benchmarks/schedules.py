@@ -18,9 +18,9 @@ import pathlib
 import platform
 import time
 
-from megajax.pipeline import tables
-from megajax.pipeline.schedules import make_schedule
-from megajax.pipeline.simulate import simulate_event, simulate_lockstep
+from megajax.pipeline.slots import slot_tables
+from megajax.schedules.named import make_schedule
+from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
 KINDS = [
     ("gpipe", 1),
@@ -56,7 +56,7 @@ def simulated_rows() -> list[dict]:
                     "microbatches": 4 * stages,
                     "bubble": simulate_event(schedule).bubble,
                     "lockstep_bubble": simulate_lockstep(schedule).bubble,
-                    "stash_in_stages": tables.build(schedule).stash_slots / chunks,
+                    "stash_in_stages": slot_tables(schedule).stash_slots / chunks,
                     "ticks": len(schedule.ticks),
                 }
             )
@@ -66,7 +66,7 @@ def simulated_rows() -> list[dict]:
 def measured_rows(repeats: int) -> list[dict]:
     """Step times of every schedule at p = 2, and the bubble they show beside the simulated one."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-    from megajax.mesh import start_devices
+    from megajax.runtime.mesh import start_devices
 
     devices = start_devices(f"cpu:{TIMED_STAGES}")
     cases = [
@@ -116,10 +116,10 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     from jax.sharding import PartitionSpec as P
 
     from megajax.config import ModelConfig, ParallelConfig
-    from megajax.mesh import make_mesh
     from megajax.models import gpt
     from megajax.pipeline import layout
     from megajax.pipeline.executor import gradient_function
+    from megajax.runtime.mesh import make_mesh
 
     model = ModelConfig(layers=4, hidden=512, heads=4, vocabulary=128, sequence_length=128)
     parallel, samples = ParallelConfig(pipe=TIMED_STAGES), 1

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, RunConfig
-from megajax.pipeline.schedule import ScheduleError
-from megajax.pipeline.simulate import simulate_lockstep
-from megajax.train.options import Request, parse
+from megajax.config.cli import Request, parse
+from megajax.schedules.schedule import ScheduleError
+from megajax.schedules.simulate import simulate_lockstep
 
 # What suits eight fake devices on two cores: under three minutes, and the loss visibly falls.
 DEFAULTS = {
@@ -100,7 +100,7 @@ def main(
 
 def dry_shapes(request: Request) -> int:
     """Prints every parameter's shape, sharding and bytes, on whatever mesh was asked for."""
-    from megajax.mesh import start_devices
+    from megajax.runtime.mesh import start_devices
     from megajax.train.shapes import describe_shapes
 
     start_devices("cpu")
@@ -115,11 +115,11 @@ def train(request: Request) -> int:
     # Imported here: jax may start only after the number of devices is known.
     import jax
 
-    from megajax.train import processes
+    from megajax.runtime import distributed
 
     started = time.monotonic()
-    count = processes.start(request.launch)
-    watch = processes.Watch(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr))
+    count = distributed.start(request.launch)
+    watch = distributed.Watch(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr))
     try:
         code = train_on_devices(request, count, watch, started)
         watch.close()
@@ -136,19 +136,19 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     """Trains, validates, and shows a text that the model wrote."""
     import numpy as np
 
-    from megajax.cost.hardware import device_peak
     from megajax.data.prefetch import Prefetch
+    from megajax.data.ramp import RampedLoader
     from megajax.data.source import DataSource
     from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer
+    from megajax.estimate.hardware import device_peak
     from megajax.generate import check_sampling, generate
-    from megajax.mesh import make_mesh, start_devices
-    from megajax.train.batches import RampedLoader
-    from megajax.train.keep import Keeper
+    from megajax.runtime.mesh import make_mesh, start_devices
+    from megajax.runtime.preemption import Stop
     from megajax.train.loop import Companions
     from megajax.train.loop import train as train_loop
+    from megajax.train.run_directory import Keeper
     from megajax.train.step import make_training
-    from megajax.train.stop import Stop
 
     check_sampling(request.new_tokens, request.temperature, request.top_k)
     devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))

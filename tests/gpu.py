@@ -72,7 +72,7 @@ def _compile(model, microbatches, block_matmuls, parallel) -> tuple[str, int]:
 def _child(asked: dict, folder: pathlib.Path) -> None:
     from jax.experimental import topologies
 
-    from megajax.mesh import make_mesh
+    from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
     run = run_of(ModelConfig(**asked["model"]), asked["microbatches"], **asked["train"], **asked["parallel"])

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.mesh import make_mesh
 from megajax.models import gpt
 from megajax.pipeline import layout
+from megajax.runtime.mesh import make_mesh
 from megajax.train.step import Training, make_training
 
 BATCH = 16

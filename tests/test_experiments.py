@@ -10,7 +10,7 @@ import pytest
 
 from experiments import gpt2, gpt3
 from megajax.config import preset
-from megajax.train.options import parse
+from megajax.config.cli import parse
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megajax.config import ConfigError, RunConfig
-from megajax.data.blend import Blend, split_bounds
+from megajax.data.blending import Blend, split_bounds
 from megajax.data.boundaries import Boundaries
 from megajax.data.gpt_samples import BlendedSamples, GPTSamples, Samples, check_number
 from megajax.data.loader import Loader, TokenSamples

@@ -19,8 +19,8 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import ModelConfig, padded_vocabulary
-from megajax.models import recompute as modes
-from megajax.models.block import (
+from megajax.models import remat
+from megajax.models.transformer import (
     RESIDUAL,
     WHOLE,
     Block,
@@ -57,7 +57,7 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 class RowsOverRanks(NamedTuple):
-    """How ranks that each have some rows of the token tables work together; see megajax.parallel.vocabulary.
+    """How ranks that each have some rows of the token tables work together; see megajax.ops.vocabulary.
 
     Attributes:
       spread: y [b, s, h], which one rank has and the others have zeros for -> y on all of them.
@@ -218,12 +218,12 @@ def functions(
 
     Args:
       config: the model.
-      constrain: (x, *logical axes) -> x, lays an activation out, see megajax.parallel.rules.
-      lookup: (table [v, h], tokens [b, s]) -> [b, s, h], see megajax.parallel.vocabulary.
+      constrain: (x, *logical axes) -> x, lays an activation out, see megajax.sharding.rules.
+      lookup: (table [v, h], tokens [b, s]) -> [b, s, h], see megajax.ops.vocabulary.
       ranks: that share the token tables' rows with this one; `lookup` then knows it.
       operations: the block's matmuls and attention; plain ones if not given.
       dtype: of activations and matmuls; softmax, norms, activation function and loss are fp32 inside.
-      recompute: none, selective or full, see megajax.models.recompute.
+      recompute: none, selective or full, see megajax.models.remat.
       dropout_seed: of the run; masks come from it, the sample's index, the layer and the place.
 
     Raises:
@@ -245,7 +245,7 @@ def functions(
         return embedding(microbatch["tokens"], dtype, masks, microbatch.get("positions"))
 
     # Forward and backward are in different loops, where XLA cannot merge what is computed twice: no barriers needed.
-    @partial(jax.checkpoint, policy=modes.policy(recompute), prevent_cse=False)
+    @partial(jax.checkpoint, policy=remat.policy(recompute), prevent_cse=False)
     def block(weights, x, microbatch, layer):
         return nnx.merge(block_module, weights)(x, dropout(microbatch, layer), places(microbatch))
 

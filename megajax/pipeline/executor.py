@@ -13,7 +13,7 @@ The executor knows no model. It is given `functions` with
   `embed(shared, microbatch) -> x`, `block(weights, x, microbatch, layer) -> x`,
   `head_loss(shared, y, microbatch) -> scalar sum`,
 and params {"blocks": [chunks, pipe, layers per chunk, ...] sharded on axis 1, "shared"}, which lie as `Specs` says. Where
-ranks share the model's ends (parallel/vocabulary.py), embed and head_loss hold collectives over pipe: all ranks run them in
+ranks share the model's ends (ops/vocabulary.py), embed and head_loss hold collectives over pipe: all ranks run them in
 the ticks in which one rank has a microbatch there; what is not that rank's is zero going in, and dropped coming out.
 """
 
@@ -26,12 +26,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.parallel.zero import Cut
-from megajax.pipeline import tables
-from megajax.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
+from megajax.pipeline.slots import slot_tables
 from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, full_specs, is_spec, summed, vary
 from megajax.pipeline.stage import Stack, counted_loop, held
 from megajax.runtime.compat import set_xla_metadata
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
+from megajax.sharding.zero import Cut
 
 Tree = Any
 BATCH = P(None, "data")
@@ -101,7 +101,7 @@ def gradient_function(
         }
         return added(carry.output, MANUAL), summed(totals, specs)
 
-    table = tables.build(schedule, share_ends=share_ends)
+    table = slot_tables(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
         run,
         mesh=mesh,
@@ -133,7 +133,7 @@ def forward_function(
         rank = Rank(functions, schedule, table, constrain, params, batch, collect=collect, specs=specs)
         return added(rank.run(rank_columns(columns), rank.start()).output, ("pipe",))
 
-    table = tables.build(schedule, share_ends=share_ends)
+    table = slot_tables(schedule, share_ends=share_ends)
     mapped = jax.shard_map(
         run, mesh=mesh, in_specs=(specs.manual.weights, BATCH, P(None, "pipe")), out_specs=BATCH, axis_names=set(MANUAL)
     )

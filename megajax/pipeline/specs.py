@@ -6,9 +6,9 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.parallel.rules import only
-from megajax.parallel.zero import Cut
 from megajax.runtime.compat import varying_axes
+from megajax.sharding.rules import only
+from megajax.sharding.zero import Cut
 
 Tree = Any
 MANUAL = ("data", "pipe")

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from megajax.parallel.zero import Cut
-from megajax.pipeline.split import Split, split_backward
+from megajax.pipeline.split_backward import Split, split_backward
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
+from megajax.sharding.zero import Cut
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 
 from megajax.config import ConfigError, ModelConfig, preset
-from megajax.cost.cards import CARDS, card
+from megajax.estimate.gpus import CARDS, card
 from megajax.plan.config_file import write_config
+from megajax.plan.explain import explain
 from megajax.plan.plot import plot
 from megajax.plan.report import LEGEND, heading, smallest, table
 from megajax.plan.search import SCHEDULES, Candidate, Question, best_by, search
-from megajax.plan.why import explain
 
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 

@@ -16,8 +16,8 @@ import tempfile
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.cost.cards import CARDS, Card
-from megajax.xla_flags import NO_REMATERIALIZATION
+from megajax.estimate.gpus import CARDS, Card
+from megajax.runtime.xla_flags import NO_REMATERIALIZATION
 
 MISSING_PLUGIN = (
     "XLA's CUDA compiler is not installed; it needs no GPU and no driver: pip install 'megajax[dryrun]' "
@@ -128,8 +128,8 @@ def _child(request: pathlib.Path) -> None:
 
     import jax
 
-    from megajax.mesh import make_mesh
     from megajax.runtime.compat import topologies
+    from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
     asked = json.loads(request.read_text())

@@ -20,18 +20,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.config import ConfigError, RunConfig
-from megajax.cost.attention import is_fused, with_attention
-from megajax.cost.cards import CARDS, Card, card
-from megajax.cost.flops import flops_per_step, hardware_flops_per_step
-from megajax.cost.memory import bytes_per_device
-from megajax.cost.program import Collective, loop_turns, most_sent, read
-from megajax.parallel.attention import cudnn_installed
-from megajax.pipeline.schedule import ScheduleError
-from megajax.plan.change import smallest_change
+from megajax.config.cli import parse
+from megajax.estimate.attention import is_fused, with_attention
+from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
+from megajax.estimate.gpus import CARDS, Card, card
+from megajax.estimate.hlo import Collective, loop_turns, most_sent, read
+from megajax.estimate.memory import bytes_per_device
+from megajax.ops.attention import cudnn_installed
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
-from megajax.train.options import parse
+from megajax.plan.suggest import smallest_change
+from megajax.schedules.schedule import ScheduleError
 
 LARGEST = 8  # buffers to list
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float = 900) -> int:
-    """Compiles, reports, and returns the exit code; `run` says xla or cudnn (`cost/attention.py`)."""
+    """Compiles, reports, and returns the exit code; `run` says xla or cudnn (`estimate/attention.py`)."""
     print(_title(run, gpu))
     compiling_here = compiling and has_compiler()
     if compiling_here and is_fused(run.parallel) and not cudnn_installed():

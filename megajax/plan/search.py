@@ -2,23 +2,23 @@
 
 The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, chunks, microbatch sizes,
 schedules, recompute modes, and levels of ZeRO. What `RunConfig.validate` refuses is left out, memory is counted
-(`cost/memory.py`), and what fits is timed (`cost/time.py`). No rule of thumb is in here: 2104.04473's takeaways must come
-out of the prices, and `why.py` shows whether they do.
+(`estimate/memory.py`), and what fits is timed (`estimate/step_time.py`). No rule of thumb is in here: 2104.04473's takeaways
+must come out of the prices, and `explain.py` shows whether they do.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from megajax.checks import SEVERAL_CHUNKS
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.cost.attention import with_attention
-from megajax.cost.cards import Card
-from megajax.cost.flops import flops_per_step
-from megajax.cost.memory import USABLE_SHARE, bytes_per_device
-from megajax.cost.software import MEGAJAX, Software
-from megajax.cost.time import StepTime, step_time
-from megajax.errors import divisors
+from megajax.config.checks import SEVERAL_CHUNKS
+from megajax.config.errors import divisors
+from megajax.estimate.attention import with_attention
+from megajax.estimate.flops import flops_per_step
+from megajax.estimate.gpus import Card
+from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
+from megajax.estimate.software import MEGAJAX, Software
+from megajax.estimate.step_time import StepTime, step_time
 
 SCHEDULES = ("interleaved_1f1b", "1f1b", "eager_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v", "gpipe")
 ONE_STAGE = ("interleaved_1f1b",)  # without a pipeline all schedules are this one

@@ -106,9 +106,7 @@ def cudnn_attention_backward(query, key, value, output, logsumexp, gradient, cau
     """Gradients of query, key and value, from the forward's results and the output's gradient."""
     cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal)
     results = (logsumexp, output, gradient)
-    return tuple(
-        cudnn._dot_product_attention_bwd_impl(query, key, value, *absent, *results, *score_mod, **settings)
-    )
+    return tuple(cudnn._dot_product_attention_bwd_impl(query, key, value, *absent, *results, *score_mod, **settings))
 
 
 def _cudnn_arguments(query, causal: bool):

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint.layout import is_block, named
 from megajax.pipeline import layout
-from megajax.train.canonical import is_block, named
 from megajax.train.step import Training
 
 Tree = Any

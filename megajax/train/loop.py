@@ -8,18 +8,18 @@ import time
 import jax
 import numpy as np
 
+from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import ConfigError, RunConfig
-from megajax.cost.flops import flops_per_step
-from megajax.cost.hardware import Peak
 from megajax.data.loader import Loader
+from megajax.data.ramp import RampedLoader
+from megajax.estimate.flops import flops_per_step
+from megajax.estimate.hardware import Peak
+from megajax.runtime.distributed import Watch
+from megajax.runtime.preemption import Stop
 from megajax.train import diagnose
-from megajax.train.batches import RampedLoader
-from megajax.train.checkpoint import Checkpoints, Progress
 from megajax.train.logging import RunLog, Spikes, Throughput, step_record
-from megajax.train.processes import Watch
 from megajax.train.profile import Profile
 from megajax.train.step import Training, TrainState
-from megajax.train.stop import Stop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import ConfigError, RunConfig
-from megajax.models.block import Operations, plain_operations
-from megajax.parallel.attention import CUDNN, XLA, Choice, choose_attention, fused_attention
-from megajax.parallel.context import ring_attention
-from megajax.parallel.ring import column_matmul, row_matmul
-from megajax.parallel.rules import AxisRules
-from megajax.pipeline import continuous
-from megajax.pipeline.schedule import Schedule
+from megajax.models.transformer import Operations, plain_operations
+from megajax.ops.attention import CUDNN, XLA, Choice, choose_attention, fused_attention
+from megajax.ops.collective_matmul import column_matmul, row_matmul
+from megajax.ops.ring_attention import ring_attention
+from megajax.pipeline import pipedream_2bw
 from megajax.runtime.compat import broken_host_offload
-from megajax.xla_flags import check_ring_flags
+from megajax.runtime.xla_flags import check_ring_flags
+from megajax.schedules.schedule import Schedule
+from megajax.sharding.rules import AxisRules
 
 __all__ = ["attention_choice", "block_operations", "check_offload"]
 
@@ -67,10 +67,10 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
 
 def check_offload(run: RunConfig, device: jax.Device) -> None:
     """Raises ConfigError where the stash should lie in the host's memory, and devices like this one cannot reach it."""
-    if run.parallel.offload != "none" and run.parallel.schedule == continuous.NAME:
+    if run.parallel.offload != "none" and run.parallel.schedule == pipedream_2bw.NAME:
         raise ConfigError(
-            f"offload = {run.parallel.offload} cannot be had with schedule = {continuous.NAME}, whose stash goes over from "
-            "step to step: leave --offload out, or type --schedule interleaved_1f1b."
+            f"offload = {run.parallel.offload} cannot be had with schedule = {pipedream_2bw.NAME}, whose stash goes over "
+            "from step to step: leave --offload out, or type --schedule interleaved_1f1b."
         )
     if run.parallel.offload != "none" and device.platform == "gpu" and broken_host_offload():
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_offload(run: RunConfig, device: jax.Device) -> None:
 
 def _fp8_product():
     try:
-        from megajax.models import fp8
+        from megajax.ops import fp8
     except ImportError as error:
         raise ConfigError(
             "block_matmuls = fp8 needs qwix, which is not installed: type pip install 'megajax[fp8]', or --block-matmuls "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from megajax.config import TrainConfig
-from megajax.train.rates import learning_rate, weight_decay
+from megajax.train.lr_schedule import learning_rate, weight_decay
 
 
 class SamplesState(NamedTuple):

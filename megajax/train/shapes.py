@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from megajax.config import RunConfig
-from megajax.mesh import AXES
+from megajax.runtime.mesh import AXES
 from megajax.train.sharding import initial_params, parameter_specs
 
 

@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import RunConfig
 from megajax.models import gpt
-from megajax.parallel.rules import AxisRules
-from megajax.parallel.zero import cut_over_data
 from megajax.pipeline import layout
 from megajax.pipeline.specs import Specs, is_spec
+from megajax.sharding.rules import AxisRules
+from megajax.sharding.zero import cut_over_data
 
 __all__ = ["ParameterSpecs", "axis_rules", "group_blocks", "initial_params", "parameter_specs", "share_ends"]
 

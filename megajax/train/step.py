@@ -18,21 +18,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import RunConfig
+from megajax.config.run_schedule import run_schedule
 from megajax.models import gpt
-from megajax.models.block import RESIDUAL
-from megajax.models.recompute import grouped
-from megajax.parallel.attention import Choice
-from megajax.parallel.context import of_owner, split_batch
-from megajax.parallel.vocabulary import lookup, over_pipe
-from megajax.pipeline import continuous
+from megajax.models.remat import grouped
+from megajax.models.transformer import RESIDUAL
+from megajax.ops.attention import Choice
+from megajax.ops.ring_attention import of_owner, split_batch
+from megajax.ops.vocabulary import lookup, over_pipe
+from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import forward_function, gradient_function
-from megajax.pipeline.of_run import run_schedule
-from megajax.pipeline.schedule import Schedule
-from megajax.pipeline.schedules import make_schedule
+from megajax.schedules.named import make_schedule
+from megajax.schedules.schedule import Schedule
+from megajax.train.lr_schedule import learning_rate
 from megajax.train.operations import attention_choice, block_operations, check_offload
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
-from megajax.train.rates import learning_rate
 from megajax.train.sharding import axis_rules, group_blocks, initial_params, parameter_specs, share_ends
 
 Tree = Any
@@ -288,7 +288,7 @@ class Training:
 
 def make_training(run: RunConfig, mesh: Mesh) -> Training:
     """The programs of a validated run on its mesh."""
-    if run.parallel.schedule == continuous.NAME:
+    if run.parallel.schedule == pipedream_2bw.NAME:
         return ContinuousTraining(run, mesh)
     return Training(run, mesh)
 
@@ -304,7 +304,7 @@ class ContinuousTraining(Training):
         """Builds the programs."""
         super().__init__(run, mesh)
         sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = continuous.Continuous(self.functions, *sizes, mesh, **self.layout)
+        self.pipeline = pipedream_2bw.Continuous(self.functions, *sizes, mesh, **self.layout)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 

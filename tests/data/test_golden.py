@@ -7,8 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from megajax.data.blend import Blend, split_bounds
 from megajax.data.blend_order import blend_order, exhaustive_order
+from megajax.data.blending import Blend, split_bounds
 from megajax.data.boundaries import Boundaries
 from megajax.data.gpt_samples import BlendedSamples, GPTSamples, normalised
 from megajax.data.indexed import IndexedDataset, IndexedWriter

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data.blend import Blend, split_bounds
 from megajax.data.blend_order import blend_order, exhaustive_order
+from megajax.data.blending import Blend, split_bounds
 from megajax.data.gpt_samples import BlendedSamples, GPTSamples
 from megajax.data.index_cache import cached_arrays
 from megajax.data.indexed import IndexedDataset, IndexedWriter

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
-from megajax.data.blend import Blend
+from megajax.data.blending import Blend
 from megajax.data.boundaries import Boundaries
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import Loader
@@ -109,7 +109,7 @@ import jax, numpy as np
 process, port, prefix = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from megajax.data.blend import Blend
+from megajax.data.blending import Blend
 from megajax.data.loader import Loader
 from megajax.data.prefetch import place_batch
 samples = Blend.parse([prefix]).samples((0, 1), 8, 5, 7)

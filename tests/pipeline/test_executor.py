@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
 from megajax.pipeline.executor import gradient_function
-from megajax.pipeline.schedules import make_schedule
+from megajax.schedules.named import make_schedule
 
 LAYERS, WIDTH, SAMPLES, LENGTH = 8, 8, 2, 4
 
@@ -151,7 +151,7 @@ def test_gradients_on_a_grid(name, chunks, stages, groups):
 
 def test_no_matmul_is_done_twice_by_a_split_backward():
     """I and W together multiply as often as the whole backward: 4 matmuls for 2 weights, and 1 recomputed by neither."""
-    from megajax.pipeline.split import split_backward
+    from megajax.pipeline.split_backward import split_backward
 
     params, batch = problem(1, 1)
     weights = jax.tree.map(lambda a: a[0], params["blocks"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.pipeline import tables
-from megajax.pipeline.schedules import make_schedule
+from megajax.pipeline.slots import slot_tables
+from megajax.schedules.named import make_schedule
 from megajax.train.operations import check_offload
 from tests import gpu, small
 
@@ -35,7 +35,7 @@ def test_compiled_for_h100s_all_of_the_stash_lies_there():
     layout = {"pipe": 2, "tensor": 2, "chunks": 2, "attention": "xla"}
     model = dataclasses.replace(gpu.LARGE, layers=4)
     text, _ = gpu.compile_step(model, 4, offload="stash", **layout)
-    slots = tables.build(make_schedule("interleaved_1f1b", stages=2, microbatches=4, chunks=2)).stash_slots
+    slots = slot_tables(make_schedule("interleaved_1f1b", stages=2, microbatches=4, chunks=2)).stash_slots
     found = set(re.findall(rf"\bbf16(\[{slots},1,1,[\d,]*\])(\{{.*?\}})", text))
     assert len({shape for shape, _ in found}) == 4  # qkv, context, up; input and residual have the same
     assert all(layout.endswith(":S(5)}") for _, layout in found)

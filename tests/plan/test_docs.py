@@ -4,8 +4,8 @@ import json
 import pathlib
 
 from benchmarks import memory_model
-from megajax.cost import validate
-from megajax.cost.published import ROWS
+from megajax.estimate import validate
+from megajax.estimate.published import ROWS
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 

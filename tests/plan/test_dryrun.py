@@ -7,14 +7,14 @@ import pathlib
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.cost.cards import card
-from megajax.cost.flops import hardware_flops_per_step
-from megajax.cost.memory import bytes_per_device
-from megajax.cost.program import loop_turns, most_sent, read
+from megajax.estimate.flops import hardware_flops_per_step
+from megajax.estimate.gpus import card
+from megajax.estimate.hlo import loop_turns, most_sent, read
+from megajax.estimate.memory import bytes_per_device
 from megajax.plan import dryrun
-from megajax.plan.change import smallest_change
 from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
 from megajax.plan.search import usable_bytes
+from megajax.plan.suggest import smallest_change
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 H100 = card("h100-80gb")

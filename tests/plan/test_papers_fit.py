@@ -8,10 +8,10 @@ import functools
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.cost.cards import CARDS
-from megajax.cost.communication import expected
-from megajax.cost.flops import hardware_flops_per_step
-from megajax.cost.program import loop_turns, most_sent, read
+from megajax.estimate.communication import expected
+from megajax.estimate.flops import hardware_flops_per_step
+from megajax.estimate.gpus import CARDS
+from megajax.estimate.hlo import loop_turns, most_sent, read
 from megajax.plan.compiler import compile_for, has_compiler
 
 pytestmark = pytest.mark.skipif(

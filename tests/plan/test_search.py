@@ -7,9 +7,9 @@ import time
 import pytest
 
 from megajax.config import ConfigError, ModelConfig, preset
-from megajax.cost.cards import card
+from megajax.estimate.gpus import card
+from megajax.plan.explain import explain
 from megajax.plan.search import Question, best_by, search, usable_bytes
-from megajax.plan.why import explain
 
 # 2104.04473 section 5.4: the models of figures 13 (162.2B) and 14 and 15 (5.9B).
 MODEL_162B = ModelConfig(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence_length=2048)

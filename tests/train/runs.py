@@ -8,13 +8,13 @@ import pathlib
 import numpy as np
 from rich.console import Console
 
+from megajax.checkpoint.manager import Progress
 from megajax.config import OutputConfig, RunConfig
-from megajax.cost.hardware import Peak
 from megajax.data.loader import Loader, TokenSamples
-from megajax.train.batches import RampedLoader
-from megajax.train.checkpoint import Progress
-from megajax.train.keep import Keeper
+from megajax.data.ramp import RampedLoader
+from megajax.estimate.hardware import Peak
 from megajax.train.loop import Companions, train
+from megajax.train.run_directory import Keeper
 from megajax.train.step import Training, TrainState
 from tests import small
 

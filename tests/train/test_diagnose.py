@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint import manager
 from megajax.config import ConfigError
-from megajax.train import checkpoint, diagnose
-from megajax.train.batches import RampedLoader
+from megajax.data.ramp import RampedLoader
+from megajax.train import diagnose
 from megajax.train.logging import Spikes
 from tests import small
 from tests.train import runs
@@ -137,7 +138,7 @@ def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
 def test_or_stops_the_run_with_the_state_before_it_saved(training, tmp_path):
     with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--bad-step skip"):
         runs.go(training.run, tmp_path, training=training, loader=loader_of(training))
-    assert checkpoint.complete_steps(tmp_path / "checkpoints") == [2]
+    assert manager.complete_steps(tmp_path / "checkpoints") == [2]
     result = runs.go(training.run, tmp_path, training=training, resume="auto")  # with the batch mended
     assert [row["step"] for row in result.rows] == list(range(1, 13))
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.cost.hardware import Peak
 from megajax.data.loader import Loader, TokenSamples
+from megajax.estimate.hardware import Peak
 from megajax.train.logging import RunLog
 from megajax.train.loop import train
 from megajax.train.precision import make_loss_scale

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel.attention import XLA, fused_attention
+from megajax.ops.attention import XLA, fused_attention
 from megajax.train import operations
 from tests import small
 

@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks.checkpoints import MODELS, measure
+from megajax.checkpoint import manager, reader, writer
+from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.cost.hardware import Peak
+from megajax.config.toml import run_meta
 from megajax.data.loader import Loader, TokenSamples
-from megajax.train import checkpoint, restore, writing
-from megajax.train.checkpoint import Checkpoints, Progress
-from megajax.train.keep import Keeper
+from megajax.estimate.hardware import Peak
+from megajax.runtime.preemption import Stop
 from megajax.train.loop import Companions, train
-from megajax.train.saved_config import run_meta
-from megajax.train.stop import Stop
+from megajax.train.run_directory import Keeper
 from tests import small
 from tests.train import runs
 
@@ -66,7 +66,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     keep.save(training, state, Progress(step=1))
     keep.wait()
     may_write = threading.Event()
-    monkeypatch.setattr(checkpoint, "write", lambda *arguments: (may_write.wait(60), writing.write(*arguments)))
+    monkeypatch.setattr(manager, "write", lambda *arguments: (may_write.wait(60), writer.write(*arguments)))
     for step in (2, 3):  # the later one's copies are in the memory of the earlier one's
         state, _ = training.train_step(state, batch)
         kept = jax.tree.map(np.array, state)
@@ -77,8 +77,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
         may_write.set()
         assert f"step {step}: checkpoint saved" in keep.wait()[0]
         may_write.clear()
-        path, _ = checkpoint.choose(tmp_path, "auto")
-        back, _, _ = restore.load(path, training, run_meta(run, runs.Letters())["tokenizer"])
+        path, _ = manager.choose(tmp_path, "auto")
+        back, _, _ = reader.load(path, training, run_meta(run, runs.Letters())["tokenizer"])
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), back, kept)
     keep.close()
 

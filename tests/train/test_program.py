@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
-from megajax.cost.program import collectives
-from megajax.pipeline import tables
+from megajax.estimate.hlo import collectives
+from megajax.pipeline.slots import slot_tables
 from tests import small
 
 MODEL = dataclasses.replace(small.MODEL, hidden=64, sequence_length=64)
@@ -98,7 +98,7 @@ def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
 def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunks):
     """XLA copies what it cannot update in place; a copy of either every tick would cost more than the work."""
     training, step = compiled((1, 4, 2), schedule, chunks, 8)
-    slots = tables.build(training.schedule).stash_slots
+    slots = slot_tables(training.schedule).stash_slots
     local_layers, hidden = MODEL.layers // 4, MODEL.hidden
     big = {
         f"f32[{slots},{local_layers // chunks},1,{MODEL.sequence_length // 2},{hidden}]",  # block inputs

@@ -1,0 +1,1 @@
+"""Checkpoints: written asynchronously and atomically, checked, and read on any mesh."""

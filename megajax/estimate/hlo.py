@@ -1,0 +1,382 @@
+"""Reads what a compiled program (HLO text, `compiled.as_text()`) does: its collectives, their bytes, its matmuls.
+
+Counts are per run of the program: what is in a loop counts as often as the loop turns, where the text says how often
+(XLA's known_trip_count). Other loops' turns are decided at run time, and what is in them is marked `conditional`:
+megajax's executor writes "if" as a loop of one turn or none, and where ranks may wait its loops over blocks are such.
+The schedule knows how often they turn in a step: `loop_turns` says it by the names that the executor gives its parts.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from megajax.config import RunConfig
+from megajax.config.run_schedule import run_schedule
+from megajax.runtime.mesh import AXES
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+
+__all__ = ["ENDS", "Collective", "Matmul", "Program", "collectives", "loop_turns", "most_sent", "read"]
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Bytes that a device sends for each byte of what the collective returns, in a group of g: the least possible, a ring's.
+SENT = {
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "all-gather": lambda g: (g - 1) / g,
+    "reduce-scatter": lambda g: g - 1,
+    "all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1,
+}
+MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha")  # custom calls, attention's included
+COMPUTE = ("fusion", "custom-call", "dot", "while", "call", "conditional")
+NAME = re.compile(r"%?([\w.\-]+)")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+SCOPES = re.compile(r'op_name="([^"]*)/while"')
+ENDS = ("embed", "head", "embed_backward")  # the executor's names of the model's ends
+BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of what it does with blocks
+CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      kind: of KINDS.
+      shape: of (the first of) what it returns on one device.
+      bytes: of all that it returns on one device.
+      groups: devices that meet, or (from, to) pairs of a permute: by their place in the mesh, whose last axis varies
+        fastest, whatever the devices' own numbers are.
+      times: how often it runs.
+      conditional: whether it is in a loop whose turns are decided at run time, or in a branch.
+      scope: the name of that loop, where its turns were given; "" elsewhere.
+      in_loop: whether a `while` runs it.
+      asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
+      behind: matmuls, attention kernels and what is sure to run them scheduled between its start and its done, where it
+        can hide; a loop that may not turn is not sure to, but one over blocks is, on the ranks that do not wait.
+      beside: whatever computes there.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: float
+    conditional: bool
+    scope: str
+    in_loop: bool
+    asynchronous: bool
+    behind: int
+    beside: int
+
+    def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which devices that meet differ."""
+        places = np.indices(shape).reshape(len(shape), -1).T
+        differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
+        return tuple(name for name, along in zip(AXES, differ, strict=True) if along)
+
+    def sent(self) -> dict[int, float]:
+        """Bytes that each device sends in all its runs; devices that send nothing are left out."""
+        size = len(self.groups[0])
+        if self.kind == "collective-permute":
+            pairs = [(source, 1) for source, target in self.groups if source != target]
+        else:
+            pairs = [(device, SENT[self.kind](size)) for group in self.groups for device in group if size > 1]
+        return {device: self.times * factor * self.bytes for device, factor in pairs}
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """One matrix product of a program.
+
+    Attributes:
+      shape: of the result, on one device.
+      flops: of all its runs, two for each product of two elements.
+      scope: as of a `Collective`.
+    """
+
+    shape: tuple[int, ...]
+    flops: float
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a program does on each device.
+
+    Attributes:
+      collectives: all of them, in the order of the text.
+      matmuls: XLA's and the library's, but for those inside of attention kernels.
+      kernels: how often each custom call runs, by target.
+      sliced: bytes of slices that are copied out of larger arrays before use, in all runs. A matmul takes a whole array, so
+        a block's weights are, each time the block runs.
+    """
+
+    collectives: tuple[Collective, ...]
+    matmuls: tuple[Matmul, ...]
+    kernels: dict[str, float]
+    sliced: float
+
+    def flops(self, *scopes: str) -> float:
+        """Of the matmuls in these scopes; of all if none is given."""
+        return sum(one.flops for one in self.matmuls if not scopes or one.scope in scopes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Visit:
+    """A way to come to a computation."""
+
+    name: str
+    times: float = 1
+    conditional: bool = False
+    scope: str = ""
+    in_loop: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    name: str
+    type: str
+    op: str
+    rest: str  # operands and attributes
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """The collectives of a module."""
+    return read(text).collectives
+
+
+def loop_turns(run: RunConfig) -> dict[str, float]:
+    """How often the loops of a run's step turn, all with a name together, where the schedule decides it at run time.
+
+    `ENDS` once a microbatch, on the rank that they are on. F, B, I and W once for each of a rank's (groups of) blocks, or
+    if these are unrolled once for each chunk or part of one, but for ticks in which no rank waits, where the program knows.
+    """
+    schedule, parallel = run_schedule(run), run.parallel
+    each = dict.fromkeys(BLOCKS, run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks))
+    if parallel.unroll_blocks:
+        parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
+        each = dict.fromkeys(BLOCKS, 1) | ({} if schedule.split else {BACKWARD: max(parts)})
+    full = Counter()
+    for segment in schedule.segments:
+        known = segment.full and not (parallel.unroll_blocks and parallel.chunks > 1)
+        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * known))
+    often = {op: (run.microbatches * parallel.chunks - full[op]) * each[op] for op in BLOCKS}
+    return dict.fromkeys(ENDS, float(run.microbatches)) | often
+
+
+def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
+    """Reads a module.
+
+    Args:
+      text: the module.
+      turns: of loops that have no number, all that have a name (`jax.named_scope`, the innermost of those given) together.
+        Each turns equally often when it is come to; one without a name turns once.
+    """
+    computations, entry = _computations(text)
+    heavy, turns = _with_matmuls(computations), turns or {}
+    met = Counter()
+    for visit in _visits(computations, _Visit(entry), dict.fromkeys(turns, 1)):
+        for line in computations[visit.name]:
+            if line.op == "while" and _known_turns(line) is None:
+                met[_scope(line, turns)] += visit.times
+    each = {scope: count / met[scope] for scope, count in turns.items() if met[scope]}
+    found, matmuls, kernels, sliced = [], [], Counter(), 0.0
+    for visit in _visits(computations, _Visit(entry), each):
+        lines = computations[visit.name]
+        types = {line.name: line.type for line in lines}
+        for place, line in enumerate(lines):
+            kind = line.op.removesuffix("-start")
+            if kind in KINDS:
+                found.append(_collective(lines, place, kind, heavy, visit))
+            if flops := _matmul_flops(line, types):
+                matmuls.append(Matmul(_arrays(line.type)[0][1], visit.times * flops, visit.scope))
+            if line.op == "fusion" and computations[_called(line.rest)[0]][-1].op == "dynamic-slice":
+                sliced += visit.times * sum(map(_bytes, _arrays(line.type)))
+            if line.op == "custom-call":
+                kernels[re.search(r'custom_call_target="([^"]*)"', line.rest)[1]] += visit.times
+    return Program(tuple(found), tuple(matmuls), dict(kernels), sliced)
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
+    """The computations by name, and the entry's name."""
+    computations, lines, entry = {}, [], ""
+    for row in text.splitlines():
+        head = HEAD.match(row)
+        if head:
+            lines = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif match := LINE.match(row):
+            lines.append(_Line(*match.groups()))
+    return computations, entry
+
+
+def _visits(computations: dict, visit: _Visit, each: Mapping[str, float]) -> Iterator[_Visit]:
+    """Every way to come to a computation; `each`: the turns of a loop that has no number, by name."""
+    yield visit
+    for line in computations[visit.name]:
+        if line.op in ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS):
+            continue  # what it applies is of scalars
+        after = visit
+        if line.op == "while":
+            known, scope = _known_turns(line), _scope(line, each)
+            count = each.get(scope, 1) if known is None else known
+            after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
+            if known is None:
+                after = dataclasses.replace(after, conditional=True, scope=scope)
+        elif line.op == "conditional":
+            after = dataclasses.replace(visit, conditional=True)
+        for called in _called(line.rest):
+            if called in computations:
+                yield from _visits(computations, dataclasses.replace(after, name=called), each)
+
+
+def _known_turns(line: _Line) -> int | None:
+    turns = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
+    return int(turns[1]) if turns else None
+
+
+def _scope(line: _Line, scopes: Iterable[str]) -> str:
+    """The innermost of these named scopes that a loop is in, "" if none."""
+    names = SCOPES.search(line.rest)
+    return next((name for name in reversed(names[1].split("/")) if name in scopes), "") if names else ""
+
+
+def _called(rest: str) -> list[str]:
+    """Names of the computations that an operation runs."""
+    names = []
+    for match in CALLED.finditer(rest):
+        after = rest[match.end() :]
+        listed = after[1 : after.index("}")].split(",") if after.startswith("{") else [after]
+        names += [NAME.match(word.strip())[1] for word in listed]
+    return names
+
+
+def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, _numbers(sizes)) for name, sizes in ARRAY.findall(type_)]
+
+
+def _bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    """Of one array; a type's name ends in its bits (f8e4m3fn: begins), but for pred's."""
+    bits = re.match(r"[a-z]+(\d+)", array[0])
+    return math.prod(array[1]) * max(1, int(bits[1]) // 8 if bits else 1)
+
+
+def _is_matmul(line: _Line) -> bool:
+    return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
+
+
+def _multiplies(line: _Line, heavy: set[str]) -> bool:
+    """Whether a line is a matmul, or runs a computation that has some, for sure (but for ranks that wait)."""
+    perhaps = line.op == "conditional" or (
+        line.op == "while" and _known_turns(line) is None and _scope(line, ENDS + BLOCKS) not in BLOCKS
+    )
+    return _is_matmul(line) or (not perhaps and not heavy.isdisjoint(_called(line.rest)))
+
+
+def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
+    """Names of the computations that have matmuls, or run one that has."""
+    calls = {name: {called for line in lines for called in _called(line.rest)} for name, lines in computations.items()}
+    heavy = {name for name, lines in computations.items() if any(map(_is_matmul, lines))}
+    while more := {name for name, called in calls.items() if called & heavy} - heavy:
+        heavy |= more
+    return heavy
+
+
+def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
+    line = lines[place]
+    started = line.op.endswith("-start")
+    returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
+    done = f"{kind}-done"
+    end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
+    between = lines[place + 1 : max(end, place + 1)]
+    return Collective(
+        kind=kind,
+        shape=returned[0][1],
+        bytes=sum(map(_bytes, returned)),
+        groups=_groups(line.rest),
+        times=visit.times,
+        conditional=visit.conditional,
+        scope=visit.scope,
+        in_loop=visit.in_loop,
+        asynchronous=started and '"is_sync":true' not in line.rest,
+        behind=sum(_multiplies(other, heavy) for other in between),
+        beside=sum(other.op in COMPUTE for other in between),
+    )
+
+
+def _uses(line: _Line, name: str) -> bool:
+    return re.match(rf"%?{re.escape(name)}[,)]", line.rest) is not None
+
+
+def _second(type_: str) -> str:
+    """The second of the parts of a tuple's type: a start returns what it was given, and then what it makes."""
+    depth, parts = 0, [""]
+    for letter in type_[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1]
+
+
+def _matmul_flops(line: _Line, types: dict[str, str]) -> float:
+    """2 for each product of two elements; 0 for what is no matmul."""
+    if not _is_matmul(line):
+        return 0.0
+    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
+    operand = ARRAY.search(line.rest.split("%")[0]) or ARRAY.search(types.get(NAME.search(line.rest)[1], ""))
+    if not contracted or not operand:
+        return 0.0
+    sizes = _numbers(operand[2])
+    length = math.prod(sizes[axis] for axis in _numbers(contracted[1].replace('"', "")))
+    return 2.0 * math.prod(_arrays(line.type)[0][1]) * length
+
+
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    """Groups as they are written, in one of three forms.
+
+    A list, {{0,1},{2,3}}; an iota, [2,2]<=[4] or [2,2]<=[2,2]T(1,0); or axes of a mesh, mesh['a'=2,'b'=4] {'b'}, whose
+    devices may be in an order of their own, device_ids=([4,2]T(1,0)).
+    """
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
+    if listed:
+        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if iota:
+        ids = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
+        return tuple(map(tuple, ids.tolist()))
+    mesh = re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
+    )
+    assert mesh, f"replica groups of an unknown form: {rest}"
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    shape = [int(size) for size in sizes.values()]
+    ids = _iota(mesh[2] or str(math.prod(shape)), mesh[3]).reshape(shape)
+    meeting = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", mesh[4])]
+    ids = np.moveaxis(ids, meeting, range(-len(meeting), 0))
+    return tuple(map(tuple, ids.reshape(-1, math.prod(shape[axis] for axis in meeting)).tolist()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def most_sent(found: Iterable[Collective]) -> float:
+    """Bytes that these collectives make the device send that sends most."""
+    totals: dict[int, float] = {}
+    for collective in found:
+        for device, sent in collective.sent().items():
+            totals[device] = totals.get(device, 0) + sent
+    return max(totals.values(), default=0.0)

@@ -1,0 +1,1 @@
+"""What models compute with: attention, matmuls, the token tables; with their communication."""

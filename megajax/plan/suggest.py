@@ -1,0 +1,90 @@
+"""The smallest change to a run that makes it fit on its GPUs."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from megajax.config import ConfigError, RunConfig, option
+from megajax.estimate.gpus import Card
+from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.step_time import step_time
+from megajax.plan.search import usable_bytes
+
+MODES = ("none", "selective", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A run that fits.
+
+    Attributes:
+      options: what to type for it.
+      peak: bytes, by the model.
+      price: what it costs in time, in words.
+    """
+
+    run: RunConfig
+    options: str
+    peak: float
+    price: str
+
+
+def smallest_change(run: RunConfig, gpu: Card, correction: float = 1.0) -> Change | None:
+    """The change of fewest options, on as few GPUs as now if possible, that fits; of several the fastest.
+
+    Args:
+      correction: by how much the model's bytes are multiplied, to agree with what is known of `run`.
+    """
+    parallel = run.parallel
+    here = parallel.devices
+    for growth in (1, 2, 4, 8, 16):
+        fits = []
+        for fields in _changes(run, here * growth):
+            changed = dataclasses.replace(run, parallel=dataclasses.replace(parallel, **fields))
+            if not _is_legal(changed):
+                continue
+            peak = correction * sum(bytes_per_device(changed).values())
+            if peak <= usable_bytes(gpu):
+                fits.append((len(fields), step_time(changed, gpu).total, peak, fields, changed))
+        if fits:
+            _, time, peak, fields, changed = min(fits, key=lambda found: found[:2])
+            now = step_time(run, gpu).total
+            price = f"{time / now - 1:+.0%} time a step" + ("" if growth == 1 else f" on {growth} times the GPUs")
+            return Change(changed, " ".join(f"{option(name)} {value}" for name, value in fields.items()), peak, price)
+    return None
+
+
+def _changes(run: RunConfig, devices: int) -> Iterable[dict]:
+    """Fields to change, for so many devices in all: one or two of them, and the mesh."""
+    parallel = run.parallel
+    single: list[dict] = []
+    single += [{"recompute": mode} for mode in MODES[MODES.index(parallel.recompute) + 1 :]]
+    single += [{"microbatch_size": size} for size in (1, 2, 4, 8) if size < parallel.microbatch_size]
+    single += [{"chunks": chunks} for chunks in range(2, parallel.chunks)]
+    if parallel.pipe > 1 and parallel.schedule != "1f1b":
+        single.append({"schedule": "1f1b"} | ({"chunks": 1} if parallel.chunks > 1 else {}))
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        single.append({"sequence_parallel": True})
+    meshes = [fields for fields in _meshes(run, devices) if fields]
+    pairs = [one | two for index, one in enumerate(single) for two in single[index + 1 :] if not set(one) & set(two)]
+    more = single + pairs if devices == parallel.devices else []
+    yield from (*more, *meshes, *(mesh | one for mesh in meshes for one in single if not set(mesh) & set(one)))
+
+
+def _meshes(run: RunConfig, devices: int) -> Iterable[dict]:
+    """Meshes of `devices` GPUs with a tensor degree a host holds, as the fields that differ from now."""
+    parallel = run.parallel
+    for tensor in (1, 2, 4, 8):
+        for pipe in (n for n in range(1, run.model.layers + 1) if run.model.layers % n == 0):
+            if devices % (tensor * pipe) == 0:
+                wanted = {"data": devices // tensor // pipe, "pipe": pipe, "tensor": tensor}
+                fields = {axis: size for axis, size in wanted.items() if size != getattr(parallel, axis)}
+                fewest = parallel.chunks > 1 and (pipe == 1 or run.model.layers % (pipe * parallel.chunks))
+                yield fields | ({"chunks": 1} if fields and fewest else {})
+
+
+def _is_legal(run: RunConfig) -> bool:
+    try:
+        run.validate()
+    except ConfigError:
+        return False
+    return True

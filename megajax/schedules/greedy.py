@@ -1,0 +1,140 @@
+"""The best schedule this package can find for given costs and memory: every named one, and greedy lists of its own."""
+
+import dataclasses
+import heapq
+from collections.abc import Iterator
+
+from megajax.schedules import registry
+from megajax.schedules.registry import register, require
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, ScheduleError, pack
+from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
+
+
+@register("auto")
+def auto(
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    costs: Costs = Costs(),  # noqa: B008
+    live_chunks: int | None = None,
+) -> Schedule:
+    """The schedule that takes least time in lockstep under `costs` and holds at most `live_chunks` on a rank.
+
+    Candidates are all named schedules with these sizes, and greedy list schedules: a rank that is free does the best
+    operation that is ready, by several orders of preference, in both placements, with the backward whole or split. So it
+    is never slower than the best named one. Bubble and memory are those of its choice, which its name tells.
+
+    Args:
+      costs: time of each operation on a chunk, and of a send.
+      live_chunks: most chunk activations alive on a rank at once, from forward to weights' gradients; None for no limit.
+
+    Raises:
+      ScheduleError: less memory than one activation for each chunk.
+    """
+    require(
+        live_chunks is None or live_chunks >= chunks,
+        f"live_chunks is {live_chunks}; a rank needs room for one activation of each of its {chunks} chunks",
+    )
+    best: tuple[float, int, Schedule] | None = None
+    for schedule in _candidates(stages, microbatches, chunks, costs, live_chunks or microbatches * chunks):
+        live = max(simulate_event(schedule, costs).peak_live + simulate_lockstep(schedule, costs).peak_live)
+        key = (simulate_lockstep(schedule, costs).makespan, live)
+        if live <= (live_chunks or live) and (best is None or key < best[:2]):
+            best = (*key, schedule)
+    return best[2]  # the greedy ones keep the limit, so there is one
+
+
+def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memory: int) -> Iterator[Schedule]:
+    for name in registry.SCHEDULES:
+        if name in ("auto", "forward_only"):
+            continue
+        try:
+            yield _named(registry.make(name, stages, microbatches, chunks))
+        except ScheduleError:
+            pass  # not for these sizes
+    for placement in ("loop", "v") if chunks == 2 else ("loop",):
+        for split in (False, True):
+            for prefer in PREFERENCES[split]:
+                table = Schedule("auto:greedy", stages, microbatches, chunks, False, (), placement, split)
+                orders = _greedy(table, costs, memory, prefer)
+                sizes = {"microbatches": microbatches, "chunks": chunks, "placement": placement, "split": split}
+                mixed = pack("auto:greedy", orders, **sizes, paired=False, parts={BACKWARD: 2})
+                yield mixed.validate()
+                if not split:
+                    yield pack("auto:greedy", orders, **sizes, paired=True).validate()
+
+
+def _named(schedule: Schedule) -> Schedule:
+    return dataclasses.replace(schedule, name=f"auto:{schedule.name}")
+
+
+# Which of the operations that are ready goes first, by op. A forward that fills the pipe late costs most where memory is
+# plenty; a weight's gradient frees memory, and is put off where a bubble will come anyway.
+PREFERENCES = {
+    False: ((BACKWARD, FORWARD), (FORWARD, BACKWARD)),
+    True: ((INPUT, FORWARD, WEIGHT), (FORWARD, INPUT, WEIGHT), (INPUT, WEIGHT, FORWARD)),
+}
+
+
+def _greedy(table: Schedule, costs: Costs, memory: int, prefer: tuple[str, ...]) -> list[list[Operation]]:
+    """Each rank's order: at every moment a free rank starts the most preferred operation that is ready.
+
+    A forward of chunk c starts only where it leaves room for one activation of each later chunk. Then some activation on
+    the rank is always on its way to its backward, and the ranks cannot wait for each other for ever.
+    """
+    durations = {FORWARD: costs.forward, BACKWARD: costs.backward, INPUT: costs.input, WEIGHT: costs.weight}
+    ranks = range(table.stages)
+    orders: list[list[Operation]] = [[] for _ in ranks]
+    free, live = [0.0] * table.stages, [0] * table.stages
+    ready: list[dict[Operation, float]] = [{} for _ in ranks]  # when what each needs is there
+    ready[0][Operation(FORWARD, 0, 0)] = 0.0
+    left = table.microbatches * (table.last_stage + 1) * (3 if table.split else 2)
+    moments = [(0.0, rank) for rank in ranks]
+    while left:
+        now, rank = heapq.heappop(moments)
+        if free[rank] > now:
+            continue
+        open_now = [
+            operation
+            for operation, since in ready[rank].items()
+            if since <= now and (operation.op != FORWARD or live[rank] + table.chunks - operation.chunk <= memory)
+        ]
+        if not open_now:
+            continue
+        choice = min(open_now, key=lambda operation: _rank_of(operation, prefer, table.stages))
+        del ready[rank][choice]
+        orders[rank].append(choice)
+        end = free[rank] = now + durations[choice.op]
+        left -= 1
+        live[rank] += (choice.op == FORWARD) - (choice.op in (BACKWARD, WEIGHT))
+        heapq.heappush(moments, (end, rank))
+        for operation, owner in _enabled(table, choice, rank):
+            since = end + (costs.latency if owner != rank else 0.0)
+            ready[owner][operation] = since
+            heapq.heappush(moments, (since, owner))
+    return orders
+
+
+def _rank_of(operation: Operation, prefer: tuple[str, ...], group: int) -> tuple:
+    """Forwards in groups of p microbatches, chunk by chunk; of backwards the oldest, and the last chunk's first."""
+    if operation.op == FORWARD:
+        return prefer.index(FORWARD), operation.microbatch // group, operation.chunk, operation.microbatch
+    return prefer.index(operation.op), operation.microbatch // group, -operation.chunk, operation.microbatch
+
+
+def _enabled(table: Schedule, done: Operation, rank: int) -> Iterator[tuple[Operation, int]]:
+    """The operations that may start once `done` has ended, each with its rank."""
+    back = INPUT if table.split else BACKWARD
+    stage = table.stage(done.chunk, rank)
+    if done.op == FORWARD and stage == 0 and done.microbatch + 1 < table.microbatches:
+        yield Operation(FORWARD, 0, done.microbatch + 1), rank  # one after the other, so that few wait
+    if done.op == FORWARD and stage < table.last_stage:
+        chunk, owner = table.home(stage + 1)
+        yield Operation(FORWARD, chunk, done.microbatch), owner
+    elif done.op == FORWARD:
+        yield Operation(back, done.chunk, done.microbatch), rank
+    elif done.op == back and stage:
+        chunk, owner = table.home(stage - 1)
+        yield Operation(back, chunk, done.microbatch), owner
+    if done.op == INPUT:
+        yield Operation(WEIGHT, done.chunk, done.microbatch), rank

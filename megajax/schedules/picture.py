@@ -1,0 +1,102 @@
+"""Schedules as pictures: ranks as rows, time to scale, microbatch numbers in the boxes."""
+
+from collections.abc import Sequence
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from megajax.schedules.schedule import Schedule
+from megajax.schedules.simulate import Simulation, Span
+
+# Light for the first chunk, darker for later ones; blue, orange, green and purple hold up under colour blindness.
+SHADES = {
+    "F": ("#9ecae1", "#4292c6", "#2171b5", "#084594"),
+    "B": ("#fdd0a2", "#fd8d3c", "#e6550d", "#a63603"),
+    "I": ("#fdd0a2", "#fd8d3c", "#e6550d", "#a63603"),
+    "W": ("#c7e9c0", "#74c476", "#31a354", "#006d2c"),
+}
+NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
+IDLE = "#eeeeee"
+ROW = 0.34  # inches of a rank's row
+MARGIN = 2.4  # inches right of the time axis, for the figures of each rank
+
+
+def draw(schedules: Sequence[Schedule], simulations: Sequence[Simulation], path: str) -> None:
+    """Draws schedules under each other on one time axis, to a file whose ending says the format (svg, png, pdf)."""
+    longest = max(simulation.makespan for simulation in simulations)
+    boxes = max(span_count(simulation) for simulation in simulations)
+    width = min(18.0, max(7.0, 0.3 * boxes + MARGIN + 1))
+    heights = [schedule.stages * ROW + 0.6 for schedule in schedules]
+    figure = Figure(figsize=(width, sum(heights) + 0.55), layout=None)
+    FigureCanvasAgg(figure)
+    total = figure.get_figheight()
+    top = total - 0.1
+    for schedule, simulation, height in zip(schedules, simulations, heights, strict=True):
+        rows = schedule.stages * ROW
+        box = [0.75 / width, (top - 0.35 - rows) / total, (width - 0.75 - MARGIN) / width, rows / total]
+        _draw_one(figure.add_axes(box), schedule, simulation, longest)
+        top -= height
+    _legend(figure, schedules)
+    figure.savefig(path, dpi=160, metadata={"Date": None} if path.endswith("svg") else None)
+
+
+def span_count(simulation: Simulation) -> float:
+    """How many of the shortest pieces of work fit in the makespan: what the width must show."""
+    shortest = min(span.stop - span.start for span in simulation.spans)
+    return simulation.makespan / shortest
+
+
+def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) -> None:
+    axes.add_patch(Rectangle((0, 0), simulation.makespan, schedule.stages, facecolor=IDLE))
+    for rank, work, start, stop in _operations(schedule, simulation):
+        op = schedule.does(work)
+        shade = min(work.chunk, 3) if schedule.chunks > 1 else 0
+        axes.add_patch(
+            Rectangle((start, rank + 0.04), stop - start, 0.92, facecolor=SHADES[op][shade], edgecolor="white", lw=0.8)
+        )
+        ink = "white" if shade >= 2 else "black"
+        place = ((start + stop) / 2, rank + 0.52)
+        axes.text(*place, str(work.microbatch), ha="center", va="center", fontsize=8, color=ink, clip_on=True)
+    unit = "chunks in flight" if schedule.chunks > 1 else "in flight"
+    for rank in range(schedule.stages):
+        text = f"{simulation.busy[rank]:.0%} busy, {simulation.peak_live[rank]} {unit}"
+        axes.text(longest * 1.012, rank + 0.5, text, va="center", fontsize=8)
+    title = f"{schedule.name}: {schedule.microbatches} microbatches"
+    title += f", {schedule.chunks} chunks a rank" if schedule.chunks > 1 else ""
+    axes.set_title(f"{title}; bubble {simulation.bubble:.1%} of the ideal time", fontsize=10, loc="left")
+    axes.set_xlim(0, longest)
+    axes.set_ylim(schedule.stages, 0)
+    axes.set_yticks(
+        [rank + 0.5 for rank in range(schedule.stages)], [f"rank {rank}" for rank in range(schedule.stages)]
+    )
+    axes.set_xticks([])
+    axes.tick_params(length=0, labelsize=9)
+    axes.set_facecolor("white")
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _operations(schedule: Schedule, simulation: Simulation) -> list[Span]:
+    """The spans, with the parts of a backward that follow on each other made one."""
+    whole: list[Span] = []
+    last: dict[int, int] = {}
+    for span in simulation.spans:
+        before = whole[last[span.rank]] if span.rank in last else None
+        if span.work.part and not schedule.split and before.stop == span.start:
+            whole[last[span.rank]] = before._replace(stop=span.stop)
+        else:
+            last[span.rank] = len(whole)
+            whole.append(span)
+    return whole
+
+
+def _legend(figure: Figure, schedules: Sequence[Schedule]) -> None:
+    done = {schedule.does(work) for schedule in schedules for row in schedule.ticks for works in row for work in works}
+    patches = [Patch(color=SHADES[op][1], label=NAMES[op]) for op in NAMES if op in done]
+    patches.append(Patch(color=IDLE, label="idle (the bubble)"))
+    note = "numbers: microbatches" + ("; darker: later chunk" if any(s.chunks > 1 for s in schedules) else "")
+    legend = figure.legend(
+        handles=patches, loc="lower left", ncols=len(patches), fontsize=8, frameon=False, title=note, title_fontsize=8
+    )
+    legend._legend_box.align = "left"

@@ -1,0 +1,150 @@
+"""What a schedule costs: event by event, as independent processes would run it, and in lockstep, as our program does.
+
+Time is in units of the caller's choice; costs are per chunk. "Ideal" is a rank's work without any waiting, the bubble is
+makespan / ideal - 1 (2104.04473 section 2.2's bubble time over ideal time).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, ScheduleError, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Time of each operation on one chunk, and of a send to another rank.
+
+    The default is a block's: a backward is twice a forward, half for the input's gradient and half for the weights'.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    input: float = 1.0
+    weight: float = 1.0
+    latency: float = 0.0
+
+    def of(self, schedule: Schedule, work: Work) -> float:
+        """Time of a piece of work."""
+        op = schedule.does(work)
+        whole = {FORWARD: self.forward, BACKWARD: self.backward, INPUT: self.input, WEIGHT: self.weight}[op]
+        return whole / work.parts if op == BACKWARD else whole
+
+    def scaled(self, factor: float) -> "Costs":
+        """All operations `factor` times as long; sends stay as they are."""
+        ops = ("forward", "backward", "input", "weight")
+        return dataclasses.replace(self, **{op: getattr(self, op) * factor for op in ops})
+
+
+class Span(NamedTuple):
+    """A piece of work on the time axis."""
+
+    rank: int
+    work: Work
+    start: float
+    stop: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """A schedule laid over time.
+
+    Attributes:
+      spans: every piece of work.
+      ideal: the busiest rank's work, without waiting.
+      makespan: from the first start to the last end.
+      peak_live: for each rank, the most chunk activations held at once, from forward to the weights' gradients.
+    """
+
+    spans: tuple[Span, ...]
+    ideal: float
+    makespan: float
+    peak_live: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Time lost, as a share of the ideal time."""
+        return self.makespan / self.ideal - 1
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank, the share of the makespan in which it works."""
+        ranks = range(len(self.peak_live))
+        return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) / self.makespan for rank in ranks)
+
+
+def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
+    """Each rank goes through its order and starts as soon as what it needs is there.
+
+    Raises:
+      ScheduleError: the ranks wait for each other for ever.
+    """
+    queues = [[work for tick in schedule.ticks for work in tick[rank]] for rank in range(schedule.stages)]
+    position, clock = [0] * schedule.stages, [0.0] * schedule.stages
+    there: dict[tuple[str, int, int], float] = {}
+    spans: list[Span] = []
+    while any(position[rank] < len(queues[rank]) for rank in range(schedule.stages)):
+        moved = False
+        for rank, queue in enumerate(queues):
+            while position[rank] < len(queue):
+                work = queue[position[rank]]
+                stage = schedule.stage(work.chunk, rank)
+                wanted = [(result, of, work.microbatch) for result, of in schedule.needs(work, stage)]
+                if any(want not in there for want in wanted):
+                    break
+                away = [costs.latency if schedule.home(of)[1] != rank else 0.0 for _, of, _ in wanted]
+                start = max([clock[rank], *(there[want] + late for want, late in zip(wanted, away, strict=True))])
+                clock[rank] = start + costs.of(schedule, work)
+                for result in schedule.results(work):
+                    there[result, stage, work.microbatch] = clock[rank]
+                spans.append(Span(rank, work, start, clock[rank]))
+                position[rank] += 1
+                moved = True
+        if not moved:
+            raise ScheduleError(f"{schedule.name}: the ranks wait for each other for ever")
+    return _result(schedule, spans)
+
+
+def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
+    """All ranks go from tick to tick together.
+
+    In a paired tick each phase that any rank has takes its op's time on all; a mixed tick takes that of its dearest
+    piece of work. `latency` is paid once a tick.
+    """
+    spans: list[Span] = []
+    now = 0.0
+    for row in schedule.ticks:
+        if schedule.paired:
+            for op, time in ((FORWARD, costs.forward), (BACKWARD, costs.backward)):
+                active = [(rank, work) for rank, works in enumerate(row) for work in works if work.op == op]
+                spans += [Span(rank, work, now, now + time) for rank, work in active]
+                now += time if active else 0.0
+        else:
+            work_of = [(rank, work, costs.of(schedule, work)) for rank, works in enumerate(row) for work in works]
+            spans += [Span(rank, work, now, now + time) for rank, work, time in work_of]
+            now += max((time for _, _, time in work_of), default=0.0)
+        now += costs.latency
+    return _result(schedule, spans)
+
+
+def _result(schedule: Schedule, spans: list[Span]) -> Simulation:
+    work = [sum(s.stop - s.start for s in spans if s.rank == rank) for rank in range(schedule.stages)]
+    makespan = max(s.stop for s in spans) - min(s.start for s in spans)
+    return Simulation(tuple(spans), max(work), makespan, tuple(_peaks(schedule, spans)))
+
+
+def _peaks(schedule: Schedule, spans: list[Span]) -> list[int]:
+    """A chunk is alive from its forward's start to the end of its weights' gradients."""
+    peaks = []
+    for rank in range(schedule.stages):
+        changes = []
+        for span in (s for s in spans if s.rank == rank):
+            if span.work.op == FORWARD:
+                changes.append((span.start, 1))
+            if WEIGHT in schedule.results(span.work):
+                changes.append((span.stop, -1))
+        live = most = 0
+        for _, change in sorted(changes):  # at equal times what ends goes first
+            live += change
+            most = max(most, live)
+        peaks.append(most)
+    return peaks

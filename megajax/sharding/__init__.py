@@ -1,0 +1,1 @@
+"""Which axis of an array is sharded over which axis of the mesh."""

@@ -1,0 +1,308 @@
+"""Checkpoints: canonical order, what is refused, what is found damaged, what a full or read-only disk does."""
+
+import dataclasses
+import os
+import pathlib
+import resource
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from megajax.checkpoint import inspect, layout, manager, reader, writer
+from megajax.checkpoint.manager import Checkpoints, Progress
+from megajax.config import ConfigError, OutputConfig
+from megajax.config.toml import run_meta, tokenizer_hash
+from megajax.models import gpt
+from tests import small
+from tests.train import runs
+
+MESH = {"mesh": (2, 2, 2), "schedule": "zb_v", "chunks": 2}  # "v" placement: the dealt order is furthest from canonical
+
+
+@pytest.fixture(scope="module")
+def training():
+    return small.training_of(runs.make_run(**MESH))
+
+
+@pytest.fixture(scope="module")
+def state(training):
+    """A state in which no two numbers are alike, optimizer included."""
+    count = iter(range(10**6))
+    fresh = training.init_state()
+    leaves = [
+        jax.device_put(
+            (next(count) + np.arange(leaf.size, dtype=np.float64).reshape(leaf.shape) / leaf.size).astype(leaf.dtype),
+            leaf.sharding,
+        )
+        for leaf in jax.tree.leaves(fresh)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
+
+
+@pytest.fixture(scope="module")
+def written(training, state, tmp_path_factory):
+    """A directory with checkpoints of steps 3 and 6."""
+    directory = tmp_path_factory.mktemp("written") / "checkpoints"
+    keep = Checkpoints(directory, OutputConfig(), run_meta(training.run, runs.Letters()))
+    for step in (3, 6):
+        keep.save(training, state, Progress(step=step, samples=16 * step, skipped=1))
+    assert "step 6: checkpoint saved" in keep.close()[-1]
+    return directory
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    return pathlib.Path(shutil.copytree(written, tmp_path / "checkpoints"))
+
+
+def load(path, training, tokenizer=None):
+    return reader.load(path, training, run_meta(training.run, tokenizer or runs.Letters())["tokenizer"])
+
+
+def newest(directory) -> pathlib.Path:
+    return manager.choose(directory, "auto")[0]
+
+
+def test_weights_are_stored_as_the_model_makes_them(training, tmp_path):
+    """Read by orbax alone, knowing nothing of meshes: layer by layer what `gpt.init` returns."""
+    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+    keep.save(training, training.init_state(), Progress())
+    keep.close()
+    tree = ocp.PyTreeCheckpointHandler().restore(newest(tmp_path) / "state")
+    want = jax.jit(gpt.init, static_argnums=0)(runs.MODEL, jax.random.key(training.run.train.seed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), tree["params"], want)
+    assert set(tree) == {"params", "optimizer_state", "loss_scale"}
+    assert jax.tree.structure(tree["optimizer_state"]["mu"]) == jax.tree.structure(tree["params"])
+
+
+OTHERS = [
+    MESH,
+    {"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8},
+    {"mesh": (8, 1, 1), "schedule": "gpipe", "microbatches": 2},
+    {"mesh": (1, 1, 1), "schedule": "1f1b"},
+    {"mesh": (1, 2, 4), "schedule": "1f1b", "train": {"precision": "bf16"}},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_every_array_comes_back_on_every_mesh(written, training, state, other):
+    other = small.training_of(runs.make_run(**other))
+    got, at, _ = load(newest(written), other)
+    assert at == Progress(step=6, samples=96, skipped=1)
+    for leaf, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(other.state_sharding), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    arrays = [layout.to_canonical(s, t.schedule.placement) for s, t in ((got, other), (state, training))]
+    assert arrays[0].keys() == arrays[1].keys()
+    for name, array in arrays[0].items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(arrays[1][name]), err_msg=name)
+
+
+def test_a_vocabulary_padded_otherwise(tmp_path):
+    """3 does not divide 128 rows, so tensor 3 pads the vocabulary of 61 to 384; back and forth it stays the same."""
+    model = dataclasses.replace(runs.MODEL, heads=3, hidden=24, feedforward=96, sequence_length=12)
+    two = small.training_of(runs.make_run((1, 1, 2), model=dataclasses.replace(model, heads=6), steps=4))
+    model = two.run.model
+    three = small.training_of(runs.make_run((1, 1, 3), model=model, steps=4))
+    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(two.run, runs.Letters()))
+    first = two.init_state()
+    keep.save(two, first, Progress(step=1))
+    keep.wait()
+    state, _, _ = load(newest(tmp_path), three)
+    assert state.params["shared"]["embedding"]["tokens"].shape[0] == 384
+    keep.save(three, state, Progress(step=2))
+    keep.close()
+    back, _, _ = load(newest(tmp_path), two)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, back)
+
+
+def test_newest_and_every_kth_are_kept(training, state, tmp_path):
+    output = OutputConfig(run_dir="x", keep=2, keep_every=4)
+    keep = Checkpoints(tmp_path, output, run_meta(training.run, runs.Letters()))
+    for step in range(1, 8):
+        keep.save(training, state, Progress(step=step))
+    keep.close()
+    assert manager.complete_steps(tmp_path) == [4, 6, 7]
+    assert sorted(path.name[:13] for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (4, 6, 7)]
+
+
+# What may happen to a file: what is done to it, and what must be said of it.
+DAMAGE = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+    "bit flipped": lambda path: path.write_bytes(flip(path.read_bytes())),
+}
+
+
+def flip(data: bytes) -> bytes:
+    place = len(data) // 3
+    return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_found_named_and_the_one_before_offered(copy, training, damage):
+    """Every file that the arrays are read from, one after the other."""
+    path = newest(copy)
+    files = [f for f in (path / "state").rglob("*") if f.is_file()]
+    assert len(files) > 5
+    for file in files:
+        intact = file.read_bytes()
+        DAMAGE[damage](file)
+        with pytest.raises(ConfigError, match="type --resume 3") as error:
+            load(path, training)
+        assert str(file.relative_to(path)) in str(error.value) and "\n" not in str(error.value)
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(intact)
+    load(path, training)
+
+
+def test_damaged_sums_and_metadata_are_found_too(copy, training):
+    path = newest(copy)
+    for file in [*(path / "digests").iterdir(), path / "meta" / "metadata"]:
+        intact = file.read_bytes()
+        for damage in DAMAGE.values():
+            damage(file)
+            with pytest.raises(ConfigError, match="type --resume 3"):
+                load(path, training)
+            file.write_bytes(intact)
+    load(path, training)
+
+
+def test_there_is_no_other_to_offer(copy, training):
+    shutil.rmtree(copy / "step_00000003")
+    (newest(copy) / "state" / "manifest.ocdbt").unlink()
+    with pytest.raises(ConfigError, match="manifest.ocdbt: missing; there is no other"):
+        load(newest(copy), training)
+
+
+def test_another_model_is_refused_with_all_that_differs(written):
+    other = runs.make_run(model=dataclasses.replace(runs.MODEL, layers=4, activation="swiglu", name="other"), chunks=2)
+    with pytest.raises(ConfigError) as error:
+        load(newest(written), small.training_of(other))
+    message = str(error.value)
+    assert "is of another model (test): layers was 8, is 4, activation was gelu, is swiglu;" in message
+    assert "--run-dir" in message
+
+
+def test_another_tokenizer_is_refused(written, training):
+    class Other(runs.Letters):
+        def encode(self, text):
+            return super().encode(text[::-1])
+
+    assert tokenizer_hash(Other()) != tokenizer_hash(runs.Letters())
+    with pytest.raises(ConfigError, match="trained with tokenizer letters .hash .*, and this one is letters"):
+        load(newest(written), training, Other())
+
+
+def test_what_may_differ_is_said(written):
+    other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
+    meta = reader.read_meta(newest(written))
+    said = reader.compare(meta, other, meta["tokenizer"], newest(written))
+    assert said[0].startswith("resume    laid out anew: data was 2, is 8, pipe was 2, is 1")
+    assert said[1] == "resume    trained on differently: learning_rate was 0.003, is 0.001"
+
+
+def test_which_checkpoint_is_taken(copy, tmp_path):
+    assert manager.choose(tmp_path / "new", "no") == (None, "")
+    path, said = manager.choose(tmp_path / "new", "auto")
+    assert path is None and "from the beginning" in said
+    path, said = manager.choose(copy, "auto")
+    assert path.name == "step_00000006" and "from step 6, the newest" in said
+    assert manager.choose(copy, "3")[0].name == "step_00000003"
+    assert manager.choose(tmp_path / "new", str(copy))[0] == path
+    assert manager.choose(tmp_path / "new", str(copy.parent))[0] == path
+    assert manager.choose(tmp_path / "new", str(copy / "step_00000003"))[0].name == "step_00000003"
+    (copy / f"step_00000009{writer.TEMPORARY}").mkdir()  # a save that was killed
+    assert manager.choose(copy, "auto")[0] == path
+    for resume, said in [
+        ("no", "--resume auto to go on from step 6"),
+        ("5", "steps 3, 6"),
+        ("/nowhere", "--resume auto"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            manager.choose(copy, resume)
+
+
+def test_what_a_kill_left_is_swept_and_later_checkpoints_are_set_aside(copy, training):
+    (copy / f"step_00000009{writer.TEMPORARY}").mkdir()
+    (copy / "step_00000001.deleting" / "state").mkdir(parents=True)
+    keep = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
+    assert sorted(path.name for path in copy.iterdir()) == ["step_00000003", "step_00000006"]
+    (said,) = keep.set_aside(after=3)
+    assert said.startswith("the checkpoint of step 6 is now called step_00000006.set-aside-")
+    assert manager.complete_steps(copy) == [3]
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory(tmp_path, training):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot write checkpoints to .*Permission denied; type --run-dir"):
+        Checkpoints(tmp_path / "checkpoints", OutputConfig(), {})
+
+
+def test_a_directory_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write checkpoints to .*file.*; type --run-dir"):
+        Checkpoints(tmp_path / "file" / "checkpoints", OutputConfig(), {})
+
+
+def test_a_disk_that_refuses_to_write(copy, training, state, caplog):
+    """The system's limit on file sizes stands for a full disk: the kernel refuses the write in the same place."""
+    keep = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        keep.save(training, state, Progress(step=9))
+        said = keep.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(said) == 1 and keep.failed and len(said[0]) < 350
+    assert [record.message for record in caplog.records] == []  # no library's tracebacks beside it
+    for part in ("warning: step 9: checkpoint NOT saved", "File too large", "free", "the newest is of step 6"):
+        assert part in said[0]
+    assert manager.complete_steps(copy) == [3, 6]
+    assert [path.name for path in copy.iterdir() if writer.TEMPORARY in path.name] == []  # the space is given back
+    keep.save(training, state, Progress(step=12))
+    assert "step 12: checkpoint saved" in keep.close()[0] and not keep.failed
+    load(newest(copy), training)
+
+
+def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monkeypatch):
+    """What the others bring along when the processes meet fails the save here too, before it gets its name."""
+    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+    full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "meet", full)
+        keep.save(training, state, Progress(step=9))
+        (said,) = keep.wait()
+    assert "step 9: checkpoint NOT saved" in said and "process 1: No space left on device (" in said
+    assert list(tmp_path.iterdir()) == []
+    keep.save(training, state, Progress(step=9))
+    assert "step 9: checkpoint saved" in keep.close()[0]
+    load(newest(tmp_path), training)
+
+
+def test_inspect(written, capsys):
+    assert inspect.main(["inspect", str(written), "--verify", "--arrays"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "step_00000003",
+        "step 6, 96 samples, 1 skipped",
+        "test: 8 layers, hidden 32, 4 heads, vocabulary 61, 16 tokens; tokenizer letters",
+        "written on data 2 x pipe 2 x tensor 2, zb_v, fp32",
+        "params/blocks/attention/qkv/kernel",
+        "float32[8, 32, 4, 3, 8]",
+    ):
+        assert part in out
+    assert out.count("every file is as it was written") == 2
+
+
+def test_inspect_names_what_is_damaged(copy, capsys):
+    (newest(copy) / "state" / "manifest.ocdbt").write_bytes(b"")
+    assert inspect.main(["inspect", str(copy), "--verify"]) == 2
+    assert "DAMAGED: state/manifest.ocdbt: 0 bytes" in capsys.readouterr().out
+    assert inspect.main(["inspect", "/nowhere"]) == 2
+    assert "there is no checkpoint in /nowhere" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""A run that stops and goes on is the run that did not stop: to the bit on the same mesh, to rounding on another."""
+
+import functools
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.checkpoint import manager, reader
+from megajax.config import OutputConfig
+from megajax.config.toml import run_meta
+from megajax.train.logging import JsonLines
+from tests import small
+from tests.train import runs
+
+HALF = 20
+
+
+@functools.cache
+def training_on(**kwargs):
+    return small.training_of(runs.make_run(**kwargs, model=runs.DROPPING))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """40 steps without a stop, with a checkpoint after 20 of them."""
+    training = training_on(chunks=2)
+    return runs.go(training.run, tmp_path_factory.mktemp("whole"), training=training, save_every=1000)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """20 of the 40 steps, stopped there."""
+    directory = tmp_path_factory.mktemp("half")
+    training = training_on(chunks=2)
+    result = runs.go(training.run, directory, training=training, stop=runs.StopAfter(HALF), save_every=1000)
+    assert "step 20: the test says so: saving and leaving" in result.text
+    assert len(result.rows) == HALF
+    return directory
+
+
+def resumed(half, tmp_path, **kwargs):
+    directory = tmp_path / "run"
+    shutil.copytree(half, directory)
+    training = training_on(**kwargs)
+    return runs.go(training.run, directory, training=training, resume="auto", save_every=1000), training
+
+
+def test_on_the_same_mesh_every_bit_is_the_same(whole, half, tmp_path):
+    result, _ = resumed(half, tmp_path, chunks=2)
+    assert f"resume    from step {HALF}, the newest" in result.text
+    assert f"after step {HALF}, {HALF * small.BATCH} samples, 0 skipped" in result.text
+    timings = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu"}
+    plain = [[{k: v for k, v in row.items() if k not in timings} for row in r.rows] for r in (result, whole)]
+    assert plain[0] == plain[1]  # losses, norms, rates, samples, of the 20 steps before and the 20 after
+    for got, want in zip(jax.tree.leaves(result.state), jax.tree.leaves(whole.state), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+OTHERS = [
+    {"mesh": (8, 1, 1), "schedule": "gpipe", "microbatches": 2},
+    pytest.param({"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (1, 1, 1), "schedule": "1f1b", "microbatches": 1}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (2, 4, 1), "schedule": "zb_h1", "microbatches": 8}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_on_another_mesh_the_losses_are_the_same_up_to_rounding(whole, half, tmp_path, other):
+    result, training = resumed(half, tmp_path, **other)
+    assert "resume    laid out anew: " in result.text
+    assert len(result.rows) == 40
+    np.testing.assert_allclose(result.losses, whole.losses, rtol=1e-5)
+    placement = training.schedule.placement
+    got, want = small.canonical(result.state.params, placement), small.canonical(whole.state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), got, want)
+
+
+def test_there_and_back_loses_nothing(half, tmp_path):
+    """Written on one mesh, read and written on another, read on the first: not one bit of the state has changed."""
+    path, _ = manager.choose(half / "checkpoints", "auto")
+    tokenizer = run_meta(training_on(chunks=2).run, runs.Letters())["tokenizer"]
+    first, at, _ = reader.load(path, training_on(chunks=2), tokenizer)
+    for number, other in enumerate(
+        [OTHERS[0], {"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8}]
+    ):
+        training = training_on(**other)
+        state, _, _ = reader.load(path, training, tokenizer)
+        keep = manager.Checkpoints(tmp_path / str(number), OutputConfig(), run_meta(training.run, runs.Letters()))
+        keep.save(training, state, at)
+        assert "checkpoint saved" in keep.close()[0]
+        path, _ = manager.choose(tmp_path / str(number), "auto")
+    last, _, _ = reader.load(path, training_on(chunks=2), tokenizer)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, last)
+
+
+def test_the_log_goes_on_where_the_checkpoint_was(tmp_path):
+    """Steps after the checkpoint, and a line that a kill cut short, are dropped."""
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 3.0}\n{"step": 4, "lo')
+    log = JsonLines(path, after=2)
+    log.write({"step": 3, "loss": 5.0})
+    log.close()
+    assert path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 5.0}\n'

@@ -1,0 +1,229 @@
+"""The command line: every field has an option, defaults follow from one another, errors say what to type."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, preset
+from megajax.config.cli import mesh_for, parse
+from megajax.config.run_schedule import run_schedule
+from megajax.schedules.io import save
+from megajax.schedules.named import make_schedule
+from megajax.schedules.schedule import ScheduleError
+
+DEFAULTS = {"model": "tiny", "global_batch_size": 32, "steps": 300, "learning_rate": 3e-3, "warmup_steps": 30}
+
+
+def run_of(words: str = "", device_count: int = 8, precision: str = "fp32"):
+    return parse(words.split(), "An experiment.", DEFAULTS).run(device_count, precision)
+
+
+def help_text(capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help"], "An experiment.\n\n    python -m experiments.it", DEFAULTS)
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_nothing_typed_is_the_experiments_run():
+    run = run_of()
+    run.validate(8)
+    assert run.model == preset("tiny")
+    assert run.parallel == ParallelConfig(data=2, pipe=2, tensor=2, chunks=2)
+    assert run.train == TrainConfig(
+        global_batch_size=32,
+        steps=300,
+        learning_rate=3e-3,
+        minimum_learning_rate=3e-3 / 10,
+        warmup_steps=30,
+        precision="fp32",
+    )
+
+
+def text_and_value(field: dataclasses.Field):
+    """A legal value of a field that is not its default, and how it is typed."""
+    if field.metadata["choices"]:
+        value = next(choice for choice in reversed(field.metadata["choices"]) if choice != field.default)
+        return value, value
+    return {
+        int: ("3", 3),
+        int | None: ("5", 5),
+        float: ("0.25", 0.25),
+        float | None: ("0.25", 0.25),
+        tuple[int, ...]: ("8,4,100", (8, 4, 100)),
+        tuple[str, ...]: ("tensor,pipe,data", ("tensor", "pipe", "data")),
+    }[field.type]
+
+
+FIELDS = [
+    (part, field)
+    for part, config in (("model", ModelConfig), ("parallel", ParallelConfig), ("train", TrainConfig))
+    for field in dataclasses.fields(config)
+    if (part, field.name) != ("model", "name")
+]
+
+
+@pytest.mark.parametrize(("part", "field"), FIELDS, ids=[field.name for _, field in FIELDS])
+def test_every_field_can_be_typed_and_is_in_the_help(part, field, capsys):
+    flag = "--" + field.name.replace("_", "-")
+    if field.type is bool:
+        for typed, value in ((flag, True), (flag.replace("--", "--no-", 1), False)):
+            assert getattr(getattr(run_of(typed), part), field.name) is value
+    else:
+        text, value = text_and_value(field)
+        assert getattr(getattr(run_of(f"{flag} {text}"), part), field.name) == value
+    words = " ".join(help_text(capsys).split())
+    assert flag in words and field.metadata["help"].split()[0] in words
+
+
+def test_the_help_says_every_default_and_how_to_start(capsys):
+    text = " ".join(help_text(capsys).split())
+    assert text.count("(default: ") >= len(FIELDS) + 8
+    assert "python -m experiments.it" in text
+    for said in (
+        "(default: 300)",  # the experiment's own, not the dataclass's
+        "(default: 30, or a tenth of --steps if that is less)",
+        "(default: a tenth of --learning-rate)",
+        "(default: 0.95)",
+        "(default: data,pipe,tensor)",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup_steps", "minimum"),
+    [
+        ("", 30, 3e-4),
+        ("--steps 50", 5, 3e-4),
+        ("--steps 3", 0, 3e-4),
+        ("--steps 1000", 30, 3e-4),
+        ("--steps 50 --warmup-steps 40", 40, 3e-4),
+        ("--learning-rate 1e-4", 30, 1e-5),
+        ("--learning-rate 1e-4 --minimum-learning-rate 0", 30, 0.0),
+    ],
+)
+def test_what_follows_from_steps_and_learning_rate(words, warmup_steps, minimum):
+    train = run_of(words).train
+    assert (train.warmup_steps, train.minimum_learning_rate) == (warmup_steps, pytest.approx(minimum))
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "mesh"),
+    [
+        (1, {}, (1, 1, 1)),
+        (2, {}, (1, 1, 2)),
+        (4, {}, (1, 2, 2)),
+        (6, {}, (3, 1, 2)),
+        (8, {}, (2, 2, 2)),
+        (7, {}, (7, 1, 1)),
+        (16, {}, (4, 2, 2)),
+        (8, {"tensor": 4}, (2, 1, 4)),
+        (8, {"pipe": 4}, (2, 4, 1)),
+        (8, {"data": 2}, (2, 1, 1)),
+        (8, {"data": 1, "tensor": 8}, (1, 1, 8)),
+        (8, {"tensor": 3}, (1, 1, 3)),  # does not fit: left for `validate` to explain
+        (8, {"tensor": 0}, (1, 1, 0)),  # the same
+    ],
+)
+def test_the_mesh_takes_the_devices_there_are(devices, given, mesh):
+    assert tuple(mesh_for(devices, given).values()) == mesh
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [("", None), ("--chunks 2", None), ("--tensor 4", 4), ("--data 3 --pipe 2 --tensor 2", 12), ("--data 0", 1)],
+)
+def test_how_many_devices_are_needed_is_known_before_jax_starts(words, needed):
+    assert parse(words.split(), "", DEFAULTS).devices_needed == needed
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks"),
+    [
+        ("", 2),
+        ("--schedule 1f1b", 1),
+        ("--schedule gpipe", 1),
+        ("--layers 8 --pipe 4", 2),
+        ("--layers 4 --pipe 4", 1),  # a stage has one layer
+        ("--pipe 1", 1),
+        ("--pipe 4 --chunks 1", 1),
+        ("--layers 8 --pipe 2 --chunks 4", 4),
+    ],
+)
+def test_chunks_follow_schedule_and_pipe(words, chunks):
+    run = run_of(words)
+    run.validate(8)
+    assert run.parallel.chunks == chunks
+
+
+def test_precision_is_the_devices_unless_typed():
+    assert run_of("", precision="bf16").train.precision == "bf16"
+    assert run_of("--precision fp16", precision="bf16").train.precision == "fp16"
+
+
+def test_what_is_not_part_of_the_configuration():
+    words = "--devices cpu:4 --text a.txt --tokenizer gpt2 --log-jsonl log --dry-shapes --prompt Hi --new-tokens 3 --top-k 2"
+    request = parse(words.split(), "", DEFAULTS)
+    assert (request.devices, request.text, request.tokenizer, request.log_jsonl) == ("cpu:4", "a.txt", "gpt2", "log")
+    assert (request.dry_shapes, request.prompt, request.new_tokens, request.top_k) == (True, "Hi", 3, 2)
+
+
+# Whatever a person may type wrong: the words, and what the one line must name.
+WRONG = [
+    ("--pip 2", "--pipe"),
+    ("--micro-batch-size 2", "--microbatch-size"),
+    ("--num-layers 2", "--layers"),
+    ("--xyz 2", "--help"),
+    ("--modle tiny", "--model"),
+    ("--pip=2", "--pipe"),
+    ("tiny", "--model NAME"),
+    ("--steps", "--steps"),
+    ("--steps many", "'many' is not a whole number"),
+    ("--steps 1.5", "'1.5' is not a whole number"),
+    ("--learning-rate fast", "'fast' is not a number"),
+    ("--sequence-parallel=yes", "--sequence-parallel"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
+def test_what_cannot_be_read_is_one_line_that_helps(words, said):
+    with pytest.raises(ConfigError) as error:
+        run_of(words)
+    message = str(error.value)
+    assert said in message and "\n" not in message
+
+
+def test_abbreviations_are_not_guessed():
+    with pytest.raises(ConfigError, match="did you mean --global-batch-size"):
+        run_of("--global-batch 8")
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"), list(itertools.product(["tiny", "gpt2", "llama2-7b"], ["1f1b", "gpipe"]))
+)
+def test_presets_start_without_further_options(model, schedule):
+    run_of(f"--model {model} --schedule {schedule}").validate(8)
+
+
+def test_a_schedules_file_brings_its_stages_and_chunks(tmp_path):
+    path = tmp_path / "mine.csv"
+    save(make_schedule("zb_v", stages=2, microbatches=8, chunks=2), str(path))
+    run = run_of(f"--schedule {path} --microbatch-size 4", device_count=2)
+    run.validate(2)
+    assert (run.parallel.pipe, run.parallel.chunks) == (2, 2)
+    assert run_schedule(run).placement == "v"
+    for words, message in [
+        ("--chunks 1", "has 2 chunks and the run 1: type --chunks 2"),
+        ("--global-batch-size 16", "has 8 microbatches and the run 4: type --global-batch-size 32"),
+        ("--pipe 1", "has 2 stages and the run 1: type --pipe 2"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            run_schedule(run_of(f"--schedule {path} --microbatch-size 4 {words}", device_count=2))
+
+
+def test_full_recompute_is_told_to_auto():
+    """The forward again before the gradient of the input: then zero bubble in lockstep is no good."""
+    words = "--schedule auto --pipe 4 --chunks 1 --recompute"
+    assert run_schedule(run_of(f"{words} selective", device_count=4)).name == "auto:zb_h1"
+    assert run_schedule(run_of(f"{words} full", device_count=4)).name != "auto:zb_h1"

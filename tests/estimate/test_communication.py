@@ -1,0 +1,104 @@
+"""What a step sends on paper, by hand; and what compiled programs send, beside it."""
+
+import pytest
+
+from benchmarks import communication
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate import hlo
+from megajax.estimate.communication import expected
+from megajax.runtime.mesh import make_mesh
+
+
+def bytes_by_axis(model, m, **parallel) -> dict[str, list[float]]:
+    layout = ParallelConfig(**parallel)
+    run = RunConfig(model, layout, TrainConfig(global_batch_size=m * layout.data))
+    run.validate()
+    lines: dict[str, list[float]] = {}
+    for line in expected(run):
+        lines.setdefault(line.axis, []).append(line.bytes)
+    return lines
+
+
+def test_gpt3_by_hand():
+    """175B, t = 8, p = 8, v = 3, b = 1, m = 64: 2104.04473 section 3.2's 8 bsh (t-1)/t, twelve layers a rank."""
+    lines = bytes_by_axis(preset("gpt3-175b"), 64, tensor=8, pipe=8, chunks=3)
+    layer_and_microbatch = 2048 * 12288 * 2 * 7 / 8
+    pairs, again, ends = (count * 64 * layer_and_microbatch for count in (8 * 12, 2 * 12, 4))
+    assert lines["tensor"] == [pairs, again, ends]
+    activation = 2048 * 12288 / 8  # elements
+    ends = 2 * 7 / 8 * 64 * activation * (2 + 2 + 2 + 4)  # one of the four sums is fp32
+    positions_and_norm = 2 * 7 / 8 * 4 * (2048 + 2) * 12288
+    assert lines["pipe"] == [2 * 3 * 64 * activation * 2, ends, positions_and_norm]
+    assert "data" not in lines
+    sends, once = bytes_by_axis(preset("gpt3-175b"), 64, tensor=8, pipe=8, chunks=3, vocab_parallel="tensor")["pipe"]
+    assert sends == lines["pipe"][0]
+    assert once == 2 * 7 / 8 * 4 * (51200 / 8 + 2048 + 2) * 12288
+
+
+def test_degrees_recompute_and_gradients():
+    model = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=128, sequence_length=32)
+    block = (12 * 64**2 + 7 * 64) // 2 + 6 * 64  # of a device: norms, and biases after the sums, are whole
+    outside = 128 * 64 // 2 + 32 * 64 + 2 * 64
+    lines = bytes_by_axis(model, 2, data=4, tensor=2)
+    assert lines["data"] == [2 * 3 / 4 * 4 * (4 * block + outside)]
+    zero_1 = bytes_by_axis(model, 2, data=4, tensor=2, zero=1)["data"]
+    assert zero_1 == [3 / 4 * 4 * (4 * block + outside), 3 / 4 * 2 * (4 * block + outside)]
+    zero_3 = bytes_by_axis(model, 2, data=4, tensor=2, zero=3)["data"]
+    assert zero_3 == [3 / 4 * 4 * (2 * 4 * block + outside), 3 / 4 * 2 * (2 * 2 * 4 * block + outside)]
+    one = 2 * 4 * 32 * 64 * 2 / 2
+    assert lines["tensor"] == [8 * one, 2 * one, one]  # the last: four for the ends
+    assert bytes_by_axis(model, 2, tensor=2, recompute="full")["tensor"] == [8 * one, 2 * one, one, one]
+    grouped = bytes_by_axis(model, 2, tensor=2, recompute="full", recompute_blocks=2)
+    assert grouped["tensor"] == [8 * one, 2 * one, 1.5 * one, one]
+    assert bytes_by_axis(model, 2, tensor=2, sequence_parallel=False)["tensor"] == [8 * one, one]
+    ring = bytes_by_axis(model, 2, context=2, tensor=2)["data"][0]
+    assert ring == 2 * 4 * (6 * 2 - 4) * 16 * 64 * 2 / 2
+
+
+def compiled(axis: str, kind: str = "", **parallel) -> tuple[list[float], float]:
+    """(the formulas for `axis`, bytes sent along it by collectives of a kind, or all) of a run compiled for CPU devices."""
+    model = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)
+    layout = ParallelConfig(**parallel)
+    run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
+    run.validate()
+    shape = (layout.data * layout.context, layout.pipe, layout.tensor)
+    found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_turns(run)).collectives
+    sent = hlo.most_sent(one for one in found if one.axes(shape) == (axis,) and kind in one.kind)
+    return [line.bytes for line in expected(run) if line.axis == axis], sent
+
+
+def test_a_tensor_ring_sends_what_the_formulas_say():
+    formulas, sent = compiled("tensor", "permute", data=2, tensor=4, tensor_overlap="ring")
+    assert sent == sum(formulas[:2])  # the ends' are not in rings
+
+
+def test_keys_and_values_go_round_a_ring_as_the_formula_says():
+    formulas, sent = compiled("data", "permute", context=4)
+    assert sent == formulas[0]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_replicas_send_what_the_formulas_say(zero):
+    formulas, sent = compiled("data", data=4, zero=zero)
+    assert sent == pytest.approx(sum(formulas), rel=0.05)
+
+
+def test_a_pipeline_sends_once_a_tick(capsys):
+    """m = 8: sends of m + p - 1 ticks each way; the formula counts m."""
+    asked = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"
+    assert communication.main(asked.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("pipe"))
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    words = (
+        next(line for line in lines[start:] if what in line).split()
+        for what in ("2 v bsh/t", "compiled:", "collective-permute")
+    )
+    formula, compiled, sends = (float(number) * units[unit] for number, unit, *_ in words)
+    assert sends / formula == pytest.approx((8 + 1) / 8, rel=2e-3)
+    assert compiled >= sends
+
+
+def test_a_wrong_option_is_one_line(capsys):
+    assert communication.main(["--tensor", "3"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

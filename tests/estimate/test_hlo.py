@@ -1,0 +1,185 @@
+"""What is read out of compiled programs, against programs whose counts are known, and text as XLA writes it for GPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import ParallelConfig
+from megajax.estimate import hlo
+from megajax.runtime.mesh import make_mesh
+
+SIZE, TURNS, LENGTH = 4, 5, 32
+# What each device sends of its LENGTH fp32 numbers, in LENGTH / SIZE parts, when they meet in a ring.
+PART = LENGTH // SIZE * 4
+CASES = {
+    "all-reduce": (lambda x: lax.psum(x, "ring"), 2 * (SIZE - 1) * PART),
+    "all-gather": (lambda x: lax.all_gather(x[: LENGTH // SIZE], "ring", tiled=True), (SIZE - 1) * PART),
+    "reduce-scatter": (lambda x: jnp.tile(lax.psum_scatter(x, "ring", tiled=True), SIZE), (SIZE - 1) * PART),
+    "all-to-all": (lambda x: lax.all_to_all(x, "ring", 0, 0, tiled=True), (SIZE - 1) * PART),
+    "collective-permute": (lambda x: lax.ppermute(x, "ring", [(0, 1), (2, 3)]), SIZE * PART),
+}
+
+
+def compiled(step, turns=None):
+    """The text of a loop of `step`s over [LENGTH] on SIZE devices, of a number of turns decided at run time if None."""
+    mesh = jax.make_mesh((SIZE,), ("ring",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
+
+    def run(x, count):
+        varying = lambda x: lax.pcast(x, tuple({"ring"} - jax.typeof(x).mat.varying), to="varying")  # noqa: E731
+        return lax.fori_loop(0, count if turns is None else turns, lambda _, x: jnp.sin(varying(step(x))), x)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("ring"), P()), out_specs=P("ring"))
+    return jax.jit(mapped).lower(np.zeros(SIZE * LENGTH, np.float32), 3).compile().as_text()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_collective_counts_as_often_as_its_loop_turns(kind):
+    step, sent = CASES[kind]
+    (one,) = hlo.collectives(compiled(step, TURNS))
+    assert (one.kind, one.times, one.in_loop, one.conditional) == (kind, TURNS, True, False)
+    senders = {0, 2} if kind == "collective-permute" else set(range(SIZE))
+    assert one.sent() == {device: TURNS * sent for device in senders}
+    assert hlo.most_sent([one, one]) == 2 * TURNS * sent
+
+
+def test_a_loop_whose_turns_are_not_known_counts_once_and_is_marked():
+    (one,) = hlo.collectives(compiled(CASES["all-reduce"][0]))
+    assert (one.times, one.conditional, one.in_loop) == (1, True, True)
+
+
+def test_a_branch_is_marked():
+    step = lambda x: lax.cond(x.sum() > 0, lambda x: lax.psum(x, "ring"), lambda x: x, x)  # noqa: E731
+    mesh = jax.make_mesh((SIZE,), ("ring",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
+    run = jax.shard_map(step, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"), check_vma=False)
+    (one,) = hlo.collectives(jax.jit(run).lower(np.zeros(SIZE * LENGTH, np.float32)).compile().as_text())
+    assert (one.times, one.conditional, one.in_loop) == (1, True, False)
+
+
+def test_matmuls_of_a_loop():
+    """A chain of [8, 16] times [16, 16], and one outside the loop of [3, 8] times [8, 16]."""
+
+    def run(x, w, y):
+        x = lax.fori_loop(0, TURNS, lambda _, x: jnp.sin(x @ w), x)
+        return y @ x
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16), (3, 8))]
+    read = hlo.read(jax.jit(run).lower(*shapes).compile().as_text())
+    assert read.flops() == read.flops("") == 2 * (TURNS * 8 * 16 * 16 + 3 * 8 * 16)
+    assert {one.shape for one in read.matmuls} == {(8, 16), (3, 16)}
+
+
+def test_loops_whose_turns_are_decided_at_run_time_count_by_name():
+    """Ten turns of what is come to four times, three of them in a loop; what has no name turns once."""
+
+    def named(name, x, w, count):
+        with jax.named_scope(name):
+            return lax.fori_loop(0, count, lambda _, x: jnp.sin(x @ w), x)
+
+    def run(x, w, count):
+        x = lax.fori_loop(0, 3, lambda _, x: named("inner", named("outer", x, w, count), w, count), x)
+        with jax.named_scope("outer"):
+            return named("inner", x, w, count)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+    text = jax.jit(run).lower(*shapes, 5).compile().as_text()
+    one = 2 * 8 * 16 * 16
+    read = hlo.read(text, {"inner": 10})
+    assert (read.flops("inner"), read.flops("")) == (10 * one, 3 * one)
+    assert hlo.read(text, {"inner": 10, "outer": 6}).flops("outer") == 6 * one
+    assert hlo.read(text).flops() == 7 * one
+
+
+@pytest.mark.parametrize("order", [("data", "pipe", "tensor"), ("pipe", "data", "tensor"), ("tensor", "data", "pipe")])
+def test_axes_of_a_collective_on_any_mesh(order):
+    parallel = ParallelConfig(data=2, pipe=2, tensor=2, axis_order=order)
+    mesh = make_mesh(parallel)
+    for axes in (("data",), ("pipe",), ("tensor",), ("data", "pipe")):
+        run = jax.shard_map(
+            lambda x: lax.psum(x, axes),  # noqa: B023
+            mesh=mesh,
+            in_specs=P(mesh.axis_names),
+            out_specs=P(tuple(name for name in mesh.axis_names if name not in axes)),
+        )
+        (one,) = hlo.collectives(jax.jit(run).lower(np.zeros(8, np.float32)).compile().as_text())
+        assert one.axes((2, 2, 2)) == axes
+
+
+# As XLA writes scheduled programs for GPUs: starts return what they take and what they make, groups have three forms.
+FOR_A_GPU = """HloModule jit_step, is_scheduled=true
+
+%fused (p: bf16[8,4]) -> bf16[8,4] {
+  ROOT %tanh = bf16[8,4]{1,0} tanh(%p)
+}
+
+%gemm_computation (p.1: bf16[8,4], p.2: bf16[4,6]) -> bf16[8,6] {
+  %p.1 = bf16[8,4]{1,0} parameter(0)
+  %p.2 = bf16[4,6]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,6]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (q: (s32[], bf16[4,4])) -> (s32[], bf16[4,4]) {
+  %x = bf16[4,4]{1,0} get-tuple-element(%q), index=1
+  %all-gather-start.1 = (bf16[4,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={0}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %gemm = bf16[8,6]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm_computation
+  %all-gather-done.1 = bf16[8,4]{1,0} all-gather-done(%all-gather-start.1)
+  %reduce-scatter-start.1 = ((bf16[8,4]{1,0}, f32[2]{0}), (bf16[4,4]{1,0}, f32[1]{0})) reduce-scatter-start(%all-gather-done.1, %c), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":false}}
+  %other = bf16[8,4]{1,0} fusion(%all-gather-done.1), kind=kLoop, calls=%fused
+  %reduce-scatter-done.1 = (bf16[4,4]{1,0}, f32[1]{0}) reduce-scatter-done(%reduce-scatter-start.1)
+  %collective-permute-start.1 = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%d), source_target_pairs={{0,2},{1,3}}, backend_config={"collective_backend_config":{"is_sync":true}}
+  %cublas = (bf16[8,6]{1,0}, s8[64]{0}) custom-call(%all-gather-done.1, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %collective-permute-done.1 = f32[3]{0} collective-permute-done(%collective-permute-start.1)
+  ROOT %out = (s32[], bf16[4,4]{1,0}) tuple(%i, %x)
+}
+
+ENTRY %main (a: bf16[4,4]) -> bf16[4,4] {
+  %loop = (s32[], /*index=1*/bf16[4,4]{1,0}) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  %all-reduce-start.1 = (f32[10]{0}, f32[2,3]{1,0}) all-reduce-start(%e, %f), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":false}}
+  %all-reduce-done.1 = (f32[10]{0}, f32[2,3]{1,0}) all-reduce-done(%all-reduce-start.1)
+  ROOT %r = bf16[4,4]{1,0} copy(%a)
+}
+"""  # noqa: E501
+
+
+def test_the_text_of_a_program_for_gpus():
+    read = hlo.read(FOR_A_GPU)
+    found = {one.kind: one for one in read.collectives}
+    gather, scatter, send, reduce = (
+        found[kind] for kind in ("all-gather", "reduce-scatter", "collective-permute", "all-reduce")
+    )
+    assert (gather.bytes, gather.shape, gather.times, gather.groups[1]) == (8 * 4 * 2, (8, 4), 7, (2, 3))
+    assert (scatter.bytes, scatter.groups) == (4 * 4 * 2 + 4, ((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert (send.bytes, send.groups) == (12, ((0, 2), (1, 3)))
+    assert (reduce.bytes, reduce.times, reduce.in_loop, len(reduce.groups[0])) == (4 * 16, 1, False, 4)
+    assert [(c.asynchronous, c.behind, c.beside) for c in (gather, scatter, send, reduce)] == [
+        (True, 1, 1),  # the fused matmul
+        (True, 0, 1),  # what is between computes, but is no matmul
+        (False, 1, 1),
+        (True, 0, 0),
+    ]
+    assert gather.sent()[5] == 7 * 8 * 4 * 2 / 2 and scatter.sent()[5] == 7 * (4 * 4 * 2 + 4)
+    assert reduce.sent()[0] == 2 * 3 / 4 * 64 and send.sent() == {0: 7 * 12, 1: 7 * 12}
+    assert read.flops() == 7 * 2 * (2 * 8 * 4 * 6)
+    assert read.kernels == {"__cublas$lt$matmul": 7}
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+        ("[4,2]<=[8]", ("tensor",)),
+        ("[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ("pipe",)),
+        ("[2,4]<=[8]", ("pipe", "tensor")),
+        ("[1,8]<=[8]", ("data", "pipe", "tensor")),
+        ("mesh['a'=2,'b'=2,'c'=2] {'b'}", ("pipe",)),
+        ("mesh['a'=2,'b'=4] {'a'}", ("data",)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("data",)),
+    ],
+)
+def test_replica_groups_in_every_form(groups, axes):
+    found = hlo.collectives(FOR_A_GPU.replace("[4,2]<=[8]", groups))
+    assert [one.axes((2, 2, 2)) for one in found if one.kind == "all-gather"] == [axes]

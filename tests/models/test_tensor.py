@@ -1,0 +1,20 @@
+"""What tensor parallelism with sequence parallelism sends in a block, in a step compiled for H100s."""
+
+from megajax.estimate import hlo
+from tests import gpu
+
+
+@gpu.needs_compiler
+def test_a_block_gathers_six_times_and_scatters_four_times():
+    """2205.05198 section 4.2.2: two and two forward, the conjugates backward, and two inputs gathered again for dW.
+
+    The gradient of a row-parallel product in particular is gathered once, not for each of the matmuls that take it.
+    """
+    text, _ = gpu.compile_step(gpu.LARGE, 4, data=2, tensor=2, recompute="selective", attention="xla")
+    found = [c for c in hlo.collectives(text) if c.in_loop and not c.conditional]
+    runs = 4 * gpu.LARGE.layers
+    whole = gpu.LARGE.sequence_length * gpu.LARGE.hidden * 2
+    made = {kind: sum(c.times * c.bytes for c in found if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
+    assert made == {"all-gather": 6 * runs * whole, "reduce-scatter": 4 * runs * whole / 2}  # XLA may join several
+    rest = [c for c in found if c.kind not in ("all-gather", "reduce-scatter")]
+    assert sum(c.bytes for c in rest) < whole / 100  # gradients of norms and biases, whose sequence is split

@@ -1,0 +1,216 @@
+"""The block against a forward written by hand in numpy, what it keeps per recompute mode, and its dropout."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError, ModelConfig
+from megajax.models import gpt, remat
+from megajax.models.transformer import rotate
+from tests.models.configs import GPT, MODELS
+
+
+def changed(config: ModelConfig, **fields) -> ModelConfig:
+    return ModelConfig(**{**vars(config), **fields})
+
+
+def noisy(tree, seed=0):
+    """The tree with every leaf moved: biases are not zero, scales not one, so that a test sees them."""
+    draw = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: np.asarray(a) + draw.normal(0, 0.1, a.shape).astype(np.float32), tree)
+
+
+def numpy_norm(x, weights, epsilon, kind):
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * weights["scale"] + weights.get("bias", 0)
+
+
+def numpy_rotate(x, base):
+    """[s, d], pair (i, i + d/2) of position n turned by n * base^(-2i/d), as complex numbers."""
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * np.outer(np.arange(len(x)), base ** (-2 * np.arange(half) / x.shape[-1])))
+    z = (x[:, :half] + 1j * x[:, half:]) * turn
+    return np.concatenate([z.real, z.imag], -1)
+
+
+def numpy_block(config: ModelConfig, w, x):
+    """One sample x [s, h] through one block, head by head and query by query, in float64."""
+    w, x = jax.tree.map(np.float64, w), np.float64(x)
+    bias = lambda weights: weights.get("bias", 0)  # noqa: E731
+    y = numpy_norm(x, w["attention_norm"], config.norm_epsilon, config.norm)
+    share, total = config.heads // config.key_value_heads, 0
+    for head in range(config.heads):
+        kernel = w["attention"]["qkv"]["kernel"][:, head // share]  # [h, heads of the group + 2, d]
+        added = w["attention"]["qkv"].get("bias", np.zeros((config.key_value_heads, share + 2, config.head_size)))
+        query, key, value = (y @ kernel[:, i] + added[head // share, i] for i in (head % share, share, share + 1))
+        if config.positions == "rotary":
+            query, key = numpy_rotate(query, config.rotary_base), numpy_rotate(key, config.rotary_base)
+        context = np.zeros_like(value)
+        for position in range(len(x)):
+            scores = np.exp(key[: position + 1] @ query[position] / np.sqrt(config.head_size))
+            context[position] = scores / scores.sum() @ value[: position + 1]
+        total = total + context @ w["attention"]["output"]["kernel"][head]
+    x = x + total + bias(w["attention"]["output"])
+    y = numpy_norm(x, w["feedforward_norm"], config.norm_epsilon, config.norm)
+    up = np.tensordot(y, w["feedforward"]["up"]["kernel"], 1) + bias(w["feedforward"]["up"])
+    if config.activation == "swiglu":
+        active = up[:, 0] / (1 + np.exp(-up[:, 0])) * up[:, 1]
+    else:
+        active = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
+    return x + active @ w["feedforward"]["down"]["kernel"] + bias(w["feedforward"]["down"])
+
+
+@cache
+def one_block(config: ModelConfig, samples=2):
+    """(weights of block 1, x [samples, s, h])."""
+    params = jax.jit(lambda: gpt.init(config, jax.random.key(0)))()
+    x = np.random.default_rng(1).normal(size=(samples, config.sequence_length, config.hidden)).astype(np.float32)
+    return noisy(jax.tree.map(lambda a: a[1], params["blocks"])), x
+
+
+@MODELS
+def test_forward_is_the_one_written_by_hand(config):
+    weights, x = one_block(config)
+    y = jax.jit(gpt.functions(config).block)(weights, x, {}, 1)
+    expected = np.stack([numpy_block(config, weights, sample) for sample in x])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("change", [dict(biases=False), dict(norm="rmsnorm"), dict(positions="rotary", kv_heads=1)])
+def test_options_mix(change):
+    config = changed(GPT, **change)
+    weights, x = one_block(config, samples=1)
+    y = jax.jit(gpt.functions(config).block)(weights, x, {}, 1)
+    np.testing.assert_allclose(y[0], numpy_block(config, weights, x[0]), rtol=1e-5, atol=2e-5)
+
+
+def test_rotation_depends_on_distance_only():
+    query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+    rotated = [np.asarray(rotate(np.tile(vector, (1, 12, 1, 1)), 10000.0))[0, :, 0] for vector in (query, key)]
+    products = rotated[0] @ rotated[1].T
+    for distance in range(-11, 12):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+
+
+def forward(config, mode, weights, x, microbatch):
+    """(y, its VJP), as the executor makes them."""
+    block = gpt.functions(config, recompute=mode).block
+    return jax.vjp(lambda w, x: block(w, x, microbatch, jnp.int32(1)), weights, x)
+
+
+@MODELS
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recompute_changes_no_value_and_no_gradient(config, dropout):
+    config = changed(config, dropout=dropout)
+    weights, x = one_block(config)
+    microbatch = {"sample": np.arange(2, dtype=np.uint32)}
+
+    @jax.jit
+    def all_modes(weights, x):
+        pairs = [forward(config, mode, weights, x, microbatch) for mode in ("none", "selective", "full")]
+        return [(y, vjp(jnp.cos(y))) for y, vjp in pairs]
+
+    expected, *others = all_modes(weights, x)
+    for got in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+@MODELS
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
+    config = changed(config, dropout=dropout)
+    weights, x = one_block(config)
+    sample = {"sample": np.arange(2, dtype=np.uint32)}
+    _, vjp = jax.eval_shape(lambda w, x: forward(config, mode, w, x, sample), weights, jnp.bfloat16(x))
+    stash = [a for a in jax.tree.leaves(vjp.opaque_residuals) if hasattr(a, "shape") and a.size > x.shape[0]]
+    values = remat.kept_values(config, mode)[1:]  # the input is an argument, not a residual
+    assert sorted(a.size for a in stash) == sorted(2 * value.elements for value in values)
+    kept = sum(a.size * a.dtype.itemsize for a in stash) + x.size * 2
+    assert kept == remat.bytes_per_layer(config, mode, samples=2)
+    if mode == "full":
+        assert not stash
+
+
+@pytest.mark.parametrize(("mode", "matmuls"), [("none", 12), ("selective", 13), ("full", 17)])
+def test_matmuls_of_the_backward(mode, matmuls):
+    weights, x = one_block(GPT)
+    y, vjp = jax.eval_shape(lambda w, x: forward(GPT, mode, w, x, {}), weights, x)
+    assert str(jax.make_jaxpr(lambda vjp, dy: vjp(dy))(vjp, y)).count("dot_general") == matmuls
+
+
+def test_bytes_stay_within_the_papers_table():
+    """2205.05198 table 2, per sbh, for its 175B model: h = 12288, a = 96, s = 2048, t = 8, dropout on."""
+    config = ModelConfig(layers=96, hidden=12288, heads=96, vocabulary=51200, sequence_length=2048, dropout=0.1)
+    sbh = 2048 * 12288
+
+    def per_sbh(mode, **layout):
+        return remat.bytes_per_layer(config, mode, samples=1, **layout) / sbh
+
+    assert per_sbh("none") <= 34 + 5 * 96 * 2048 / 12288
+    assert per_sbh("selective") == 20 <= 34
+    assert per_sbh("full") == 2
+    assert per_sbh("selective", tensor=8) == 20 / 8 <= 34 / 8
+    assert per_sbh("selective", tensor=8, sequence_parallel=False) == 4 + 16 / 8 <= 10 + 24 / 8
+    assert per_sbh("none", tensor=8) <= (34 + 5 * 96 * 2048 / 12288) / 8
+
+
+def test_fused_attention_keeps_its_statistics_and_no_probabilities():
+    """One fp32 number for each query of each head, beside what selective recompute keeps anyhow; `none` keeps less."""
+    config = ModelConfig(layers=96, hidden=12288, heads=96, vocabulary=51200, sequence_length=2048)
+    kept = {
+        (mode, fused): remat.bytes_per_layer(config, mode, samples=1, tensor=8, fused_attention=fused)
+        for mode in ("none", "selective", "full")
+        for fused in (False, True)
+    }
+    statistics = 4 * 96 * 2048 // 8
+    assert kept["selective", True] == kept["selective", False] + statistics
+    assert kept["full", True] == kept["full", False]
+    assert kept["none", True] == kept["none", False] + statistics - 2 * 96 * 2048**2 // 8
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match="did you mean selective"):
+        gpt.functions(GPT, recompute="selectiv")
+
+
+def test_precision_inside_is_fp32():
+    """A bf16 block stays close to the fp32 one, and gives bf16."""
+    weights, x = one_block(GPT)
+    y = jax.jit(gpt.functions(GPT, dtype=jnp.bfloat16).block)(weights, jnp.bfloat16(x), {}, 1)
+    assert y.dtype == jnp.bfloat16
+    expected = jax.jit(gpt.functions(GPT).block)(weights, x, {}, 1)
+    assert np.abs(np.float32(y) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+class TestDropout:
+    config = changed(GPT, dropout=0.2)
+
+    def test_the_mask_depends_on_the_sample_and_the_layer_not_on_the_microbatch(self):
+        weights, x = one_block(self.config, samples=4)
+        block = jax.jit(gpt.functions(self.config, dropout_seed=3).block)
+        whole = block(weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 1)
+        parts = [block(weights, x[i : i + 2], {"sample": np.arange(i, i + 2, dtype=np.uint32)}, 1) for i in (0, 2)]
+        np.testing.assert_allclose(whole, np.concatenate(parts), rtol=1e-5, atol=1e-5)
+        other = {
+            "layer": block(weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 2),
+            "sample": block(weights, x, {"sample": np.arange(4, 8, dtype=np.uint32)}, 1),
+            "seed": jax.jit(gpt.functions(self.config, dropout_seed=4).block)(
+                weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 1
+            ),
+        }
+        for y in other.values():
+            assert np.abs(whole - y).max() > 0.1
+
+    def test_expectation(self):
+        shared = jax.jit(lambda: gpt.init(self.config, jax.random.key(0)))()["shared"]
+        microbatch = {"tokens": np.zeros((200, 16), np.int32), "sample": np.arange(200, dtype=np.uint32)}
+        dropped = np.asarray(jax.jit(gpt.functions(self.config).embed)(shared, microbatch))
+        plain = np.asarray(jax.jit(gpt.functions(GPT).embed)(shared, microbatch))
+        assert abs((dropped == 0).mean() - 0.2) < 0.01
+        np.testing.assert_allclose(dropped[dropped != 0], plain[dropped != 0] / 0.8, rtol=1e-5)

@@ -1,0 +1,100 @@
+"""fp8 matmuls: what the formats promise, that training with them converges, and that H100s multiply in them."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError
+from tests import gpu, small
+from tests.train import runs
+
+fp8 = pytest.importorskip("megajax.ops.fp8", reason="qwix is not installed: pip install -e '.[fp8]'")
+
+SHAPES = [((2, 16, 32), (32, 3, 8), 1), ((2, 16, 4, 8), (4, 8, 24), 2)]
+
+
+def normal(seed: int, shape) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_products_and_gradients_are_off_by_what_the_formats_round(shapes):
+    """A number in E4M3 is off by up to 2^-4 of it, by 2^-4 / sqrt(12) / 0.72 = 2.5% (root mean square), E5M2 by twice that.
+
+    (In units of the power of two below it a number is off by 2^-3 / sqrt(12); its mean size in them is 1 / 0.72.)
+    The two operands' errors add up as squares, and those of a sum's terms as the terms do: 3.6%, 5.6% of a gradient.
+    """
+    x, kernel, contracted = normal(0, shapes[0]), normal(1, shapes[1]), shapes[2]
+    results = []
+    for product in (fp8.tensordot, jnp.tensordot):
+        y, pull = jax.vjp(lambda x, kernel: product(x, kernel, contracted), x, kernel)  # noqa: B023
+        results.append((y, *pull(normal(2, y.shape))))
+    for got, want, off in zip(*results, [0.036, 0.056, 0.056], strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert jnp.linalg.norm((got - want).ravel()) / jnp.linalg.norm(want.ravel()) == pytest.approx(off, rel=0.15)
+
+
+def test_numbers_of_the_format_are_multiplied_exactly():
+    """Every row and column has 448, the largest of E4M3, so that the scale is 1; its small integers are exact."""
+    random = np.random.default_rng(3)
+    x, kernel = random.integers(-16, 17, (4, 6)), random.integers(-16, 17, (6, 5))
+    x[:, 0] = 448
+    kernel[3] = -448
+    got = fp8.tensordot(jnp.asarray(x, jnp.float32), jnp.asarray(kernel, jnp.float32), 1)
+    np.testing.assert_array_equal(got, x @ kernel)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_stays_so(bad):
+    x = normal(0, (3, 8)).at[1, 2].set(bad)
+    y = fp8.tensordot(x, normal(1, (8, 4)), 1)
+    assert not np.isfinite(y[1]).any() and np.isfinite(y[::2]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "chunks"),
+    [
+        ((1, 2, 1), "1f1b", 1),
+        ((2, 2, 2), "interleaved_1f1b", 2),
+        ((1, 2, 2), "zb_v", 2),  # whose backward is cut in two
+    ],
+)
+def test_training_comes_down_as_in_full_precision(mesh, schedule, chunks):
+    losses = {}
+    for matmuls in ("precision", "fp8"):
+        model = dataclasses.replace(small.MODEL, layers=4)
+        run = runs.make_run(mesh, schedule=schedule, chunks=chunks, model=model, train={"block_matmuls": matmuls})
+        training = small.training_of(run)
+        state, batch, losses[matmuls] = training.init_state(), small.make_batch(run), []
+        for _ in range(40):
+            state, metrics = training.train_step(state, batch)
+            losses[matmuls].append(float(metrics["loss"]))
+    assert losses["precision"][-1] < losses["precision"][0] - 1
+    assert losses["fp8"] != losses["precision"]
+    np.testing.assert_allclose(losses["fp8"], losses["precision"], rtol=0.02)
+
+
+def test_what_does_not_go_with_it_is_refused():
+    with pytest.raises(ConfigError, match="precision = fp16.* type --precision bf16"):
+        runs.make_run(train={"block_matmuls": "fp8", "precision": "fp16"})
+    with pytest.raises(ConfigError, match="tensor_overlap = ring.* type --tensor-overlap none"):
+        runs.make_run(train={"block_matmuls": "fp8"}, tensor_overlap="ring")
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_h100s_multiply_in_fp8():
+    """Twelve matmuls a block: four forwards, and two for each of them backwards."""
+    text, _ = gpu.compile_step(gpu.LARGE, 4, "fp8", data=2, tensor=2, recompute="none", attention="xla")
+    operands = collections.Counter()
+    for computation in text.split("\n\n"):
+        types = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", computation))
+        operands.update((types[a], types[b]) for a, b in re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", computation))
+    fp8_operands = {pair: count for pair, count in operands.items() if all(name.startswith("f8") for name in pair)}
+    assert fp8_operands == {("f8e4m3fn", "f8e4m3fn"): 4, ("f8e5m2", "f8e4m3fn"): 4, ("f8e4m3fn", "f8e5m2"): 4}

@@ -1,0 +1,143 @@
+"""Ring attention over a sequence that ranks share, against plain attention over the whole of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import ConfigError
+from megajax.estimate.hlo import collectives
+from megajax.models.transformer import causal_attention, identity
+from megajax.ops.attention import XLA, fused_attention
+from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
+
+SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
+
+
+def inputs(scale=1.0, dtype=np.float32):
+    """Queries, keys, values of the whole sequence and a gradient of what attention makes of them."""
+    draw = np.random.default_rng(0)
+    query, gradient = (draw.normal(size=(SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE)) for _ in range(2))
+    key, value = (draw.normal(size=(SAMPLES, SEQUENCE, GROUPS, SIZE)) for _ in range(2))
+    return [np.asarray(jnp.asarray(a, dtype)) for a in (scale * query, scale * key, value, gradient)]
+
+
+def plainly(query, key, value, gradient):
+    """Output and gradients of attention on one device in fp32."""
+    wide = [np.float32(a) for a in (query, key, value, gradient)]
+    plain = lambda *arrays: causal_attention(*arrays, lambda p: p, identity)  # noqa: E731
+    output, vjp = jax.vjp(plain, *wide[:3])
+    return output, *vjp(wide[3])
+
+
+def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1):
+    """The same by `ranks` ranks of an axis; `groups` rings on it have the same samples. Results of the first."""
+    places = zigzag(SEQUENCE, ranks)
+    mesh = jax.make_mesh(
+        (groups * ranks, tensor), (axis, "tensor"), (AxisType.Auto,) * 2, devices=_devices(groups * ranks * tensor)
+    )
+    shared = [
+        np.tile(np.concatenate([a[:, place] for place in places], 1), (1, groups, *[1] * (a.ndim - 2))) for a in arrays
+    ]
+    kernel = ring_attention(XLA, axis, ranks)
+
+    def local(query, key, value, gradient):
+        output, vjp = jax.vjp(lambda *arrays: fused_attention(*arrays, kernel), query, key, value)
+        return output, *vjp(gradient)
+
+    spec = P(None, axis)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={axis}))
+    order = np.argsort(places.reshape(-1))
+    return [np.asarray(a)[:, :SEQUENCE][:, order] for a in run(*shared)], run.lower(*shared)
+
+
+def _devices(count):
+    return jax.devices()[:count]
+
+
+@pytest.mark.parametrize(("ranks", "groups", "tensor"), [(2, 1, 1), (4, 1, 2), (8, 1, 1), (2, 2, 2)])
+def test_equal_to_plain_attention(ranks, groups, tensor):
+    """Output and every gradient to 1e-5, with two queries to a key, and several rings on one axis."""
+    arrays = inputs()
+    got, _ = in_a_ring(ranks, arrays, "data" if groups > 1 else "context", groups, tensor)
+    for got_, want in zip(got, plainly(*arrays), strict=True):
+        np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    """Scores of some thousands: every exponential but the largest key's is 0, and none is infinite."""
+    arrays = inputs(scale=30)
+    got, _ = in_a_ring(4, arrays)
+    for got_, want in zip(got, plainly(*arrays), strict=True):
+        assert np.isfinite(got_).all()
+        np.testing.assert_allclose(got_, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def test_bf16():
+    arrays = inputs(dtype=jnp.bfloat16)
+    got, _ = in_a_ring(4, arrays)
+    for got_, want in zip(got, plainly(*arrays), strict=True):
+        assert got_.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(got_), want, atol=0.03 * np.abs(want).max())
+
+
+def test_no_scores_of_the_whole_sequence_and_the_sends_of_the_formula():
+    """C - 1 sends of keys and values forward; backward again, and C of their gradients. No other collective."""
+    ranks = 4
+    compiled = in_a_ring(ranks, inputs())[1].compile().as_text()
+    found = collectives(compiled)
+    assert {c.kind for c in found} == {"collective-permute"}
+    assert {c.shape for c in found} == {(SAMPLES, SEQUENCE // ranks, GROUPS, SIZE)}
+    assert len(found) == 2 * (ranks - 1) + 2 * ranks  # XLA sees that the backward's visits are the forward's
+    assert f"{SEQUENCE},{SEQUENCE}]" not in compiled
+
+
+def test_zigzag_gives_every_rank_the_same_work():
+    for ranks in (1, 2, 4):
+        places = zigzag(16, ranks)
+        assert sorted(places.reshape(-1)) == list(range(16))
+        seen = (places + 1).sum(1)  # keys that the queries of each rank see
+        assert len(set(seen)) == 1 and seen.sum() == 16 * 17 / 2
+    assert zigzag(8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_a_sequence_that_cannot_be_cut_is_one_clear_line():
+    with pytest.raises(
+        ConfigError, match=r"sequence_length = 12 cannot be cut in 2 \* context = 8 .* --sequence-length 16"
+    ):
+        zigzag(12, 4)
+
+
+def test_split_batch():
+    """Two replicas of two samples on two context ranks: rows lie by replica, context rank, sample."""
+    tokens = np.arange(1 * 4 * 8).reshape(1, 4, 8)
+    batch = split_batch({"tokens": tokens, "sample": np.arange(4)[None]}, data=2, context=2)
+    first, second = [0, 1, 6, 7], [2, 3, 4, 5]
+    assert np.array(batch["sample"]).tolist() == [[0, 1, 0, 1, 2, 3, 2, 3]]
+    assert np.array(batch["positions"]).tolist() == [[first, first, second, second] * 2]
+    want = [tokens[0, row][part] for row, part in [(0, first), (1, first), (0, second), (1, second)]]
+    np.testing.assert_array_equal(batch["tokens"][0, :4], want)
+    assert split_batch({"tokens": tokens}, data=2, context=1)["tokens"] is tokens
+
+
+def test_ring_inside_the_executors_shard_map():
+    """Manual over data and pipe, keys round the data axis, heads split over tensor by XLA."""
+    arrays, ranks = inputs(), 2
+    mesh = jax.make_mesh((2, 2, 2), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    places = zigzag(SEQUENCE, ranks)
+    shared = [np.concatenate([a[:, place] for place in places]) for a in arrays]  # rows by rank, then sample
+    kernel = ring_attention(XLA, "data", ranks)
+
+    def step(*shared):
+        query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in shared)
+        output, vjp = jax.vjp(lambda *arrays: fused_attention(*arrays, kernel), query, key, value)
+        return jax.tree.map(lambda a: lax.psum(a, "pipe") / 2, (output, *vjp(gradient)))
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data", "pipe"})
+    order = np.argsort(places.reshape(-1))
+    for got, want in zip(jax.jit(run)(*shared), plainly(*arrays), strict=True):
+        whole = np.concatenate(np.split(np.asarray(got), ranks), 1)[:, order]
+        np.testing.assert_allclose(whole, want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,137 @@
+"""Looking tokens up in a split table: plainly, inside a partly manual shard_map, and in one rank's branch there.
+
+And what a rank holds and multiplies of a large vocabulary, in steps compiled for H100s.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import ModelConfig
+from megajax.estimate import hlo
+from megajax.ops.vocabulary import lookup
+from tests import gpu
+
+ROWS, HIDDEN = 16, 8
+CASES = [
+    pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"]),
+    pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"]),
+    pytest.mark.parametrize("tensor", [1, 2, 4]),
+]
+
+
+def cases(test):
+    for mark in CASES:
+        test = mark(test)
+    return test
+
+
+def make_mesh(tensor):
+    shape = {1: (2, 4, 1), 2: (2, 2, 2), 4: (1, 2, 4)}[tensor]
+    return jax.make_mesh(shape, ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def inputs(mesh, dtype):
+    """(table, tokens, gradient) on the mesh, and the rows and table gradient expected of them."""
+    draw = np.random.default_rng(0)
+    table = jnp.asarray(draw.normal(size=(ROWS, HIDDEN)), dtype)
+    tokens = draw.integers(0, ROWS, (4, 8), np.int32)
+    gradient = jnp.asarray(draw.normal(size=(4, 8, HIDDEN)), dtype)
+    expected = np.zeros((ROWS, HIDDEN))
+    np.add.at(expected, tokens, np.float64(gradient))
+    laid = jax.device_put(table, NamedSharding(mesh, P("tensor")))
+    return (laid, tokens, gradient), np.asarray(table)[tokens], expected
+
+
+def both_ways(sequence_parallel, table, tokens, gradient):
+    rows, vjp = jax.vjp(lambda table: lookup(table, tokens, sequence_parallel), table)
+    return rows, vjp(gradient)[0]
+
+
+def check(got, rows, gradient, dtype, parts=1):
+    np.testing.assert_array_equal(np.float32(got[0]), np.float32(rows))  # a copy, in any type
+    tolerance = 1e-5 if dtype == jnp.float32 else 2.0**-8 * parts  # one rounding to bf16 for each of the parts
+    np.testing.assert_allclose(np.float64(got[1]), gradient, rtol=tolerance, atol=tolerance)
+
+
+@cases
+def test_in_a_plain_jit(dtype, sequence_parallel, tensor):
+    mesh = make_mesh(tensor)
+    arguments, rows, gradient = inputs(mesh, dtype)
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(both_ways, sequence_parallel))(*arguments)
+    assert got[1].sharding.spec[:1] == ("tensor",) or tensor == 1
+    check(got, rows, gradient, dtype)
+
+
+@cases
+def test_in_a_branch_that_one_pipeline_rank_takes(dtype, sequence_parallel, tensor):
+    """Its collectives stay in a tensor group, or the ranks that do not take the branch would be waited for."""
+    mesh = make_mesh(tensor)
+    arguments, rows, gradient = inputs(mesh, dtype)
+    everywhere = ("data", "pipe")
+
+    def vary(x):
+        return lax.pcast(x, tuple(set(everywhere) - jax.typeof(x).mat.varying), to="varying")
+
+    def step(*arguments):
+        on = partial(both_ways, sequence_parallel, *map(vary, arguments))
+        off = lambda: jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype)), jax.eval_shape(on))  # noqa: E731
+        found, gradient = lax.cond(lax.axis_index("pipe") == 1, on, off)
+        found = lax.psum(found.astype(jnp.float32), "pipe")
+        return found, lax.psum(gradient.astype(jnp.float32), everywhere)
+
+    specs = dict(in_specs=(P(), P("data"), P("data")), out_specs=(P("data"), P()))
+    run = jax.jit(jax.shard_map(step, mesh=mesh, axis_names=set(everywhere), check_vma=True, **specs))
+    compiled = run.lower(*arguments).compile()
+    assert "collective-permute" not in compiled.as_text()
+    assert "all-to-all" not in compiled.as_text()
+    check(compiled(*arguments), rows, gradient, dtype, parts=mesh.shape["data"])
+
+
+def test_a_frequent_token_loses_nothing_in_bf16():
+    """1,024 gradients of 1 + 1/128 into one row: a bf16 sum would stop at 256."""
+    mesh = make_mesh(2)
+    with jax.set_mesh(mesh):
+        table = jax.device_put(jnp.zeros((ROWS, HIDDEN), jnp.bfloat16), NamedSharding(mesh, P("tensor")))
+        tokens, gradient = jnp.full((1, 1024), 3), jnp.full((1, 1024, HIDDEN), 1 + 1 / 128, jnp.bfloat16)
+        rows = jax.jit(partial(both_ways, True))(table, tokens, gradient)[1]
+    np.testing.assert_array_equal(np.float32(rows[3]), 1032)
+    assert (np.float32(rows).sum(-1) != 0).sum() == 1
+
+
+LARGE = ModelConfig(layers=8, hidden=1024, heads=8, vocabulary=128 * 1024, sequence_length=2048)
+STAGES, MICROBATCHES = 8, 8
+
+
+@gpu.needs_compiler
+def test_of_a_128k_vocabulary_every_stage_has_an_eighth_of_what_megatrons_last_stage_has():
+    """What the head multiplies, in the loop that runs it once a microbatch: table, logits, and gradients of both.
+
+    With Megatron's placement ("tensor") the last stage runs that loop and the others do not, though in one program for
+    all ranks they too have room for it; with "pipe" all do.
+    """
+    heads, peaks = {}, {}
+    for placement in ("tensor", "pipe"):
+        text, peaks[placement] = gpu.compile_step(
+            LARGE, MICROBATCHES, pipe=STAGES, vocab_parallel=placement, attention="xla"
+        )
+        matmuls = hlo.read(text, {"head": MICROBATCHES}).matmuls
+        heads[placement] = [one for one in matmuls if one.scope == "head"]
+    tokens, hidden, vocabulary = LARGE.sequence_length, LARGE.hidden, LARGE.vocabulary
+    for placement, rows in (("tensor", vocabulary), ("pipe", vocabulary // STAGES)):
+        made = {math.prod(one.shape) for one in heads[placement]}
+        assert {tokens * rows, rows * hidden} <= made  # the logits and the gradient of the table
+        assert max(made) == max(tokens * rows, rows * hidden)
+        flops = sum(one.flops for one in heads[placement])
+        assert flops == pytest.approx(MICROBATCHES * 3 * 2 * tokens * hidden * rows)
+    table = vocabulary * hidden
+    held = 4 + 8 + 4 + 2  # bytes of an element: fp32, AdamW's moments, gradient, and in 16 bit
+    assert peaks["tensor"] - peaks["pipe"] > (1 - 1 / STAGES) * (held * table + 2 * tokens * vocabulary)

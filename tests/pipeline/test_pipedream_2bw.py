@@ -1,0 +1,116 @@
+"""PipeDream-2BW: exactly the update rule of the paper, no bubble, and a loss that comes down as 1F1B's does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from megajax.config import ConfigError
+from megajax.models import gpt
+from megajax.pipeline.pipedream_2bw import steady_schedule
+from megajax.schedules.simulate import simulate_lockstep
+from megajax.train.optimizer import make_optimizer
+from tests import small
+
+
+def batches_of(run, count):
+    return [small.make_batch(run, seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recompute"),
+    [
+        ((2, 2, 2), "selective"),
+        pytest.param((1, 2, 1), "none", marks=pytest.mark.slow),
+        pytest.param((1, 4, 1), "full", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_are_the_papers(mesh, recompute):
+    """W(t + 1) = W(t) - update(gradient of batch t - 1 at W(t - 1)), the unpipelined model's gradient."""
+    model = dataclasses.replace(small.MODEL, dropout=0.1)
+    # A large epsilon: Adam's own makes a step of full size of a gradient that is all rounding.
+    smooth = {"epsilon": 1e-2, "learning_rate": 0.1}
+    run = small.make_run(mesh, schedule="pipedream_2bw", microbatches=8, model=model, recompute=recompute, train=smooth)
+    training = small.training_of(run)
+    state = training.init_state()
+    batches = batches_of(run, 4)
+
+    functions = gpt.functions(model, recompute="none", dropout_seed=run.train.seed)
+    gradient = jax.jit(jax.grad(lambda params, batch: gpt.reference_loss(functions, params, batch)))
+    optimizer = make_optimizer(run.train, gpt.decay_mask(model))
+    versions = [jax.tree.map(jnp.asarray, small.canonical(state.params))] * 2
+    optimizer_state = optimizer.init(versions[0])
+    for batch in batches[:-1]:
+        updates, optimizer_state = optimizer.update(gradient(versions[-2], batch), optimizer_state, versions[-1])
+        versions.append(optax.apply_updates(versions[-1], updates))
+
+    for step, batch in enumerate(batches):
+        state, metrics = training.train_step(state, batch)
+        want = versions[step + 1]
+        for path, leaf in jax.tree.leaves_with_path(small.canonical(state.params)):
+            target = np.asarray(dict(jax.tree.leaves_with_path(want))[path])
+            np.testing.assert_allclose(leaf, target, rtol=1e-5, atol=1e-6, err_msg=f"step {step} {path}")
+    assert int(metrics["skipped"]) == 0
+
+
+def test_losses_are_those_of_the_tokens_that_passed_the_head():
+    still = {"learning_rate": 1e-30, "minimum_learning_rate": 1e-30}
+    run = small.make_run((1, 4, 1), schedule="pipedream_2bw", microbatches=8, train=still)
+    training = small.training_of(run)
+    state = training.init_state()
+    functions = gpt.functions(run.model, dropout_seed=run.train.seed)
+    params = jax.tree.map(jnp.asarray, small.canonical(state.params))
+    batches = batches_of(run, 2)
+    losses = []
+    for batch in batches:
+        state, metrics = training.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+
+    def mean(*parts):
+        joined = {name: np.concatenate([batch[name][low:high] for batch, low, high in parts]) for name in parts[0][0]}
+        return float(gpt.reference_loss(functions, params, joined))
+
+    # The last of 4 ranks is 3 ticks behind: of each batch 5 microbatches pass the head in its own step, 3 in the next.
+    assert losses[0] == pytest.approx(mean((batches[0], 0, 5)), rel=1e-5)
+    assert losses[1] == pytest.approx(mean((batches[0], 5, 8), (batches[1], 0, 5)), rel=1e-5)
+
+
+def counting(run, seed):
+    """Samples that count up from anywhere: a rule to be learnt."""
+    batch = small.make_batch(run, seed)
+    tokens = (batch["tokens"][..., :1] + np.arange(run.model.sequence_length + 1)) % run.model.vocabulary
+    return {**batch, "tokens": tokens[..., :-1].astype(np.int32), "labels": tokens[..., 1:].astype(np.int32)}
+
+
+@pytest.mark.slow
+def test_it_learns_as_1f1b_does():
+    """One step stale: another curve, to the same place."""
+    ends = {}
+    for schedule in ("pipedream_2bw", "1f1b"):
+        run = small.make_run((1, 2, 1), schedule=schedule, microbatches=2, train={"steps": 300, "learning_rate": 5e-3})
+        training = small.training_of(run)
+        state, losses = training.init_state(), []
+        for step in range(300):
+            state, metrics = training.train_step(state, counting(run, step))
+            losses.append(float(metrics["loss"]))
+        ends[schedule] = np.mean(losses[-5:])
+    assert losses[0] > 4 and max(ends.values()) < 0.1, ends
+
+
+def test_a_step_has_no_bubble():
+    schedule = steady_schedule(4, 8)
+    assert len(schedule.ticks) == 8
+    assert simulate_lockstep(schedule).bubble == 0
+    for rank in range(4):
+        works = sorted(work for row in schedule.ticks for work in row[rank])
+        assert [(work.op, work.microbatch) for work in works] == [(op, m) for op in "BF" for m in range(8)]
+
+
+def test_what_it_cannot_do():
+    with pytest.raises(ConfigError, match="fp16 does not go with pipedream_2bw"):
+        small.make_run((1, 2, 1), schedule="pipedream_2bw", train={"precision": "fp16"})
+    with pytest.raises(ConfigError, match=r"4 is less than 2 \* \(pipe - 1\) = 6"):
+        small.make_run((1, 4, 1), schedule="pipedream_2bw", microbatches=4)

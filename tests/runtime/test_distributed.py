@@ -1,0 +1,218 @@
+"""Several processes: how they find each other, that they train as one does, and what a dead or hung one leads to."""
+
+import resource
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from megajax.checkpoint import manager, reader
+from megajax.config import ConfigError, LaunchConfig
+from megajax.runtime.distributed import EXIT_PEER, Place, find_place
+from tests.train.front_door import Run, rows
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "node[001-002]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "JAX_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "train-0.train:12355"}
+EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+PLACES = [
+    ({}, {}, None),
+    ({"launcher": "single"}, SLURM, None),
+    ({}, SLURM | {"SLURM_NTASKS": "1"}, None),
+    ({}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, None),  # a shell inside salloc: srun has not started it
+    ({}, {"JOB_COMPLETION_INDEX": "0"}, None),
+    ({}, SLURM | EIGHT, Place(None, 16, 9, [1], "slurm")),  # a process for each GPU
+    (
+        {},
+        SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"},
+        Place(None, 16, 9, [*range(8)], "slurm"),
+    ),
+    ({}, SLURM | {"CUDA_VISIBLE_DEVICES": "5"}, Place(None, 16, 9, [0], "slurm")),  # bound to its GPU by SLURM
+    ({}, OMPI | EIGHT | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3"}, Place(None, 4, 3, [1], "ompi")),
+    ({"coordinator": "a:1", "launcher": "mpi"}, OMPI | EIGHT, Place("a:1", 4, 3, [1])),
+    ({}, OMPI | EIGHT | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place("a:1", 4, 3, [1])),
+    ({}, {"PMI_SIZE": "2", "PMI_RANK": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}, Place("a:1", 2, 1)),
+    ({}, KUBERNETES, Place("train-0.train:12355", 4, 2)),
+    ({"launcher": "kubernetes", "process_id": 0}, KUBERNETES, Place("train-0.train:12355", 4, 0)),
+    ({"coordinator": "b:2", "processes": 2, "process_id": 1}, SLURM, Place("b:2", 2, 1)),
+    ({}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, Place("a:1", 2, 0)),
+]
+
+
+@pytest.mark.parametrize(("typed", "environment", "place"), PLACES, ids=range(len(PLACES)))
+def test_the_place_among_the_processes(typed, environment, place):
+    assert find_place(LaunchConfig(**typed), environment) == place
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "said"),
+    [
+        ({"launcher": "slurm"}, {}, "launcher = slurm needs SLURM_NTASKS and SLURM_PROCID: start with srun"),
+        ({"launcher": "mpi"}, OMPI, "give --coordinator"),
+        ({}, OMPI, "give --coordinator"),
+        ({"launcher": "kubernetes"}, {"JOB_COMPLETION_INDEX": "0"}, "scripts/kubernetes.yaml"),
+        ({"launcher": "flags"}, {}, "--coordinator, --processes and --process-id"),
+        ({}, KUBERNETES | {"JOB_COMPLETION_INDEX": "4"}, "process 4 of 4: they count from 0"),
+    ],
+)
+def test_what_is_missing_is_said(typed, environment, said):
+    with pytest.raises(ConfigError, match=said):
+        find_place(LaunchConfig(**typed), environment)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+MESH = "--data 2 --pipe 2 --tensor 2 --global-batch-size 8 --microbatch-size 2 --layers 4 --chunks 2"
+
+
+def start(path, count: int, words: str, **environment) -> list[Run]:
+    """`count` processes with eight devices in all, on loopback."""
+    port = free_port()
+    flags = f"--devices cpu:{8 // count} --coordinator 127.0.0.1:{port} --processes {count} --process-id"
+    return [
+        Run(
+            path, f"{MESH} {words} {flags} {i}", name=f"process_{i}", **{k: v.format(i) for k, v in environment.items()}
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process with eight devices."""
+    path = tmp_path_factory.mktemp("alone")
+    run = Run(path, f"{MESH} --devices cpu:8 --steps 8 --save-every 4 --keep-every 4 --run-dir {path}/run")
+    assert run.wait() == 0, run.err
+    return path
+
+
+def losses(path):
+    return np.array([row["loss"] for row in rows(path / "run")])
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_train_as_one_does(alone, tmp_path, count):
+    """2x4 and 4x2 devices against 1x8; one log of the run, one of each process; and their checkpoint is one process's."""
+    found = start(
+        tmp_path, count, f"--steps 8 --save-every 4 --run-dir {tmp_path}/run --config {alone}/run/config.toml"
+    )
+    assert [run.wait() for run in found] == [0] * count, [run.err for run in found]
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-6)
+    assert "data 2 x pipe 2 x tensor 2 on 8 cpu devices" in found[0].out
+    assert [run.out for run in found[1:]] == [""] * (count - 1) and [run.err for run in found] == [""] * count
+    for process in range(count):
+        assert "step 8/8  loss" in (tmp_path / "run" / "logs" / f"process_{process}.log").read_text()
+    one = reader.read_meta(alone / "run" / "checkpoints" / "step_00000008")
+    many = reader.read_meta(tmp_path / "run" / "checkpoints" / "step_00000008")
+    assert one["progress"] == many["progress"] and one["tokenizer"] == many["tokenizer"]
+
+
+@pytest.mark.slow
+def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
+    """Two go on from what one wrote, found by SLURM's variables; SIGTERM to the second saves, and both leave with 0."""
+    words = f"--devices cpu:4 --steps 2000 --resume {alone}/run/checkpoints/step_00000004 --run-dir {tmp_path}/run"
+    slurm = {
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    found = [
+        Run(tmp_path, f"{MESH} {words}", name=f"process_{i}", **slurm, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+        for i in range(2)
+    ]
+    found[0].until(lambda: len(rows(tmp_path / "run")) > 5)
+    found[1].process.send_signal(signal.SIGTERM)
+    assert [run.wait() for run in found] == [0, 0], [run.err for run in found]
+    got = rows(tmp_path / "run")
+    assert got[0]["step"] == 5  # of another run's log there is nothing here
+    np.testing.assert_allclose([row["loss"] for row in got[:1]], losses(alone)[4:5], rtol=1e-2)
+    assert "SIGTERM received: saving and leaving" in found[0].out
+    assert manager.complete_steps(tmp_path / "run" / "checkpoints") == [got[-1]["step"]]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_on_one_process_fails_on_all_and_training_goes_on(tmp_path):
+    """The second process may not write large files for a while, as with a full disk of its own."""
+    found = start(tmp_path, 2, f"--steps 100000 --save-every 20 --keep 2 --run-dir {tmp_path}/run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    found[0].until(lambda: manager.complete_steps(checkpoints))
+    limit = resource.prlimit(found[1].process.pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    found[0].until(lambda: "checkpoint NOT saved" in found[0].out)
+    before = manager.complete_steps(checkpoints)
+    resource.prlimit(found[1].process.pid, resource.RLIMIT_FSIZE, limit)
+    found[0].until(lambda: manager.complete_steps(checkpoints)[-1] > before[-1])
+    found[0].process.send_signal(signal.SIGTERM)
+    assert [run.wait() for run in found] == [0, 0], [run.err for run in found]
+    assert "process 1: " in found[0].out and "File too large" in found[0].out
+
+
+PEER = "--steps 100000 --peer-timeout 8 --run-dir {}/run"
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_dead_or_hung_process_ends_the_job(tmp_path, victim, number):
+    found = start(tmp_path, 2, PEER.format(tmp_path))
+    found[0].until(lambda: len(rows(tmp_path / "run")) > 5)
+    found[victim].process.send_signal(number)
+    begin = time.monotonic()
+    other = found[1 - victim]
+    try:
+        code = other.wait(60)
+        taken = time.monotonic() - begin
+    finally:
+        found[victim].process.kill()
+    assert taken < 8 + 15
+    if victim == 1:
+        assert code == EXIT_PEER
+        messages = [line for line in other.err.splitlines() if line.startswith("error: ")]
+        assert len(messages) == 1 and f"process 1 on {socket.gethostname()}" in messages[0]
+        assert "Traceback" not in other.err
+    else:
+        assert code != 0 and "process 0" in other.err or "distributed service" in other.err
+
+
+def test_an_error_of_one_process_ends_all_and_is_told_once(tmp_path):
+    """The second process's tokenizer does not exist."""
+    port = free_port()
+    flags = f"{MESH} --devices cpu:4 --coordinator 127.0.0.1:{port} --processes 2"
+    found = [
+        Run(tmp_path, f"{flags} --process-id {i} --tokenizer {name}", name=f"process_{i}")
+        for i, name in enumerate(["byte", "bite"])
+    ]
+    assert found[0].wait(90) == EXIT_PEER and found[1].wait(90) != 0
+    assert found[0].err.startswith(
+        f"error: process 1 on {socket.gethostname()} failed: tokenizer = 'bite' is not known"
+    )
+    assert found[0].err.count("error: ") == 1
+
+
+@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_others_that_do_not_come(tmp_path, process):
+    words = f"--coordinator 127.0.0.1:{free_port()} --processes 2 --process-id {process} --start-timeout 3"
+    run = Run(tmp_path, f"{MESH} {words}")
+    assert run.wait(90) == 2
+    assert f"error: process {process} of 2 did not meet the others at 127.0.0.1:" in run.err
+    assert "Traceback" not in run.err and "they did not come within 3 s" in run.err

@@ -1,0 +1,104 @@
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from megajax.config import ConfigError, ParallelConfig
+from megajax.runtime.mesh import AXES, CPU_FLAGS, choose_devices, make_mesh, start_devices
+
+
+def in_a_new_process(program: str, **environment: str) -> list[str]:
+    """What `program`'s last line prints, as words, run where jax has not started and nothing is set for it."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+START = """
+import os, jax
+from megajax.runtime.mesh import start_devices, choose_devices
+from megajax.config import ConfigError
+def show(devices):
+    print(len(devices), devices[0].platform, jax.device_count(), os.environ["XLA_FLAGS"])
+"""
+
+
+def test_cpu_devices_are_made_with_the_time_out_flags():
+    words = in_a_new_process(START + "show(start_devices('cpu:8'))")
+    assert words == ["8", "cpu", "8", *CPU_FLAGS]
+
+
+def test_what_the_user_set_in_xla_flags_stays():
+    flag = CPU_FLAGS[0].replace("600", "77")
+    device_flag = "--xla_force_host_platform_device_count=8"
+    words = in_a_new_process(START + "show(start_devices('cpu'))", XLA_FLAGS=f"{device_flag} {flag}")
+    assert words == ["1", "cpu", "1", device_flag, flag, CPU_FLAGS[1]]
+
+
+def test_without_a_gpu_the_default_is_as_many_cpu_devices_as_asked_for():
+    words = in_a_new_process(START + "show(choose_devices(None, 3))", CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
+    assert words[:3] == ["3", "cpu", "3"]
+
+
+def test_too_late_to_make_more_devices():
+    late = "jax.devices()\ntry: start_devices('cpu:8')\nexcept ConfigError as error: print(error)"
+    message = " ".join(in_a_new_process(START + late, JAX_PLATFORMS="cpu"))
+    assert "already started with 1 CPU device(s)" in message and "start_devices('cpu:8')" in message
+    assert "--xla_force_host_platform_device_count=8" in message
+
+
+def test_devices_that_are_already_there_are_used():
+    assert start_devices("cpu:8") == jax.devices()
+    assert start_devices("cpu:2") == jax.devices()[:2]
+    assert choose_devices("cpu:8", 4) == jax.devices()[:4]
+    assert choose_devices(None, 8) == jax.devices()
+
+
+@pytest.mark.parametrize("spec", ["", "cpu:", "cpu:0", "cpu:-1", "cpu:two", "gpu:2", "tpu", "8"])
+def test_an_unknown_spec_says_what_to_type(spec):
+    with pytest.raises(ConfigError, match="--devices gpu, --devices cpu or --devices cpu:8") as error:
+        start_devices(spec)
+    assert repr(spec) in str(error.value)
+
+
+def test_no_gpu_says_what_to_do():
+    with pytest.raises(ConfigError, match="no GPU: type --devices cpu:8 .*unset JAX_PLATFORMS"):
+        start_devices("gpu")
+
+
+def test_too_few_devices():
+    for refused in (lambda: choose_devices("cpu:8", 16), lambda: make_mesh(ParallelConfig(pipe=4, tensor=4))):
+        with pytest.raises(ConfigError, match="= 16 devices, but there are 8: lower --data.*--devices cpu:16"):
+            refused()
+
+
+def test_tensor_neighbours_are_consecutive_devices():
+    mesh = make_mesh(ParallelConfig(data=2, pipe=2, tensor=2))
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+@given(
+    sizes=st.sampled_from([(1, 1, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2), (1, 8, 1), (3, 2, 1)]),
+    order=st.permutations(AXES),
+)
+def test_axis_order_says_which_axis_varies_slowest(sizes, order):
+    shape = dict(zip(AXES, sizes, strict=True))
+    mesh = make_mesh(ParallelConfig(**shape, axis_order=tuple(order)))
+    assert mesh.axis_names == AXES and dict(mesh.shape) == shape
+    for index, device in np.ndenumerate(mesh.devices):
+        place = dict(zip(AXES, index, strict=True))
+        expected = 0
+        for axis in order:
+            expected = expected * shape[axis] + place[axis]
+        assert device == jax.devices()[expected]

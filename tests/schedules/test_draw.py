@@ -1,0 +1,77 @@
+"""The drawing command: what it writes, and what it says to wrong arguments."""
+
+import json
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+from megajax.schedules.draw import main
+
+
+def test_json(capsys):
+    assert (
+        main(["--schedule", "interleaved_1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2", "--json"]) == 0
+    )
+    got = json.loads(capsys.readouterr().out)
+    assert {name: got[name] for name in ("schedule", "stages", "microbatches", "chunks", "placement", "ticks")} == {
+        "schedule": "interleaved_1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 2,
+        "placement": "loop",
+        "ticks": 8 * 2 + 4 + 2 * 3,
+    }
+    assert got["orders"][3][:6] == [["F", 0, 0], ["F", 0, 1], ["F", 0, 2], ["F", 0, 3], ["F", 1, 0], ["B", 1, 0]]
+    # 16 chunk forwards of 1 and backwards of 2, and a bubble of (p - 1)/(mv).
+    assert got["simulated"] == {"ideal": 48, "event": 57, "lockstep": 57, "bubble": 3 / 16, "peak_live": [11, 9, 7, 5]}
+
+
+def test_pictures(tmp_path):
+    picture = tmp_path / "x.svg"
+    assert (
+        main(["--compare", "gpipe", "1f1b", "zb_v", "--stages", "3", "--microbatches", "5", "--out", str(picture)]) == 0
+    )
+    text = picture.read_text()
+    xml.etree.ElementTree.fromstring(text)
+    for name in ("gpipe", "1f1b", "zb_v"):
+        assert f"<!-- {name}: 5 microbatches" in text
+    assert len(re.findall("<!-- 4 -->", text)) == 3 * (
+        2 + 2 + 6
+    )  # microbatch 4 in every row: F B, F B, and F I W twice
+    assert main(["--out", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_and_trace(tmp_path, capsys):
+    trace = tmp_path / "x.json"
+    sizes = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--text", "--trace", str(trace)]
+    assert main([*sizes, "--costs", "1,2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[2:6] == ["F0.0", "F1.0", ".", "."]
+    spans = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
+    assert len(spans) == 2 * 2 * 3  # a forward and two halves of a backward
+    assert max(span["ts"] + span["dur"] for span in spans) == 1000 * (2 + 1) * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "1f2b"], "did you mean 1f1b?"),
+        (["--stages", "four"], "--stages: invalid int value: 'four'"),
+        (["--stages", "0"], "stages is 0; it must be 1 or more"),
+        (["--microbatches", "6"], "take a multiple of 4"),
+        (["--schedule", "gpipe", "--chunks", "2"], "gpipe has one chunk a rank"),
+        (["--costs", "1,2,3"], "give F,B or F,B,I,W"),
+        (["--costs", "1,-2"], "give F,B or F,B,I,W"),
+        (["--latency", "-1"], "latency is -1; it must be 0 or more"),
+        (["--out", "x.bmp"], "end it in .svg, .png or .pdf"),
+        (["--out", "/nowhere/x.svg"], "cannot write /nowhere/x.svg: No such file or directory"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ") and error.count("\n") == 1

@@ -1,0 +1,96 @@
+"""Schedules in files, and the orders of torch.distributed.pipelining, which are such a file."""
+
+import json
+import pathlib
+import re
+
+import pytest
+from hypothesis import given, settings
+
+from megajax.schedules import io
+from megajax.schedules.named import make_schedule
+from megajax.schedules.schedule import ScheduleError
+from tests.schedules.cases import named_schedules
+
+GOLDEN = json.loads(pathlib.Path(__file__).with_name("golden_orders.json").read_text())["schedules"]
+OURS = {
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "LoopedBFS": "looped_bfs",
+    "InterleavedZeroBubble": "zb_1p_interleaved",
+    "ZBVZeroBubble": "zb_v",
+    "DualPipeV": "dualpipe_v",
+}
+
+
+def label(row) -> str:
+    return row["name"] + "-" + "-".join(map(str, row["sizes"]))
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=label)
+def test_orders_are_torchs(row):
+    stages, microbatches, chunks = row["sizes"]
+    options = {}
+    if row["name"] == "Interleaved1F1B":  # torch makes its groups as large as leaves no rest
+        options["group_size"] = microbatches // max(1, microbatches // stages)
+    schedule = make_schedule(OURS[row["name"]], stages=stages, microbatches=microbatches, chunks=chunks, **options)
+    want = [re.sub(r" \d+REDUCE_GRAD", "", order).replace(" ", ",") for order in row["orders"]]
+    assert io.to_csv(schedule).splitlines() == want
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=label)
+def test_torchs_files_load(row, tmp_path):
+    path = tmp_path / "torch.csv"
+    path.write_text("\n".join(order.replace(" ", ",") for order in row["orders"]))
+    schedule = io.load(str(path))
+    assert [schedule.stages, schedule.microbatches, schedule.chunks] == row["sizes"]
+    assert schedule.placement == ("v" if row["name"] in ("ZBVZeroBubble", "DualPipeV") else "loop")
+
+
+@settings(max_examples=60, deadline=None)
+@given(named_schedules())
+def test_what_is_saved_loads_as_it_was(tmp_path_factory, schedule):
+    folder = tmp_path_factory.mktemp("saved")
+    io.save(schedule, str(folder / "x.json"))
+    back = io.load(str(folder / "x.json"))
+    assert (back.ticks, back.placement, back.split) == (schedule.ticks, schedule.placement, schedule.split)
+    io.save(schedule, str(folder / "x.csv"))
+    assert io.load(str(folder / "x.csv")).orders() == schedule.orders()
+
+
+def test_pairs_blanks_and_communication_are_read(tmp_path):
+    path = tmp_path / "pair.csv"
+    path.write_text("0UNSHARD,0F0,,(0F1;0B0)OVERLAP_F_B,0B1,0RESHARD\n\n")
+    schedule = io.load(str(path))
+    assert ["".join(map(str, operation)) for operation in schedule.orders()[0]] == ["F00", "F01", "B00", "B01"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.csv", "0F0,0X0", "row 1, column 2: '0X0' is no action"),
+        ("x.csv", "0F0,0B0\n2F0,2B0", r"row 2 \(rank 1\) has stages 2; with 2 rows and 1 chunks a rank it must have 1"),
+        ("x.csv", "0F0,0B0\n1F0,1B0,1F1", "B1 of chunk 0 on rank|waits at|is missing"),
+        ("x.csv", "0B0,0F0", "rank 0 waits at B0 of chunk 0"),
+        ("x.csv", "0F0,0F0,0B0", "F0 of chunk 0 is done twice"),
+        ("x.csv", "", "there is no operation in it"),
+        ("x.csv", "0F0,0F2,0B0,0B2", r"F1 of chunk 0 on rank 0 \(stage 0\) is missing"),
+        ("x.json", "{", "line 1: no JSON"),
+        ("x.json", "[]", 'it must hold {"orders"'),
+        ("x.json", '{"orders": [[["F", 0]]]}', r'rank 0, operation 0: \["F", 0\] is not'),
+        ("x.json", '{"orders": [[["F", 0, -1]]]}', "rank 0, operation 0"),
+        ("x.json", '{"orders": [[["F", 0, 0]]], "placement": "w"}', "placement is 'w'"),
+        ("x.txt", "", "ends in .csv or .json"),
+    ],
+)
+def test_broken_files_are_refused(name, text, message, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message) as error:
+        io.load(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ScheduleError, match="cannot read .*none.csv: No such file"):
+        io.load(str(tmp_path / "none.csv"))

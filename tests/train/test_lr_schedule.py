@@ -1,0 +1,181 @@
+"""Learning rate, weight decay and batch size against Megatron-LM's formulas, written out here, and hand-worked values."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
+from megajax.data.loader import Loader, TokenSamples
+from megajax.data.ramp import RampedLoader
+from megajax.train import lr_schedule
+from tests import small
+from tests.train import runs
+
+# 100 steps of 8 samples, 10 of them warm-up.
+TRAIN = TrainConfig(
+    global_batch_size=8, steps=100, learning_rate=1e-2, minimum_learning_rate=1e-3, warmup_steps=10, precision="fp32"
+)
+
+
+def megatron(train: TrainConfig, n: int) -> float:
+    """optimizer_param_scheduler.py's get_lr, in samples, for n > 0 samples."""
+    total = train.steps * train.global_batch_size
+    warmup = train.warmup_steps * train.global_batch_size if train.warmup_samples is None else train.warmup_samples
+    decay = total if train.decay_samples is None else train.decay_samples
+    high, low = train.learning_rate, train.minimum_learning_rate
+    if warmup > 0 and n <= warmup:
+        return high * n / warmup
+    if train.learning_rate_decay == "constant":
+        return high
+    if n > decay:
+        return low
+    if train.learning_rate_decay == "inverse_square_root":
+        return max(low, high * max(warmup, 1) ** 0.5 / n**0.5)
+    ratio = (n - warmup) / (decay - warmup)
+    if train.learning_rate_decay == "linear":
+        coefficient = 1 - ratio
+    elif train.learning_rate_decay == "cosine":
+        coefficient = 0.5 * (math.cos(math.pi * ratio) + 1)
+    else:
+        length = decay // 10 if train.cooldown_samples is None else train.cooldown_samples
+        if n <= decay - length:
+            return high
+        ratio = (n - (decay - length)) / length
+        coefficient = {
+            "linear": 1 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1),
+            "exponential": 2 * 0.5**ratio - 1,
+            "square_root": 1 - math.sqrt(ratio),
+        }[train.cooldown]
+    return low + coefficient * (high - low)
+
+
+SHAPES = [{"learning_rate_decay": name} for name in ("constant", "linear", "cosine", "inverse_square_root")] + [
+    {"learning_rate_decay": "wsd", "cooldown": name} for name in ("linear", "cosine", "exponential", "square_root")
+]
+LENGTHS = [
+    {},
+    {"warmup_steps": 0},
+    {"warmup_samples": 33},
+    {"decay_samples": 500},
+    {"decay_samples": 500, "warmup_samples": 100, "cooldown_samples": 250},
+    {"warmup_steps": 100},
+]
+
+
+@pytest.mark.parametrize("length", LENGTHS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(shape.values()))
+def test_learning_rate_is_megatrons(shape, length):
+    train = dataclasses.replace(TRAIN, **shape, **length)
+    samples = np.arange(1, 900, 7)
+    got = [float(lr_schedule.learning_rate(train, n)) for n in samples]
+    np.testing.assert_allclose(got, [megatron(train, int(n)) for n in samples], rtol=2e-5, atol=1e-9)
+
+
+def test_a_run_ends_at_the_minimum_and_its_first_update_moves():
+    for shape in SHAPES:
+        train = dataclasses.replace(TRAIN, **shape)
+        assert float(lr_schedule.learning_rate(train, 8)) == pytest.approx(1e-3)  # a tenth of the warm-up is done
+        assert float(lr_schedule.learning_rate(train, 80)) == pytest.approx(1e-2)
+        last = {"constant": 1e-2, "inverse_square_root": 1e-2 * math.sqrt(0.1)}.get(shape["learning_rate_decay"], 1e-3)
+        assert float(lr_schedule.learning_rate(train, 800)) == pytest.approx(last, rel=1e-4)
+
+
+@pytest.mark.parametrize(("ramp", "middle"), [("linear", 0.06), ("cosine", 0.06)])
+def test_weight_decay_ramps_over_the_run(ramp, middle):
+    """0.02 to 0.1; both ramps are half way in the middle, a quarter on they are 1/4 and (1 - cos(pi/4)) / 2 on."""
+    train = dataclasses.replace(TRAIN, start_weight_decay=0.02, weight_decay=0.1, weight_decay_ramp=ramp)
+    quarter = 0.25 if ramp == "linear" else (1 - math.sqrt(0.5)) / 2
+    got = [float(lr_schedule.weight_decay(train, n)) for n in (0, 200, 400, 800, 900)]
+    np.testing.assert_allclose(got, [0.02, 0.02 + 0.08 * quarter, middle, 0.1, 0.1], rtol=1e-5)
+    assert float(lr_schedule.weight_decay(TRAIN, 5)) == pytest.approx(TRAIN.weight_decay)
+
+
+RAMPED = dataclasses.replace(TRAIN, global_batch_size=16, batch_ramp=(4, 4, 60), steps=10)
+
+
+def test_batch_ramp_is_that_of_2104():
+    """4, 8, 12 for a third of 60 samples each, then 16: start + int(consumed / (60 / 3)) * increment."""
+    sizes = {consumed: lr_schedule.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
+    assert sizes == {0: 4, 19: 4, 20: 8, 39: 8, 40: 12, 59: 12, 60: 16, 1000: 16}
+    assert lr_schedule.batch_sizes(RAMPED) == [4, 8, 12, 16]
+    assert lr_schedule.batch_size(TRAIN, 5) == 8 and lr_schedule.batch_sizes(TRAIN) == [8]
+    consumed, sizes = 0, []
+    while consumed < 160:
+        sizes.append(lr_schedule.batch_size(RAMPED, consumed))
+        consumed += sizes[-1]
+    assert sizes == [4] * 5 + [8] * 3 + [12] * 2 + [16] * 6
+    run = RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), RAMPED)
+    run.validate()
+    assert (
+        lr_schedule.steps_left(run, 0) == 16
+        and lr_schedule.steps_left(run, 20) == 11
+        and lr_schedule.steps_left(run, 160) == 0
+    )
+
+
+def test_a_ramped_loader_gives_every_sample_once():
+    run = RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, data=2, schedule="1f1b"), RAMPED)
+    samples = TokenSamples(runs.TOKENS, runs.MODEL.sequence_length, 3)
+    loader, consumed, numbers = RampedLoader(Loader(samples, 16, 4), run), 0, []
+    while consumed < 160:
+        batch = loader.batch(consumed)
+        assert batch["tokens"].shape[1:] == (4, 16)
+        numbers += batch["sample"].ravel().tolist()
+        consumed += batch["sample"].size
+    assert numbers == list(range(len(numbers)))
+    np.testing.assert_array_equal(Loader(samples, 16, 4).batch(60)["tokens"], loader.batch(60)["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"batch_ramp": (4, 4)}, "three whole numbers"),
+        ({"batch_ramp": (0, 4, 10)}, "three whole numbers"),
+        ({"batch_ramp": (4, 5, 60)}, "does not get from 4 to global_batch_size = 16 in steps of 5"),
+        ({"batch_ramp": (16, 4, 60)}, "does not get from 16"),
+        ({"batch_ramp": (4, 4, 600)}, "the run has steps . global_batch_size = 160"),
+        ({"batch_ramp": (3, 13, 60)}, "a batch of 3, which is not a multiple of 2.*--batch-ramp 2,2,60"),
+        ({"warmup_samples": 200}, "more than the 160 samples of the decay: type --warmup-samples 16"),
+        ({"cooldown_samples": 200}, "type --cooldown-samples 16"),
+        ({"steps": 2**28}, "below 2..31"),
+    ],
+)
+def test_what_cannot_be(fields, said):
+    train = dataclasses.replace(RAMPED, **fields)
+    if "batch_ramp" not in fields:
+        train = dataclasses.replace(train, batch_ramp=())
+    with pytest.raises(ConfigError, match=said) as error:
+        RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), train).validate()
+    assert "type --" in str(error.value)
+
+
+def test_a_ramped_run_is_the_same_after_a_resume(tmp_path):
+    """Rates and batches follow the samples; the step is compiled once for each batch size."""
+    train = {"batch_ramp": (8, 8, 40), "steps": 6, "learning_rate_decay": "wsd", "start_weight_decay": 0.0}
+    run = runs.make_run((1, 1, 1), schedule="1f1b", train=train)
+    training = small.training_of(run)
+    whole = runs.go(run, tmp_path / "whole", training=training)
+    assert [row["batch"] for row in whole.rows] == [8] * 5 + [16] * 4
+    assert [row["samples"] for row in whole.rows][-1] == 104
+    rate = [row["learning_rate"] for row in whole.rows]
+    np.testing.assert_allclose(rate, [megatron(run.train, row["samples"]) for row in whole.rows], rtol=1e-5)
+    assert training._train._cache_size() == 2
+    runs.go(run, tmp_path / "part", training=training, stop=runs.StopAfter(4))
+    rest = runs.go(run, tmp_path / "part", training=training, resume="auto")
+    np.testing.assert_array_equal(rest.losses, whole.losses)
+
+
+def test_a_skipped_step_does_not_advance_the_rates(tmp_path):
+    """fp16 with a scale that overflows at first: the loader goes on, the learning rate waits."""
+    run = runs.make_run((1, 1, 1), schedule="1f1b", steps=8, train={"precision": "fp16", "initial_loss_scale": 2.0**22})
+    result = runs.go(run, tmp_path)
+    skipped = np.array([row["skipped"] for row in result.rows])
+    assert 0 < skipped.sum() < 8 and result.rows[-1]["skipped_steps"] == skipped.sum()
+    assert [row["samples"] for row in result.rows] == [16 * step for step in range(1, 9)]
+    trained = 16 * np.cumsum(1 - skipped)
+    for row, n in zip(result.rows, trained, strict=True):
+        if not row["skipped"]:
+            assert row["learning_rate"] == pytest.approx(megatron(run.train, int(n)), rel=1e-5)
