@@ -46,7 +46,7 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
     batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32), "sample": sample}
     if steps:
         state, _ = training.train_step(state, batch)  # compiles
-    keep = Checkpoints(directory, OutputConfig(keep=1), {})
+    keep = Checkpoints(directory, OutputConfig(max_to_keep=1), {})
     rows = []
     for step in range(1, saves + 1):
         begin = time.perf_counter()

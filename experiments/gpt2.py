@@ -26,7 +26,7 @@ RECIPE = {
     "clip_norm": 1.0,
     "recompute": "full",
     "save_every": 5000,
-    "bad_step": "skip",
+    "nonfinite": "skip",
 }
 
 

@@ -56,7 +56,7 @@ def recipe(batch_tokens: float, learning_rate: float) -> dict[str, Any]:
         "weight_decay": 0.1,
         "clip_norm": 1.0,
         "save_every": 500,
-        "bad_step": "skip",
+        "nonfinite": "skip",
     }
 
 

@@ -39,25 +39,23 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def run_of(model: ModelConfig, microbatches: int, block_matmuls: str = "precision", **parallel) -> RunConfig:
+def run_of(model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, **parallel) -> RunConfig:
     """The run that `compile_step` compiles."""
     layout = ParallelConfig(**parallel)
-    train = TrainConfig(global_batch_size=microbatches * layout.data, block_matmuls=block_matmuls)
+    train = TrainConfig(global_batch_size=microbatches * layout.data, matmul_dtype=matmul_dtype)
     run = RunConfig(model, layout, train)
     run.validate()
     return run
 
 
-def compile_step(
-    model: ModelConfig, microbatches: int, block_matmuls: str = "precision", **parallel
-) -> tuple[str, int]:
+def compile_step(model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, **parallel) -> tuple[str, int]:
     """(HLO text, peak bytes on one GPU) of the training step, as bf16, one sample a microbatch and replica."""
-    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, block_matmuls, tuple(parallel.items()))
+    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, matmul_dtype, tuple(parallel.items()))
 
 
 @functools.cache
-def _compile(model, microbatches, block_matmuls, parallel) -> tuple[str, int]:
-    train = {"block_matmuls": block_matmuls}
+def _compile(model, microbatches, matmul_dtype, parallel) -> tuple[str, int]:
+    train = {"matmul_dtype": matmul_dtype}
     asked = json.dumps({"model": dict(model), "microbatches": microbatches, "train": train, "parallel": dict(parallel)})
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}

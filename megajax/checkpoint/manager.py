@@ -117,7 +117,7 @@ class Checkpoints:
 
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every
-        steps = complete_steps(self.directory)[: -self.output.keep]
+        steps = complete_steps(self.directory)[: -self.output.max_to_keep]
         return [self.directory / NAME.format(step) for step in steps if not every or step % every]
 
     def _failure(self, step: int, error: BaseException) -> str:

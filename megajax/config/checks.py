@@ -52,7 +52,7 @@ def check_values(config: "ModelConfig | ParallelConfig | TrainConfig | OutputCon
     """Each field alone: its type, its range, and its name where names are fixed."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.metadata["choices"]:
+        if field.metadata["choices"] and not (value is None and field.type == str | None):
             names = field.metadata["choices"]
             file = field.name == "schedule" and str(value).endswith(SCHEDULE_FILES)
             if (value not in names or isinstance(value, bool)) and not file:
@@ -302,17 +302,21 @@ def _check_batch(run: "RunConfig") -> None:
 
 def _check_fp8(run: "RunConfig") -> None:
     """What does not go with fp8 matmuls."""
-    if run.train.block_matmuls != "fp8":
+    if run.train.matmul_dtype == "bf16" != run.train.precision:
+        raise ConfigError(
+            f"matmul_dtype = bf16 does not go with precision = {run.train.precision}: leave --matmul-dtype out."
+        )
+    if run.train.matmul_dtype != "fp8":
         return
     if run.train.precision == "fp16":
         raise ConfigError(
-            "block_matmuls = fp8 does not go with precision = fp16, in which sums of scaled products overflow: type "
+            "matmul_dtype = fp8 does not go with precision = fp16, in which sums of scaled products overflow: type "
             "--precision bf16."
         )
     if "tensor_overlap" in run.parallel.rings:
         raise ConfigError(
-            "block_matmuls = fp8 does not go with tensor_overlap = ring, whose matmuls are its own: type "
-            "--tensor-overlap none, or --block-matmuls precision."
+            "matmul_dtype = fp8 does not go with tensor_overlap = ring, whose matmuls are its own: type "
+            "--tensor-overlap none, or leave --matmul-dtype out."
         )
 
 

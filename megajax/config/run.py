@@ -137,10 +137,8 @@ class ParallelConfig:
     unroll_blocks: bool = setting(
         False, "each block's weights an array of its own, which matmuls need not copy; compiles many times as long"
     )
-    offload: str = setting(
-        "none",
-        "stash: what forwards keep for their backwards waits in the host's memory, and comes and goes block by block",
-        ("none", "stash"),
+    offload_activations: bool = setting(
+        False, "keep what forwards save for their backwards in host memory; each block's part moves on its own"
     )
     attention: str = setting(
         "auto",
@@ -211,20 +209,20 @@ class TrainConfig:
     clip_norm: float = setting(1.0, "largest global norm of the gradient; a larger one is scaled down to it")
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples")
     precision: str = setting("bf16", "type of the forward and backward; weights stay fp32", ("bf16", "fp32", "fp16"))
-    block_matmuls: str = setting(
-        "precision",
-        "what the blocks' weights are multiplied in: the precision, or fp8 (E4M3 forwards, E5M2 gradients; install "
-        "megajax[fp8])",
-        ("precision", "fp8"),
+    matmul_dtype: str | None = setting(
+        None,
+        "data type of the matmuls with the blocks' weights; not given: --precision's; fp8: E4M3 forward, E5M2 for "
+        "gradients (install megajax[fp8])",
+        ("bf16", "fp8"),
     )
     initial_loss_scale: float = setting(65536.0, "fp16 only: the loss is multiplied by this at first")
     loss_scale_window: int = setting(1000, "fp16 only: steps without overflow after which the loss scale doubles")
-    bad_step: str = setting(
+    nonfinite: str = setting(
         "stop",
         "bf16 and fp32: what to do where the loss or gradient is not finite: stop, or skip the batch and go on",
         ("stop", "skip"),
     )
-    bad_steps_limit: int = setting(20, "so many skipped steps in a row stop the run, whatever the precision")
+    nonfinite_limit: int = setting(20, "so many skipped steps in a row stop the run, whatever the precision")
     spike_deviations: float = setting(8.0, "a loss so many standard deviations above the last 100 steps' is flagged")
     log_every: int = setting(10, "steps between two lines of the log")
     validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
@@ -270,7 +268,7 @@ class OutputConfig:
         "no", "auto: go on from run_dir's newest checkpoint, if there is one; STEP: from that; DIR: from another run's"
     )
     save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
-    keep: int = setting(3, "newest checkpoints to keep")
+    max_to_keep: int = setting(3, "newest checkpoints to keep")
     keep_every: int | None = setting(None, "checkpoints of steps that are multiples of this are kept for good")
     exit_after_minutes: float | None = setting(None, "save and exit with code 0 after so long; not given: at the end")
     tensorboard: bool = setting(True, "write run_dir/tensorboard")

@@ -169,7 +169,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         fused_attention=is_fused(parallel),
     )
     layer //= parallel.recompute_blocks  # one input for all of them
-    stashed = slots.stash * per_chunk if parallel.offload == "none" else 0  # or in the host's memory
+    stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # or in the host's memory
     workspace, copies = _workspace(run, item), stashed * stash_copies(run, item)
     gathered = 2 * block * item if sharding.zero >= 3 else 0  # the block at work and the next
     return {

@@ -71,8 +71,8 @@ def train(
       explain: (training, params, batch, loss scale) -> why a step is not finite.
 
     Raises:
-      ConfigError: the loss or a gradient stopped being finite and `bad_step` is "stop" (in fp16 that is how the loss
-        scale finds its size: the step is skipped), or did so in `bad_steps_limit` steps in a row.
+      ConfigError: the loss or a gradient stopped being finite and `nonfinite` is "stop" (in fp16 that is how the loss
+        scale finds its size: the step is skipped), or did so in `nonfinite_limit` steps in a row.
     """
     run, (checkpoints, stop) = training.run, (companions.checkpoints, companions.stop)
     throughput = functools.cache(functools.partial(throughput_of, run, peak))
@@ -141,7 +141,7 @@ def _step(training: Training, state: TrainState, batch, step: int, companions: C
 def _why(training: Training, state: TrainState, batch, metrics, in_a_row: int, explain) -> str | None:
     """What broke the step; None for an overflow in fp16, which is a normal part of its search for a loss scale."""
     normal = training.run.train.precision == "fp16" and math.isfinite(metrics["loss"])
-    if normal and in_a_row < training.run.train.bad_steps_limit:
+    if normal and in_a_row < training.run.train.nonfinite_limit:
         return None
     return explain(training, state.params, batch, float(metrics["loss_scale"]))
 
@@ -149,14 +149,14 @@ def _why(training: Training, state: TrainState, batch, metrics, in_a_row: int, e
 def _go_on_or_stop(run: RunConfig, record, reason: str, in_a_row: int, log: RunLog, save) -> None:
     """Says what broke a step; stops the run if that is what was asked for, or it happens again and again."""
     log.message(f"warning: step {record['step']}: {reason}")
-    too_often = in_a_row >= run.train.bad_steps_limit
-    if not too_often and (run.train.bad_step == "skip" or run.train.precision == "fp16"):
+    too_often = in_a_row >= run.train.nonfinite_limit
+    if not too_often and (run.train.nonfinite == "skip" or run.train.precision == "fp16"):
         return
     save(wait=True)
     why = f"{in_a_row} steps in a row" if too_often else "training stops before it spoils the weights"
     raise ConfigError(
         f"step {record['step']}: loss {record['loss']:g}, gradient norm {record['grad_norm']:g}: not finite ({reason}); "
-        f"{why}. Try a lower --learning-rate or a lower --clip-norm, or --bad-step skip to pass over such batches."
+        f"{why}. Try a lower --learning-rate or a lower --clip-norm, or --nonfinite skip to pass over such batches."
     )
 
 

@@ -47,7 +47,7 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
         fp8 without its library.
     """
     parallel = run.parallel
-    product = _fp8_product() if run.train.block_matmuls == "fp8" else jnp.tensordot
+    product = _fp8_product() if run.train.matmul_dtype == "fp8" else jnp.tensordot
     operations = plain_operations(rules.constrain, product)
     for field in parallel.rings:
         _check_ring(field, getattr(parallel, field), schedule)
@@ -67,21 +67,21 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
 
 def check_offload(run: RunConfig, device: jax.Device) -> None:
     """Raises ConfigError where the stash should lie in the host's memory, and devices like this one cannot reach it."""
-    if run.parallel.offload != "none" and run.parallel.schedule == pipedream_2bw.NAME:
+    if run.parallel.offload_activations and run.parallel.schedule == pipedream_2bw.NAME:
         raise ConfigError(
-            f"offload = {run.parallel.offload} cannot be had with schedule = {pipedream_2bw.NAME}, whose stash goes over "
-            "from step to step: leave --offload out, or type --schedule interleaved_1f1b."
+            f"offload_activations = True cannot be had with schedule = {pipedream_2bw.NAME}, whose stash goes over "
+            "from step to step: leave --offload-activations out, or type --schedule interleaved_1f1b."
         )
-    if run.parallel.offload != "none" and device.platform == "gpu" and broken_host_offload():
+    if run.parallel.offload_activations and broken_host_offload() and device.platform == "gpu":
         raise ConfigError(
-            f"offload = {run.parallel.offload} gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231): "
-            "install another jaxlib, or leave --offload out."
+            "offload_activations = True gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231): "
+            "install another jaxlib, or leave --offload-activations out."
         )
     kinds = [memory.kind for memory in device.addressable_memories()]  # none is known of a device that is not there
-    if run.parallel.offload != "none" and kinds and "pinned_host" not in kinds:
+    if run.parallel.offload_activations and kinds and "pinned_host" not in kinds:
         raise ConfigError(
-            f"offload = {run.parallel.offload}, but {device.device_kind} has no memory called pinned_host "
-            f"(it has {', '.join(kinds)}): leave --offload out."
+            f"offload_activations = True, but {device.device_kind} has no memory called pinned_host "
+            f"(it has {', '.join(kinds)}): leave --offload-activations out."
         )
 
 
@@ -90,8 +90,8 @@ def _fp8_product():
         from megajax.ops import fp8
     except ImportError as error:
         raise ConfigError(
-            "block_matmuls = fp8 needs qwix, which is not installed: type pip install 'megajax[fp8]', or --block-matmuls "
-            "precision."
+            "matmul_dtype = fp8 needs qwix, which is not installed: type pip install 'megajax[fp8]', or "
+            "leave --matmul-dtype out."
         ) from error
     return fp8.tensordot
 

@@ -227,7 +227,7 @@ class Training:
             run_schedule(self.run, len(batch["tokens"])),
             self.mesh,
             **self.layout,
-            offload=self.run.parallel.offload == "stash",
+            offload=self.run.parallel.offload_activations,
             unroll=self.run.parallel.unroll_blocks,
             compute_bubbles=bool(self.run.parallel.rings),
             poison_bubbles=poison_bubbles,

@@ -119,7 +119,7 @@ def test_a_vocabulary_padded_otherwise(tmp_path):
 
 
 def test_newest_and_every_kth_are_kept(training, state, tmp_path):
-    output = OutputConfig(run_dir="x", keep=2, keep_every=4)
+    output = OutputConfig(run_dir="x", max_to_keep=2, keep_every=4)
     keep = Checkpoints(tmp_path, output, run_meta(training.run, runs.Letters()))
     for step in range(1, 8):
         keep.save(training, state, Progress(step=step))

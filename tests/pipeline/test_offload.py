@@ -9,6 +9,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.pipeline.slots import slot_tables
+from megajax.runtime import compat
 from megajax.schedules.named import make_schedule
 from megajax.train.operations import check_offload
 from tests import gpu, small
@@ -20,8 +21,8 @@ from tests import gpu, small
 )
 def test_not_a_bit_changes(schedule, chunks):
     results = []
-    for offload in ("none", "stash"):
-        run = small.make_run((2, 2, 2), schedule=schedule, chunks=chunks, microbatches=4, offload=offload)
+    for offload in (False, True):
+        run = small.make_run((2, 2, 2), schedule=schedule, chunks=chunks, microbatches=4, offload_activations=offload)
         training = small.training_of(run)
         params = small.place(training, small.busy_params(small.MODEL))
         results.append(training.loss_and_gradients(params, small.make_batch(run)))
@@ -34,7 +35,7 @@ def test_compiled_for_h100s_all_of_the_stash_lies_there():
     """XLA writes the host's memory as S(5). What has an axis of the stash's slots is the stash."""
     layout = {"pipe": 2, "tensor": 2, "chunks": 2, "attention": "xla"}
     model = dataclasses.replace(gpu.LARGE, layers=4)
-    text, _ = gpu.compile_step(model, 4, offload="stash", **layout)
+    text, _ = gpu.compile_step(model, 4, offload_activations=True, **layout)
     slots = slot_tables(make_schedule("interleaved_1f1b", stages=2, microbatches=4, chunks=2)).stash_slots
     found = set(re.findall(rf"\bbf16(\[{slots},1,1,[\d,]*\])(\{{.*?\}})", text))
     assert len({shape for shape, _ in found}) == 4  # qkv, context, up; input and residual have the same
@@ -48,9 +49,27 @@ def test_where_it_cannot_be_is_one_line():
         def addressable_memories(self):
             return [type("Memory", (), {"kind": "device"})]
 
-    run = small.make_run(offload="stash")
-    with pytest.raises(ConfigError, match="offload = stash, but toaster has no memory called pinned_host"):
+    run = small.make_run(offload_activations=True)
+    with pytest.raises(ConfigError, match="offload_activations = True, but toaster has no memory called pinned_host"):
         check_offload(run, Device())
-    run = small.make_run((1, 2, 1), schedule="pipedream_2bw", offload="stash")
-    with pytest.raises(ConfigError, match="offload = stash cannot be had with schedule = pipedream_2bw"):
+    run = small.make_run((1, 2, 1), schedule="pipedream_2bw", offload_activations=True)
+    with pytest.raises(ConfigError, match="offload_activations = True cannot be had with schedule = pipedream_2bw"):
         check_offload(run, jax.devices()[0])
+
+
+def test_it_is_refused_on_the_jaxlib_that_computes_wrong_gradients(monkeypatch):
+    """openxla/xla#46231: jaxlib 0.11.0, on GPUs."""
+
+    class Device:
+        platform, device_kind = "gpu", "NVIDIA H100"
+
+        def addressable_memories(self):
+            return []
+
+    run = small.make_run(offload_activations=True)
+    check_offload(run, Device())
+    monkeypatch.setattr(compat.jaxlib, "__version__", "0.11.0")
+    with pytest.raises(
+        ConfigError, match="wrong gradients on GPUs with jaxlib 0.11.0.*leave --offload-activations out"
+    ):
+        check_offload(run, Device())

@@ -148,7 +148,7 @@ def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
 @pytest.mark.slow
 def test_a_save_that_fails_on_one_process_fails_on_all_and_training_goes_on(tmp_path):
     """The second process may not write large files for a while, as with a full disk of its own."""
-    found = start(tmp_path, 2, f"--steps 100000 --save-every 20 --keep 2 --run-dir {tmp_path}/run")
+    found = start(tmp_path, 2, f"--steps 100000 --save-every 20 --max-to-keep 2 --run-dir {tmp_path}/run")
     checkpoints = tmp_path / "run" / "checkpoints"
     found[0].until(lambda: manager.complete_steps(checkpoints))
     limit = resource.prlimit(found[1].process.pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))

@@ -119,7 +119,7 @@ NAMED = "microbatch 2 of 4, sample 38 of the run: the loss weights in the data a
 def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
     """And changes nothing: the run goes on as if the batch had not been there."""
     skipping = copy.copy(training)  # with the same compiled step
-    run = dataclasses.replace(training.run, train=dataclasses.replace(training.run.train, bad_step="skip"))
+    run = dataclasses.replace(training.run, train=dataclasses.replace(training.run.train, nonfinite="skip"))
     skipping.run = run
     result = runs.go(run, tmp_path / "a", training=skipping, loader=loader_of(training), save_every=4)
     assert f"warning: step 3: {NAMED}" in result.text
@@ -136,7 +136,7 @@ def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
 
 
 def test_or_stops_the_run_with_the_state_before_it_saved(training, tmp_path):
-    with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--bad-step skip"):
+    with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--nonfinite skip"):
         runs.go(training.run, tmp_path, training=training, loader=loader_of(training))
     assert manager.complete_steps(tmp_path / "checkpoints") == [2]
     result = runs.go(training.run, tmp_path, training=training, resume="auto")  # with the batch mended
