@@ -139,7 +139,7 @@ def measure(asked: Asked) -> dict:
     Raises:
       ConfigError: a run that is not legal, or nothing that the peers could run too.
     """
-    from megajax.estimate.hardware import device_peak
+    from megajax.estimate.gpus import device_peak
     from megajax.runtime.mesh import start_devices
     from megajax.train.operations import attention_choice
 

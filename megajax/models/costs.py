@@ -42,7 +42,7 @@ class Attention:
       heads: query heads.
       groups: key and value heads.
       head_size: elements of a head.
-      dropout: whether the probabilities have dropout, which cuDNN's attention does not support.
+      dropout: probability of dropping an attention probability; cuDNN's attention supports only 0.
       scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
         always does, and that is part of its backward.
       values_recomputed: recompute modes in which it computes probabilities times values a second time.
@@ -51,7 +51,7 @@ class Attention:
     heads: int
     groups: int
     head_size: int
-    dropout: bool = False
+    dropout: float = 0.0
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
 
@@ -103,11 +103,14 @@ class KeptValue:
     fused: bool | None = None
     transposed_from: int | None = None
 
+    def elements(self, sequence: int) -> int:
+        """Elements of one sample of `sequence` tokens, on all devices of a tensor group together."""
+        return sequence * self.per_token + sequence * sequence * self.per_token_pair
+
     def bytes(self, *, samples: int, sequence: int, itemsize: int, tensor: int, sequence_parallel: bool) -> int:
         """Bytes on one device for a microbatch of `samples` samples of `sequence` tokens."""
-        elements = sequence * self.per_token + sequence * sequence * self.per_token_pair
         parts = tensor if self.split == "tensor" or (self.split == "sequence" and sequence_parallel) else 1
-        return samples * elements * (self.itemsize or itemsize) // parts
+        return samples * self.elements(sequence) * (self.itemsize or itemsize) // parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +168,11 @@ class ModelCosts:
         tables = self.vocabulary * self.vocabulary_width
         return self.layers * self.block.total + self.shared.total + tables
 
+    @property
+    def matmul_pairs(self) -> int:
+        """Column- then row-parallel pairs of matmuls in a block; each has one sum over the tensor group."""
+        return sum(one.split == "row" for one in self.matmuls)
+
     def kept_values(self, mode: str, fused_attention: bool = False) -> tuple[KeptValue, ...]:
         """What one block keeps for its backward in recompute mode `mode`."""
         return tuple(value for value in self.kept if mode in value.modes and value.fused in (None, fused_attention))
@@ -218,7 +226,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             Matmul("mlp_in", hidden, up, "column", ("full",)),
             Matmul("mlp_out", inner, hidden, "row"),
         ),
-        attention=Attention(config.heads, config.key_value_heads, config.head_size, config.dropout > 0),
+        attention=Attention(config.heads, config.key_value_heads, config.head_size, config.dropout),
         block=Parameters(
             split=(hidden + bias) * (query_key_value + up) + hidden * (hidden + inner),
             whole=2 * hidden * bias + 2 * norm,
