@@ -15,7 +15,9 @@ from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.config_file import write_config
 from megajax.plan.explain import explain
 from megajax.plan.report import LEGEND, heading, plot, smallest, table
-from megajax.plan.search import SCHEDULES, Candidate, Question, best_by, search
+from megajax.plan.search import Candidate, Question, best_by, search
+from megajax.schedules.registry import import_user_files, names, search_order
+from megajax.schedules.schedule import ScheduleError
 
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 
@@ -23,8 +25,18 @@ SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans; returns the process's exit code: 0, 1 if nothing fits, 2 for invalid options."""
     try:
-        return _plan(_parser().parse_args(arguments))
-    except ConfigError as error:
+        first = _Parser(add_help=False, allow_abbrev=False)
+        first.add_argument(
+            "--import",
+            action="append",
+            default=[],
+            dest="imports",
+            metavar="FILE.py",
+            help="a Python file or module to import first, which registers schedules or models (repeatable)",
+        )
+        import_user_files(first.parse_known_args(arguments)[0].imports)
+        return _plan(_parser(first).parse_args(arguments))
+    except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -116,9 +128,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m megajax.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m megajax.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[parent],
     )
     add = parser.add_argument
     add(
@@ -126,14 +141,6 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="NAME",
         help="preset, as of experiments.gpt3, or one that an --import registers",
-    )
-    add(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="FILE.py",
-        help="a Python file or module to import first, which registers schedules or models (repeatable)",
     )
     add("--gpus", required=True, type=int, metavar="COUNT", help="GPUs of the cluster; all are used")
     add("--gpu", required=True, metavar="|".join(GPUS), help="what they are")
@@ -143,7 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--top", type=int, default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add("--out", default="plan.toml", metavar="FILE", help="where the fastest layout is written (default: plan.toml)")
     add("--plot", metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
-    add("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES, help="to choose from (default: all)")
+    searched = search_order()
+    add(
+        "--schedules",
+        nargs="+",
+        default=searched,
+        choices=names(),
+        help=f"to choose from (default: {', '.join(searched)})",
+    )
     modes = ("none", "selective", "full")
     add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
     add("--microbatch-sizes", nargs="+", type=int, default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")

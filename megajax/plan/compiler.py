@@ -21,6 +21,7 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.gpus import Gpu
 from megajax.runtime.xla_flags import gpu_flags
+from megajax.schedules.registry import import_user_files
 
 __all__ = ["MISSING_PLUGIN", "CompilerError", "compile_for", "has_compiler", "run_from_json", "target_config"]
 
@@ -147,10 +148,7 @@ def compile_in_child(file: str, imports: list[str]) -> None:
 
     request = pathlib.Path(file)
     asked = pickle.loads(request.read_bytes())
-    if imports:
-        from megajax.schedules.registry import import_user_files
-
-        import_user_files(imports)
+    import_user_files(imports)
     if asked["script"]:
         vars(sys.modules["__main__"]).update(runpy.run_path(asked["script"], run_name="__mp_main__"))
     run, gpu = pickle.loads(asked["run"]), asked["gpu"]

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
-from megajax.config.checks import SEVERAL_CHUNKS
 from megajax.config.errors import divisors
 from megajax.estimate import model_costs
 from megajax.estimate.flops import flops_per_step
@@ -20,9 +19,8 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.schedules.registry import find, search_order
 
-SCHEDULES = ("interleaved_1f1b", "1f1b", "eager_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v", "gpipe")
-ONE_STAGE = ("interleaved_1f1b",)  # without a pipeline all schedules are this one
 MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
 
 
@@ -47,7 +45,7 @@ class Question:
     global_batch: int
     precision: str = "bf16"
     software: Software = MEGAJAX
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = dataclasses.field(default_factory=search_order)
     recomputes: Sequence[str] = ("none", "selective", "full")
     microbatches: Sequence[int] = (1, 2, 4, 8, 16)
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
@@ -185,18 +183,15 @@ def _runs(question: Question) -> Iterable[RunConfig]:
 
 def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
     """(schedule, chunks) for this number of stages."""
-    if pipe == 1:
-        yield from ((name, 1) for name in ONE_STAGE)
+    specs = [find(name) for name in question.schedules]
+    if pipe == 1:  # without a pipeline all schedules are the same
+        yield from ((spec.name, 1) for spec in [spec for spec in specs if spec.chunks != "two"][:1])
         return
     layers = question.model.layers // pipe
-    for name in question.schedules:
-        if name == "zb_v":
-            choices = [2]
-        elif name in SEVERAL_CHUNKS:
-            choices = [n for n in range(2, min(layers, MOST_CHUNKS) + 1)]
-        else:
-            choices = [1]
-        yield from ((name, chunks) for chunks in choices if layers % chunks == 0)
+    for spec in specs:
+        fewest = 2 if spec.one_chunk else 1
+        choices = {"one": [1], "two": [2], "any": range(fewest, min(layers, MOST_CHUNKS) + 1)}[spec.chunks]
+        yield from ((spec.name, chunks) for chunks in choices if layers % chunks == 0)
 
 
 def _is_legal(run: RunConfig) -> bool:
