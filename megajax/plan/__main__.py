@@ -64,16 +64,18 @@ def _plan(asked: argparse.Namespace) -> int:
 def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     """Writes the fastest layout as a configuration file."""
     best = fitting[0]
+    command = f"python -m experiments.gpt3 --config {asked.out}" + "".join(
+        f" --import {name}" for name in asked.imports
+    )
     header = (
         f"{best.run.model.name} on {asked.gpus} {asked.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
-        f"python -m experiments.gpt3 --config {asked.out}"
+        f"{command}"
     )
-    parallel = dataclasses.replace(
-        best.run.parallel, attention=asked.attention
-    )  # auto stays auto, so that the file is valid on any machine
+    # auto stays auto, so that the file is valid on any machine
+    parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)
     write_config(asked.out, dataclasses.replace(best.run, parallel=parallel), asked.model, header)
-    print(f"written: {asked.out}   python -m experiments.gpt3 --config {asked.out}")
+    print(f"written: {asked.out}   {command}")
     return 0
 
 
@@ -95,6 +97,11 @@ def question_of(asked: argparse.Namespace) -> Question:
         raise ConfigError(f"tokens = {asked.tokens} must be above 0: pass --tokens 300e9.")
     model = preset(asked.model)
     changed = {name: getattr(asked, name) for name in SHAPE if getattr(asked, name) is not None}
+    for name in changed:
+        if not hasattr(model, name):
+            raise ConfigError(
+                f"{name} = {changed[name]}, but {model.name} has no {name}: omit --{name.replace('_', '-')}."
+            )
     if changed:
         model = dataclasses.replace(model, name=f"{model.name}, changed", **changed)
         _check_shape(model)

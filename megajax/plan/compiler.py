@@ -70,8 +70,7 @@ def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900) -> dict[str, Any
             "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.* {flags}",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        imports = getattr(run, "imports", ())
-        command = [sys.executable, "-c", CHILD, str(request), *imports]
+        command = [sys.executable, "-c", CHILD, str(request), *run.imports]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:

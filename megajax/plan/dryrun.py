@@ -32,6 +32,7 @@ from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, ha
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.schedules.registry import import_user_files
 from megajax.schedules.schedule import ScheduleError
 
 LARGEST = 8  # buffers to list
@@ -45,10 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         own, rest = _own(words)
+        import_user_files(own.imports)
         request = parse(rest, __doc__, {})
         if request.model is None:
             raise ConfigError("model is not given: pass --model NAME, a preset, or --config FILE.")
-        run = request.run(request.devices_needed or 1, "bf16")
+        run = dataclasses.replace(request.run(request.devices_needed or 1, "bf16"), imports=tuple(own.imports))
         run.validate()
         gpu = find_gpu(own.gpu)
         return dry_run(with_attention(run, gpu), gpu, compiling=not own.model_only, timeout=own.timeout)
@@ -100,6 +102,7 @@ def _with_xlas_attention(run: RunConfig) -> RunConfig:
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", required=True)
+    parser.add_argument("--import", action="append", default=[], dest="imports")
     parser.add_argument("--model-only", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)
     return parser.parse_known_args(words)

@@ -1,4 +1,4 @@
-"""The planner's command line: what it prints, what it writes, what it says of wrong input."""
+"""The planner's command line: its output, the file it writes, and its error messages."""
 
 import dataclasses
 import tomllib
@@ -14,7 +14,7 @@ SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64"
 
 
 def read(path) -> RunConfig:
-    """The file as a RunConfig, the way the front door does: the preset, then what is written over it."""
+    """The file as a RunConfig, as experiments.gpt3 reads it: the preset, then the values in the file."""
     tables = tomllib.loads(path.read_text())
     known = {"options", "model", "parallel", "train"}
     assert set(tables) <= known
@@ -23,7 +23,7 @@ def read(path) -> RunConfig:
     return RunConfig(model, ParallelConfig(**lists(tables["parallel"])), TrainConfig(**lists(tables["train"])))
 
 
-def test_prints_the_best_and_writes_the_winner(tmp_path, capsys):
+def test_prints_the_best_layouts_and_writes_the_fastest(tmp_path, capsys):
     out = tmp_path / "plan.toml"
     assert main([*SMALL.split(), "--out", str(out), "--top", "4"]) == 0
     text = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_zero_is_written(tmp_path):
 
 
 def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
-    """What is not typed stays open in the file, so that it also runs where there is no cuDNN."""
+    """--attention auto stays auto in the file, so that it also runs without cuDNN."""
     out, seconds = tmp_path / "plan.toml", {}
     for words, shown, written in (("", "cudnn", "auto"), ("--attention xla", "xla", "xla")):
         assert main([*SMALL.split(), *words.split(), "--out", str(out)]) == 0
