@@ -25,7 +25,7 @@ from megajax.config.checks import check_values
 from megajax.config.launch_checks import check_launch, check_output
 from megajax.config.toml import load_config
 from megajax.schedules.io import is_schedule_file, load
-from megajax.schedules.registry import SPECS
+from megajax.schedules.registry import find, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
@@ -96,8 +96,8 @@ class Request:
         """
         model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
         parallel = self._given(ParallelConfig) | self.mesh(device_count)
-        spec = SPECS.get(parallel.get("schedule", ParallelConfig.schedule))
-        several = spec is not None and spec.chunks != "one" and parallel["pipe"] > 1
+        name = parallel.get("schedule", ParallelConfig.schedule)
+        several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
         parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))

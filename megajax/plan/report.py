@@ -1,7 +1,7 @@
 """What the planner prints and draws: the best layouts, their memory and time part by part."""
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 from megajax.config import ConfigError
 from megajax.estimate import model_costs
@@ -84,20 +84,17 @@ def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
     return "\n".join(lines)
 
 
-def import_pyplot() -> ModuleType:
-    """matplotlib.pyplot, drawing to files only.
+def new_figure(**options: Any) -> Any:
+    """A `matplotlib.figure.Figure` that is saved to a file and never shown.
 
     Raises:
       ConfigError: matplotlib is not installed.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ConfigError("drawing needs matplotlib, which is not installed: pip install 'megajax[plot]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'megajax[plot]'.") from None
+    return Figure(layout="constrained", **options)
 
 
 def plot(candidates: Sequence[Candidate], path: str) -> None:
@@ -109,10 +106,10 @@ def plot(candidates: Sequence[Candidate], path: str) -> None:
     Raises:
       ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    pyplot = import_pyplot()
     fitting = [one for one in candidates if one.fits]
     question = candidates[0].question
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), sharey=True, layout="constrained")
+    figure = new_figure(figsize=(15, 4.2))
+    axes = figure.subplots(1, 3, sharey=True)
     for axis, (x, line) in zip(axes, (("pipe", "data"), ("pipe", "tensor"), ("tensor", "data")), strict=True):
         groups = best_by(fitting, lambda one: (getattr(one.run.parallel, line), getattr(one.run.parallel, x)))  # noqa: B023
         for value in sorted({key[0] for key in groups}):
@@ -131,5 +128,3 @@ def plot(candidates: Sequence[Candidate], path: str) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plot = {path} cannot be written: {error}; pass --plot with a .svg or .png path.") from error
-    finally:
-        pyplot.close(figure)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.schedules.io import is_schedule_file, load, save
-from megajax.schedules.registry import SPECS, find, import_user_files, make_schedule
+from megajax.schedules.registry import find, import_user_files, make_schedule, specs
 from megajax.schedules.render import as_json, as_text, as_trace, draw
 from megajax.schedules.schedule import Schedule, ScheduleError
 from megajax.schedules.simulate import Costs, Simulation, simulate_event, simulate_lockstep
@@ -38,8 +38,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, SPECS))
-    known = "\n".join(f"  {name.ljust(width)}  {spec.notes}" for name, spec in SPECS.items())
+    width = max(len(spec.name) for spec in specs())
+    known = "\n".join(f"  {spec.name.ljust(width)}  {spec.notes}" for spec in specs())
     parser = _Parser(
         prog="python -m megajax.schedules.draw",
         description=__doc__,

@@ -46,7 +46,7 @@ def auto(
 
 
 def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memory: int) -> Iterator[Schedule]:
-    for spec in list(registry.SPECS.values()):
+    for spec in registry.specs():
         if spec.generate is auto or not (spec.trains and spec.drains):
             continue
         try:

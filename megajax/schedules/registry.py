@@ -127,6 +127,11 @@ def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
     return add
 
 
+def specs() -> tuple[ScheduleSpec, ...]:
+    """All specs, in the order in which they were registered."""
+    return tuple(SPECS.values())
+
+
 def names() -> tuple[str, ...]:
     """The names of the schedules that train, in the order in which they were registered."""
     return tuple(name for name, spec in SPECS.items() if spec.trains)

@@ -1,6 +1,7 @@
 """The planner's command line: its output, the file it writes, and its error messages."""
 
 import dataclasses
+import sys
 import tomllib
 
 import pytest
@@ -72,6 +73,13 @@ def test_draws(tmp_path):
     picture = tmp_path / "shapes.svg"
     assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(picture)]) == 0
     assert "<svg" in picture.read_text()
+
+
+def test_drawing_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
+    assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(tmp_path / "shapes.svg")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install 'megajax[plot]'" in error
 
 
 def test_zero_is_written(tmp_path):
