@@ -4,10 +4,10 @@ python -m benchmarks.schedules                 both; writes schedules.json and s
 python -m benchmarks.schedules --simulate      the simulated table and the plot only, in seconds
 
 Measured: forwards and backwards of a GPT whose matmuls dominate, on p = 2 devices of one thread each. The bubble is
-T(m) / (m t) - 1, where t is the time of a microbatch on the same two devices without a pipeline: each has half the layers and
-its own batch, and t is the slope of that time between the two largest m. The measured bubble thus includes everything that a
-pipeline adds: idle time, sends, embedding and head. Steps of all schedules and sizes are timed in turn, and the fastest of each
-is used, so that a slow phase of the machine affects all of them.
+T(m) / (m t) - 1, where t is the time of a microbatch on the same two devices without a pipeline: each has half the layers
+and its own batch, and t is the slope of that time between the two largest m. The measured bubble thus includes everything
+that a pipeline adds: idle time, sends, embedding and head. Steps of all schedules and sizes are timed in turn, and the
+fastest of each is used, so that a slow phase of the machine affects all of them.
 """
 
 import argparse

@@ -122,13 +122,15 @@ def target_config(gpu: Gpu) -> str:
 
 
 def run_from_json(fields: dict[str, Any]) -> RunConfig:
-    """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as benchmarks/results has them."""
-    tables = {
-        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        for name, table in fields.items()
-    }
+    """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as benchmarks/results has them; without data."""
+    sections = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig}
     return RunConfig(
-        ModelConfig(**tables["model"]), ParallelConfig(**tables["parallel"]), TrainConfig(**tables["train"])
+        **{
+            name: kind(
+                **{key: tuple(value) if isinstance(value, list) else value for key, value in fields[name].items()}
+            )
+            for name, kind in sections.items()
+        }
     )
 
 
