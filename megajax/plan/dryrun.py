@@ -160,10 +160,10 @@ def _buffers(buffers: Sequence[Sequence]) -> str:
 
 def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     """Bytes sent by axis, and FLOPs."""
-    parallel, program = run.parallel, read(result["hlo"], loop_turns(run))
+    parallel, module = run.parallel, read(result["hlo"], loop_turns(run))
     mesh = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
     rows: dict[tuple[str, str], list[Collective]] = {}
-    for collective in program.collectives:
+    for collective in module.collectives:
         rows.setdefault((" and ".join(collective.axes(mesh)) or "none", collective.kind), []).append(collective)
     lines = [
         "communication of one GPU in a step, by ring algorithms:",
@@ -175,7 +175,7 @@ def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
     lines.append(
-        f"FLOPs of one GPU in a step: {program.flops():.3e} compiled (the last rank's); "
+        f"FLOPs of one GPU in a step: {module.flops():.3e} compiled (the last rank's); "
         f"{needed:.3e} with recomputation, {useful:.3e} of the model"
     )
     return "\n".join(lines)
