@@ -4,10 +4,11 @@ python -m benchmarks.data                                     all parts; writes 
 python -m benchmarks.data --only index --documents 1 10       some parts
 python -m benchmarks.data --megatron-python VENV/bin/python   with megatron-core, from a venv that has it and torch
 
-Preprocessing is measured in processor seconds of all its processes (start-up, reading, JSON, encoding, passing arrays between
-processes, writing): MB of text per second and core, compared with `encode_batch_fast` of the `tokenizers` library on the same
-texts, with one single-threaded process on each core. The two are measured in turn; the median of the rounds is printed.
-Writers take one document at a time; MB of ids. Times of the index are wall clock, including storing the arrays on disk.
+Preprocessing is measured in processor seconds of all its processes (start-up, reading, JSON, encoding, passing arrays
+between processes, writing): MB of text per second and core, compared with `encode_batch_fast` of the `tokenizers` library on
+the same texts, with one single-threaded process on each core. The two are measured in turn; the median of the rounds is
+printed. Writers take one document at a time; MB of ids. Times of the index are wall clock, including storing the arrays on
+disk.
 """
 
 import argparse
