@@ -87,7 +87,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
     Returns:
       "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" what the step
-      computes with (none in fp32); "stash" what forwards keep for their backwards; "copies" of the stash that XLA makes;
+      computes with (none in fp32). A schedule that does not drain holds two versions of both, the weights in any type.
+      "stash" what forwards keep for their backwards; "copies" of the stash that XLA makes;
       "input to weight gradients" what zero bubble's I keeps for its W; "inboxes" received activations and gradients;
       "workspace" of the block (or the head) being computed.
     """
