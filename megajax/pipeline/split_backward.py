@@ -1,12 +1,13 @@
-"""A block's backward in two: I, the gradient of its input, and W, the gradients of its weights (2401.10241, "B" and "W").
+"""A block's backward in two: I, the gradient of its input, and W, the gradients of its weights (2401.10241, "B" and
+"W").
 
 Only I is on the pipeline's critical path; W can wait for a bubble. The block's backward is one flat list of primitive
 operations once calls are inlined (remat and jit included), so it can be cut for any block:
 
 * I does what the input's gradient needs, and every weight gradient that takes no matmul (biases, norms): those are
-  small, and made from large values that W then need not be given.
-* W does the matmuls that are left. What they need is read from the stash again, or computed again where that takes no
-  matmul (a norm, an activation), or else, when it comes from I's own matmuls, it is *kept*: I puts it out and W takes it.
+small, and made from large values that W then need not be given. * W does the matmuls that are left. What they need is
+read from the stash again, or computed again where that takes no   matmul (a norm, an activation), or else, when it
+comes from I's own matmuls, it is *kept*: I puts it out and W takes it.
 
 No matmul is done twice. This is the one file that takes jaxprs apart.
 """
