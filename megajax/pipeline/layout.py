@@ -56,7 +56,7 @@ def _reverse_second_chunk(leaf, placement: str):
 
 
 def pipeline_spec(spec: P) -> P:
-    """The PartitionSpec of a leaf in pipeline layout, from that of the canonical leaf, whose axis 0 (layers) is not sharded.
+    """The PartitionSpec of a leaf in pipeline layout, from that of the canonical leaf (layers, axis 0, not sharded).
 
     P(None, None, "tensor") for [layers, hidden, heads] gives P(None, "pipe", None, None, "tensor").
     """
@@ -66,8 +66,8 @@ def pipeline_spec(spec: P) -> P:
 class Specs(NamedTuple):
     """Shardings of parameters and gradients: two pytrees of PartitionSpec, each like params or a prefix of it.
 
-    A gradient is summed over the manual axes that its weight is not sharded over. Where the gradient's spec has `data` and
-    the weight's has not (ZeRO-1), that sum is a reduce-scatter.
+    A gradient is summed over the manual axes that its weight is not sharded over. Where the gradient's spec has `data`
+    and the weight's has not (ZeRO-1), that sum is a reduce-scatter.
 
     Attributes:
       weights: of {"blocks": ..., "shared": ...}; blocks in pipeline layout.
@@ -79,7 +79,7 @@ class Specs(NamedTuple):
 
     @property
     def manual(self) -> "Specs":
-        """These specs restricted to the manual axes, for the `in_specs` and `out_specs` of the executor's `shard_map`."""
+        """These specs restricted to the manual axes, for `in_specs` and `out_specs` of the executor's `shard_map`."""
         return Specs(*(jax.tree.map(lambda spec: only(spec, MANUAL_AXES), specs, is_leaf=is_spec) for specs in self))
 
 
@@ -100,8 +100,8 @@ def full_specs(specs: Tree, like: Tree) -> Tree:
 def vary(tree: Tree) -> Tree:
     """Marks every leaf as varying over `MANUAL_AXES` (`lax.pcast(..., to="varying")`).
 
-    `jax.vjp` inserts a psum over each manual axis over which an argument is replicated. Without this call that psum would
-    run in every tick instead of once per step.
+    `jax.vjp` inserts a psum over each manual axis over which an argument is replicated. Without this call that psum
+    would run in every tick instead of once per step.
     """
 
     def mark(leaf):
@@ -114,9 +114,9 @@ def vary(tree: Tree) -> Tree:
 def sum_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """The sum of each leaf over manual mesh axes.
 
-    If both manual axes have size 1 the sum is the leaf itself. It is then written as an all-gather, because XLA rejects a
-    psum next to a `tensor` axis that it partitions itself: "Cross-partition allreduce must be in (partial) manual
-    partitioning mode" (jax 0.10.2).
+    If both manual axes have size 1 the sum is the leaf itself. It is then written as an all-gather, because XLA
+    rejects a psum next to a `tensor` axis that it partitions itself: "Cross-partition allreduce must be in (partial)
+    manual partitioning mode" (jax 0.10.2).
     """
     if all(lax.axis_size(axis) == 1 for axis in MANUAL_AXES):
         return jax.tree.map(lambda a: lax.all_gather(a[None], axes, axis=0, tiled=True, to="invarying")[0], tree)

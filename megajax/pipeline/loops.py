@@ -17,15 +17,15 @@ Tree = Any
 def counted_loop(iterations, count, step: Callable, state: Tree) -> tuple[jax.Array, Tree]:
     """A fori_loop whose trip count is dynamic and may be zero; returns the accumulated iteration count.
 
-    The count orders loops: XLA does not know its value before the loop has ended, so a loop that starts from another loop's
-    count, or an operation that reads the count, runs after that loop.
+    The count orders loops: XLA does not know its value before the loop has ended, so a loop that starts from another
+    loop's count, or an operation that reads the count, runs after that loop.
 
     Args:
       iterations: int32 scalar, the count of the loops before this one.
       count: int or int32 scalar, the trip count.
       step: `step(index, zero, state) -> state`. `zero` is an int32 scalar whose value is always 0 but which XLA cannot
-        prove to be loop-invariant. Work that depends on it stays in the loop. XLA hoists other loop-invariant work out of
-        the loop, where it would run even if the trip count is zero.
+        prove to be loop-invariant. Work that depends on it stays in the loop. XLA hoists other loop-invariant work out
+        of the loop, where it would run even if the trip count is zero.
       state: pytree carried through the loop.
 
     Returns:
@@ -42,7 +42,9 @@ def counted_loop(iterations, count, step: Callable, state: Tree) -> tuple[jax.Ar
 
 
 def prevent_hoisting(zero: jax.Array, values: Tree) -> Tree:
-    """Prevents XLA from hoisting the values, and what is computed from them, out of the loop (loop-invariant code motion).
+    """Prevents XLA from hoisting the values out of the loop (loop-invariant code motion).
+
+    Nor can it hoist what is computed from them.
 
     Args:
       zero: as `counted_loop` passes it to its step.

@@ -136,8 +136,8 @@ class PipeDream2BW:
           in_flight: the state after the previous step.
 
         Returns:
-          losses: fp32 [2 * microbatches], of the microbatches whose head ran in this step, and 0 for the others. There are
-            m of them (fewer in the first step); their batch is the returned `InFlight.batch`.
+          losses: fp32 [2 * microbatches], of the microbatches whose head ran in this step, and 0 for the others. There
+            are m of them (fewer in the first step); their batch is the returned `InFlight.batch`.
           counted: bool [2 * microbatches], which microbatches these are.
           gradients: of the previous batch, fp32, in the layout of `params` (0 in the first step).
           in_flight: the state for the next step.

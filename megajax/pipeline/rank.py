@@ -23,8 +23,9 @@ from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megajax.sharding.zero import Cut
 
 Tree = Any
-# XLA's scheduler allows one collective at a time on the default stream, so a send there would end before a loop over blocks
-# that contains collectives over `tensor` begins. On the stream for point-to-point communication it overlaps the loop.
+# XLA's scheduler allows one collective at a time on the default stream, so a send there would end before a loop over
+# blocks that contains collectives over `tensor` begins. On the stream for point-to-point communication it overlaps the
+# loop.
 SEND_STREAM = {"_xla_gpu_collective_stream": "p2p"}
 
 
@@ -33,15 +34,15 @@ class ExecutorOptions:
     """How the executor shards arrays and runs blocks.
 
     Attributes:
-      constrain: `x -> x`, applies the sharding constraint of an activation [samples, sequence, hidden] over the mesh axes
-        that are not manual.
-      specs: shardings of params and gradients. A block's weight that is sharded over `data` is all-gathered each time its
-        block runs, and its gradient is reduce-scattered there (ZeRO-3).
+      constrain: `x -> x`, applies the sharding constraint of an activation [samples, sequence, hidden] over the mesh
+        axes that are not manual.
+      specs: shardings of params and gradients. A block's weight that is sharded over `data` is all-gathered each time
+        its block runs, and its gradient is reduce-scattered there (ZeRO-3).
       share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.
       offload: the stash is in host memory.
       unroll: each block's weights are separate arrays; see `stage.Stack`.
-      compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where a
-        block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
+      compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
+        a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
     """
 
@@ -95,7 +96,7 @@ class Rank:
         *,
         collect: Callable | None = None,
     ):
-        """Arguments as for `executor.gradient_function`; `collect` as for `executor.forward_function`, None in training.
+        """Arguments as for `executor.gradient_function`, and `collect` as for `executor.forward_function`, else None.
 
         `params` and `batch` are this rank's shards: blocks [chunks, 1, layers per chunk, ...], batch
         [microbatches, samples, ...].
@@ -154,9 +155,9 @@ class Rank:
     def paired_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """A forward and then a backward on every rank.
 
-        The gradient of the previous tick is sent during the forward, and this tick's activation during the backward. The
-        barriers end a send only after the computation that it overlaps; without them XLA places the receive before the
-        loop over blocks.
+        The gradient of the previous tick is sent during the forward, and this tick's activation during the backward.
+        The barriers make a send end after the computation that it overlaps; without them XLA ends it before the loop
+        over blocks.
         """
         ops = segment.ops
         if BACKWARD in ops:
@@ -182,10 +183,10 @@ class Rank:
     def mixed_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """One operation on each rank, then the head, the embedding's backward and the sends, on all ranks.
 
-        No collective over `pipe` may run between the tick's loops over blocks. It would synchronize a rank that runs the
-        forward loop with a rank that runs the backward loop, and the tick would take as long as both. XLA's CPU backend
-        drops optimization barriers before it schedules, so data dependences order the tick instead: each loop starts from
-        the previous loop's iteration count, and the values to send depend on the final count.
+        No collective over `pipe` may run between the tick's loops over blocks. It would synchronize a rank that runs
+        the forward loop with a rank that runs the backward loop, and the tick would take as long as both. XLA's CPU
+        backend drops optimization barriers before it schedules, so data dependences order the tick instead: each loop
+        starts from the previous loop's iteration count, and the values to send depend on the final count.
         """
         ops = segment.ops
         backward = INPUT if INPUT in ops else BACKWARD if BACKWARD in ops else None
@@ -267,7 +268,7 @@ class Rank:
         return carry._replace(shared_gradients=shared, output=output, gradients=gradients, iterations=iterations)
 
     def backward(self, segment: Segment, carry: Carry, row: TickRow) -> tuple[Carry, jax.Array]:
-        """The tick's backward: whole, one part of it, or I. Returns the gradient [samples, sequence, hidden] to send."""
+        """The tick's backward: whole, one part, or I. Returns the gradient [samples, sequence, hidden] to send."""
         operation, on, totals = row.backward, row.backward.on == 1, carry.block_gradients
         dy = self.constrain(carry.gradients[operation.inbox])
         work = self.work(operation, carry, self.block_range(operation, segment))
@@ -313,7 +314,7 @@ class Rank:
 
     @jax.named_scope("send")
     def send(self, direction: str, value: jax.Array) -> list[jax.Array]:
-        """Sends a value [samples, sequence, hidden] along every route of a direction; returns the value received by each."""
+        """Sends [samples, sequence, hidden] along every route of a direction; returns what each route delivers."""
         with set_xla_metadata(**SEND_STREAM):
             return [
                 value if all(a == b for a, b in route) else self.constrain(lax.ppermute(value, "pipe", route))
@@ -333,8 +334,8 @@ class Rank:
     def block_range(self, operation: OperationRow, segment: Segment) -> tuple:
         """(0, number of blocks to run): all blocks of the chunk, or none where the rank has no work.
 
-        A Python int if every rank runs all its blocks in every tick of the segment. XLA then runs the loop without reading
-        a predicate from the device.
+        A Python int if every rank runs all its blocks in every tick of the segment. XLA then runs the loop without
+        reading a predicate from the device.
         """
         always = self.schedule.paired and (segment.full or self.options.compute_bubbles)
         return 0, self.per_chunk if always else operation.on * self.per_chunk
@@ -354,9 +355,9 @@ class Rank:
 def _run_if(scope: str, row: EndRow, iterations: jax.Array, function: Callable, state: Tree) -> tuple[jax.Array, Tree]:
     """`function(zero, state)` if `row.on` is 1, else `state`; as a loop, so that XLA updates the state in place.
 
-    Each loop of a tick starts from the previous loop's iteration count, so all ranks run them in the same order. `function`
-    must call `prevent_hoisting` on all that it reads: two hoisted collectives over the same ranks could run at the same
-    time, and XLA's CPU backend would take them for one collective because all have channel id 1.
+    Each loop of a tick starts from the previous loop's iteration count, so all ranks run them in the same order.
+    `function` must call `prevent_hoisting` on all that it reads: two hoisted collectives over the same ranks could run
+    at the same time, and XLA's CPU backend would take them for one collective because all have channel id 1.
     """
     with jax.named_scope(scope):
         return counted_loop(iterations, row.on, lambda _, zero, state: function(zero, state), state)

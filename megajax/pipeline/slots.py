@@ -34,8 +34,8 @@ Times = dict[tuple[str, int, int], int]  # (result, stage, microbatch) -> tick
 class OperationRow(NamedTuple):
     """One operation of a tick: a forward, a backward (whole, a part of it, or I), or W.
 
-    Where `on` is 0 the rank has no work. The other fields are then 0, except that `stash` of a forward and `inbox` name a
-    slot that no other value occupies.
+    Where `on` is 0 the rank has no work. The other fields are then 0, except `parts`, which is 1, `inbox`, which is the
+    inbox's extra slot, and in paired ticks `stash` of a forward, which is a slot that is free in that tick.
     """
 
     on: Column  # 1 if the rank has work
@@ -66,8 +66,8 @@ class TickRow(NamedTuple):
 
     `activation_arrivals[j]` is the inbox slot for the activation received over route j at the end of the tick, and
     `gradient_arrivals[j]` the one for the gradient. In paired ticks a gradient is received one tick after it was sent,
-    between that tick's forward and backward, and its slot is in that row. The slot after an inbox's last one takes what no
-    operation reads.
+    between that tick's forward and backward, and its slot is in that row. The slot after an inbox's last one takes
+    what no operation reads.
     """
 
     forward: OperationRow
@@ -106,8 +106,8 @@ def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
     """The tables of a valid schedule.
 
     Args:
-      share_ends: all ranks run their part of the embedding and the head, in each tick in which one rank has a microbatch
-        at the model's first or last stage.
+      share_ends: all ranks run their part of the embedding and the head, in each tick in which one rank has a
+        microbatch at the model's first or last stage.
     """
     operations = _operations(schedule)
     start: Times = {}
@@ -192,8 +192,9 @@ def _edge(schedule: Schedule, stage: int, after: int) -> tuple[int, int]:
 def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     """The (sender, receiver) pairs of a direction, grouped by distance so that no route is a ring.
 
-    With several pipelines on the mesh a ring is several cycles, for which XLA's decomposition of collective permutes loses
-    data (openxla/xla#45222). The edge of interleaving from the last rank to the first is therefore a separate route.
+    With several pipelines on the mesh a ring is several cycles, for which XLA's decomposition of collective permutes
+    loses data (openxla/xla#45222). The edge of interleaving from the last rank to the first is therefore a separate
+    route.
     """
     groups: dict[int, set[tuple[int, int]]] = {}
     for stage in range(schedule.last_stage + 1):
@@ -207,8 +208,8 @@ def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
 def _assign_stash(schedule: Schedule, operations: dict[str, OperationRow], finish: Times) -> int:
     """Gives each forward the slot that its backward reads; returns how many slots the rank with most needs.
 
-    A slot is occupied until the weights' gradients are computed. In paired ticks a forward in a bubble writes too, so it
-    gets a slot that is free in that tick.
+    A slot is occupied until the weights' gradients are computed. In paired ticks a forward in a bubble writes too, so
+    it gets a slot that is free in that tick.
     """
     forward = operations[FORWARD]
     spans = [range(segment.start, segment.stop) for segment in schedule.segments if FORWARD in segment.ops]
@@ -233,7 +234,10 @@ def _assign_stash(schedule: Schedule, operations: dict[str, OperationRow], finis
 
 
 def _assign_kept(schedule: Schedule, operations: dict[str, OperationRow], finish: Times) -> int:
-    """Gives each I the slot that its W reads; returns how many the rank with most needs, 0 if backwards are not split."""
+    """Gives each I the slot that its W reads; returns how many slots the rank with most needs.
+
+    0 if backwards are not split.
+    """
     splits = [(tick, rank, work) for tick, rank, work in _works(schedule) if schedule.does(work) in (INPUT, WEIGHT)]
     slots_of = {}
     owned: dict[int, set] = {rank: set() for rank in range(schedule.stages)}
@@ -253,8 +257,8 @@ def _assign_inbox(
     """Gives each received value a slot from its arrival to its use.
 
     Returns:
-      for each rank the slot of each (stage, microbatch) that receives; and for each route the slots of its arrivals, int32
-      [ticks, ranks].
+      for each rank the slot of each (stage, microbatch) that receives; and for each route the slots of its arrivals,
+      int32 [ticks, ranks].
     """
     start, finish = times
     wanted = FORWARD if direction == FORWARD else INPUT
@@ -302,10 +306,10 @@ def _count(slots_of: dict[int, dict]) -> int:
 
 
 def _colour(intervals: list[Interval]) -> dict[object, int]:
-    """Assigns slots to closed intervals (first tick, last tick, name) such that overlapping intervals have different slots.
+    """Assigns slots to closed intervals (first tick, last tick, name); overlapping intervals have different slots.
 
-    Greedy interval colouring, in order of the first tick, each into the lowest free slot. It uses as many slots as intervals
-    overlap at most, which is optimal.
+    Greedy interval colouring, in order of the first tick, each into the lowest free slot. It uses as many slots as
+    intervals overlap at most, which is optimal.
     """
     slots: dict[object, int] = {}
     busy: list[tuple[int, int]] = []

@@ -57,10 +57,11 @@ class Stack:
       block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch, x of [samples, sequence, hidden].
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
       per_chunk: blocks in a chunk.
-      cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block runs,
-        and its gradient is reduce-scattered at once.
-      separate: each block's weights as separate arrays, or empty. A loop over blocks slices each block's weights out of the
-        stacked arrays, and XLA copies the slice because its matmuls read whole arrays; separate arrays are not copied.
+      cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
+        runs, and its gradient is reduce-scattered at once.
+      separate: each block's weights as separate arrays, or empty. A loop over blocks slices each block's weights out
+        of the stacked arrays, and XLA copies the slice because its matmuls read whole arrays; separate arrays are not
+        copied.
       max_parts: the largest number of parts in which a backward of separate arrays runs.
     """
 
@@ -217,11 +218,14 @@ class Stack:
     def _run_blocks(
         self, iterations, work: ChunkWork, step: Callable, state: Tree, *, backwards=False
     ) -> tuple[jax.Array, Tree]:
-        """Runs `step(index, place, zero, state) -> state` for each block of `work.blocks`; returns the iteration count too.
+        """Runs `step(index, place, zero, state) -> state` for each block of `work.blocks`.
 
-        `index` is the block's number in the chunk and `place` its index in `weights`. Separate arrays are chosen at compile
-        time. So each chunk, and each part of one, is then a loop of one iteration or none over these blocks, unrolled; if
-        there is a single chunk whose range is known at compile time, no loop is needed.
+        `index` is the block's number in the chunk and `place` its index in `weights`. Separate arrays must be selected at
+        compile time. Each chunk, and each part of one, is then an unrolled loop body that runs once or not at all; if
+        there is one chunk and the range is known at compile time, there is no loop.
+
+        Returns:
+          (the iteration count, the final state).
         """
         chunk, (low, high) = work.chunk, (0, self.per_chunk) if work.blocks is None else work.blocks
         if not self.separate:

@@ -29,7 +29,8 @@ def empty_stash(slots: int, blocks: int, shapes: Tree, *, on_host: bool = False)
         shape = (slots, blocks, *leaf.shape)
         if not on_host:
             return jnp.zeros(shape, leaf.dtype)
-        # A scalar is broadcast in host memory: XLA then allocates the buffer there and transfers nothing from the device.
+        # A scalar is broadcast in host memory: XLA then allocates the buffer there and transfers nothing from the
+        # device.
         return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
 
     return jax.tree.map(empty, shapes)

@@ -73,7 +73,8 @@ def test_losses_are_of_the_tokens_whose_head_ran_in_the_step():
         joined = {name: np.concatenate([batch[name][low:high] for batch, low, high in parts]) for name in parts[0][0]}
         return float(gpt.reference_loss(functions, params, joined))
 
-    # The last of 4 ranks runs 3 ticks behind: of each batch the head runs on 5 microbatches in its own step, 3 in the next.
+    # The last of 4 ranks runs 3 ticks behind: of each batch the head runs on 5 microbatches in its own step, 3 in the
+    # next.
     assert losses[0] == pytest.approx(mean((batches[0], 0, 5)), rel=1e-5)
     assert losses[1] == pytest.approx(mean((batches[0], 5, 8), (batches[1], 0, 5)), rel=1e-5)
 

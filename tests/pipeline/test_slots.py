@@ -23,8 +23,8 @@ class At:
 def replay(schedule):
     """Moves labels instead of arrays through stash, inboxes and routes, as executor.py moves activations.
 
-    A label is (stage, microbatch). Returns the tables, the microbatches whose loss was computed, and those whose embedding
-    was differentiated.
+    A label is (stage, microbatch). Returns the tables, the microbatches whose loss was computed, and those whose
+    embedding was differentiated.
     """
     table = slot_tables(schedule)
     rows, ranks = table.rows, range(schedule.stages)
