@@ -19,7 +19,7 @@ import platform
 import time
 
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
 KINDS = [
@@ -73,7 +73,7 @@ def measured_rows(repeats: int) -> list[dict]:
         (name, chunks, microbatches)
         for name, chunks in MEASURED
         for microbatches in MICROBATCHES
-        if name != "dualpipe_v" or microbatches >= 2 * TIMED_STAGES
+        if microbatches >= find(name).fewest_microbatches(TIMED_STAGES)
     ] + [(APART, 1, microbatches) for microbatches in MICROBATCHES[-2:]]
     steps = {}
     for case in cases:

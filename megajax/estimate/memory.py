@@ -10,18 +10,13 @@ import dataclasses
 import functools
 
 from megajax.config import ModelConfig, RunConfig, padded_vocabulary
-from megajax.config.checks import SCHEDULE_FILES
-from megajax.config.run_schedule import arguments, run_schedule
+from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.attention import is_fused
 from megajax.models.remat import bytes_per_layer, kept_values
-from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.named import make_schedule
-from megajax.schedules.schedule import Schedule
+from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-FORMULAS = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v")
-SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v")
 # Of a card's memory: what is left for the program by the CUDA context, NCCL's buffers and fragmentation. JAX's own
 # documentation (GPU memory allocation) and users set XLA_PYTHON_CLIENT_MEM_FRACTION up to 0.92; its default is 0.75.
 USABLE_SHARE = 0.92
@@ -46,68 +41,18 @@ class Sharding:
         return cls(run.parallel.zero, run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """Buffers of a schedule on the rank with most, as `pipeline.slots.Tables` has them."""
-
-    stash: int
-    kept: int
-    inbox: int  # activations and gradients together, the two spare slots included
-
-
 def slots_of(run: RunConfig) -> Slots:
-    """Read off the schedule's tables. Takes a while for hundreds of ranks and microbatches: see `closed_form_slots`."""
-    if run.parallel.schedule.endswith(SCHEDULE_FILES) or run.parallel.schedule == pipedream_2bw.NAME:
-        return _counted(run_schedule(run))
-    return _slots_of_named(run.parallel.schedule, **arguments(run))
+    """Buffers of the run's schedule: by the closed form of its spec, or counted in its table where there is none."""
+    spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
+    closed = spec.slots(**arguments) if spec.slots else None
+    return closed or counted_slots(spec, **arguments)
 
 
 @functools.lru_cache(maxsize=256)  # a search asks again for each recompute mode and microbatch size
-def _slots_of_named(name: str, **sizes) -> Slots:
-    return _counted(make_schedule(name, **sizes))
-
-
-def _counted(schedule: Schedule) -> Slots:
-    table = slot_tables(schedule)
+def counted_slots(spec: ScheduleSpec, **arguments) -> Slots:
+    """Buffers counted in the schedule's table, which takes seconds for hundreds of ranks and microbatches."""
+    table = slot_tables(make_schedule(spec.name, **arguments))
     return Slots(table.stash_slots, table.kept_slots, sum(table.inbox_slots.values()) + 2)
-
-
-def closed_form_slots(schedule: str, pipe: int, chunks: int, microbatches: int) -> Slots:
-    """What `slots_of` finds, by formula: the schedules' docstrings, one more where bubbles write to a spare slot.
-
-    For zb_v only with 2p - 1 microbatches or more: with fewer, it leaves out some of what it does with so many.
-    """
-    p, v, m = pipe, chunks, microbatches
-    work = m * v
-    stash = {
-        "gpipe": m + 1,
-        "1f1b": min(m, p),
-        "eager_1f1b": min(2 * p - 1, m + 1),
-        "interleaved_1f1b": min((v + 1) * p - 1, work + 1),
-        "zb_h1": min(m, p),
-        "zb_1p_interleaved": min(work, v * p),
-        "zb_v": min(work, 2 * p),
-    }[schedule]
-    kept = {"zb_h1": min(m, p), "zb_1p_interleaved": min(m, p), "zb_v": min(work, 2 * p) - 1}.get(schedule, 0)
-    inbox = 2
-    if schedule == "gpipe":
-        inbox = 1 + m
-    elif schedule == "zb_1p_interleaved" and v > 1:
-        inbox = (-(-3 * p // 4) if m > p else 1) + p // 2 + 1
-    elif schedule == "zb_v":
-        inbox = min(m, 2) + (2 if m > 2 else 1)
-    if p == 1:  # nothing is sent; only the loss's gradient waits
-        stash, kept = (m if schedule == "gpipe" else 1), min(kept, 1)
-        inbox = m if schedule == "gpipe" else 1
-    return Slots(stash, kept, inbox + 2)
-
-
-def _slots(run: RunConfig) -> Slots:
-    parallel = run.parallel
-    few = parallel.schedule == "zb_v" and run.microbatches < 2 * parallel.pipe - 1
-    if parallel.schedule in FORMULAS and parallel.group_size is None and not few:
-        return closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
-    return slots_of(run)
 
 
 def block_parameters(model: ModelConfig, tensor: int) -> int:
@@ -148,13 +93,14 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     """
     model, parallel = run.model, run.parallel
     item = ITEMSIZE[run.train.precision]
-    sharding, slots = sharding or Sharding.of(run), slots or _slots(run)
+    sharding, slots = sharding or Sharding.of(run), slots or slots_of(run)
     layers, block = model.layers // parallel.pipe, block_parameters(model, parallel.tensor)
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     parameters = layers * block + shared
     replicas, tokens = parallel.data * parallel.context, model.sequence_length // parallel.context
     state = replicas if sharding.zero >= 1 else 1
     work = replicas if sharding.zero >= 3 else 1
+    versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
     per_chunk = layers // parallel.chunks
     activation = parallel.microbatch_size * tokens * model.hidden * item
     residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
@@ -175,8 +121,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     return {
         "weights": 4 * parameters // state,
         "optimizer": 8 * parameters // state,
-        "gradients": 4 * parameters // work,
-        "16-bit weights": (item * parameters // work if item < 4 else 0) + gathered,
+        "gradients": versions * 4 * parameters // work,
+        "16-bit weights": (versions * item * parameters // work if item < 4 or versions > 1 else 0) + gathered,
         "stash": stashed * layer,
         "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
         "input to weight gradients": slots.kept * per_chunk * _kept_for_weights(run, item),

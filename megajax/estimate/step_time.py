@@ -10,21 +10,25 @@ What is left out: launching kernels, loading data, stragglers, contention betwee
 """
 
 import dataclasses
+import functools
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig
+from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.attention import is_fused
 from megajax.estimate.gpus import Card
 from megajax.estimate.memory import (
     ITEMSIZE,
-    SPLIT_BACKWARD,
     Sharding,
     block_parameters,
-    closed_form_slots,
     shared_parameters,
+    slots_of,
     stash_copies,
 )
 from megajax.estimate.op_costs import FITTED, Fitted, Prices, spread
 from megajax.estimate.software import MEGAJAX, Software
+from megajax.schedules.registry import ScheduleSpec, find, make_schedule
+from megajax.schedules.schedule import Schedule
+from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,35 +147,24 @@ def head_time(model: ModelConfig, parallel: ParallelConfig, prices: Prices, shar
     return products + passes + 4 * one
 
 
-def bubble_time(
-    parallel: ParallelConfig, microbatches: int, forward: float, backward: float, weight: float, lockstep: bool
-) -> float:
-    """Seconds that a rank does not work in a step; the schedules' closed forms, which the tests simulate.
+def bubble_time(run: RunConfig, costs: Costs, lockstep: bool) -> float:
+    """Seconds that a rank idles in a step: the closed form of the schedule's spec, or simulated where there is none.
 
     Args:
-      forward: seconds of a chunk's forward.
-      backward: of its backward, all of it.
-      weight: of the part of the backward that makes the weights' gradients.
-      lockstep: ranks go from tick to tick together, as megajax's do (`simulate_lockstep`); otherwise each goes on as
-        soon as it can (`simulate_event`). They differ for ticks that hold one op each, if ops differ in cost. For a split
-        backward this is then a bound from above: close for p >= 4, and up to a quarter of the step too much for p = 2.
+      costs: seconds of each operation on one chunk.
+      lockstep: ranks start each tick together, as megajax's do (`simulate_lockstep`); otherwise each operation starts as
+        soon as it can (`simulate_event`). They differ for ticks that hold one op on each rank, if ops differ in cost.
     """
-    waits, name = parallel.pipe - 1, parallel.schedule
-    if waits == 0:
-        return 0.0
-    gradient = backward - weight
-    work = microbatches * parallel.chunks
-    if lockstep and name == "1f1b":  # ticks of a forward or half a backward; in p of them there are forwards alone
-        dearest = max(forward, backward / 2)
-        ticks = 3 * (microbatches + waits) * dearest - parallel.pipe * (dearest - forward)
-        return ticks - work * (forward + backward)
-    if lockstep and name in SPLIT_BACKWARD:  # while the pipeline fills, at least vp ticks hold none of the dearest
-        dearest = max(forward, gradient, weight)
-        cheaper = min(work, parallel.pipe * parallel.chunks) * (dearest - min(forward, gradient, weight))
-        return (3 * work + waits) * dearest - cheaper - work * (forward + backward)
-    if name in SPLIT_BACKWARD:
-        return waits * max(0.0, forward + gradient - weight)
-    return waits * (forward + backward)
+    spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
+    if spec.bubble:
+        return spec.bubble(costs=costs, lockstep=lockstep, **arguments)
+    simulation = (simulate_lockstep if lockstep else simulate_event)(_table(spec, **arguments), costs)
+    return simulation.makespan - simulation.ideal
+
+
+@functools.lru_cache(maxsize=64)  # a search asks again for each recompute mode and microbatch size
+def _table(spec: ScheduleSpec, **arguments) -> Schedule:
+    return make_schedule(spec.name, **arguments)
 
 
 def step_time(
@@ -194,14 +187,9 @@ def step_time(
     layers = model.layers / parallel.pipe
     chunk = layers / parallel.chunks
     both = forward + backward
-    bubble = bubble_time(
-        parallel,
-        batches,
-        forward.total * chunk,
-        backward.total * chunk,
-        chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2,
-        software.lockstep,
-    )
+    weight = chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
+    whole = backward.total * chunk
+    bubble = bubble_time(run, Costs(forward.total * chunk, whole, whole - weight, weight), software.lockstep)
     blocks = batches * layers * both.total
     if sharding.zero == 3:
         data = _gathers_time(run, prices, blocks)
@@ -222,8 +210,9 @@ def step_time(
 def _copies_time(run: RunConfig, prices: Prices) -> float:
     """Reading and writing the transposed part of the stash, once for each chunk's backward, bubbles included."""
     parallel = run.parallel
-    slots = closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
-    count = slots.stash * run.model.layers // parallel.pipe // parallel.chunks * stash_copies(run, prices.itemsize)
+    count = (
+        slots_of(run).stash * run.model.layers // parallel.pipe // parallel.chunks * stash_copies(run, prices.itemsize)
+    )
     turns = run.microbatches * parallel.chunks + parallel.pipe - 1
     return turns * prices.traffic(2 * count)
 

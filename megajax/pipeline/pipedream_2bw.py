@@ -25,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 from megajax.pipeline.executor import BATCH, Carry, Rank, rank_columns
 from megajax.pipeline.slots import Tables, slot_tables
 from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, is_spec, summed, vary
-from megajax.schedules.named import make_schedule
-from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, ScheduleError, Work
+from megajax.schedules.one_f_one_b import backward_lag
+from megajax.schedules.registry import make_schedule
+from megajax.schedules.schedule import BACKWARD, FORWARD
 
 Tree = Any
-NAME = "pipedream_2bw"
 
 
 class InFlight(NamedTuple):
@@ -48,34 +48,6 @@ class Functions(NamedTuple):
     embed: Callable
     block: Callable
     head_loss: Callable
-
-
-def steady_schedule(stages: int, microbatches: int) -> Schedule:
-    """One step in the steady state, to be shown and priced: there is no bubble in it.
-
-    Raises:
-      ScheduleError: fewer than 2(p - 1) microbatches, so that a step's backwards would begin two steps later.
-    """
-    if microbatches < max(1, 2 * (stages - 1)):
-        raise ScheduleError(
-            f"{NAME} takes 2 * (stages - 1) = {2 * (stages - 1)} microbatches or more on {stages} stages, not {microbatches}"
-        )
-    ticks = tuple(
-        tuple(
-            (
-                Work(FORWARD, 0, (tick - rank) % microbatches),
-                Work(BACKWARD, 0, (tick - _lag(rank, stages)) % microbatches),
-            )
-            for rank in range(stages)
-        )
-        for tick in range(microbatches)
-    )
-    return Schedule(NAME, stages, microbatches, 1, True, ticks)
-
-
-def _lag(rank, stages: int):
-    """Ticks from a step's start to the first backward of its own on a rank."""
-    return 2 * (stages - 1) - rank
 
 
 class Continuous:
@@ -97,7 +69,8 @@ class Continuous:
         share_ends: bool = False,
     ):
         """Arguments as for `executor.gradient_function`; the model has `stages` chunks, one a rank."""
-        self.schedule, self.share_ends = steady_schedule(stages, microbatches), share_ends
+        self.share_ends = share_ends
+        self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
         self.specs = specs
         weights = specs.manual.weights
         shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)
@@ -198,7 +171,7 @@ class Continuous:
             "forward_arrival_0": ranks == 0,
             "backward_arrival_0": is_last,
         }
-        for prefix, lag in (("forward", ranks), ("backward", _lag(ranks, stages))):
+        for prefix, lag in (("forward", ranks), ("backward", backward_lag(ranks, stages))):
             number = ticks - lag  # of the newest batch's microbatches; below 0, of those of the batch before
             half = jnp.where(number < 0, 1 - newest, newest)
             values = dict(

@@ -16,7 +16,8 @@ from megajax.plan.config_file import write_config
 from megajax.plan.explain import explain
 from megajax.plan.plot import plot
 from megajax.plan.report import LEGEND, heading, smallest, table
-from megajax.plan.search import SCHEDULES, Candidate, Question, best_by, search
+from megajax.plan.search import Candidate, Question, best_by, search
+from megajax.schedules.registry import names, search_order
 
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 
@@ -129,7 +130,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--top", type=int, default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add("--out", default="plan.toml", metavar="FILE", help="where the winner is written (default: plan.toml)")
     add("--plot", metavar="FILE", help="draw throughput over mesh shapes")
-    add("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES, help="to choose from (default: all)")
+    searched = search_order()
+    add(
+        "--schedules",
+        nargs="+",
+        default=searched,
+        choices=names(),
+        help=f"to choose from (default: {', '.join(searched)})",
+    )
     modes = ("none", "selective", "full")
     add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
     add("--microbatch-sizes", nargs="+", type=int, default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")

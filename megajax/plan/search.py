@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.config.checks import SEVERAL_CHUNKS
 from megajax.config.errors import divisors
 from megajax.estimate.attention import with_attention
 from megajax.estimate.flops import flops_per_step
@@ -19,9 +18,8 @@ from megajax.estimate.gpus import Card
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.software import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.schedules.registry import find, search_order
 
-SCHEDULES = ("interleaved_1f1b", "1f1b", "eager_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v", "gpipe")
-ONE_STAGE = ("interleaved_1f1b",)  # without a pipeline all schedules are this one
 MOST_CHUNKS = 12  # of a rank; more gains nothing that the sends do not cost
 
 
@@ -42,7 +40,7 @@ class Question:
     global_batch: int
     precision: str = "bf16"
     software: Software = MEGAJAX
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = dataclasses.field(default_factory=search_order)
     recomputes: Sequence[str] = ("none", "selective", "full")
     microbatches: Sequence[int] = (1, 2, 4, 8, 16)
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
@@ -179,18 +177,15 @@ def _runs(question: Question) -> Iterable[RunConfig]:
 
 def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
     """(schedule, chunks) for so many stages."""
-    if pipe == 1:
-        yield from ((name, 1) for name in ONE_STAGE)
+    specs = [find(name) for name in question.schedules]
+    if pipe == 1:  # without a pipeline all schedules are the same
+        yield from ((spec.name, 1) for spec in [spec for spec in specs if spec.chunks != "two"][:1])
         return
     layers = question.model.layers // pipe
-    for name in question.schedules:
-        if name == "zb_v":
-            choices = [2]
-        elif name in SEVERAL_CHUNKS:
-            choices = [n for n in range(2, min(layers, MOST_CHUNKS) + 1)]
-        else:
-            choices = [1]
-        yield from ((name, chunks) for chunks in choices if layers % chunks == 0)
+    for spec in specs:
+        fewest = 2 if spec.one_chunk else 1
+        choices = {"one": [1], "two": [2], "any": range(fewest, min(layers, MOST_CHUNKS) + 1)}[spec.chunks]
+        yield from ((spec.name, chunks) for chunks in choices if layers % chunks == 0)
 
 
 def _is_legal(run: RunConfig) -> bool:

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from megajax.config import ConfigError, RunConfig, option
 from megajax.estimate.gpus import Card
-from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.memory import bytes_per_device, slots_of
 from megajax.estimate.step_time import step_time
 from megajax.plan.search import usable_bytes
+from megajax.schedules.registry import ScheduleSpec, check_sizes, find, search_order
 
 MODES = ("none", "selective", "full")
 
@@ -60,14 +61,28 @@ def _changes(run: RunConfig, devices: int) -> Iterable[dict]:
     single += [{"recompute": mode} for mode in MODES[MODES.index(parallel.recompute) + 1 :]]
     single += [{"microbatch_size": size} for size in (1, 2, 4, 8) if size < parallel.microbatch_size]
     single += [{"chunks": chunks} for chunks in range(2, parallel.chunks)]
-    if parallel.pipe > 1 and parallel.schedule != "1f1b":
-        single.append({"schedule": "1f1b"} | ({"chunks": 1} if parallel.chunks > 1 else {}))
+    leanest = _leanest_schedule(run)
+    if parallel.pipe > 1 and parallel.schedule != leanest:
+        single.append({"schedule": leanest} | ({"chunks": 1} if parallel.chunks > 1 else {}))
     if parallel.tensor > 1 and not parallel.sequence_parallel:
         single.append({"sequence_parallel": True})
     meshes = [fields for fields in _meshes(run, devices) if fields]
     pairs = [one | two for index, one in enumerate(single) for two in single[index + 1 :] if not set(one) & set(two)]
     more = single + pairs if devices == parallel.devices else []
     yield from (*more, *meshes, *(mesh | one for mesh in meshes for one in single if not set(mesh) & set(one)))
+
+
+def _leanest_schedule(run: RunConfig) -> str:
+    """Of the schedules with one chunk, the one that holds the fewest activations; of equals the simplest."""
+    specs = [spec for spec in map(find, search_order()) if spec.chunks == "one" and spec.drains]
+
+    def held(spec: ScheduleSpec) -> int:
+        parallel = dataclasses.replace(run.parallel, schedule=spec.name, chunks=1, group_size=None, live_chunks=None)
+        slots = slots_of(dataclasses.replace(run, parallel=parallel))
+        return slots.stash + slots.kept
+
+    sizes = {"stages": run.parallel.pipe, "microbatches": run.microbatches, "chunks": 1}
+    return min((spec for spec in specs if not check_sizes(spec, **sizes)), key=held).name
 
 
 def _meshes(run: RunConfig, devices: int) -> Iterable[dict]:

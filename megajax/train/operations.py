@@ -8,9 +8,9 @@ from megajax.models.transformer import Operations, plain_operations
 from megajax.ops.attention import CUDNN, XLA, Choice, choose_attention, fused_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.ring_attention import ring_attention
-from megajax.pipeline import pipedream_2bw
 from megajax.runtime.compat import broken_host_offload
 from megajax.runtime.xla_flags import check_ring_flags
+from megajax.schedules.registry import find
 from megajax.schedules.schedule import Schedule
 from megajax.sharding.rules import AxisRules
 
@@ -67,9 +67,9 @@ def block_operations(run: RunConfig, rules: AxisRules, schedule: Schedule, atten
 
 def check_offload(run: RunConfig, device: jax.Device) -> None:
     """Raises ConfigError where the stash should lie in the host's memory, and devices like this one cannot reach it."""
-    if run.parallel.offload_activations and run.parallel.schedule == pipedream_2bw.NAME:
+    if run.parallel.offload_activations and not find(run.parallel.schedule).drains:
         raise ConfigError(
-            f"offload_activations = True cannot be had with schedule = {pipedream_2bw.NAME}, whose stash goes over "
+            f"offload_activations = True cannot be had with schedule = {run.parallel.schedule}, whose stash goes over "
             "from step to step: leave --offload-activations out, or type --schedule interleaved_1f1b."
         )
     if run.parallel.offload_activations and broken_host_offload() and device.platform == "gpu":

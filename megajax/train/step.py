@@ -27,7 +27,7 @@ from megajax.ops.ring_attention import of_owner, split_batch
 from megajax.ops.vocabulary import lookup, over_pipe
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import forward_function, gradient_function
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.schedule import Schedule
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.operations import attention_choice, block_operations, check_offload
@@ -288,7 +288,7 @@ class Training:
 
 def make_training(run: RunConfig, mesh: Mesh) -> Training:
     """The programs of a validated run on its mesh."""
-    if run.parallel.schedule == pipedream_2bw.NAME:
+    if not find(run.parallel.schedule).drains:
         return ContinuousTraining(run, mesh)
     return Training(run, mesh)
 

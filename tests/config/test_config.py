@@ -63,7 +63,11 @@ ILLEGAL = [
     ({"tensor": 4, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 4", "--tensor 1 or 2", "--kv-heads 4"]),
     ({"tensor": 4, "feedforward": 90}, None, ["feedforward = 90", "--tensor 1 or 2", "--feedforward 88 or 92"]),
     ({"axis_order": ("data", "pipe")}, None, ["axis_order = data,pipe", "--axis-order data,pipe,tensor"]),
-    ({"chunks": 2, "pipe": 2, "schedule": "1f1b"}, None, ["chunks = 2", "not 1f1b", "--chunks 1"]),
+    (
+        {"chunks": 2, "pipe": 2, "schedule": "1f1b"},
+        None,
+        ["chunks = 2", "1f1b has one chunk on each rank, not 2", "--chunks 1"],
+    ),
     ({"chunks": 2}, None, ["chunks = 2", "pipe = 1", "--chunks 1", "--pipe 2"]),
     ({"layers": 10, "pipe": 4}, None, ["layers = 10", "4 * 1 = 4", "--pipe 1, 2, 5 or 10", "--layers 8 or 12"]),
     (

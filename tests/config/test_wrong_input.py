@@ -51,10 +51,13 @@ WRONG = [
     ("--schedule zb_h1 --live-chunks 3", ["live_chunks = 3", "--schedule auto"]),
     ("--schedule 1f1b --group-size 3", ["group_size = 3", "--schedule interleaved_1f1b"]),
     ("--schedule auto --pipe 2 --live-chunks 1", ["live_chunks is 1", "2 chunks"]),
-    ("--schedule dualpipe_v --pipe 2 --global-batch-size 8 --data 2", ["2 is less than 2 * pipe = 4"]),
+    (
+        "--schedule dualpipe_v --pipe 2 --global-batch-size 8 --data 2",
+        ["takes at least 4 microbatches on 2 stages, not 2", "size 16 or more"],
+    ),
     ("--schedule zb_v --pipe 2 --chunks 1", ["zb_v has two chunks", "--chunks 2"]),
     ("--unroll-blocks --zero 3", ["zero = 3", "leave --unroll-blocks out"]),
-    ("--unroll-blocks --schedule pipedream_2bw", ["pipedream_2bw", "leave --unroll-blocks out"]),
+    ("--unroll-blocks --schedule pipedream_2bw", ["pipedream_2bw", "omit --unroll-blocks"]),
     ("--unroll-blocks --pipe 2 --chunks 2 --context 2", ["chunks = 2 and context", "leave --unroll-blocks out"]),
     ("--schedule pipedream_2bw --precision fp16", ["fp16", "--precision bf16"]),
 ]

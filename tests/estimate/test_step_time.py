@@ -10,7 +10,7 @@ from megajax.estimate.op_costs import FITTED, Fitted, Prices, spread
 from megajax.estimate.published import MODEL_22B, ROWS
 from megajax.estimate.software import DEEPSPEED_2021, MEGAJAX, MEGATRON_2021, Software
 from megajax.estimate.step_time import bubble_time, layer_times, parameters_per_device, step_time
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import SPECS, find, make_schedule
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 A100 = card("a100-80gb")
@@ -18,41 +18,52 @@ A100 = card("a100-80gb")
 IDEAL = Fitted({"a100": 1.0, "h100": 1.0, "h200": 1.0}, 1.0, 1.0, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks"),
-    [
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("eager_1f1b", 1),
-        ("interleaved_1f1b", 2),
-        ("interleaved_1f1b", 3),
-        ("zb_h1", 1),
-        ("zb_1p_interleaved", 2),
-        ("zb_v", 2),
-    ],
-)
-@pytest.mark.parametrize("costs", [(1, 2, 1), (1, 3, 1), (1, 2.2, 1)])
-def test_lockstep_bubbles_by_formula_are_those_of_the_simulation(schedule, chunks, costs):
-    forward, backward, weight = costs
-    equal = forward == weight == backward - weight
+def bubble_of(name, pipe, microbatches, chunks, costs, lockstep):
+    parallel = ParallelConfig(pipe=pipe, chunks=chunks, schedule=name)
+    return bubble_time(
+        RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=microbatches)), costs, lockstep
+    )
+
+
+CLOSED_FORMS = [
+    (name, chunks)
+    for name, spec in SPECS.items()
+    if spec.bubble and spec.drains
+    for chunks in {"one": (1,), "two": (2,), "any": (2, 3)}[spec.chunks]
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CLOSED_FORMS)
+@pytest.mark.parametrize("costs", [Costs(1, 2, 1, 1), Costs(1, 3, 2, 1), Costs(1, 2.2, 1.2, 1)])
+def test_lockstep_bubbles_by_closed_form_are_those_of_the_simulation(schedule, chunks, costs):
+    equal = costs.forward == costs.weight == costs.input
     for pipe, microbatches in ((2, 4), (4, 8), (4, 16), (8, 24)):
         made = make_schedule(schedule, stages=pipe, microbatches=microbatches, chunks=chunks)
-        simulated = simulate_lockstep(made, Costs(forward, backward, backward - weight, weight)).makespan
-        parallel = ParallelConfig(pipe=pipe, chunks=chunks, schedule=schedule)
-        predicted = microbatches * chunks * (forward + backward)
-        predicted += bubble_time(parallel, microbatches, forward, backward, weight, True)
+        simulated = simulate_lockstep(made, costs).makespan
+        predicted = microbatches * chunks * (costs.forward + costs.backward)
+        predicted += bubble_of(schedule, pipe, microbatches, chunks, costs, True)
         if made.split and not equal:
             assert simulated * 0.999 <= predicted <= simulated * (1.05 if pipe > 2 else 1.25)
         else:
             assert predicted == pytest.approx(simulated)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_free_running_bubbles_by_formula_are_those_of_the_simulation(schedule, chunks):
-    made = make_schedule(schedule, stages=4, microbatches=12, chunks=chunks)
-    simulated = simulate_event(made, Costs(1, 3))
-    parallel = ParallelConfig(pipe=4, chunks=chunks, schedule=schedule)
-    assert bubble_time(parallel, 12, 1, 3, 1, False) == pytest.approx(simulated.makespan - simulated.ideal)
+@pytest.mark.parametrize(("schedule", "chunks"), [kind for kind in CLOSED_FORMS if not SPECS[kind[0]].split])
+def test_free_running_bubbles_by_closed_form_are_those_of_the_simulation(schedule, chunks):
+    costs = Costs(1, 3, 2, 1)
+    simulated = simulate_event(make_schedule(schedule, stages=4, microbatches=12, chunks=chunks), costs)
+    assert bubble_of(schedule, 4, 12, chunks, costs, False) == pytest.approx(simulated.makespan - simulated.ideal)
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_bubble_without_closed_form_is_simulated(lockstep):
+    """ZB-H2 (2401.10241): (p - 1) tF, with the drain included."""
+    assert find("zb_h2").bubble is None
+    assert bubble_of("zb_h2", 4, 8, 1, Costs(1, 2, 1, 1), lockstep) == pytest.approx(3)
+
+
+def test_a_pipeline_that_never_drains_has_no_bubble():
+    assert bubble_of("pipedream_2bw", 4, 8, 1, Costs(), True) == 0
 
 
 def test_published_throughputs():

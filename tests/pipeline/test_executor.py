@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
 from megajax.pipeline.executor import gradient_function
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import make_schedule
 
 LAYERS, WIDTH, SAMPLES, LENGTH = 8, 8, 2, 4
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from tests.schedules.cases import named_schedules
 

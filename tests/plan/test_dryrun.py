@@ -11,10 +11,12 @@ from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import card
 from megajax.estimate.hlo import loop_turns, most_sent, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
 from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.schedules.registry import find, names
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 H100 = card("h100-80gb")
@@ -45,6 +47,22 @@ def test_model_only_does_not_ask_for_the_compiler(capsys):
     assert dryrun.main([*FITS.split(), "--model-only"]) == 0
     out = capsys.readouterr().out
     assert "NOT COMPILED" not in out and "MEMORY MODEL" in out
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_model_prices_every_schedule(name, capsys):
+    spec = find(name)
+    chunks = {"one": 1, "two": 2, "any": 2}[spec.chunks]
+    words = (
+        f"--model gpt2 --gpu h100-80gb --pipe 2 --global-batch-size 8 --schedule {name} --chunks {chunks} --model-only"
+    )
+    assert dryrun.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert f"; {name}, {chunks} chunks, 8 microbatches" in out and "fits: " in out
+    layout = ParallelConfig(pipe=2, chunks=chunks, schedule=name)
+    run = RunConfig(preset("gpt2"), layout, TrainConfig(global_batch_size=8))
+    time = step_time(run, H100)
+    assert time.bubble > 0 if spec.drains else time.bubble == 0
 
 
 def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):

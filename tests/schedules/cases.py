@@ -2,13 +2,13 @@
 
 from hypothesis import strategies as st
 
-from megajax.schedules.named import SCHEDULES, make_schedule
+from megajax.schedules.registry import SPECS, make_schedule
 
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2")
 TWO_CHUNKS = ("zb_v", "dualpipe_v")
 ANY_CHUNKS = ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved")
 NAMED = (*ONE_CHUNK, *TWO_CHUNKS, *ANY_CHUNKS)
-assert {*NAMED, "auto", "forward_only"} == set(SCHEDULES)
+assert {*NAMED, "auto", "forward_only", "pipedream_2bw"} == set(SPECS)
 
 
 @st.composite

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from megajax.schedules import io
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import ScheduleError
 from tests.schedules.cases import named_schedules
 
@@ -68,19 +68,24 @@ def test_pairs_blanks_and_communication_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.csv", "0F0,0X0", "row 1, column 2: '0X0' is no action"),
-        ("x.csv", "0F0,0B0\n2F0,2B0", r"row 2 \(rank 1\) has stages 2; with 2 rows and 1 chunks a rank it must have 1"),
-        ("x.csv", "0F0,0B0\n1F0,1B0,1F1", "B1 of chunk 0 on rank|waits at|is missing"),
+        ("x.csv", "0F0,0X0", "row 1, column 2: '0X0' is not an action; write stage"),
+        (
+            "x.csv",
+            "0F0,0B0\n2F0,2B0",
+            r"row 2 \(rank 1\) has stages 2; .* 1 chunks on each rank it must have 1",
+        ),
+        ("x.csv", "0F0,0F1,0B0\n1F0,1B0,1F1,1B1", r"I1 of chunk 0 on rank 0 \(stage 0\) is missing"),
+        ("x.csv", "0F0,0B0\n1F0,1B0,1F1", "rank 0 is done; rank 1 waits at F1 of chunk 0"),
         ("x.csv", "0B0,0F0", "rank 0 waits at B0 of chunk 0"),
         ("x.csv", "0F0,0F0,0B0", "F0 of chunk 0 is done twice"),
-        ("x.csv", "", "there is no operation in it"),
+        ("x.csv", "", "it holds no operations"),
         ("x.csv", "0F0,0F2,0B0,0B2", r"F1 of chunk 0 on rank 0 \(stage 0\) is missing"),
-        ("x.json", "{", "line 1: no JSON"),
+        ("x.json", "{", "line 1: not JSON: Expecting property name"),
         ("x.json", "[]", 'it must hold {"orders"'),
         ("x.json", '{"orders": [[["F", 0]]]}', r'rank 0, operation 0: \["F", 0\] is not'),
-        ("x.json", '{"orders": [[["F", 0, -1]]]}', "rank 0, operation 0"),
-        ("x.json", '{"orders": [[["F", 0, 0]]], "placement": "w"}', "placement is 'w'"),
-        ("x.txt", "", "ends in .csv or .json"),
+        ("x.json", '{"orders": [[["F", 0, -1]]]}', r'rank 0, operation 0: \["F", 0, -1\] is not'),
+        ("x.json", '{"orders": [[["F", 0, 0]]], "placement": "w"}', "placement is 'w'; it must be"),
+        ("x.txt", "", r"must end in \.csv or \.json"),
     ],
 )
 def test_broken_files_are_refused(name, text, message, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.named import SCHEDULES, make_schedule
+from megajax.schedules.registry import SPECS, make_schedule
 from megajax.schedules.schedule import ScheduleError, Work, show
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 from tests.schedules.cases import named_schedules
@@ -256,8 +256,10 @@ def broken(schedule, tick, rank, works):
 
 def test_broken_tables_are_refused_and_shown():
     schedule = make_schedule("eager_1f1b", stages=2, microbatches=2)
-    with pytest.raises(ScheduleError, match=r"F0 of chunk 0 on rank 0 \(stage 0\) is missing|needs F of stage 0"):
+    with pytest.raises(ScheduleError, match="tick 1, rank 1: F0 of chunk 0 needs F of stage 0, microbatch 0 first"):
         broken(schedule, 0, 0, ()).validate()
+    with pytest.raises(ScheduleError, match=r"I1 of chunk 0 on rank 0 \(stage 0\) is missing"):
+        broken(schedule, 3, 0, ()).validate()
     with pytest.raises(ScheduleError, match="tick 1, rank 0: F0 of chunk 0 is done twice"):
         broken(schedule, 1, 0, (Work("F", 0, 0),)).validate()
     with pytest.raises(
@@ -275,18 +277,30 @@ def test_broken_tables_are_refused_and_shown():
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("1f1", {}, "did you mean 1f1b"),
-        ("1f1b", {"chunks": 2}, "interleaved_1f1b takes several"),
-        ("interleaved_1f1b", {"microbatches": 5}, "take a multiple of 4"),
-        ("gpipe", {"microbatches": 0}, "must be 1 or more"),
-        ("zb_v", {}, "two chunks"),
-        ("dualpipe_v", {}, "two chunks"),
-        ("dualpipe_v", {"chunks": 2}, "twice as many microbatches as stages, 2 \\* 4 = 8, not 4"),
-        ("zb_h2", {"chunks": 2}, "zb_1p_interleaved takes several"),
-        ("interleaved_1f1b", {"chunks": 2, "group_size": 2}, "between 4 stages and 4 microbatches"),
-        ("interleaved_1f1b", {"microbatches": 9, "group_size": 6}, "must be nothing or at least 4"),
+        ("1f1", {}, r"schedule '1f1' is unknown; did you mean 1f1b\?"),
+        ("1f1b", {"chunks": 2}, "1f1b has one chunk on each rank, not 2; interleaved_1f1b, .* take several"),
+        (
+            "interleaved_1f1b",
+            {"microbatches": 5},
+            "takes a multiple of the 4 stages as microbatches, not 5",
+        ),
+        ("gpipe", {"microbatches": 0}, "microbatches is 0; it must be 1 or more"),
+        ("zb_v", {}, "zb_v has two chunks on each rank, not 1"),
+        ("dualpipe_v", {}, "dualpipe_v has two chunks on each rank, not 1"),
+        ("dualpipe_v", {"chunks": 2}, "dualpipe_v takes at least 8 microbatches on 4 stages, not 4"),
+        ("zb_h2", {"chunks": 2}, "zb_h2 has one chunk on each rank, not 2; .*zb_1p_interleaved, auto take several"),
+        (
+            "interleaved_1f1b",
+            {"chunks": 2, "group_size": 2},
+            "is 2; it must be between 4 stages and 4 microbatches",
+        ),
+        (
+            "interleaved_1f1b",
+            {"microbatches": 9, "group_size": 6},
+            "is 6; .* no incomplete group, or one of at least 4",
+        ),
         ("interleaved_1f1b", {"group": 6}, "has no option 'group': it has group_size"),
-        ("gpipe", {"group_size": 6}, "it has no options"),
+        ("gpipe", {"group_size": 6}, "gpipe has no option 'group_size': it has no options"),
     ],
 )
 def test_schedules_that_cannot_be(name, sizes, message):
@@ -294,10 +308,10 @@ def test_schedules_that_cannot_be(name, sizes, message):
         make_schedule(name, **{"stages": 4, "microbatches": 4} | sizes)
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"auto"}))
+@pytest.mark.parametrize("name", sorted(set(SPECS) - {"auto"}))
 def test_the_tables_in_docstrings_are_the_schedules(name):
     """Each generator draws itself at a small size."""
-    shown = re.search(r"p = (\d), m = (\d)(?:, v = (\d))?\n((?: +rank .*\n)+)", SCHEDULES[name].__doc__)
+    shown = re.search(r"p = (\d), m = (\d)(?:, v = (\d))?\n((?: +rank .*\n)+)", SPECS[name].generate.__doc__)
     stages, microbatches, chunks = (int(number or 1) for number in shown.groups()[:3])
     schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
     for rank, line in enumerate(shown[4].splitlines()):
