@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import pathlib
 import re
 import runpy
@@ -14,6 +15,9 @@ import sys
 from unittest import mock
 
 import pytest
+
+from megajax.config import PRESETS
+from megajax.schedules.registry import SPECS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,6 +135,37 @@ def test_extras_exist(page):
 @pages
 def test_lines_fit_in_120_columns(page):
     assert [line for line in page.read_text().splitlines() if len(line) > 120] == []
+
+
+def table(page: pathlib.Path, heading: str) -> list[list[str]]:
+    """Rows of the table whose head starts with `heading`: the names in backquotes of each first cell."""
+    rows = page.read_text().split(f"| {heading} |")[1].splitlines()[2:]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), rows)
+    return [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in rows]
+
+
+def test_the_table_of_models_has_every_preset():
+    """`-350m` after `gpt3-125m` is short for gpt3-350m."""
+    names = []
+    for first, *others in table(ROOT / "README.md", "`--model`"):
+        prefix = first.partition("-")[0]
+        names += [first, *(prefix + name if name.startswith("-") else name for name in others)]
+    assert sorted(names) == sorted(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("README.md", "`--schedule`"), ("docs/schedules.md", "schedule")], ids=["README", "schedules"]
+)
+def test_the_tables_of_schedules_have_every_schedule(page, heading):
+    names = {name for row in table(ROOT / page, heading) for name in row if "." not in name}
+    assert names | {"auto"} == {name for name, spec in SPECS.items() if spec.trains}
+
+
+def test_the_table_of_folders_has_every_folder():
+    names = [name for row in table(ROOT / "README.md", "in `megajax/`") for name in row]
+    folders = {path.name for path in (ROOT / "megajax").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    modules = {path.name for path in (ROOT / "megajax").glob("*.py")} - {"__init__.py"}
+    assert sorted(names) == sorted(folders | modules)
 
 
 def test_the_librarys_example_trains(tmp_path, monkeypatch, capsys):
