@@ -123,6 +123,21 @@ def test_bubbles_do_not_affect_results(name, chunks):
     check(name, 2, 6, chunks, program={"compute_bubbles": True, "poison_bubbles": True})
 
 
+@pytest.mark.parametrize("poison", [True, False])
+def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
+    """Otherwise the test above, and those that compare a poisoned step with a clean one, would prove nothing."""
+    seen = []
+
+    def watched(weights, x, microbatch, layer):
+        jax.debug.callback(lambda bad: seen.append(bool(bad)), jnp.isnan(x).any())
+        return block(weights, x, microbatch, layer)
+
+    monkeypatch.setattr(FUNCTIONS, "block", watched)
+    run("gpipe", 2, 3, 1, program={"compute_bubbles": True, "poison_bubbles": poison})
+    jax.effects_barrier()
+    assert set(seen) == ({True, False} if poison else {False})
+
+
 UNROLLED = [("1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 4, 2)]  # in 1f1b a backward runs in two parts
 UNROLLED_LONG = [("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_v", 4, 6, 2)]
 

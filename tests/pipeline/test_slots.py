@@ -126,7 +126,11 @@ def test_zero_bubble_stashes_are_as_small_as_in_the_papers(microbatches):
 def test_no_route_is_a_ring():
     for name, chunks in (("interleaved_1f1b", 3), ("1f1b", 1)):
         table = slot_tables(make_schedule(name, stages=4, microbatches=8, chunks=chunks))
-        for route in [route for routes in table.routes.values() for route in routes]:
+        routes = [route for routes in table.routes.values() for route in routes]
+        links = {link for route in routes for link in route}  # both ways between neighbours; round the ring with chunks
+        assert {(r, r + 1) for r in range(3)} | {(r + 1, r) for r in range(3)} <= links
+        assert ({(3, 0), (0, 3)} <= links) == (chunks > 1)
+        for route in routes:
             after = dict(route)
             for start in after:
                 place = start
