@@ -72,9 +72,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
     Returns:
       "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" those that the step
-      computes with (none in fp32); "stash" values kept from forwards to backwards; "copies" of the stash that XLA makes;
-      "input to weight gradients" values that zero bubble's I keeps for its W; "inboxes" received activations and
-      gradients; "workspace" of the block (or the head) being computed.
+      computes with (none in fp32), two versions of both if the schedule does not drain; "stash" values kept from
+      forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I
+      keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
     """
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]

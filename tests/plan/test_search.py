@@ -44,7 +44,7 @@ def test_a_cluster_of_3072_takes_under_ten_seconds():
 def test_every_layout_is_legal_once_and_sorted():
     found = search(Question(preset("gpt3-13b"), 32, A100, 64))
     seen = [one.run.parallel for one in found]
-    assert len(seen) == len(set(seen))
+    assert len(seen) == len(set(seen)) > 100 and {one.fits for one in found} == {True, False}
     for one in found[::50]:
         one.run.validate(32)
     fits = [one.fits for one in found]
