@@ -22,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.estimate import model_costs
@@ -238,4 +240,7 @@ def _verdict(run: RunConfig, gpu: Gpu, peak: int, correction: float, source: str
 
 
 if __name__ == "__main__":
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
     sys.exit(main())
