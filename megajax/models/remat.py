@@ -22,7 +22,7 @@ norms and the activation are cheap to compute again from `residual` and `up`, an
 Fused attention has no probabilities; with context and statistics its backward needs no forward again, but under full.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,7 @@ import jax
 
 from megajax.config import ConfigError, ModelConfig, near
 
-__all__ = ["MODES", "Value", "bytes_per_layer", "grouped", "kept_names", "kept_values", "policy"]
+__all__ = ["MODES", "Value", "bytes_per_layer", "checkpointed", "grouped", "kept_names", "kept_values"]
 
 SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up")
 NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
@@ -71,9 +71,30 @@ def kept_names(mode: str) -> tuple[str, ...]:
     return MODES[mode]
 
 
-def policy(mode: str) -> Callable[..., bool]:
-    """The `jax.checkpoint` policy of `mode`."""
-    return jax.checkpoint_policies.save_only_these_names(*kept_names(mode))
+def checkpointed(block: Callable, mode: str, names: Mapping[str, tuple[str, ...]] | None = None) -> Callable:
+    """A block, (weights, x, microbatch, layer) -> x, whose VJP saves what `mode` says.
+
+    Forward and backward of a block are in different loops, where XLA cannot merge what is computed twice: no barriers
+    are needed (`prevent_cse`).
+
+    Args:
+      block: the function.
+      mode: none, selective or full.
+      names: mode -> the names of the values to save; None: "none" saves everything, "selective" the results of matmuls
+        with weights, "full" the arguments alone.
+
+    Raises:
+      ConfigError: for a mode that is not none, selective or full.
+    """
+    kept_names(mode)  # raises
+    policies = jax.checkpoint_policies
+    if names is not None:
+        policy = policies.save_only_these_names(*names[mode])
+    elif mode == "none":
+        return block
+    else:
+        policy = policies.dots_with_no_batch_dims_saveable if mode == "selective" else policies.nothing_saveable
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)
 
 
 def kept_values(
