@@ -141,7 +141,8 @@ class PipelineModel(abc.ABC):
         """Tokens that `logits` scores."""
         raise ConfigError(f"{type(self).__name__} has no vocabulary: it cannot generate text.")
 
-    def fusable_attention(self) -> FusableAttention | None:
+    @classmethod
+    def fusable_attention(cls, config: Any) -> FusableAttention | None:
         """For blocks that call `ModelContext.operations.attend`; None: the model has no such attention."""
         return None
 

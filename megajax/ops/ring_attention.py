@@ -32,7 +32,7 @@ from jax import lax
 from megajax.config import ConfigError
 from megajax.ops.attention import Kernel
 
-__all__ = ["of_owner", "ring_attention", "split_batch", "zigzag"]
+__all__ = ["ring_attention", "select_owner_rank", "split_batch", "zigzag"]
 
 NOTHING = -1e30  # statistics of a softmax over no keys; finite, so that no difference of two can make a NaN
 
@@ -87,7 +87,7 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
     return {name: split(array) for name, array in batch.items()} | {"positions": places}
 
 
-def of_owner(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
+def select_owner_rank(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
     """Of what each row of a split batch gave, that of the context rank which has the sample's `position`.
 
     Args:

@@ -31,7 +31,7 @@ from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, full_specs, is_s
 from megajax.pipeline.stage import Stack, counted_loop, held
 from megajax.runtime.compat import set_xla_metadata
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
 BATCH = P(None, "data")
@@ -175,7 +175,9 @@ class Rank:
             functions.block,
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), self.blocks),
             self.per_chunk,
-            jax.tree.map(lambda spec: Cut.of(spec, 3), specs, is_leaf=is_spec),  # without chunk, rank and layer
+            jax.tree.map(
+                lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec
+            ),  # without chunk, rank and layer
             offload=offload,
             unroll=unroll,
             parts=int(table.columns["backward_parts"].max()) if unroll else 1,

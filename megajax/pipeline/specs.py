@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.runtime.compat import varying_axes
 from megajax.sharding.rules import only
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
 MANUAL = ("data", "pipe")
@@ -68,7 +68,7 @@ def summed(totals: Tree, specs: Specs) -> Tree:
 
     def one(total, weight: P, gradient: P):
         over = [axis for axis in MANUAL if axis not in only(weight, MANUAL)]
-        cut = Cut.of(gradient)
+        cut = ZeroSharding.from_spec(gradient)
         if "data" in over and cut.axis is not None:
             total = cut.scatter(total)
             over.remove("data")

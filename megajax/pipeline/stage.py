@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -28,7 +28,7 @@ class Stack:
       block: `block(weights, x, microbatch, layer) -> x`, one block on one microbatch.
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
       per_chunk: blocks in a chunk.
-      cut: like weights, `Cut`s of a block's weights over `data`. They are put together when the block runs, and the
+      cut: like weights, `ZeroSharding`s of a block's weights over `data`. They are put together when the block runs, and the
         gradients summed and cut again at once (ZeRO-3).
       offload: whether the stash lies in the host's memory; a block's part goes there and comes back on its own.
       parts: the most parts that a backward is cut into; see `run_of`.
@@ -56,7 +56,7 @@ class Stack:
                 weights
             )  # or XLA casts the parts, and gathers (ZeRO-1) what is not cast yet
             self.separate = [jax.tree.map(lambda leaf: leaf[layer], whole) for layer in layers]  # noqa: B023
-        self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
+        self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
         """Zeros of [slots, blocks per chunk, ...] for one block's residuals and its input `x`; structure only is read."""

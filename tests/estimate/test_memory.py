@@ -11,10 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.memory import Sharding, bytes_per_device, closed_form_slots, slots_of
+from megajax.models.context import model_rules, model_shapes
 from megajax.models.remat import bytes_per_layer
+from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.plan.compiler import run_from_json
 from megajax.runtime.mesh import AXES
-from megajax.train.sharding import initial_params, parameter_specs
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 KINDS = [
@@ -54,8 +55,10 @@ def test_weights_are_the_bytes_that_lie_on_a_device(name, mesh):
     """Shapes and shardings as the program has them, by way of jax.eval_shape."""
     run = run_of(name, 8 * mesh[0], data=mesh[0], pipe=mesh[1], tensor=mesh[2])
     abstract = AbstractMesh(mesh, AXES, axis_types=(AxisType.Auto,) * 3)
-    shapes = jax.eval_shape(lambda key: initial_params(run, key), jax.random.key(0))
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(parameter_specs(run).stored), strict=True)
+    model = model_shapes(run)
+    shapes = jax.eval_shape(lambda key: initial_params(model, run.parallel, key), jax.random.key(0))
+    specs = parameter_specs(model, run.parallel, model_rules(run))
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(specs.stored), strict=True)
     local = sum(4 * math.prod(NamedSharding(abstract, spec).shard_shape(leaf.shape)) for leaf, spec in leaves)
     assert bytes_per_device(run)["weights"] == local
     assert bytes_per_device(run)["optimizer"] == 2 * local

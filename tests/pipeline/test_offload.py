@@ -11,7 +11,7 @@ from megajax.config import ConfigError
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime import compat
 from megajax.schedules.named import make_schedule
-from megajax.train.operations import check_offload
+from megajax.train.step import check_offload
 from tests import gpu, small
 
 
