@@ -45,7 +45,7 @@ def zigzag(length: int, ranks: int) -> np.ndarray:
     """
     if ranks > 1 and length % (2 * ranks):
         raise ConfigError(
-            f"sequence_length = {length} cannot be cut in 2 * context = {2 * ranks} pieces: type --context 1, or "
+            f"sequence_length = {length} cannot be cut in 2 * context = {2 * ranks} pieces: pass --context 1, or "
             f"--sequence-length {-(-length // (2 * ranks)) * 2 * ranks}."
         )
     if ranks == 1:
@@ -70,7 +70,7 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
     if "positions" in batch or "document" in batch:
         raise ConfigError(
             f"--reset-position-ids and --reset-attention-mask want a sample's tokens in one place, and context = {context} "
-            "parts them: type --context 1."
+            "parts them: pass --context 1."
         )
     microbatches, rows, length = batch["tokens"].shape
     samples, positions = rows // data, zigzag(length, context)

@@ -340,7 +340,7 @@ def make_training(
 
 
 class ContinuousTraining(Training):
-    """PipeDream-2BW: each step's batch enters a pipeline that still holds the last batch, and the update is the last batch's.
+    """PipeDream-2BW: a step's batch enters a pipeline that still holds the last batch, and the update is the last one's.
 
     The first step makes no update. The loss of a step is the mean over the microbatches that passed the head in it, most
     of them of its own batch, each at the weights that it was run with.
@@ -369,11 +369,9 @@ class ContinuousTraining(Training):
         losses, counted, gradients, after = self.pipeline.step(
             self._cast(state.params), self._split(batch), 1 / self._loss_weight(batch), flying
         )
-        weights = jax.vmap(self._loss_weight)(after.batch)
+        total = jnp.where(counted, jax.vmap(self._loss_weight)(after.batch), 0).sum()
         gradients = self._gradients_of(state.params, gradients)
-        new, metrics = self._update(
-            state, gradients, losses.sum() / jnp.where(counted, weights, 0).sum(), batch, ready=flying.step > 0
-        )
+        new, metrics = self._update(state, gradients, losses.sum() / total, batch, ready=flying.step > 0)
         placed = {name: getattr(new, name) for name in ("params", "optimizer_state")}
         shardings = {name: getattr(self.state_sharding, name) for name in placed}
         return dataclasses.replace(new, in_flight=after, **jax.lax.with_sharding_constraint(placed, shardings)), metrics

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.models import context
+from megajax.models import context as model_context
 from megajax.ops.attention import XLA, fused_attention
 from megajax.ops.linear import plain_operations
 from tests import small
@@ -30,8 +30,8 @@ def check(training, model):
 @pytest.fixture
 def fused(monkeypatch):
     """XLA's kernel in place of cuDNN's, through the same plumbing."""
-    monkeypatch.setattr(context, "CUDNN", XLA)
-    monkeypatch.setattr(context, "choose_attention", lambda *_, **__: context.Choice("cudnn", "for a test"))
+    monkeypatch.setattr(model_context, "CUDNN", XLA)
+    monkeypatch.setattr(model_context, "choose_attention", lambda *_, **__: model_context.Choice("cudnn", "for a test"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_fused_attention_is_not_run_again_but_under_full_recompute():
         return XLA.forward(*arguments)
 
     kernel = XLA._replace(forward=forward)
-    assert fused_attention is context.fused_attention
+    assert fused_attention is model_context.fused_attention
     for mode, times in (("none", 0), ("selective", 0), ("full", 1)):
         run = small.make_run((1, 1, 2), model=model, recompute=mode)
         training = small.training_of(run)

@@ -81,7 +81,7 @@ def test_auto_takes_cudnn_where_it_runs(case):
     ],
 )
 def test_where_cudnn_cannot_run_asking_for_it_is_an_error_and_auto_says_why(case, why):
-    with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: type --attention xla"):
+    with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: pass --attention xla"):
         choose_attention("cudnn", **FITS | case)
     choice = choose_attention("auto", **FITS | case)
     assert choice.name == "xla" and why in choice.reason
