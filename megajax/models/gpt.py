@@ -14,6 +14,7 @@ from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.models import remat
+from megajax.models.costs import ModelCosts, transformer_costs
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import Block, Dropout, Norm
@@ -119,6 +120,10 @@ class GPT(NNXModel):
         of = lambda dtype: jax.ShapeDtypeStruct((self.config.sequence_length,), dtype)  # noqa: E731
         batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
         return batch | {"sample": jax.ShapeDtypeStruct((), np.uint32)}
+
+    def costs(self) -> ModelCosts:
+        """By formula."""
+        return transformer_costs(self.config)
 
     @classmethod
     def fusable_attention(cls, config: ModelConfig) -> FusableAttention:

@@ -11,6 +11,7 @@ type of its config; `megajax.models.nnx_model.NNXModel` writes most of one from 
 import abc
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -129,8 +130,14 @@ class PipelineModel(abc.ABC):
         """The loss of the last block's output, summed over the microbatch: an fp32 scalar."""
 
     def loss_weight(self, batch: Microbatch) -> jax.Array:
-        """What summed losses are divided by: fp32 scalar, the sum over samples of any batch; default: of its "weights"."""
-        return batch["weights"].sum()
+        """What summed losses are divided by: fp32 scalar, a sum over the samples of any batch.
+
+        Default: the sum of the batch's "weights" if it has them, its number of samples if not.
+        """
+        if "weights" in batch:
+            return batch["weights"].sum()
+        name, sample = next(iter(self.batch_shapes().items()))
+        return jnp.float32(batch[name].size // math.prod(sample.shape))
 
     def logits(self, shared: Tree, y: jax.Array) -> jax.Array:
         """Scores of the next token, fp32 [b, s, `vocabulary` or more]; only models that generate text have them."""
@@ -139,7 +146,7 @@ class PipelineModel(abc.ABC):
     @property
     def vocabulary(self) -> int:
         """Tokens that `logits` scores."""
-        raise ConfigError(f"{type(self).__name__} has no vocabulary: it cannot generate text.")
+        raise ConfigError(f"{type(self).__name__} has no logits: it cannot generate text.")
 
     @classmethod
     def fusable_attention(cls, config: Any) -> FusableAttention | None:

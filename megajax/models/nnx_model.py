@@ -14,9 +14,9 @@ from flax import nnx
 
 from megajax.config import ConfigError
 from megajax.models import remat
-from megajax.models.interface import Microbatch, ModelContext, PipelineModel, Tree
+from megajax.models.interface import Microbatch, ModelContext, PipelineModel, Tree, register_model
 
-__all__ = ["NNXModel", "named_key", "parameter"]
+__all__ = ["NNXModel", "named_key", "parameter", "register_model"]
 
 
 def named_key(key: jax.Array, name: str) -> jax.Array:

@@ -151,7 +151,11 @@ class Training:
 
         Returns:
           fp32 [samples, vocabulary].
+
+        Raises:
+          ConfigError: the model does not generate text.
         """
+        assert self.model.vocabulary > 0  # raises for a model without logits
         samples = tokens.shape[0]
         # Every replica needs a sample: the last one is repeated to fill up.
         tokens = np.pad(tokens, ((0, -samples % self.run.parallel.data), (0, 0)), mode="edge")
