@@ -105,7 +105,7 @@ def test_zigzag_gives_every_rank_the_same_work():
 
 def test_a_sequence_that_cannot_be_cut_is_one_clear_line():
     with pytest.raises(
-        ConfigError, match=r"sequence_length = 12 cannot be cut in 2 \* context = 8 .* --sequence-length 16"
+        ConfigError, match=r"sequence_length = 12 cannot be split into 2 \* context = 8 .* --sequence-length 16"
     ):
         zigzag(12, 4)
 
