@@ -6,14 +6,16 @@ The truth is the unpipelined model on one device in fp32, `mean_loss` through `j
 import dataclasses
 import functools
 import itertools
+import json
 import pathlib
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from experiments import own_model
-from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import ConfigError, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.models.interface import ModelContext, mean_loss, model_class
 from megajax.models.nnx_model import register_model
 from megajax.runtime.mesh import make_mesh
@@ -149,6 +151,32 @@ def test_a_compiled_step_needs_no_data():
     state, batch = training.step_shapes()
     assert {name: leaf.shape for name, leaf in batch.items()} == {"noisy": (4, 4, 12), "clean": (4, 4, 12)}
     assert training.compile_train_step(state, batch).memory_analysis() is not None
+
+
+def rows_of(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):
+    """Losses after the resume, on another mesh with another schedule, are those of the run that was not stopped."""
+    trainer = pytest.importorskip("megajax.train.trainer")
+    train = {"learning_rate": 0.01, "log_every": 1, "validation_batches": 0}
+    output = OutputConfig(run_dir=str(tmp_path), save_every=4, tensorboard=False)
+    run = make_run("interleaved_1f1b", chunks=2, zero=1, train=train)
+    result = trainer.Trainer(run, data=Batches(), output=output).fit()
+    whole = rows_of(tmp_path)
+    assert [row["step"] for row in whole] == list(range(1, 9)) and whole[-1]["loss"] < whole[0]["loss"]
+    assert result.metrics["loss"] == pytest.approx(whole[-1]["loss"])
+    names = ocp.PyTreeCheckpointHandler().metadata(next(tmp_path.rglob("*4/state"))).tree["params"]
+    assert set(names["blocks"]) == {"up", "down"} and set(names["shared"]) == {"table"}
+    assert names["blocks"]["up"].shape == (8, 12, 48)  # layer by layer, whatever the mesh
+
+    other = make_run("1f1b", (1, 4, 2), zero=0, train=train)
+    output = dataclasses.replace(output, resume="4")
+    trainer.Trainer(other, data=Batches(), output=output).fit()
+    resumed = [row for row in rows_of(tmp_path)[-4:]]
+    assert [row["step"] for row in resumed] == [5, 6, 7, 8]
+    np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in whole[4:]], rtol=1e-4)
 
 
 def test_it_generates_no_text():
