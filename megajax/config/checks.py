@@ -6,15 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megajax.config.errors import ConfigError, divisors, multiples, near, option, some
+from megajax.config.schedule_rules import check_microbatches, check_schedule
 
 if TYPE_CHECKING:  # config imports this module
     from megajax.config import LaunchConfig, ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 
 MESH_AXES = ("data", "pipe", "tensor")
-TWO_CHUNKS = ("zb_v", "dualpipe_v")  # schedules of exactly two chunks a rank
-SEVERAL_CHUNKS = ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved", *TWO_CHUNKS, "auto")  # of more than one
-SCHEDULE_FILES = (".csv", ".json")  # a schedule's name may be a file instead
-IN_ROUNDS = ("interleaved_1f1b", "zb_1p_interleaved")  # these send microbatches through in groups of `pipe`
 BELOW_ONE = {"dropout", "beta1", "beta2"}
 MAY_BE_ZERO = BELOW_ONE | {
     "minimum_learning_rate",
@@ -41,9 +38,9 @@ def check_run(run: "RunConfig", device_count: int | None = None) -> None:
     _check_recompute(run.model, run.parallel)
     _check_unroll(run.parallel)
     _check_batch(run)
-    _check_rounds(run)
     _check_fp8(run)
     _check_batch_ramp(run)
+    check_microbatches(run)
     if device_count is not None:
         _check_device_count(run, device_count)
 
@@ -54,8 +51,7 @@ def check_values(config: "ModelConfig | ParallelConfig | TrainConfig | OutputCon
         value = getattr(config, field.name)
         if field.metadata["choices"] and not (value is None and field.type == str | None):
             names = field.metadata["choices"]
-            file = field.name == "schedule" and str(value).endswith(SCHEDULE_FILES)
-            if (value not in names or isinstance(value, bool)) and not file:
+            if value not in names or isinstance(value, bool):
                 names = tuple(map(str, names))
                 hint = near(str(value), names)
                 typed = "|".join(names) if hint.startswith("did") else "and one of them"
@@ -150,20 +146,6 @@ def _check_batch_ramp(run: "RunConfig") -> None:
             f"batch_ramp = {shown} takes {samples} samples, but the run has steps * global_batch_size = "
             f"{run.total_samples}: type --batch-ramp {start},{increment},{run.total_samples // 10 or 1}, or more --steps."
         )
-    for size in range(start, batch, increment):
-        at_once = run.parallel.microbatch_size * run.parallel.data
-        at_once *= run.parallel.pipe if run.parallel.schedule in IN_ROUNDS else 1
-        if size % at_once:
-            raise ConfigError(
-                f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {at_once} (microbatch_size * "
-                f"data{' * pipe' if run.parallel.schedule in IN_ROUNDS else ''}): type --batch-ramp "
-                f"{at_once},{at_once},{samples}, or --batch-ramp none, or a smaller --data."
-            )
-    if run.parallel.schedule in ("pipedream_2bw", "dualpipe_v") or run.parallel.schedule.endswith(SCHEDULE_FILES):
-        raise ConfigError(
-            f"batch_ramp = {shown} does not go with {run.parallel.schedule}, which is for so many microbatches and no "
-            "fewer: type another --schedule, or leave --batch-ramp out."
-        )
 
 
 def _check_tensor(model: "ModelConfig", parallel: "ParallelConfig") -> None:
@@ -214,24 +196,7 @@ def _check_pipeline(model: "ModelConfig", parallel: "ParallelConfig") -> None:
             f"axis_order = {','.join(map(str, parallel.axis_order))} must hold {', '.join(MESH_AXES)} once each, "
             f"outermost first: type --axis-order {','.join(MESH_AXES)}."
         )
-    schedule, from_file = parallel.schedule, parallel.schedule.endswith(SCHEDULE_FILES)
-    if schedule in TWO_CHUNKS and parallel.chunks != 2:
-        raise ConfigError(f"chunks = {parallel.chunks}, but {schedule} has two chunks on each rank: type --chunks 2.")
-    if parallel.group_size is not None and schedule != "interleaved_1f1b":
-        raise ConfigError(
-            f"group_size = {parallel.group_size} is for interleaved_1f1b, not {schedule}: "
-            "leave --group-size out, or type --schedule interleaved_1f1b."
-        )
-    if parallel.live_chunks is not None and schedule != "auto":
-        raise ConfigError(
-            f"live_chunks = {parallel.live_chunks} is for schedule auto, not {schedule}: "
-            "leave --live-chunks out, or type --schedule auto."
-        )
-    if parallel.chunks > 1 and schedule not in SEVERAL_CHUNKS and not from_file:
-        raise ConfigError(
-            f"chunks = {parallel.chunks} needs schedule interleaved_1f1b, not {schedule}: "
-            "type --schedule interleaved_1f1b, or --chunks 1."
-        )
+    check_schedule(parallel)
     if parallel.chunks > 1 and parallel.pipe == 1:
         raise ConfigError(
             f"chunks = {parallel.chunks} interleaves pipeline stages, but pipe = 1 has no others: "
@@ -269,7 +234,6 @@ def _check_unroll(parallel: "ParallelConfig") -> None:
     """What does not go with blocks that have arrays of their own."""
     reasons = {
         "zero = 3": (parallel.zero == 3, "which puts a block's weights together, and so copies them, whenever it runs"),
-        "schedule = pipedream_2bw": (parallel.schedule == "pipedream_2bw", "whose weights have two versions in turn"),
         f"chunks = {parallel.chunks} and {' and '.join(parallel.rings)}": (
             parallel.chunks > 1 and parallel.rings,
             "a ring, in which ranks at different chunks would have to meet",
@@ -291,13 +255,6 @@ def _check_batch(run: "RunConfig") -> None:
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
             f"{parallel.data} = {at_once}: type --global-batch-size {some(multiples(at_once, batch), batch)}{data}."
         )
-    if parallel.schedule in IN_ROUNDS and parallel.group_size is None and run.microbatches % parallel.pipe:
-        other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
-        raise ConfigError(
-            f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
-            f"is not a multiple of pipe = {parallel.pipe}, as {parallel.schedule} needs: type --global-batch-size "
-            f"{some(multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
-        )
 
 
 def _check_fp8(run: "RunConfig") -> None:
@@ -317,30 +274,6 @@ def _check_fp8(run: "RunConfig") -> None:
         raise ConfigError(
             "matmul_dtype = fp8 does not go with tensor_overlap = ring, whose matmuls are its own: type "
             "--tensor-overlap none, or leave --matmul-dtype out."
-        )
-
-
-def _check_rounds(run: "RunConfig") -> None:
-    """Schedules that need so many microbatches for their pipeline, or another precision."""
-    parallel = run.parallel
-    if parallel.schedule == "pipedream_2bw" and run.train.precision == "fp16":
-        raise ConfigError(
-            "precision = fp16 does not go with pipedream_2bw, whose two batches in flight would have different loss "
-            "scales: type --precision bf16, or another --schedule."
-        )
-    if parallel.schedule == "pipedream_2bw" and parallel.zero == 3:
-        raise ConfigError(
-            "zero = 3 does not go with pipedream_2bw, which holds two versions of its weights: type --zero 1, or another "
-            "--schedule."
-        )
-    need = {"dualpipe_v": ("2 * pipe", 2 * parallel.pipe), "pipedream_2bw": ("2 * (pipe - 1)", 2 * parallel.pipe - 2)}
-    formula, least = need.get(parallel.schedule, ("", 1))
-    if run.microbatches < least:
-        at_once = parallel.microbatch_size * parallel.data
-        raise ConfigError(
-            f"microbatches = global_batch_size / (microbatch_size * data) = {run.train.global_batch_size} / {at_once} = "
-            f"{run.microbatches} is less than {formula} = {least}, as {parallel.schedule} needs: type --global-batch-size "
-            f"{least * at_once} or more, or another --schedule."
         )
 
 

@@ -21,10 +21,11 @@ from megajax.config import (
     near,
     preset,
 )
-from megajax.config.checks import SCHEDULE_FILES, SEVERAL_CHUNKS, check_values
+from megajax.config.checks import check_values
 from megajax.config.launch_checks import check_launch, check_output
 from megajax.config.toml import load_config
-from megajax.schedules.io import load
+from megajax.schedules.io import is_schedule_file, load
+from megajax.schedules.registry import find, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
@@ -95,7 +96,8 @@ class Request:
         """
         model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
         parallel = self._given(ParallelConfig) | self.mesh(device_count)
-        several = parallel.get("schedule", "interleaved_1f1b") in SEVERAL_CHUNKS and parallel["pipe"] > 1
+        name = parallel.get("schedule", ParallelConfig.schedule)
+        several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
         parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
@@ -175,7 +177,7 @@ def parse(
     if "warmup_steps" not in typed:
         given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
     given.setdefault("minimum_learning_rate", plain.learning_rate / 10)
-    if given.get("schedule", "").endswith(SCHEDULE_FILES):
+    if is_schedule_file(given.get("schedule", "")):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
     return Request(given=given, output=output, launch=launch, **other)

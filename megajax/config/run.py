@@ -12,6 +12,7 @@ from typing import Any
 from megajax.config.checks import check_run
 from megajax.config.errors import ConfigError, near, option
 from megajax.config.presets import ALIASES, MODELS
+from megajax.schedules.registry import names
 
 __all__ = [
     "PRESETS",
@@ -104,11 +105,7 @@ class ParallelConfig:
     )
     schedule: str = setting(
         "interleaved_1f1b",
-        "order of the pipeline's forwards and backwards; or a .csv or .json file that has it",
-        (
-            *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs"),
-            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto", "pipedream_2bw"),
-        ),
+        f"order of the pipeline's forwards and backwards: {', '.join(names())}, or a .csv or .json file that has it",
     )
     group_size: int | None = setting(
         None, "interleaved_1f1b: microbatches through a chunk before the next chunk's turn; pipe if not given"
@@ -236,6 +233,7 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig
     train: TrainConfig
+    imports: tuple[str, ...] = ()
 
     @property
     def total_samples(self) -> int:

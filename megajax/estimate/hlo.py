@@ -291,7 +291,9 @@ def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
 def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
     line = lines[place]
     started = line.op.endswith("-start")
-    returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
+    # A start returns its operands, then its results; before jax 0.12 an all-reduce-start returned its results alone.
+    with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
+    returned = _arrays(_second(line.type) if with_operands else line.type)
     done = f"{kind}-done"
     end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
     between = lines[place + 1 : max(end, place + 1)]

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ParallelConfig
 from megajax.pipeline import layout
-from megajax.pipeline.specs import Specs, is_spec
+from megajax.pipeline.layout import Specs, is_spec
 from megajax.sharding.rules import AxisRules
 from megajax.sharding.zero import shard_over_data
 
@@ -44,7 +44,7 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
       rules: logical axis -> mesh axes.
     """
     specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
-    whole = {**specs, "blocks": jax.tree.map(layout.dealt_spec, specs["blocks"], is_leaf=is_spec)}
+    whole = {**specs, "blocks": jax.tree.map(layout.pipeline_spec, specs["blocks"], is_leaf=is_spec)}
     replicas = parallel.data * parallel.context
     if parallel.zero == 0 or replicas == 1:
         return ParameterSpecs(whole, whole)
@@ -62,7 +62,9 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
 def initial_params(model, parallel: ParallelConfig, key: jax.Array, placement: str = "loop") -> Tree:
     """Fresh fp32 parameters, blocks in the pipeline layout of a schedule's placement. Values do not depend on the layout."""
     params = model.init(key)
-    blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
+    blocks = layout.to_pipeline_layout(
+        params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
+    )
     return {**params, "blocks": blocks}
 
 

@@ -23,10 +23,10 @@ from megajax.models.interface import PipelineModel, model_class
 from megajax.models.remat import grouped
 from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
-from megajax.pipeline.executor import forward_function, gradient_function
+from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import broken_host_offload
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import find, make_schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import make_optimizer, samples_trained
@@ -88,11 +88,14 @@ class Training:
         shapes = model_shapes(run, self.model_class, self.rules)
         self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)
-        self.layout = {  # the executor's shardings
-            "constrain": lambda x: self.rules.constrain(x, *self.model.activation_axes),
-            "specs": self.specs.executor(run.parallel.recompute_blocks),
-            "share_ends": self.rules.vocabulary_over_pipe,
-        }
+        self.executor_options = ExecutorOptions(
+            constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
+            specs=self.specs.executor(run.parallel.recompute_blocks),
+            share_ends=self.rules.vocabulary_over_pipe,
+            offload=run.parallel.offload_activations,
+            unroll=run.parallel.unroll_blocks,
+            compute_bubbles=bool(run.parallel.rings),
+        )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
         # Context ranks share samples, so the program splits the batch, not the caller.
@@ -229,16 +232,8 @@ class Training:
         return new, metrics
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
-        run = gradient_function(
-            self.functions,
-            run_schedule(self.run, _leading_sizes(batch)[0]),
-            self.mesh,
-            **self.layout,
-            offload=self.run.parallel.offload_activations,
-            unroll=self.run.parallel.unroll_blocks,
-            compute_bubbles=bool(self.run.parallel.rings),
-            poison_bubbles=poison_bubbles,
-        )
+        options = dataclasses.replace(self.executor_options, poison_bubbles=poison_bubbles)
+        run = gradient_function(self.functions, run_schedule(self.run, _leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
         losses, gradients = run(self._cast(params), self._split(batch), scale / total)
         return losses.sum() / total, self._gradients_of(params, gradients)
@@ -282,7 +277,7 @@ class Training:
             chunks=parallel.chunks,
             placement=self.schedule.placement,
         )
-        run = forward_function(functions, collect, schedule, self.mesh, **self.layout)
+        run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
         batch = split_batch(batch, parallel.data, parallel.context)
         return run(self._cast(params), batch)
 
@@ -310,9 +305,9 @@ def _leading_sizes(batch: Tree) -> tuple[int, int]:
 
 def check_offload(run: RunConfig, device: jax.Device) -> None:
     """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot."""
-    if run.parallel.offload_activations and run.parallel.schedule == pipedream_2bw.NAME:
+    if run.parallel.offload_activations and not find(run.parallel.schedule).drains:
         raise ConfigError(
-            f"offload_activations = True is not supported with schedule = {pipedream_2bw.NAME}, whose stash is carried "
+            f"offload_activations = True is not supported with schedule = {run.parallel.schedule}, whose stash is carried "
             "from step to step: leave --offload-activations out, or pass --schedule interleaved_1f1b."
         )
     if run.parallel.offload_activations and broken_host_offload() and device.platform == "gpu":
@@ -339,7 +334,7 @@ def make_training(
       model: the class of its model; by default the one registered for the type of `run.model`.
       rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
     """
-    drains = run.parallel.schedule != pipedream_2bw.NAME
+    drains = find(run.parallel.schedule).drains
     return (Training if drains else ContinuousTraining)(run, mesh, model, rules)
 
 
@@ -356,7 +351,7 @@ class ContinuousTraining(Training):
         """Builds the programs."""
         super().__init__(run, mesh, model, rules)
         sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = pipedream_2bw.Continuous(self.functions, *sizes, mesh, **self.layout)
+        self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 

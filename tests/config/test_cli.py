@@ -9,7 +9,7 @@ from megajax.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from megajax.config.cli import mesh_for, parse
 from megajax.config.run_schedule import run_schedule
 from megajax.schedules.io import save
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import ScheduleError
 
 DEFAULTS = {"model": "tiny", "global_batch_size": 32, "steps": 300, "learning_rate": 3e-3, "warmup_steps": 30}
@@ -43,6 +43,8 @@ def test_nothing_typed_is_the_experiments_run():
 
 def text_and_value(field: dataclasses.Field):
     """A legal value of a field that is not its default, and how it is typed."""
+    if field.name == "schedule":
+        return "1f1b", "1f1b"
     if field.metadata["choices"]:
         value = next(choice for choice in reversed(field.metadata["choices"]) if choice != field.default)
         return value, value
@@ -214,9 +216,9 @@ def test_a_schedules_file_brings_its_stages_and_chunks(tmp_path):
     assert (run.parallel.pipe, run.parallel.chunks) == (2, 2)
     assert run_schedule(run).placement == "v"
     for words, message in [
-        ("--chunks 1", "has 2 chunks and the run 1: type --chunks 2"),
-        ("--global-batch-size 16", "has 8 microbatches and the run 4: type --global-batch-size 32"),
-        ("--pipe 1", "has 2 stages and the run 1: type --pipe 2"),
+        ("--chunks 1", "has 2 chunks and the run 1: pass --chunks 2"),
+        ("--global-batch-size 16", "has 8 microbatches and the run 4: pass --global-batch-size 32"),
+        ("--pipe 1", "has 2 stages and the run 1: pass --pipe 2"),
     ]:
         with pytest.raises(ScheduleError, match=message):
             run_schedule(run_of(f"--schedule {path} --microbatch-size 4 {words}", device_count=2))

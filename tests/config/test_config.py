@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -61,7 +63,11 @@ ILLEGAL = [
     ({"tensor": 4, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 4", "--tensor 1 or 2", "--kv-heads 4"]),
     ({"tensor": 4, "feedforward": 90}, None, ["feedforward = 90", "--tensor 1 or 2", "--feedforward 88 or 92"]),
     ({"axis_order": ("data", "pipe")}, None, ["axis_order = data,pipe", "--axis-order data,pipe,tensor"]),
-    ({"chunks": 2, "pipe": 2, "schedule": "1f1b"}, None, ["chunks = 2", "not 1f1b", "--chunks 1"]),
+    (
+        {"chunks": 2, "pipe": 2, "schedule": "1f1b"},
+        None,
+        ["chunks = 2", "1f1b has one chunk on each rank, not 2", "--chunks 1"],
+    ),
     ({"chunks": 2}, None, ["chunks = 2", "pipe = 1", "--chunks 1", "--pipe 2"]),
     ({"layers": 10, "pipe": 4}, None, ["layers = 10", "4 * 1 = 4", "--pipe 1, 2, 5 or 10", "--layers 8 or 12"]),
     (
@@ -135,6 +141,18 @@ def test_validate_accepts_exactly_the_runs_that_divide_evenly(**fields):
             run.validate()
 
 
+def any_mesh_is_legal(run, devices: int) -> bool:
+    """Tries every (data, pipe, tensor) whose product is the number of devices."""
+    for data, pipe in itertools.product(range(1, devices + 1), repeat=2):
+        if devices % (data * pipe) == 0:
+            sizes = {"data": data, "pipe": pipe, "tensor": devices // (data * pipe)}
+            other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
+            with contextlib.suppress(ConfigError):
+                other.validate(devices)
+                return True
+    return False
+
+
 @given(devices=st.integers(1, 96), data=st.integers(1, 4), pipe=st.sampled_from([1, 2, 4]))
 def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices, data, pipe):
     run = make_run(global_batch_size=48, data=data, pipe=pipe, layers=24)
@@ -142,7 +160,8 @@ def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices
     with pytest.raises(ConfigError) as error:
         run.validate(devices)
     offered = re.findall(r"--data (\d+) --pipe (\d+) --tensor (\d+)", str(error.value))
-    assert offered or "no mesh of" in str(error.value)
+    assert bool(offered) == any_mesh_is_legal(run, devices), "a mesh is offered exactly where there is one"
+    assert ("no mesh of" in str(error.value)) == (not offered)
     for mesh in offered:
         sizes = dict(zip(("data", "pipe", "tensor"), map(int, mesh), strict=True))
         other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
