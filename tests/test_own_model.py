@@ -19,6 +19,7 @@ from megajax.config import ConfigError, OutputConfig, ParallelConfig, RunConfig,
 from megajax.models.interface import ModelContext, mean_loss, model_class
 from megajax.models.nnx_model import register_model
 from megajax.runtime.mesh import make_mesh
+from megajax.schedules.registry import find, names
 from megajax.sharding.rules import default_rules
 from megajax.train.step import make_training
 from tests import small
@@ -96,6 +97,12 @@ def test_the_loss_is_the_one_written_by_hand():
 def test_gradients_equal_the_unpipelined_models(case):
     schedule, zero, recompute = case
     check(make_run(schedule, chunks=CHUNKS[schedule], zero=zero, recompute=recompute))
+
+
+def test_every_schedule_that_trains_is_covered():
+    """Users' schedules, which other tests register, aside."""
+    built_in = {spec.name: spec for spec in map(find, names()) if spec.generate.__module__.startswith("megajax.")}
+    assert {name for name, spec in built_in.items() if spec.trains} == {*CHUNKS, "pipedream_2bw"}
 
 
 def test_gradients_with_recompute_of_groups_of_blocks():

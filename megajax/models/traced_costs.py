@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from megajax.models.costs import Elementwise, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 from megajax.ops.linear import plain_operations
-from megajax.runtime.compat import vjp_residuals
+from megajax.runtime.compat import Literal, vjp_residuals
 from megajax.sharding.rules import default_rules
 
 __all__ = ["traced_costs"]
@@ -174,7 +173,7 @@ def _dots(jaxpr, splits: list) -> list[tuple[Any, tuple]]:
     known = {var: split for var, split in zip(jaxpr.invars, splits, strict=False) if split is not None}
     found = []
     for equation in jaxpr.eqns:
-        inputs = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
+        inputs = [None if isinstance(var, Literal) else known.get(var) for var in equation.invars]
         if equation.primitive.name == "dot_general":
             found.append((equation, tuple(inputs)))
         elif equation.primitive.name in SAME_AXES and inputs[0] is not None:
@@ -188,7 +187,8 @@ def _dots(jaxpr, splits: list) -> list[tuple[Any, tuple]]:
 
 
 def _is_jaxpr(node) -> bool:
-    return isinstance(node, core.Jaxpr | core.ClosedJaxpr)
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return hasattr(node, "eqns")
 
 
 def _signature(equation) -> tuple:
