@@ -140,8 +140,8 @@ def measure(asked: Asked) -> dict:
       ConfigError: a run that is not legal, or no run that the peers could run too.
     """
     from megajax.estimate.gpus import device_peak
+    from megajax.models.context import attention_choice
     from megajax.runtime.mesh import start_devices
-    from megajax.train.operations import attention_choice
 
     defaults = {name: value for name, value in ON_CPU.items() if not (asked.blocks and name == "layers")}
     request = parse(asked.words, "", defaults)
