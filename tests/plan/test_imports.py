@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from experiments import own_model
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.memory import bytes_per_device
 from megajax.plan import dryrun
 from megajax.plan.__main__ import main
 from megajax.plan.compiler import CompilerError, compile_for, has_compiler
@@ -69,6 +71,20 @@ def test_a_run_of_a_users_file(tmp_path, capsys):
         file = tmp_path / "empty.py"
         file.write_text("")
         words[1] = str(file)
+
+
+def test_the_dry_run_of_another_model(capsys):
+    assert dryrun.dry_run(own_model.RUN, find_gpu("h100-80gb"), compiling=False) == 0
+    assert capsys.readouterr().out.startswith("denoiser: ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="pip install 'megajax[dryrun]'")
+def test_another_model_compiles_in_the_compilers_process():
+    compiled = compile_for(own_model.RUN, find_gpu("h100-80gb"))
+    modelled = bytes_per_device(own_model.RUN)
+    assert compiled["arguments"]["weights"] == modelled["weights"]
+    assert compiled["arguments"]["optimizer"] == pytest.approx(modelled["optimizer"], abs=64)  # and the step's number
 
 
 def test_a_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
