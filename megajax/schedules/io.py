@@ -1,7 +1,7 @@
 """Schedules in files: CSV in torch.distributed.pipelining's notation, or JSON as `draw --json` writes it.
 
-CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W likewise; a
-blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
+CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W
+likewise; a blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
 (0F3;7B1)OVERLAP_F_B is read as its two actions, one after the other.
 """
 

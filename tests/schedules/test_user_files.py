@@ -32,7 +32,8 @@ def reversed_gpipe(stages, microbatches, chunks):
     order = [Operation(FORWARD, chunk, m) for m in range(microbatches) for chunk in range(chunks)]
     order = sorted(order, key=lambda operation: (operation.chunk, operation.microbatch))
     order += [Operation(BACKWARD, chunk, m) for _, chunk, m in reversed(order)]
-    return pack("reversed_gpipe", [order] * stages, microbatches=microbatches, chunks=chunks, paired=False, parts={"B": 2})
+    return pack("reversed_gpipe", [order] * stages, microbatches=microbatches, chunks=chunks, paired=False, parts={"B":
+    2})
 """
 
 
