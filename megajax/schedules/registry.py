@@ -101,7 +101,7 @@ def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
 
     Args:
       name: the value of `--schedule`.
-      **fields: of `ScheduleSpec`, where its defaults do not hold. `notes` is the docstring's first paragraph unless given.
+      **fields: of `ScheduleSpec`, where its defaults do not hold. `notes` defaults to the docstring's first paragraph.
 
     Raises:
       ScheduleError: the name belongs to another function already, or cannot be a name; or a field is wrong.
