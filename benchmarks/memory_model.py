@@ -128,8 +128,8 @@ def show(results: dict) -> None:
         error = predicted / peak - 1
         errors[row["held_out"]].append(abs(error))
         print(
-            f"{describe(run)} XLA {peak / 1e9:7.2f} GB  model {predicted / 1e9:7.2f} GB  {error:+6.1%}"
-            f"{'  held out' if row['held_out'] else ''}"
+            f"{describe(run)}XLA {peak / 1e9:6.2f}  model {predicted / 1e9:6.2f} GB {error:+6.1%}"
+            f"{' held out' if row['held_out'] else ''}"
         )
     for name, some in (("all", errors[False] + errors[True]), ("held out", errors[True])):
         within = sum(error <= 0.05 for error in some)

@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -139,6 +141,18 @@ def test_validate_accepts_exactly_the_runs_that_divide_evenly(**fields):
             run.validate()
 
 
+def any_mesh_is_legal(run, devices: int) -> bool:
+    """Tries every (data, pipe, tensor) whose product is the number of devices."""
+    for data, pipe in itertools.product(range(1, devices + 1), repeat=2):
+        if devices % (data * pipe) == 0:
+            sizes = {"data": data, "pipe": pipe, "tensor": devices // (data * pipe)}
+            other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
+            with contextlib.suppress(ConfigError):
+                other.validate(devices)
+                return True
+    return False
+
+
 @given(devices=st.integers(1, 96), data=st.integers(1, 4), pipe=st.sampled_from([1, 2, 4]))
 def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices, data, pipe):
     run = make_run(global_batch_size=48, data=data, pipe=pipe, layers=24)
@@ -146,7 +160,8 @@ def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices
     with pytest.raises(ConfigError) as error:
         run.validate(devices)
     offered = re.findall(r"--data (\d+) --pipe (\d+) --tensor (\d+)", str(error.value))
-    assert offered or "no mesh of" in str(error.value)
+    assert bool(offered) == any_mesh_is_legal(run, devices), "a mesh is offered exactly where there is one"
+    assert ("no mesh of" in str(error.value)) == (not offered)
     for mesh in offered:
         sizes = dict(zip(("data", "pipe", "tensor"), map(int, mesh), strict=True))
         other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
