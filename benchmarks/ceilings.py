@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.estimate.hardware import DTYPES
+from megajax.estimate.gpus import DTYPES
 
 SIZES = (4096, 8192, 16384)
 WORK = 2e13  # FLOPs of a call: some 30 ms on an H100, so that its start does not count

@@ -118,11 +118,11 @@ def read_options(words: Sequence[str]) -> Asked:
     for name in ("rounds", "microbatch_sizes", "blocks"):
         value = getattr(own, name)
         if value is not None and min(value if isinstance(value, (list, tuple)) else [value]) < 1:
-            raise ConfigError(f"{name} = {value} must be 1 or more: type --{name.replace('_', '-')} COUNT.")
+            raise ConfigError(f"{name} = {value} must be 1 or more: pass --{name.replace('_', '-')} COUNT.")
     if own.out.exists() and not own.out.is_dir():
-        raise ConfigError(f"out = {own.out} is a file: type --out FOLDER.")
+        raise ConfigError(f"out = {own.out} is a file: pass --out FOLDER.")
     if own.peers and shutil.which(own.peer_python) is None:
-        raise ConfigError(f"peer_python = {own.peer_python} is no program: type --peer-python VENV/bin/python.")
+        raise ConfigError(f"peer_python = {own.peer_python} is no program: pass --peer-python VENV/bin/python.")
     values = {name: several(value) if isinstance(value, list) else value for name, value in vars(own).items()}
     return Asked(words=tuple(rest), **values)
 
@@ -139,7 +139,7 @@ def measure(asked: Asked) -> dict:
     Raises:
       ConfigError: a run that is not legal, or nothing that the peers could run too.
     """
-    from megajax.estimate.hardware import device_peak
+    from megajax.estimate.gpus import device_peak
     from megajax.runtime.mesh import start_devices
     from megajax.train.operations import attention_choice
 
@@ -162,7 +162,7 @@ def measure(asked: Asked) -> dict:
     for case in cases:
         case.run.validate()
     if asked.peers and not any(case.run.parallel.devices == 1 for case in cases):
-        raise ConfigError("peers run on one device, and no run here does: type --blocks, or --devices cpu:1.")
+        raise ConfigError("peers run on one device, and no run here does: pass --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
         from benchmarks.ceilings import copy_ceiling, matmul_ceiling

@@ -46,7 +46,7 @@ def sweeps(
     """
     base.validate()
     if schedules and base.parallel.pipe == 1:
-        raise ConfigError(f"schedules = {' '.join(schedules)} differ only in a pipeline: type --pipe 2 or more.")
+        raise ConfigError(f"schedules = {' '.join(schedules)} differ only in a pipeline: pass --pipe 2 or more.")
     found = list(_legal(_mesh_cases(base, meshes or _all_meshes(base.parallel.devices)), meshes))
     if base.parallel.pipe > 1:
         found += _legal(_schedule_cases(base, schedules or SCHEDULES), schedules)
@@ -127,7 +127,7 @@ def _mesh_cases(base: RunConfig, meshes: Iterable[str]) -> Iterable[Case]:
     for text in meshes:
         words = text.split(",")
         if len(words) != 3 or not all(word.isdecimal() for word in words):
-            raise ConfigError(f"meshes = {text!r} is not DATA,PIPE,TENSOR: type --meshes 2,2,2 1,4,2.")
+            raise ConfigError(f"meshes = {text!r} is not DATA,PIPE,TENSOR: pass --meshes 2,2,2 1,4,2.")
         data, pipe, tensor = map(int, words)
         chunks = base.parallel.chunks
         if pipe < 2 or base.model.layers % (pipe * chunks):
@@ -140,7 +140,7 @@ def _schedule_cases(base: RunConfig, schedules: Iterable[str]) -> Iterable[Case]
     for text in schedules:
         name, _, chunks = text.partition(":")
         if chunks and not chunks.isdecimal():
-            raise ConfigError(f"schedules = {text!r} is not NAME or NAME:CHUNKS: type --schedules 1f1b zb_v:2.")
+            raise ConfigError(f"schedules = {text!r} is not NAME or NAME:CHUNKS: pass --schedules 1f1b zb_v:2.")
         label = f"{name} v{chunks}" if chunks else name
         yield Case("schedule", label, _with(base, schedule=name, chunks=int(chunks or 1)))
 

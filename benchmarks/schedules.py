@@ -1,13 +1,13 @@
-"""What pipeline schedules cost: simulated for many ranks, and measured on two CPU devices against the simulation.
+"""Bubbles of the pipeline schedules: simulated for many ranks, and measured on two CPU devices.
 
 python -m benchmarks.schedules                 both; writes schedules.json and schedules.svg to benchmarks/results
-python -m benchmarks.schedules --simulate      the table and the plot alone, in seconds
+python -m benchmarks.schedules --simulate      the simulated table and the plot only, in seconds
 
 Measured: forwards and backwards of a GPT whose matmuls dominate, on p = 2 devices of one thread each. The bubble is
-T(m) / (m t) - 1, where t is what a microbatch costs the same two devices without a pipeline: each has half the layers and a
-batch of its own, and t is the slope of that time between the two largest m. So everything counts as bubble that a pipeline
-adds: waiting, sends, the ends of a step. Steps of all schedules and sizes are timed in turn and the fastest of each is
-taken, so that a slow spell of the machine falls on all.
+T(m) / (m t) - 1, where t is the time of a microbatch on the same two devices without a pipeline: each has half the layers
+and its own batch, and t is the slope of that time between the two largest m. The measured bubble thus includes everything
+that a pipeline adds: idle time, sends, embedding and head. Steps of all schedules and sizes are timed in turn, and the
+fastest of each is used, so that a slow phase of the machine affects all of them.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import platform
 import time
 
 from megajax.pipeline.slots import slot_tables
+from megajax.plan.report import new_figure
 from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
@@ -39,7 +40,7 @@ MEASURED = [kind for kind in KINDS if kind[1] < 4]
 STAGES = (2, 4, 8, 16)
 MICROBATCHES = (2, 4, 8, 16)
 TIMED_STAGES = 2
-APART = "no pipeline"  # every device works alone
+APART = "no pipeline"  # every device has its own model and batch
 
 
 def simulated_rows() -> list[dict]:
@@ -64,7 +65,7 @@ def simulated_rows() -> list[dict]:
 
 
 def measured_rows(repeats: int) -> list[dict]:
-    """Step times of every schedule at p = 2, and the bubble they show beside the simulated one."""
+    """Step times of every schedule at p = 2, with the measured and the simulated bubble."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     from megajax.runtime.mesh import start_devices
 
@@ -108,7 +109,7 @@ def measured_rows(repeats: int) -> list[dict]:
 
 
 def _step(name: str, chunks: int, microbatches: int, devices):
-    """A compiled forward and backward of the whole batch, warmed up, to be called and timed."""
+    """A compiled and warmed-up forward and backward of the whole batch; calling it runs it once."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -149,12 +150,8 @@ def _step(name: str, chunks: int, microbatches: int, devices):
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
-    """Bubble and memory against the number of ranks; schedules that come out the same share a line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    """Bubble and memory over the number of ranks; schedules with equal values share a line."""
+    figure = new_figure(figsize=(11, 6))
     panels = figure.subplots(1, 2)
     titles = {"lockstep_bubble": "bubble, share of the ideal time", "stash_in_stages": "microbatches stashed on a rank"}
     for panel, (value, title) in zip(panels, titles.items(), strict=True):
@@ -189,7 +186,7 @@ def _print(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot alone")
+    parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
     parser.add_argument("--repeats", type=int, default=7, help="steps timed for each size (default: %(default)s)")
     parser.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="(default: %(default)s)")
     options = parser.parse_args()

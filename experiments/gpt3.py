@@ -141,7 +141,7 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     from megajax.data.source import DataSource
     from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer
-    from megajax.estimate.hardware import device_peak
+    from megajax.estimate.gpus import device_peak
     from megajax.generate import check_sampling, generate
     from megajax.runtime.mesh import make_mesh, start_devices
     from megajax.runtime.preemption import Stop

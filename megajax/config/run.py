@@ -233,6 +233,7 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig
     train: TrainConfig
+    imports: tuple[str, ...] = ()
 
     @property
     def total_samples(self) -> int:

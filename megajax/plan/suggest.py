@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from megajax.config import ConfigError, RunConfig, option
-from megajax.estimate.gpus import Card
+from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import bytes_per_device, slots_of
 from megajax.estimate.step_time import step_time
 from megajax.plan.search import usable_bytes
@@ -18,22 +18,24 @@ class Change:
     """A run that fits.
 
     Attributes:
-      options: what to type for it.
-      peak: bytes, by the model.
-      price: what it costs in time, in words.
+      options: the command line options that make the change.
+      peak: bytes, by the memory model.
+      cost: the change in the time of a step, in words.
     """
 
     run: RunConfig
     options: str
     peak: float
-    price: str
+    cost: str
 
 
-def smallest_change(run: RunConfig, gpu: Card, correction: float = 1.0) -> Change | None:
-    """The change of fewest options, on as few GPUs as now if possible, that fits; of several the fastest.
+def smallest_change(run: RunConfig, gpu: Gpu, correction: float = 1.0) -> Change | None:
+    """The change of fewest options that fits, on the same number of GPUs if possible; of several the fastest.
 
     Args:
-      correction: by how much the model's bytes are multiplied, to agree with what is known of `run`.
+      run: a run that does not fit.
+      gpu: its GPUs.
+      correction: factor on the memory model's bytes, e.g. from a compilation of `run`.
     """
     parallel = run.parallel
     here = parallel.devices
@@ -49,13 +51,13 @@ def smallest_change(run: RunConfig, gpu: Card, correction: float = 1.0) -> Chang
         if fits:
             _, time, peak, fields, changed = min(fits, key=lambda found: found[:2])
             now = step_time(run, gpu).total
-            price = f"{time / now - 1:+.0%} time a step" + ("" if growth == 1 else f" on {growth} times the GPUs")
-            return Change(changed, " ".join(f"{option(name)} {value}" for name, value in fields.items()), peak, price)
+            cost = f"{time / now - 1:+.0%} time a step" + ("" if growth == 1 else f" on {growth} times the GPUs")
+            return Change(changed, " ".join(f"{option(name)} {value}" for name, value in fields.items()), peak, cost)
     return None
 
 
 def _changes(run: RunConfig, devices: int) -> Iterable[dict]:
-    """Fields to change, for so many devices in all: one or two of them, and the mesh."""
+    """Fields to change, for this number of devices in all: one or two of them, and the mesh."""
     parallel = run.parallel
     single: list[dict] = []
     single += [{"recompute": mode} for mode in MODES[MODES.index(parallel.recompute) + 1 :]]
@@ -86,7 +88,7 @@ def _leanest_schedule(run: RunConfig) -> str:
 
 
 def _meshes(run: RunConfig, devices: int) -> Iterable[dict]:
-    """Meshes of `devices` GPUs with a tensor degree a host holds, as the fields that differ from now."""
+    """Meshes of `devices` GPUs with a tensor degree that fits a host, as the fields that differ from the run's."""
     parallel = run.parallel
     for tensor in (1, 2, 4, 8):
         for pipe in (n for n in range(1, run.model.layers + 1) if run.model.layers % n == 0):

@@ -80,7 +80,7 @@ def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  #
     """
     queues = [[work for tick in schedule.ticks for work in tick[rank]] for rank in range(schedule.stages)]
     position, clock = [0] * schedule.stages, [0.0] * schedule.stages
-    there: dict[tuple[str, int, int], float] = {}
+    finished: dict[tuple[str, int, int], float] = {}  # when each (result, stage, microbatch) was
     spans: list[Span] = []
     while any(position[rank] < len(queues[rank]) for rank in range(schedule.stages)):
         moved = False
@@ -89,13 +89,13 @@ def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  #
                 work = queue[position[rank]]
                 stage = schedule.stage(work.chunk, rank)
                 wanted = [(result, of, work.microbatch) for result, of in schedule.needs(work, stage)]
-                if any(want not in there for want in wanted):
+                if any(want not in finished for want in wanted):
                     break
                 away = [costs.latency if schedule.home(of)[1] != rank else 0.0 for _, of, _ in wanted]
-                start = max([clock[rank], *(there[want] + late for want, late in zip(wanted, away, strict=True))])
+                start = max([clock[rank], *(finished[want] + late for want, late in zip(wanted, away, strict=True))])
                 clock[rank] = start + costs.of(schedule, work)
                 for result in schedule.results(work):
-                    there[result, stage, work.microbatch] = clock[rank]
+                    finished[result, stage, work.microbatch] = clock[rank]
                 spans.append(Span(rank, work, start, clock[rank]))
                 position[rank] += 1
                 moved = True

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.models import gpt, remat
+from megajax.models import gpt
+from megajax.models.costs import transformer_costs
 from megajax.models.transformer import rotate
 from tests.models.configs import GPT, MODELS
 
@@ -129,10 +130,10 @@ def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
     sample = {"sample": np.arange(2, dtype=np.uint32)}
     _, vjp = jax.eval_shape(lambda w, x: forward(config, mode, w, x, sample), weights, jnp.bfloat16(x))
     stash = [a for a in jax.tree.leaves(vjp.opaque_residuals) if hasattr(a, "shape") and a.size > x.shape[0]]
-    values = remat.kept_values(config, mode)[1:]  # the input is an argument, not a residual
-    assert sorted(a.size for a in stash) == sorted(2 * value.elements for value in values)
+    values = transformer_costs(config).kept_values(mode)[1:]  # the input is an argument, not a residual
+    assert sorted(a.size for a in stash) == sorted(2 * value.elements(config.sequence_length) for value in values)
     kept = sum(a.size * a.dtype.itemsize for a in stash) + x.size * 2
-    assert kept == remat.bytes_per_layer(config, mode, samples=2)
+    assert kept == transformer_costs(config).kept_bytes(mode, samples=2)
     if mode == "full":
         assert not stash
 
@@ -150,7 +151,7 @@ def test_bytes_stay_within_the_papers_table():
     sbh = 2048 * 12288
 
     def per_sbh(mode, **layout):
-        return remat.bytes_per_layer(config, mode, samples=1, **layout) / sbh
+        return transformer_costs(config).kept_bytes(mode, samples=1, **layout) / sbh
 
     assert per_sbh("none") <= 34 + 5 * 96 * 2048 / 12288
     assert per_sbh("selective") == 20 <= 34
@@ -164,7 +165,7 @@ def test_fused_attention_keeps_its_statistics_and_no_probabilities():
     """One fp32 number for each query of each head, beside what selective recompute keeps anyhow; `none` keeps less."""
     config = ModelConfig(layers=96, hidden=12288, heads=96, vocabulary=51200, sequence_length=2048)
     kept = {
-        (mode, fused): remat.bytes_per_layer(config, mode, samples=1, tensor=8, fused_attention=fused)
+        (mode, fused): transformer_costs(config).kept_bytes(mode, samples=1, tensor=8, fused_attention=fused)
         for mode in ("none", "selective", "full")
         for fused in (False, True)
     }

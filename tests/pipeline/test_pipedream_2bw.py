@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from megajax.config import ConfigError
+from megajax.estimate.memory import bytes_per_device
 from megajax.models import gpt
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.simulate import simulate_lockstep
@@ -107,6 +108,19 @@ def test_a_step_has_no_bubble():
     for rank in range(4):
         works = sorted(work for row in schedule.ticks for work in row[rank])
         assert [(work.op, work.microbatch) for work in works] == [(op, m) for op in "BF" for m in range(8)]
+
+
+def test_the_memory_model_has_the_bytes_of_what_is_in_flight():
+    run = small.make_run((1, 4, 1), schedule="pipedream_2bw", microbatches=8)
+    training = small.training_of(run)
+    with jax.set_mesh(training.mesh):
+        params = small.place(training, small.busy_params(small.MODEL))
+        carry = jax.eval_shape(training.pipeline.start, params, small.make_batch(run)).carry  # [data, pipe, ...]
+    on_a_rank = lambda *trees: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(trees)) / 4  # noqa: E731
+    parts = bytes_per_device(run)
+    assert parts["stash"] == on_a_rank(carry.stash)
+    assert parts["gradients"] == on_a_rank(carry.block_gradients, carry.shared_gradients)
+    assert parts["inboxes"] == on_a_rank(carry.activations, carry.gradients)
 
 
 def test_what_it_cannot_do():

@@ -1,4 +1,4 @@
-"""Schedules in files, and the orders of torch.distributed.pipelining, which are such a file."""
+"""Schedules in files, and orders against those of torch.distributed.pipelining."""
 
 import json
 import pathlib
@@ -28,10 +28,10 @@ def label(row) -> str:
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=label)
-def test_orders_are_torchs(row):
+def test_orders_equal_torchs(row):
     stages, microbatches, chunks = row["sizes"]
     options = {}
-    if row["name"] == "Interleaved1F1B":  # torch makes its groups as large as leaves no rest
+    if row["name"] == "Interleaved1F1B":  # torch makes its groups as large as divides evenly
         options["group_size"] = microbatches // max(1, microbatches // stages)
     schedule = make_schedule(OURS[row["name"]], stages=stages, microbatches=microbatches, chunks=chunks, **options)
     want = [re.sub(r" \d+REDUCE_GRAD", "", order).replace(" ", ",") for order in row["orders"]]
@@ -49,7 +49,7 @@ def test_torchs_files_load(row, tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(named_schedules())
-def test_what_is_saved_loads_as_it_was(tmp_path_factory, schedule):
+def test_saved_schedules_load_unchanged(tmp_path_factory, schedule):
     folder = tmp_path_factory.mktemp("saved")
     io.save(schedule, str(folder / "x.json"))
     back = io.load(str(folder / "x.json"))
@@ -96,6 +96,6 @@ def test_broken_files_are_refused(name, text, message, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(ScheduleError, match="cannot read .*none.csv: No such file"):
         io.load(str(tmp_path / "none.csv"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.estimate.gpus import card
+from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device, slots_of
 from megajax.estimate.step_time import step_time
 from megajax.pipeline.slots import slot_tables
@@ -93,7 +93,7 @@ def test_its_memory_is_that_of_its_table(example):
 def test_its_time_has_the_bubble_of_one_microbatch_at_a_time(example):
     """Two ranks take turns: each idles for as long as it works, and for the other's share of the head."""
     import_user_files([example])
-    gpu = card("h100-80gb")
+    gpu = find_gpu("h100-80gb")
     times = {name: step_time(run_of(name), gpu) for name in ("one_at_a_time", "gpipe")}
     ideal = times["gpipe"].bubble * 4  # gpipe's bubble at p = 2 is one microbatch's forward and backward
     assert times["one_at_a_time"].bubble == pytest.approx(ideal)
@@ -110,7 +110,7 @@ def test_the_dry_run_prices_it(example, capsys):
 @pytest.mark.parametrize("asked", [{}, {"schedules": ("one_at_a_time", "reversed_gpipe")}])
 def test_it_is_searched(example, asked):
     import_user_files([example])
-    found = search(Question(preset("gpt2"), 4, card("h100-80gb"), 8, microbatches=(1,), tensor_sizes=(1,), **asked))
+    found = search(Question(preset("gpt2"), 4, find_gpu("h100-80gb"), 8, microbatches=(1,), tensor_sizes=(1,), **asked))
     layouts = {(one.run.parallel.schedule, one.run.parallel.chunks) for one in found if one.run.parallel.pipe > 1}
     assert {("one_at_a_time", 1), ("reversed_gpipe", 1), ("reversed_gpipe", 2)} <= layouts
     if asked:
