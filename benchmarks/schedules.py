@@ -139,9 +139,11 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     functions = gpt.functions(model, recompute="none")
     with jax.set_mesh(mesh):
         params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(0))
-        blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement)
+        blocks = layout.to_pipeline_layout(
+            params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement
+        )
         params = {**params, "blocks": jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))}
-        run = jax.jit(gradient_function(functions, schedule, mesh, constrain=lambda x: x))
+        run = jax.jit(gradient_function(functions, schedule, mesh))
         compiled = run.lower(params, batch, jnp.float32(1)).compile()
         arguments = jax.device_put((params, batch, jnp.float32(1)), compiled.input_shardings[0])
     step = lambda: jax.block_until_ready(compiled(*arguments))  # noqa: E731

@@ -76,14 +76,16 @@ def place(training: Training, canonical):
     """Canonical parameters laid out for a run."""
     parallel = training.run.parallel
     placement = training.schedule.placement
-    blocks = layout.deal(canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
+    blocks = layout.to_pipeline_layout(
+        canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
+    )
     return jax.device_put({**canonical, "blocks": blocks}, training.params_sharding)
 
 
 def canonical(params, placement: str = "loop"):
     """The inverse of `place`, as numpy."""
     params = jax.tree.map(np.asarray, params)
-    return {**params, "blocks": layout.gather(params["blocks"], placement=placement)}
+    return {**params, "blocks": layout.from_pipeline_layout(params["blocks"], placement=placement)}
 
 
 def training_of(run: RunConfig) -> Training:

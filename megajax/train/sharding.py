@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import RunConfig
 from megajax.models import gpt
 from megajax.pipeline import layout
-from megajax.pipeline.specs import Specs, is_spec
+from megajax.pipeline.layout import Specs, is_spec
 from megajax.sharding.rules import AxisRules
 from megajax.sharding.zero import cut_over_data
 
@@ -40,7 +40,7 @@ def parameter_specs(run: RunConfig) -> ParameterSpecs:
     """How the run's parameters lie on its mesh."""
     rules, parallel = axis_rules(run), run.parallel
     specs = jax.tree.map(rules.spec, gpt.logical_axes(run.model), is_leaf=lambda node: isinstance(node, tuple))
-    whole = {**specs, "blocks": jax.tree.map(layout.dealt_spec, specs["blocks"], is_leaf=is_spec)}
+    whole = {**specs, "blocks": jax.tree.map(layout.pipeline_spec, specs["blocks"], is_leaf=is_spec)}
     replicas = parallel.data * parallel.context
     if parallel.zero == 0 or replicas == 1:
         return ParameterSpecs(whole, whole)
@@ -58,7 +58,9 @@ def parameter_specs(run: RunConfig) -> ParameterSpecs:
 def initial_params(run: RunConfig, key: jax.Array, placement: str = "loop") -> Tree:
     """Fresh fp32 parameters, blocks dealt for a schedule's placement. Values depend on the key and the model alone."""
     params, parallel = gpt.init(run.model, key, run.parallel.vocabulary_shares), run.parallel
-    blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
+    blocks = layout.to_pipeline_layout(
+        params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
+    )
     return {**params, "blocks": blocks}
 
 

@@ -26,7 +26,7 @@ from megajax.ops.attention import Choice
 from megajax.ops.ring_attention import of_owner, split_batch
 from megajax.ops.vocabulary import lookup, over_pipe
 from megajax.pipeline import pipedream_2bw
-from megajax.pipeline.executor import forward_function, gradient_function
+from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.schedule import Schedule
 from megajax.train.lr_schedule import learning_rate
@@ -46,7 +46,7 @@ class TrainState:
     params: Tree  # fp32; blocks dealt over chunks and ranks (pipeline/layout.py)
     optimizer_state: Tree
     loss_scale: LossScale
-    in_flight: Tree = ()  # what a pipeline that is not drained holds between steps (pipeline/continuous.py)
+    in_flight: Tree = ()  # what a pipeline that is not drained holds between steps (pipeline/pipedream_2bw.py)
 
 
 def model_functions(run: RunConfig, schedule: Schedule, attention: Choice, *, training: bool) -> gpt.ModelFunctions:
@@ -88,11 +88,14 @@ class Training:
         self.specs = parameter_specs(run)
         self.params_sharding = self._named(self.specs.stored)
         rules = axis_rules(run)
-        self.layout = {  # how the executor lays things out
-            "constrain": lambda x: rules.constrain(x, *RESIDUAL),
-            "specs": self.specs.executor(run.parallel.recompute_blocks),
-            "share_ends": share_ends(run),
-        }
+        self.executor_options = ExecutorOptions(
+            constrain=lambda x: rules.constrain(x, *RESIDUAL),
+            specs=self.specs.executor(run.parallel.recompute_blocks),
+            share_ends=share_ends(run),
+            offload=run.parallel.offload_activations,
+            unroll=run.parallel.unroll_blocks,
+            compute_bubbles=bool(run.parallel.rings),
+        )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
         # A sample that context ranks share is no rank's alone: the program, not the caller, shares it out.
@@ -222,16 +225,8 @@ class Training:
         return new, metrics
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
-        run = gradient_function(
-            self.functions,
-            run_schedule(self.run, len(batch["tokens"])),
-            self.mesh,
-            **self.layout,
-            offload=self.run.parallel.offload_activations,
-            unroll=self.run.parallel.unroll_blocks,
-            compute_bubbles=bool(self.run.parallel.rings),
-            poison_bubbles=poison_bubbles,
-        )
+        options = dataclasses.replace(self.executor_options, poison_bubbles=poison_bubbles)
+        run = gradient_function(self.functions, run_schedule(self.run, len(batch["tokens"])), self.mesh, options)
         total = batch["weights"].sum()
         losses, gradients = run(self._cast(params), self._split(batch), scale / total)
         return losses.sum() / total, self._gradients_of(params, gradients)
@@ -265,7 +260,7 @@ class Training:
             chunks=parallel.chunks,
             placement=self.schedule.placement,
         )
-        run = forward_function(functions, collect, schedule, self.mesh, **self.layout)
+        run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
         batch = split_batch(batch, parallel.data, parallel.context)
         return run(self._cast(params), batch)
 
@@ -304,7 +299,7 @@ class ContinuousTraining(Training):
         """Builds the programs."""
         super().__init__(run, mesh)
         sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = pipedream_2bw.Continuous(self.functions, *sizes, mesh, **self.layout)
+        self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 

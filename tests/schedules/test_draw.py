@@ -56,7 +56,7 @@ def test_text_and_trace(tmp_path, capsys):
 
 
 def test_a_pipeline_that_never_drains(tmp_path, capsys):
-    """PipeDream-2BW at p = 3, m = 4 = 2(p - 1): 2(p - r) - 1 microbatches in flight, no bubble, orders without a start."""
+    """PipeDream-2BW at p = 3, m = 4 = 2(p - 1): 2(p - r) - 1 microbatches in flight, no bubble, no first order."""
     sizes = ["--schedule", "pipedream_2bw", "--stages", "3", "--microbatches", "4"]
     assert main(sizes) == 0
     head, *rows = capsys.readouterr().out.splitlines()
