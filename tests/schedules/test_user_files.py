@@ -64,7 +64,7 @@ def test_it_is_drawn(example, capsys):
 def test_it_is_in_the_help_with_its_note(example, capsys):
     with pytest.raises(SystemExit):
         draw.main(["--import", example, "--help"])
-    assert re.search("one_at_a_time +Each microbatch forward and backward before the next", capsys.readouterr().out)
+    assert re.search("one_at_a_time +Each microbatch's forward and backward before the next", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("one_at_a_time", 1), ("reversed_gpipe", 2)])
