@@ -117,7 +117,8 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     from jax.sharding import PartitionSpec as P
 
     from megajax.config import ModelConfig, ParallelConfig
-    from megajax.models import gpt
+    from megajax.models.gpt import GPT
+    from megajax.models.interface import ModelContext
     from megajax.pipeline import layout
     from megajax.pipeline.executor import gradient_function
     from megajax.runtime.mesh import make_mesh
@@ -136,9 +137,9 @@ def _step(name: str, chunks: int, microbatches: int, devices):
         "labels": tokens[..., 1:],
         "weights": np.ones(tokens[..., 1:].shape, np.float32),
     }
-    functions = gpt.functions(model, recompute="none")
+    functions = GPT(model, ModelContext(recompute="none"))
     with jax.set_mesh(mesh):
-        params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(0))
+        params = jax.jit(functions.init)(jax.random.key(0))
         blocks = layout.to_pipeline_layout(
             params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement
         )

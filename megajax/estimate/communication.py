@@ -63,6 +63,8 @@ def _tensor(run: RunConfig) -> list[Sent]:
         group = parallel.recompute_blocks
         count = (pairs * group - 1) / group * (1 if parallel.sequence_parallel else 2)
         lines.append(Sent("tensor", "full recompute", f"{count:g} {each}", count * one))
+    if not model.vocabulary_width:
+        return lines
     # The embedding's rows and their gradient; the head's input and its gradient. In Megatron-LM the first and the last
     # stage have two of them each.
     ends = 4 if parallel.pipe == 1 or Sharding.from_config(run).vocabulary_over_pipe else 2

@@ -38,8 +38,9 @@ class Sharding:
 
     @classmethod
     def from_config(cls, run: RunConfig) -> "Sharding":
-        """What the run itself shards."""
-        return cls(run.parallel.zero, run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1)
+        """What the run itself shards; a model without token tables has none to split over pipe."""
+        over_pipe = run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
+        return cls(run.parallel.zero, over_pipe and model_costs(run.model).vocabulary_width > 0)
 
 
 def slots_of(run: RunConfig) -> Slots:

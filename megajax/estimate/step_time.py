@@ -137,7 +137,9 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) 
 
 
 def head_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, sharding: Sharding) -> float:
-    """Seconds of the logits and the loss of one microbatch, forward and backward."""
+    """Seconds of the logits and the loss of one microbatch, forward and backward; 0 for a model without a vocabulary."""
+    if not model.vocabulary:
+        return 0.0
     parts = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
     rows, columns = parallel.microbatch_size * model.sequence_length, model.vocabulary / parts
     products = 3 * ops.matmul(rows, model.hidden, columns)

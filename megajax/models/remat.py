@@ -1,6 +1,6 @@
-"""What a block keeps from its forward to its backward, value by value; the rest is computed again (2205.05198).
+"""Recompute modes: the values that a block saves for its backward; the others are computed again (2205.05198).
 
-The block names its values with `checkpoint_name`; a mode is the list of the names it keeps. In elements, for batch b,
+The block names its values with `checkpoint_name`; a mode is a list of saved names. In elements, for batch b,
 sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t (t or 1 for "sequence", see
 `models/costs.py`):
 
@@ -19,18 +19,18 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
 
 none recomputes no matmul, selective one (queries times keys), full five of the six (not the down projection).
 For a GPT without dropout "selective" is 20 sbh bytes, less than the paper's 34 sbh (its table 2):
-norms and the activation are cheap to compute again from `residual` and `up`, and a mask is drawn again from its key.
+norms and the activation are cheap to recompute from `residual` and `up`, and a mask is drawn again from its key.
 Fused attention has no probabilities; with context and statistics its backward needs no forward again, but under full.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
 
 from megajax.config import ConfigError, near
 
-__all__ = ["MODES", "grouped", "kept_names", "policy"]
+__all__ = ["MODES", "checkpointed", "grouped"]
 
 SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up")
 NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
@@ -38,27 +38,42 @@ MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn on
 MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}
 
 
-def kept_names(mode: str) -> tuple[str, ...]:
-    """Names of the values that `mode` keeps.
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ConfigError(f"recompute = {mode!r} is not known: {near(mode, MODES)} Pass --recompute {'|'.join(MODES)}.")
+
+
+def checkpointed(block: Callable, mode: str, names: Mapping[str, tuple[str, ...]] | None = None) -> Callable:
+    """A block, (weights, x, microbatch, layer) -> x, whose VJP saves what `mode` says.
+
+    Forward and backward of a block are in different loops, where XLA cannot merge what is computed twice: no barriers
+    are needed (`prevent_cse`).
+
+    Args:
+      block: the function.
+      mode: none, selective or full.
+      names: mode -> the names of the values to save; None: "none" saves everything, "selective" the results of matmuls
+        with weights, "full" the arguments alone.
 
     Raises:
       ConfigError: for a mode that is not none, selective or full.
     """
-    if mode not in MODES:
-        raise ConfigError(f"recompute = {mode!r} is not known: {near(mode, MODES)} Type --recompute {'|'.join(MODES)}.")
-    return MODES[mode]
-
-
-def policy(mode: str) -> Callable[..., bool]:
-    """The `jax.checkpoint` policy of `mode`."""
-    return jax.checkpoint_policies.save_only_these_names(*kept_names(mode))
+    _check_mode(mode)
+    policies = jax.checkpoint_policies
+    if names is not None:
+        policy = policies.save_only_these_names(*names[mode])
+    elif mode == "none":
+        return block
+    else:
+        policy = policies.dots_with_no_batch_dims_saveable if mode == "selective" else policies.nothing_saveable
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)
 
 
 def grouped(block: Callable, size: int) -> Callable:
-    """`size` blocks as one, of which the input alone is kept: 2104.04473 section 3.5's checkpoints every c layers.
+    """`size` blocks as one that saves only its input: checkpoints every c layers, 2104.04473 section 3.5.
 
     Args:
-      block: (weights of one block, x, microbatch, layer) -> x, keeping all that its backward needs.
+      block: (weights of one block, x, microbatch, layer) -> x, saving all that its backward needs.
       size: blocks.
 
     Returns:
@@ -67,7 +82,7 @@ def grouped(block: Callable, size: int) -> Callable:
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
     def group(weights, x, microbatch, number):
-        for index in range(size):  # not a scan: a backward is split into I and W by taking apart a flat list
+        for index in range(size):  # not a scan: splitting a backward into I and W needs a flat jaxpr
             own = jax.tree.map(lambda leaf: leaf[index], weights)  # noqa: B023
             x = block(own, x, microbatch, number * size + index)
         return x

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.runtime.compat import varying_axes
 from megajax.sharding.rules import only
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
 MANUAL_AXES = ("data", "pipe")
@@ -132,7 +132,7 @@ def reduce_gradients(gradients: Tree, specs: Specs) -> Tree:
 
     def reduce(gradient, weight_spec: P, gradient_spec: P):
         axes = [axis for axis in MANUAL_AXES if axis not in only(weight_spec, MANUAL_AXES)]
-        cut = Cut.of(gradient_spec)
+        cut = ZeroSharding.from_spec(gradient_spec)
         if "data" in axes and cut.axis is not None:
             gradient = cut.scatter(gradient)
             axes.remove("data")

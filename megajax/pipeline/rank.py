@@ -20,7 +20,7 @@ from megajax.pipeline.stage import ChunkWork, Stack
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import set_xla_metadata
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
 # XLA's scheduler allows one collective at a time on the default stream, so a send there would end before a loop over
@@ -111,7 +111,7 @@ class Rank:
             functions.block,
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks),
             self.per_chunk,
-            cut=jax.tree.map(lambda spec: Cut.of(spec, 3), specs, is_leaf=is_spec),  # without chunk, stage and layer
+            cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             unroll=options.unroll,
             max_parts=int(table.rows.backward.parts.max()) if options.unroll else 1,
         )

@@ -23,7 +23,7 @@ from megajax.pipeline.loops import counted_loop
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import StashRef, empty_stash
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
 
@@ -83,7 +83,7 @@ class Stack:
             # Without the barrier XLA slices first and casts each slice, so ZeRO-1 all-gathers weights in fp32.
             whole = lax.optimization_barrier(weights)
             self.separate = [jax.tree.map(lambda leaf: leaf[layer], whole) for layer in layers]  # noqa: B023
-        self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
+        self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool = False) -> Tree:
         """An empty stash, (residuals, x) of [slots, blocks per chunk, ...].

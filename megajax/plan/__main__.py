@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
+
 from megajax.config import ConfigError, ModelConfig, preset
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.config_file import write_config
@@ -194,4 +196,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
     sys.exit(main())

@@ -7,6 +7,7 @@ Options are those of experiments.gpt3 (its --help lists them), and
 
   --gpu NAME        the GPUs of the cluster: {gpus}
   --import FILE.py  a Python file or module to import first, which registers schedules or models (repeatable)
+  --run FILE.py     a Python file or module with a RunConfig called RUN, of any model, instead of these options
   --model-only      do not compile: the memory model's numbers, as without XLA's CUDA plugin
   --timeout COUNT   seconds the compiler may take (default: 900)
 
@@ -16,9 +17,12 @@ invalid options.
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
@@ -46,17 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         own, rest = _own(words)
-        import_user_files(own.imports)
-        request = parse(rest, __doc__, {})
-        if request.model is None:
-            raise ConfigError("model is not given: pass --model NAME, a preset, or --config FILE.")
-        run = dataclasses.replace(request.run(request.devices_needed or 1, "bf16"), imports=tuple(own.imports))
+        run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
         run.validate()
         gpu = find_gpu(own.gpu)
         return dry_run(with_attention(run, gpu), gpu, compiling=not own.model_only, timeout=own.timeout)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _run_of_options(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
+    """The run that the options of experiments.gpt3 describe."""
+    import_user_files(own.imports)
+    request = parse(rest, __doc__, {})
+    if request.model is None:
+        raise ConfigError("model is not given: pass --model NAME, a preset, or --config FILE.")
+    return dataclasses.replace(request.run(request.devices_needed or 1, "bf16"), imports=tuple(own.imports))
+
+
+def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
+    """The RunConfig called RUN in a user's file, which the compiler's process imports too."""
+    if rest:
+        raise ConfigError(f"{' '.join(rest)} cannot be combined with --run {own.run}: change RUN in the file.")
+    imports = (*own.imports, own.run)
+    import_user_files(imports)
+    path = os.path.realpath(own.run)
+    modules = (module for module in sys.modules.values() if getattr(module, "__file__", None) == path)
+    run = getattr(sys.modules.get(own.run) or next(modules, None), "RUN", None)
+    if not isinstance(run, RunConfig):
+        raise ConfigError(
+            f"run = {own.run} has no RunConfig called RUN: define RUN = RunConfig(model, parallel, train)."
+        )
+    return dataclasses.replace(run, imports=(*imports, *run.imports))
 
 
 def dry_run(run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900) -> int:
@@ -103,6 +128,7 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", required=True)
     parser.add_argument("--import", action="append", default=[], dest="imports")
+    parser.add_argument("--run")
     parser.add_argument("--model-only", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)
     return parser.parse_known_args(words)
@@ -160,10 +186,10 @@ def _buffers(buffers: Sequence[Sequence]) -> str:
 
 def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     """Bytes sent by axis, and FLOPs."""
-    parallel, program = run.parallel, read(result["hlo"], loop_turns(run))
+    parallel, module = run.parallel, read(result["hlo"], loop_turns(run))
     mesh = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
     rows: dict[tuple[str, str], list[Collective]] = {}
-    for collective in program.collectives:
+    for collective in module.collectives:
         rows.setdefault((" and ".join(collective.axes(mesh)) or "none", collective.kind), []).append(collective)
     lines = [
         "communication of one GPU in a step, by ring algorithms:",
@@ -175,7 +201,7 @@ def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
     lines.append(
-        f"FLOPs of one GPU in a step: {program.flops():.3e} compiled (the last rank's); "
+        f"FLOPs of one GPU in a step: {module.flops():.3e} compiled (the last rank's); "
         f"{needed:.3e} with recomputation, {useful:.3e} of the model"
     )
     return "\n".join(lines)
@@ -214,4 +240,7 @@ def _verdict(run: RunConfig, gpu: Gpu, peak: int, correction: float, source: str
 
 
 if __name__ == "__main__":
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
     sys.exit(main())

@@ -75,7 +75,7 @@ def _changes(run: RunConfig, devices: int) -> Iterable[dict]:
 
 
 def _leanest_schedule(run: RunConfig) -> str:
-    """Of the schedules with one chunk, the one that holds the fewest activations; of equals the simplest."""
+    """The one-chunk schedule that holds the fewest activations; of equal ones the simplest."""
     specs = [spec for spec in map(find, search_order()) if spec.chunks == "one" and spec.drains]
 
     def held(spec: ScheduleSpec) -> int:

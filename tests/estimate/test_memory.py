@@ -12,11 +12,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots
+from megajax.models.context import model_rules, model_shapes
 from megajax.models.costs import transformer_costs
+from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.plan.compiler import run_from_json
 from megajax.runtime.mesh import AXES
 from megajax.schedules.registry import SPECS, check_sizes, find
-from megajax.train.sharding import initial_params, parameter_specs
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 
@@ -50,8 +51,10 @@ def test_weights_are_the_bytes_on_a_device(name, mesh):
     """Shapes and shardings of the program, by jax.eval_shape."""
     run = run_of(name, 8 * mesh[0], data=mesh[0], pipe=mesh[1], tensor=mesh[2])
     abstract = AbstractMesh(mesh, AXES, axis_types=(AxisType.Auto,) * 3)
-    shapes = jax.eval_shape(lambda key: initial_params(run, key), jax.random.key(0))
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(parameter_specs(run).stored), strict=True)
+    model = model_shapes(run)
+    shapes = jax.eval_shape(lambda key: initial_params(model, run.parallel, key), jax.random.key(0))
+    specs = parameter_specs(model, run.parallel, model_rules(run))
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(specs.stored), strict=True)
     local = sum(4 * math.prod(NamedSharding(abstract, spec).shard_shape(leaf.shape)) for leaf, spec in leaves)
     assert bytes_per_device(run)["weights"] == local
     assert bytes_per_device(run)["optimizer"] == 2 * local

@@ -10,7 +10,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.estimate.memory import bytes_per_device
-from megajax.models import gpt
+from megajax.models.interface import mean_loss
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.simulate import simulate_lockstep
 from megajax.train.optimizer import make_optimizer
@@ -39,9 +39,9 @@ def test_weights_follow_the_papers_update_rule(mesh, recompute):
     state = training.init_state()
     batches = batches_of(run, 4)
 
-    functions = gpt.functions(model, recompute="none", dropout_seed=run.train.seed)
-    gradient = jax.jit(jax.grad(lambda params, batch: gpt.reference_loss(functions, params, batch)))
-    optimizer = make_optimizer(run.train, gpt.decay_mask(model))
+    functions = small.build_model(model, recompute="none", dropout_seed=run.train.seed)
+    gradient = jax.jit(jax.grad(lambda params, batch: mean_loss(functions, params, batch)))
+    optimizer = make_optimizer(run.train, functions.decay_mask())
     versions = [jax.tree.map(jnp.asarray, small.canonical(state.params))] * 2
     optimizer_state = optimizer.init(versions[0])
     for batch in batches[:-1]:
@@ -62,7 +62,7 @@ def test_losses_are_of_the_tokens_whose_head_ran_in_the_step():
     run = small.make_run((1, 4, 1), schedule="pipedream_2bw", microbatches=8, train=still)
     training = small.training_of(run)
     state = training.init_state()
-    functions = gpt.functions(run.model, dropout_seed=run.train.seed)
+    functions = small.build_model(run.model, dropout_seed=run.train.seed)
     params = jax.tree.map(jnp.asarray, small.canonical(state.params))
     batches = batches_of(run, 2)
     losses = []
@@ -72,7 +72,7 @@ def test_losses_are_of_the_tokens_whose_head_ran_in_the_step():
 
     def mean(*parts):
         joined = {name: np.concatenate([batch[name][low:high] for batch, low, high in parts]) for name in parts[0][0]}
-        return float(gpt.reference_loss(functions, params, joined))
+        return float(mean_loss(functions, params, joined))
 
     # The last of 4 ranks runs 3 ticks behind: of each batch the head runs on 5 microbatches in its own step, 3 in the
     # next.

@@ -7,18 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.models import gpt
 from megajax.pipeline.stage import ChunkWork, Stack
 from megajax.pipeline.stash import StashRef
-from tests.small import LLAMA, MODEL
+from tests.small import LLAMA, MODEL, build_model
 
 SAMPLES = 2
 
 
 def programs(model, recompute):
     """(whole backward, I, W, dy): a block's backward as one function and as two, from the same stash."""
-    functions = gpt.functions(model, recompute=recompute)
-    params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(0))
+    functions = build_model(model, recompute=recompute)
+    params = jax.jit(functions.init)(jax.random.key(0))
     stack = Stack(functions.block, jax.tree.map(lambda a: a[:1], params["blocks"]), 1)
     microbatch = {"sample": jnp.arange(SAMPLES, dtype=jnp.uint32)}
     x = jax.random.normal(jax.random.key(1), (SAMPLES, model.sequence_length, model.hidden))

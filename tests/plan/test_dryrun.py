@@ -184,10 +184,10 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
         TrainConfig(global_batch_size=64),
     )
     compiled = compile_for(run, H100)
-    program = read(compiled["hlo"], loop_turns(run))
-    assert program.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
-    assert {collective.axes((8, 1, 1)) for collective in program.collectives} == {("data",)}
-    assert most_sent(program.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
+    module = read(compiled["hlo"], loop_turns(run))
+    assert module.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
+    assert {collective.axes((8, 1, 1)) for collective in module.collectives} == {("data",)}
+    assert most_sent(module.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
 
 
 @pytest.mark.slow

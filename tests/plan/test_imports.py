@@ -52,6 +52,25 @@ def test_a_users_schedule_has_a_dry_run_without_the_compiler(schedule, capsys):
     assert f"; {name}, 1 chunks" in capsys.readouterr().out
 
 
+def test_a_run_of_a_users_file(tmp_path, capsys):
+    file = tmp_path / "run.py"
+    text = "from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset\n"
+    file.write_text(text + "RUN = RunConfig(preset('gpt3-13b'), ParallelConfig(pipe=4, tensor=4), TrainConfig())\n")
+    words = ["--run", str(file), "--gpu", "h100-80gb", "--model-only"]
+    assert dryrun.main(words) == 0
+    assert capsys.readouterr().out.startswith("gpt3-13b: 12.9B parameters on data 1 x pipe 4 x tensor 4 = 16 h100-80gb")
+    for more, says in (
+        ([*words, "--pipe", "2"], "--pipe 2 cannot be combined with --run"),
+        (words, "has no RunConfig"),
+    ):
+        assert dryrun.main(more) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and says in error
+        file = tmp_path / "empty.py"
+        file.write_text("")
+        words[1] = str(file)
+
+
 def test_a_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
     file = tmp_path / "broken.py"
     file.write_text("1 / 0")

@@ -54,29 +54,29 @@ def read_175b():
 
 def test_175b_sends_what_the_formulas_say():
     """Within 5% by axis: idle ranks send between stages too, and the gradients of norms and biases are summed."""
-    run, program = read_175b()
+    run, module = read_175b()
     for axis in ("tensor", "pipe", "data"):
-        sent = most_sent(one for one in program.collectives if one.axes((2, 8, 8)) == (axis,))
+        sent = most_sent(one for one in module.collectives if one.axes((2, 8, 8)) == (axis,))
         assert 1 <= sent / sum(line.bytes for line in expected(run) if line.axis == axis) < 1.05
 
 
 def test_175b_multiplies_what_the_formulas_say():
     """Within 3%, and no rank computes while it idles."""
-    run, program = read_175b()
-    assert program.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
+    run, module = read_175b()
+    assert module.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
 
 
 def test_175b_copies_only_the_weights_of_the_blocks_it_runs():
     """XLA's matmuls take whole arrays, so a block's weights are sliced from the rank's: 12 h^2 / t in 16 bits."""
-    run, program = read_175b()
+    run, module = read_175b()
     runs = 2 * run.microbatches * run.model.layers // run.parallel.pipe
-    assert 1 <= program.sliced / (runs * 2 * 12 * run.model.hidden**2 / run.parallel.tensor) < 1.03
+    assert 1 <= module.sliced / (runs * 2 * 12 * run.model.hidden**2 / run.parallel.tensor) < 1.03
 
 
 def test_175b_sends_while_it_computes():
     """Sends between stages overlap compute, except in the ticks with only one direction: 2 (p v - 1) of 199."""
-    _, program = read_175b()
-    sends = [one for one in program.collectives if one.kind == "collective-permute"]
+    _, module = read_175b()
+    sends = [one for one in module.collectives if one.kind == "collective-permute"]
     assert {one.axes((2, 8, 8)) for one in sends} == {("pipe",)}
     hidden = sum(one.times for one in sends if one.asynchronous and one.behind)
     assert hidden >= 0.88 * sum(one.times for one in sends)
@@ -84,8 +84,8 @@ def test_175b_sends_while_it_computes():
 
 def test_175b_sums_over_replicas_while_it_computes():
     """Sums over data run after the last tick, so they overlap other sums' preparation and AdamW rather than a matmul."""
-    _, program = read_175b()
-    found = [one for one in program.collectives if one.axes((2, 8, 8)) == ("data",)]
+    _, module = read_175b()
+    found = [one for one in module.collectives if one.axes((2, 8, 8)) == ("data",)]
     assert not any(one.in_loop for one in found)
     beside = [one for one in found if one.asynchronous and one.beside]
     assert most_sent(beside) > 0.9 * most_sent(found)
@@ -103,10 +103,10 @@ def test_175b_on_64_gpus_and_with_every_replica_more():
 def test_175b_copies_no_weights_with_unrolled_blocks():
     """With less than one block's weights more memory, and the same FLOPs."""
     run = run_of("gpt3-175b", 64, data=1, unroll_blocks=True, **GPT3)
-    program = read(compiled(run)["hlo"], loop_turns(run))
+    module = read(compiled(run)["hlo"], loop_turns(run))
     one = 2 * 12 * run.model.hidden**2 // run.parallel.tensor
-    assert program.sliced < 8 * one
-    assert program.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
+    assert module.sliced < 8 * one
+    assert module.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
     assert compiled(run)["memory"]["peak"] < gpt3(1) + one
 
 
