@@ -193,10 +193,10 @@ def _communication(run: RunConfig, result: dict[str, Any]) -> str:
         rows.setdefault((" and ".join(collective.axes(mesh)) or "none", collective.kind), []).append(collective)
     lines = [
         "communication of one GPU in a step, by ring algorithms:",
-        f"  {'axis':<18}{'kind':<20}{'calls':>10}{'GB':>11}",
+        f"  {'axis':<18} {'kind':<19}{'calls':>10}{'GB':>11}",
     ]
     lines += [
-        f"  {axis:<18}{kind:<20}{sum(one.times for one in found):>10,.0f}{most_sent(found) / 1e9:>11.3f}"
+        f"  {axis:<18} {kind:<19}{sum(one.times for one in found):>10,.0f}{most_sent(found) / 1e9:>11.3f}"
         for (axis, kind), found in sorted(rows.items())
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
