@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
 
 import jax
@@ -16,13 +17,17 @@ import pytest
 
 from experiments import own_model
 from megajax.config import ConfigError, OutputConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.estimate.flops import flops_per_step
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.memory import bytes_per_device
 from megajax.models.interface import ModelContext, mean_loss, model_class
 from megajax.models.nnx_model import register_model
+from megajax.plan.dryrun import dry_run
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.registry import find, names
 from megajax.sharding.rules import default_rules
 from megajax.train.step import make_training
-from tests import small
+from tests import gpu, small
 
 CONFIG = own_model.DenoiserConfig(width=12)
 SAMPLES = 16
@@ -158,6 +163,26 @@ def test_a_compiled_step_needs_no_data():
     state, batch = training.step_shapes()
     assert {name: leaf.shape for name, leaf in batch.items()} == {"noisy": (4, 4, 12), "clean": (4, 4, 12)}
     assert training.compile_train_step(state, batch).memory_analysis() is not None
+
+
+def test_the_dry_run_prices_it(capsys):
+    """FLOPs by hand: two matmuls of h x 4h in each of 8 blocks, forward and twice that backward."""
+    run = own_model.RUN
+    assert flops_per_step(run) == 3 * 8 * 2 * (2 * 32 * 128) * run.train.global_batch_size
+    training = training_of(run)
+    stored = zip(jax.tree.leaves(training.state_shapes.params), jax.tree.leaves(training.params_sharding), strict=True)
+    on_a_device = sum(4 * math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in stored)
+    assert bytes_per_device(run)["weights"] == pytest.approx(on_a_device, rel=0.01)
+    assert dry_run(run, find_gpu("h100-80gb"), compiling=False) == 0
+    assert "denoiser" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_the_dry_run_compiles_it_for_gpus(capsys):
+    run = dataclasses.replace(own_model.RUN, imports=("experiments.own_model",))
+    assert dry_run(run, find_gpu("h100-80gb")) == 0
+    assert "NOT COMPILED" not in capsys.readouterr().out
 
 
 def rows_of(directory) -> list[dict]:

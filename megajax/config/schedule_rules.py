@@ -24,7 +24,7 @@ def schedule_spec(name: Any) -> ScheduleSpec:
 
 
 def check_schedule(parallel: Any) -> None:
-    """Checks a ParallelConfig: the schedule's name, its chunks and options, and what a schedule that never drains excludes.
+    """Checks a ParallelConfig: the schedule's name, chunks and options, and what a schedule that never drains excludes.
 
     Raises:
         ConfigError: for the first rule broken.
@@ -73,8 +73,8 @@ def check_microbatches(run: Any) -> None:
         more = " or more" if run.microbatches < spec.fewest_microbatches(parallel.pipe) else ""
         other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
         raise ConfigError(
-            f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} with "
-            f"pipe = {parallel.pipe}, but {problem.message}: pass --global-batch-size "
+            f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
+            f"with pipe = {parallel.pipe}, but {problem.message}: pass --global-batch-size "
             f"{some([at_once * count for count in problem.legal], batch)}{more}, or {other}."
         )
     if run.train.batch_ramp:
@@ -86,8 +86,8 @@ def _check_ramp(run: Any, spec: ScheduleSpec, at_once: int) -> None:
     shown, pipe = ",".join(map(str, run.train.batch_ramp)), run.parallel.pipe
     if not spec.any_microbatches:
         raise ConfigError(
-            f"batch_ramp = {shown} does not work with {spec.name}, which needs the same number of microbatches in every "
-            "step: pass another --schedule, or omit --batch-ramp."
+            f"batch_ramp = {shown} does not work with {spec.name}, which needs the same number of microbatches in "
+            "every step: pass another --schedule, or omit --batch-ramp."
         )
     start, increment, samples = run.train.batch_ramp
     multiple = at_once * (pipe if spec.rounds else 1)
@@ -102,8 +102,8 @@ def _check_ramp(run: Any, spec: ScheduleSpec, at_once: int) -> None:
         if problem:
             least = at_once * problem.legal[0]
             raise ConfigError(
-                f"batch_ramp = {shown} has a batch of {size}, or {size // at_once} microbatches, but {problem.message}: "
-                f"pass --batch-ramp {least},{increment},{samples}, or --batch-ramp none."
+                f"batch_ramp = {shown} has a batch of {size}, or {size // at_once} microbatches, but {problem.message}"
+                f": pass --batch-ramp {least},{increment},{samples}, or --batch-ramp none."
             )
 
 

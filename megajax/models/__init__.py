@@ -1,1 +1,1 @@
-"""What is trained: Flax NNX modules, and the pure functions made from them. They hold no collectives, know no mesh."""
+"""Models: the interface that the pipeline needs, Flax NNX modules behind it, and GPT and llama. No mesh, no collectives."""

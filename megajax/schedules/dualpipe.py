@@ -1,4 +1,4 @@
-"""DualPipe in the form that needs no second copy of the weights, DualPipeV. Notation as in gpipe.py and zero_bubble.py."""
+"""DualPipeV, the form of DualPipe without a second copy of the weights. Notation as in gpipe.py, zero_bubble.py."""
 
 from megajax.schedules.registry import register
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
@@ -16,7 +16,8 @@ from megajax.schedules.zero_bubble import OrderWriter, in_a_v
     simplicity=None,  # zb_v with more memory
 )
 def dualpipe_v(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """DualPipeV (DeepSeek-V3, 2412.19437; "cut in half" by sail-sg): a V whose steady state pairs forwards with backwards.
+    """DualPipeV (DeepSeek-V3, 2412.19437; "cut in half" by sail-sg): a V whose steady state pairs forwards with
+    backwards.
 
     Bubble (p - 1)/(6m) of the ideal at equal costs, as ZB-V; 2p + 1 chunks in flight on every rank. The pairs hide the
     all-to-all of a mixture of experts; here a forward and a backward run one after the other. Most backwards are whole

@@ -1,9 +1,9 @@
 """GPipe: all forwards, then all backwards.
 
-Notation of all generators: p stages (ranks), m microbatches, v chunks on each rank, r this rank; tF and tB are a chunk's
-forward and backward time. A generator writes each rank's order of operations, as the papers do, and `pack` places it into
-ticks. In the tables of the docstrings a column is a tick: F2.1 is the forward of microbatch 2 through chunk 1, B2.1' the
-second part of its backward.
+Notation of all generators: p stages (ranks), m microbatches, v chunks on each rank, r this rank; tF and tB are a
+chunk's forward and backward time. A generator writes each rank's order of operations, as the papers do, and `pack`
+places it into ticks. In the tables of the docstrings a column is a tick: F2.1 is the forward of microbatch 2 through
+chunk 1, B2.1' the second part of its backward.
 """
 
 from megajax.schedules.registry import Slots, register

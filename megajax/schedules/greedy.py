@@ -1,4 +1,4 @@
-"""`auto`: the fastest schedule found for given costs and memory, among all registered ones and greedy list schedules."""
+"""`auto`: the fastest schedule for given costs and memory among all registered ones and greedy list schedules."""
 
 import dataclasses
 import heapq
@@ -20,10 +20,10 @@ def auto(
 ) -> Schedule:
     """The schedule that takes least time in lockstep under `costs` and holds at most `live_chunks` on a rank.
 
-    Candidates are all registered schedules that train and drain, with these sizes, and greedy list schedules: an idle rank
-    runs the most preferred operation that is ready, by several orders of preference, in both placements, with the backward
-    whole or split. So it is never slower than the best registered one. Bubble and memory are those of the schedule chosen,
-    whose name follows "auto:".
+    Candidates are all registered schedules that train and drain, with these sizes, and greedy list schedules: an idle
+    rank runs the most preferred operation that is ready, by several orders of preference, in both placements, with the
+    backward whole or split. So it is never slower than the best registered one. Bubble and memory are those of the
+    schedule chosen, whose name follows "auto:".
 
     Args:
       costs: time of each operation on a chunk, and of a send.
@@ -66,8 +66,8 @@ def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memor
                     yield pack("auto:greedy", orders, **sizes, paired=True).validate()
 
 
-# Which op goes first of those that are ready. A late forward costs most where memory is plentiful. W frees memory; it is
-# delayed where it can fill a later bubble.
+# Which op goes first of those that are ready. A late forward costs most where memory is plentiful. W frees memory; it
+# is delayed where it can fill a later bubble.
 PREFERENCES = {
     False: ((BACKWARD, FORWARD), (FORWARD, BACKWARD)),
     True: ((INPUT, FORWARD, WEIGHT), (FORWARD, INPUT, WEIGHT), (INPUT, WEIGHT, FORWARD)),
@@ -77,8 +77,8 @@ PREFERENCES = {
 def _greedy(table: Schedule, costs: Costs, memory: int, prefer: tuple[str, ...]) -> list[list[Operation]]:
     """Each rank's order: at every moment an idle rank starts the most preferred operation that is ready.
 
-    A forward of chunk c starts only if it leaves room for one activation of each later chunk. Then at least one activation
-    on the rank can always proceed to its backward, and the ranks cannot deadlock.
+    A forward of chunk c starts only if it leaves room for one activation of each later chunk. Then at least one
+    activation on the rank can always proceed to its backward, and the ranks cannot deadlock.
     """
     durations = {FORWARD: costs.forward, BACKWARD: costs.backward, INPUT: costs.input, WEIGHT: costs.weight}
     ranks = range(table.stages)

@@ -1,7 +1,7 @@
 """Schedules in files: CSV in torch.distributed.pipelining's notation, or JSON as `draw --json` writes it.
 
-CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W likewise; a
-blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
+CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W
+likewise; a blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
 (0F3;7B1)OVERLAP_F_B is read as its two actions, one after the other.
 """
 
@@ -158,8 +158,8 @@ def _from_rows(name: str, rows: list[list[str]]) -> Schedule:
         expected = {chunk * stages + rank for chunk in range(chunks)}
         if placement == "loop" and kept != expected:
             raise ScheduleError(
-                f"row {rank + 1} (rank {rank}) has stages {_list(kept)}; with {stages} rows and {chunks} chunks on each "
-                f"rank it must have {_list(expected)}, or {_list({rank, 2 * stages - 1 - rank})} if the chunks form a V"
+                f"row {rank + 1} (rank {rank}) has stages {_list(kept)}; with {stages} rows and {chunks} chunks on "
+                f"each rank it must have {_list(expected)}, or {_list({rank, 2 * stages - 1 - rank})} if the chunks form a V"
             )
     orders = [[Operation(op, stage // stages, microbatch) for stage, op, microbatch in row] for row in actions]
     return from_orders(name, orders, chunks=chunks, placement=placement)

@@ -44,8 +44,8 @@ def one_forward_one_backward(stages: int, microbatches: int, chunks: int) -> Sch
     """1F1B, PipeDream-Flush (2104.04473 section 2.2.1; Megatron-LM's non-interleaved order).
 
     Rank r does min(p - r - 1, m) forwards, then a forward and a backward in turn, then the remaining backwards. Bubble
-    (p - 1)(tF + tB); at most p - r microbatches in flight on rank r, for any m. Its ticks are mixed: one piece of work on
-    each rank, the backward in two halves, so that a tick costs tF = tB / 2 on every rank and no rank waits.
+    (p - 1)(tF + tB); at most p - r microbatches in flight on rank r, for any m. Its ticks are mixed: one piece of work
+    on each rank, the backward in two halves, so that a tick costs tF = tB / 2 on every rank and no rank waits.
 
         p = 2, m = 3
         rank 0  F0.0 F1.0 .    .     B0.0 B0.0' F2.0  B1.0 B1.0' .     B2.0 B2.0'

@@ -1,9 +1,9 @@
 """One `ScheduleSpec` for each schedule: the generator, the legal sizes, and what a run of it costs.
 
 Everything that megajax knows about a schedule by its name is in its spec. The configuration asks `check_sizes`, the
-executor runs what `make_schedule` returns, the estimates use the closed forms `slots` and `bubble` where a spec has them
-and build or simulate the table where it does not, and the search goes through `search_order()`. So one decorated function
-is enough to add a schedule:
+executor runs what `make_schedule` returns, the estimates use the closed forms `slots` and `bubble` where a spec has
+them and build or simulate the table where it does not, and the search goes through `search_order()`. So one decorated
+function is enough to add a schedule:
 
     @register("one_at_a_time")
     def one_at_a_time(stages, microbatches, chunks):
@@ -60,17 +60,17 @@ class ScheduleSpec:
       fewest_microbatches: `f(stages)`, the smallest legal number of microbatches.
       any_microbatches: each step may have another number of microbatches, as a batch ramp needs.
       trains: it has backwards, so that `--schedule` takes it.
-      drains: each step ends with an empty pipeline. False for PipeDream-2BW, whose table is one step of its steady state.
+      drains: each step ends with an empty pipeline. False for PipeDream-2BW, whose table is one step in steady state.
       split: backwards are split into I and W. None: only the table tells.
       paired: a tick is a forward and a backward on every rank. None: only the table tells.
       placement: which stages a rank holds, "loop" or "v" (see `Schedule.placement`). None: only the table tells.
       slots: `f(stages, microbatches, chunks, **options) -> Slots | None`, the closed form of what
-        `megajax.pipeline.slots` counts, None for sizes it does not hold for. Without one the table is built and counted.
-      bubble: `f(stages, microbatches, chunks, costs, lockstep, **options)`, the closed form of the time a rank idles in a
+        `megajax.pipeline.slots` counts, None for sizes that it does not hold for. Without one the table is counted.
+      bubble: `f(stages, microbatches, chunks, costs, lockstep, **options)`, the closed form of a rank's idle time in a
         step, in the units of `costs`; `lockstep` as in `simulate_lockstep`. Without one the table is simulated.
       one_chunk: the schedule that this one equals with one chunk; a search tries that one instead.
       simplicity: the place in the search, where the first of equally good schedules wins. None: searched only by name.
-      notes: one line for the user who has to choose.
+      notes: one sentence for the user who has to choose, shown by `draw --help`.
     """
 
     name: str
@@ -101,7 +101,7 @@ def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
 
     Args:
       name: the value of `--schedule`.
-      **fields: of `ScheduleSpec`, where its defaults do not hold. `notes` is the docstring's first line unless given.
+      **fields: of `ScheduleSpec`, where its defaults do not hold. `notes` defaults to the docstring's first paragraph.
 
     Raises:
       ScheduleError: the name belongs to another function already, or cannot be a name; or a field is wrong.
@@ -120,7 +120,7 @@ def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
             before, now = (inspect.unwrap(f).__code__ for f in (SPECS[name].generate, generator))
             same = (before.co_filename, before.co_name) == (now.co_filename, now.co_name)  # a file imported twice
             require(same, f"schedule {name!r} is registered already, in {before.co_filename}: choose another name")
-        notes = (inspect.getdoc(generator) or "").partition("\n")[0]
+        notes = " ".join((inspect.getdoc(generator) or "").partition("\n\n")[0].split())
         SPECS[name] = ScheduleSpec(**{"name": name, "generate": generator, "notes": notes} | fields)
         return generator
 
@@ -203,8 +203,8 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1,
       **options: of the schedule's generator.
 
     Raises:
-      ScheduleError: the name or an option is unknown, the sizes are illegal for this schedule, or its generator returned
-        an invalid table or one that its spec does not describe.
+      ScheduleError: the name or an option is unknown, the sizes are illegal for this schedule, or its generator
+        returned an invalid table or one that its spec does not describe.
     """
     spec = find(name)
     for label, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):

@@ -1,9 +1,9 @@
 """A pipeline schedule: a table of what every rank does at every tick.
 
 All ranks run one SPMD program and advance together, one *tick* at a time. In a tick a rank does one or more pieces of
-`Work`; at its end activations and gradients are sent to the neighbouring stage, which may use them from the next tick on.
-`orders()` drops the ticks and keeps each rank's list of operations, which is how papers and Megatron-LM write a schedule.
-A schedule is plain data: this file imports no jax.
+`Work`; at its end activations and gradients are sent to the neighbouring stage, which may use them from the next tick
+on. `orders()` drops the ticks and keeps each rank's list of operations, which is how papers and Megatron-LM write a
+schedule. A schedule is plain data: this file imports no jax.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Operation(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of a rank in one phase of one tick: an operation, or one part of an operation that takes several ticks."""
+    """The work of a rank in one phase of one tick: an operation, or one of the parts of an operation."""
 
     op: str
     chunk: int
@@ -49,7 +49,7 @@ class Segment(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that is unknown or has illegal sizes, or a table that breaks a rule; the message says which and where."""
+    """A schedule that is unknown or has illegal sizes, or a table that breaks a rule; says which and where."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Schedule:
 
     Attributes:
       ticks: `ticks[tick][rank]` is the tuple of `Work` that the rank does in that tick, in order.
-      paired: the kind of tick. True: a forward and then a backward on every rank, either of which may be absent. False: a
-        mixed tick, in which each rank does at most one piece of work.
-      placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, whose stages go down the ranks and
-        up again.
+      paired: the kind of tick. True: a forward and then a backward on every rank, either of which may be absent.
+        False: a mixed tick, in which each rank does at most one piece of work.
+      placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, whose stages go down the ranks
+        and up again.
       split: backwards run as I and W. A whole backward then takes two ticks, I (part 0) and W (part 1); otherwise its
         parts are consecutive blocks of the chunk, the last blocks first.
     """
@@ -104,7 +104,7 @@ class Schedule:
         return work.op
 
     def results(self, work: Work) -> tuple[str, ...]:
-        """The results that a piece of work completes: F an activation to send, I a gradient to send, W a weight gradient."""
+        """The results that a piece of work completes: F an activation, I a gradient to send, W a weight gradient."""
         op = self.does(work)
         if op != BACKWARD:
             return (op,)
@@ -152,9 +152,9 @@ class Schedule:
     def validate(self) -> "Schedule":
         """Checks the table and returns it.
 
-        Every operation runs exactly once on every stage, its parts in order; each phase holds at most one piece of work; a
-        forward follows the forward of the stage before it, and a backward (or I) follows its own forward and the backward
-        of the stage after it, in a later tick where the two are on different ranks; W follows its I.
+        Every operation runs exactly once on every stage, its parts in order; each phase holds at most one piece of
+        work; a forward follows the forward of the stage before it, and a backward (or I) follows its own forward and
+        the backward of the stage after it, in a later tick where the two are on different ranks; W follows its I.
 
         Raises:
           ScheduleError: the message names the rank, tick and work at fault, and shows that part of the table.

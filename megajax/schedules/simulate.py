@@ -1,7 +1,7 @@
-"""Simulates how long a schedule takes: event by event, as independent processes run it, and in lockstep, as megajax does.
+"""Simulates a schedule's time: event by event, as independent processes run it, and in lockstep, as megajax does.
 
-Time is in units of the caller's choice; costs are per chunk. "Ideal" is a rank's work without any waiting, the bubble is
-makespan / ideal - 1 (2104.04473 section 2.2's bubble time over ideal time).
+Time is in units of the caller's choice; costs are per chunk. "Ideal" is a rank's work without any waiting, the bubble
+is makespan / ideal - 1 (2104.04473 section 2.2's bubble time over ideal time).
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
 
 
 def fill_and_drain(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool, **options) -> float:
-    """Idle time (p - 1)(tF + tB) of a rank: the closed form of GPipe, 1F1B and their interleaved forms (2104.04473 2.2).
+    """Idle time (p - 1)(tF + tB) of a rank: the closed form of GPipe, 1F1B and interleaved 1F1B (2104.04473 2.2).
 
     It holds event by event, and in lockstep where ticks are paired, for any number of microbatches and chunks.
     """

@@ -1,9 +1,9 @@
 """Zero bubble: the backward is split into I, the gradient of the input, and W, the gradients of the weights.
 
-I is on the critical path; W runs where a rank would otherwise idle. Notation as in gpipe.py; tI and tW are a chunk's times,
-tI + tW = tB. Ticks are mixed, one piece of work on each rank, so they lose nothing where tF = tI = tW. The papers count the
-idle time between a rank's first and last operation, and call it zero. A step that ends with one update of all weights takes
-the makespan, so the bubbles given here include the fill and the drain.
+I is on the critical path; W runs where a rank would otherwise idle. Notation as in gpipe.py; tI and tW are a chunk's
+times, tI + tW = tB. Ticks are mixed, one piece of work on each rank, so they lose nothing where tF = tI = tW. The
+papers count the idle time between a rank's first and last operation, and call it zero. A step that ends with one update
+of all weights takes the makespan, so the bubbles given here include the fill and the drain.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from megajax.schedules.simulate import Costs
 def split_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool) -> float:
     """Idle time of ZB-H1 and the schedules derived from it.
 
-    In lockstep each tick takes as long as the slowest of F, I and W, except that at least vp ticks of the fill hold none
-    of the slowest. Where the three differ this is an upper bound: close for p >= 4, and up to a quarter of the step too
-    much for p = 2.
+    In lockstep each tick takes as long as the slowest of F, I and W, except that at least vp ticks of the fill hold
+    none of the slowest. Where the three differ this is an upper bound: close for p >= 4, and up to a quarter of the
+    step too much for p = 2.
     """
     work, waits = microbatches * chunks, stages - 1
     if not waits:
@@ -59,7 +59,8 @@ def _v_slots(stages: int, microbatches: int, chunks: int) -> Slots | None:
 def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
     """ZB-H1 (2401.10241): 1F1B with a split backward; rank r delays W by r microbatches and ends with the delayed ones.
 
-    Bubble (p - 1)(tF + tI - tW), a third of 1F1B's at equal costs; p microbatches in flight on every rank, as 1F1B's most.
+    Bubble (p - 1)(tF + tI - tW), a third of 1F1B's at equal costs; p microbatches in flight on every rank, as 1F1B's
+    most.
 
         p = 2, m = 3
         rank 0  F0.0 F1.0 .    I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0
@@ -72,8 +73,8 @@ def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
 def zb_h2(stages: int, microbatches: int, chunks: int) -> Schedule:
     """ZB-H2 (2401.10241): twice ZB-H1's warm-up and delay of W, so that no rank idles between its first and last op.
 
-    Bubble (p - 1)tF, that is (p - 1)(tI - tW) less than ZB-H1's: the same at equal costs, but it hides slow sends. It needs
-    twice the memory, 2p - 1 microbatches in flight on every rank.
+    Bubble (p - 1)tF, that is (p - 1)(tI - tW) less than ZB-H1's: the same at equal costs, but it hides slow sends. It
+    needs twice the memory, 2p - 1 microbatches in flight on every rank.
 
         p = 2, m = 3
         rank 0  F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0 .
@@ -95,7 +96,8 @@ def zb_h2(stages: int, microbatches: int, chunks: int) -> Schedule:
     simplicity=5,
 )
 def zb_1p_interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Interleaved zero bubble, one-p memory (2401.10241; torch's InterleavedZeroBubble): ZB-H1 over v chunks on each rank.
+    """Interleaved zero bubble, one-p memory (2401.10241; torch's InterleavedZeroBubble): ZB-H1 over v chunks on each
+    rank.
 
     Bubble (p - 1)(tF + tI - tW) in chunk times, (p - 1)/(3mv) of the ideal at equal costs; vp chunks in flight
     on every rank, including those that wait for W.
@@ -192,7 +194,7 @@ class OrderWriter:
 def in_a_v(name: str, stages: int, microbatches: int, write: Callable[..., None], at_least: int = 0) -> Schedule:
     """The schedule in V placement whose orders `write(writer, stages, rank)` writes.
 
-    They are written for at least `at_least` microbatches; operations of microbatches that do not exist are then removed.
+    They are written for at least `at_least` microbatches; operations of other microbatches are then removed.
     """
     orders = []
     for rank in range(stages):

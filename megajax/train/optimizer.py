@@ -22,7 +22,7 @@ def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransfo
     `update` takes `batch_size` too, the samples that the gradients are of; a full batch if it is left out.
 
     Args:
-      decay_mask: tree of bool like the parameters, True where weight decay applies (`models.gpt.decay_mask`). It cannot
+      decay_mask: tree of bool like the parameters, True where weight decay applies (`PipelineModel.decay_mask`). It cannot
         be read off the arrays: block parameters carry leading axes for chunk, rank and layer, so a bias is not 1-D.
 
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.

@@ -310,7 +310,7 @@ def test_illegal_sizes_and_options_are_refused(name, sizes, message):
 
 
 def test_pipedream_2bw_is_eager_1f1b_in_its_steady_state():
-    """Its ticks are those of a long eager 1F1B once the pipeline is full, with the microbatches counted from each step."""
+    """Its ticks are those of a long eager 1F1B once the pipeline is full, microbatches counted from each step."""
     for stages, microbatches in ((1, 1), (2, 2), (2, 3), (4, 6), (4, 9)):
         steady = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
         long = make_schedule("eager_1f1b", stages=stages, microbatches=4 * microbatches)

@@ -32,7 +32,8 @@ def reversed_gpipe(stages, microbatches, chunks):
     order = [Operation(FORWARD, chunk, m) for m in range(microbatches) for chunk in range(chunks)]
     order = sorted(order, key=lambda operation: (operation.chunk, operation.microbatch))
     order += [Operation(BACKWARD, chunk, m) for _, chunk, m in reversed(order)]
-    return pack("reversed_gpipe", [order] * stages, microbatches=microbatches, chunks=chunks, paired=False, parts={"B": 2})
+    return pack("reversed_gpipe", [order] * stages, microbatches=microbatches, chunks=chunks, paired=False, parts={"B":
+    2})
 """
 
 
@@ -64,7 +65,8 @@ def test_it_is_drawn(example, capsys):
 def test_it_is_in_the_help_with_its_note(example, capsys):
     with pytest.raises(SystemExit):
         draw.main(["--import", example, "--help"])
-    assert re.search("one_at_a_time +Each microbatch's forward and backward before the next", capsys.readouterr().out)
+    note = re.search('"""(.*)', EXAMPLE)[1].removesuffix('"""')
+    assert re.search(f"one_at_a_time +{re.escape(note)}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("one_at_a_time", 1), ("reversed_gpipe", 2)])
