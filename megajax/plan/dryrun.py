@@ -65,7 +65,8 @@ def _run_of_options(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     request = parse(rest, __doc__, {})
     if request.model is None:
         raise ConfigError("model is not given: pass --model NAME, a preset, or --config FILE.")
-    return dataclasses.replace(request.run(request.devices_needed or 1, "bf16"), imports=tuple(own.imports))
+    run = request.run(request.devices_needed or 1, "bf16")
+    return dataclasses.replace(run, imports=tuple(dict.fromkeys((*own.imports, *run.imports))))
 
 
 def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
