@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.config import RunConfig
-from megajax.config.checks import SCHEDULE_FILES
+from megajax.config.parallel import SCHEDULE_FILES
 from megajax.pipeline import pipedream_2bw
 from megajax.schedules.io import load
 from megajax.schedules.named import make_schedule

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 
 from megajax.config import ModelConfig, RunConfig, padded_vocabulary
-from megajax.config.checks import SCHEDULE_FILES
+from megajax.config.parallel import SCHEDULE_FILES
 from megajax.config.run_schedule import arguments, run_schedule
 from megajax.estimate.attention import is_fused
 from megajax.models.remat import bytes_per_layer, kept_values

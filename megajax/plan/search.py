@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.config.checks import SEVERAL_CHUNKS
+from megajax.config.parallel import SEVERAL_CHUNKS
 from megajax.config.errors import divisors
 from megajax.estimate.attention import with_attention
 from megajax.estimate.flops import flops_per_step

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megajax.config.checks import SEVERAL_CHUNKS
+from megajax.config.parallel import SEVERAL_CHUNKS
 from megajax.schedules.io import ENDINGS, load, save, to_json
 from megajax.schedules.named import SCHEDULES, make_schedule
 from megajax.schedules.schedule import Schedule, ScheduleError, show
