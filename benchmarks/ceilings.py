@@ -1,6 +1,6 @@
-"""What a device can really do: the rate of a large matrix multiplication, and of reading and writing memory.
+"""What a device achieves: the rate of a large matmul, and of reading and writing memory.
 
-Both are kept up for a second, on random numbers: a GPU lowers its clock under load, and zeros would spare it that.
+Both run for a second on random numbers: a GPU lowers its clock under load, and less so on zeros.
 """
 
 import time
@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.estimate.hardware import DTYPES
+from megajax.estimate.gpus import DTYPES
 
 SIZES = (4096, 8192, 16384)
-WORK = 2e13  # FLOPs of a call: some 30 ms on an H100, so that its start does not count
+WORK = 2e13  # FLOPs of a call: some 30 ms on an H100, so that its launch is negligible
 COPIED = 2 << 30
 PASSES = 20
 
 
 def matmul_ceiling(device: jax.Device, precision: str, sizes=SIZES, work: float = WORK, seconds: float = 1.0) -> float:
-    """FLOP/s of square matrices, of the size that is best."""
+    """FLOP/s of square matrices of the fastest size."""
     rates = []
     for size in sizes:
         with jax.default_device(device):
@@ -33,7 +33,7 @@ def matmul_ceiling(device: jax.Device, precision: str, sizes=SIZES, work: float 
 
 
 def copy_ceiling(device: jax.Device, count: int = COPIED, passes: int = PASSES, seconds: float = 1.0) -> float:
-    """Bytes/s, reading and writing counted, of adding one to an array of `count` bytes."""
+    """Bytes/s, read and written, of adding a number to an array of `count` bytes."""
     with jax.default_device(device):
         x = jax.random.normal(jax.random.key(0), (count // 4,), jnp.float32)
     # Each pass depends on its number, or the compiler could add all of them at once.
@@ -42,7 +42,7 @@ def copy_ceiling(device: jax.Device, count: int = COPIED, passes: int = PASSES, 
 
 
 def _seconds(call: Callable[[], jax.Array], seconds: float) -> float:
-    """Of a call, on average over so many seconds, after a first one that compiles."""
+    """The average time of a call, over at least `seconds` seconds, after a first call that compiles."""
     jax.block_until_ready(call())
     start, calls = time.perf_counter(), 0
     while time.perf_counter() - start < seconds or not calls:

@@ -1,10 +1,10 @@
-"""What a save costs: how long it takes to be on the disk, and for how much of that the training waits.
+"""The cost of saving a checkpoint: seconds until it is on disk, and seconds for which training waits.
 
     python -m benchmarks.checkpoints                          about 100 MB and 1 GB of state on one CPU device
-    python -m benchmarks.checkpoints --devices cpu:4 --steps  on four, with training going on while the saves are written
+    python -m benchmarks.checkpoints --devices cpu:4 --steps  on four, with training continuing during the saves
 
-Of some saves of each size the fastest is shown, and the one that kept the training waiting least: a slow spell of the
-machine falls on either. The first save, which compiles the copies, is shown apart.
+The fastest of several saves of each size is shown, and the shortest wait: a slow phase of the machine affects either. The
+first save, which compiles the copies, is shown separately.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, steps: bool) -> dict:
-    """Seconds of `saves` saves of a model's state: until it is on the disk, and until `save` returned."""
+    """Seconds of `saves` saves of a model's state: until it is on disk, and until `save` returned."""
     import jax
 
     from megajax.checkpoint.manager import Checkpoints, Progress
@@ -65,7 +65,7 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
 
 
 def _busy(state):
-    """A state with random moments: fresh ones are zeros, which are written in no time."""
+    """A state with random moments: initial ones are zeros, which are written faster."""
     import jax
 
     def noisy(moment, number):
@@ -82,10 +82,12 @@ def _busy(state):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state")
-    parser.add_argument("--devices", default="cpu:1", help="what it is on (default: %(default)s)")
+    parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
     parser.add_argument("--saves", type=int, default=5, help="of each size, after the first (default: %(default)s)")
-    parser.add_argument("--steps", action="store_true", help="train while a save is written")
-    parser.add_argument("--directory", help="where to write and delete (default: the system's temporary files)")
+    parser.add_argument("--steps", action="store_true", help="train during the saves")
+    parser.add_argument(
+        "--directory", help="where to write and then delete them (default: the system's temporary directory)"
+    )
     options = parser.parse_args()
     devices = start_devices(options.devices)
     print(f"{'state':>9} {'first save':>11} {'waited':>7} | {'save':>7} {'waited':>7} {'share':>6}  steps meanwhile")

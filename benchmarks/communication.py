@@ -1,14 +1,15 @@
-"""Bytes that a compiled training step sends, by mesh axis, and its FLOPs, beside the papers' formulas.
+"""Bytes that a compiled training step sends, by mesh axis, and its FLOPs, compared with the papers' formulas.
 
 python -m benchmarks.communication --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --global-batch-size 64
 python -m benchmarks.communication --devices cpu --model tiny --data 2 --pipe 2 --tensor 2
 
 Takes every option of a training run. Where XLA's CUDA compiler is installed (megajax[dryrun]) the step is compiled for
-H100s, without any; with --devices cpu, or without the compiler, for CPU devices, whose XLA sums where a GPU's
-reduce-scatters and sends bf16 as fp32. Nothing is run. --hlo FILE reads a step that was compiled before, by its text.
+H100s, on a machine without any; with --devices cpu, or without the compiler, for CPU devices, for which XLA uses
+all-reduces instead of reduce-scatters and sends bf16 as fp32. Nothing is run. --hlo FILE reads the text of a step that was
+compiled earlier.
 
-What the program sends is read off its text, loops counted as often as they turn. Ranks that wait send between stages too, in
-every tick: ticks are more than microbatches, and the formulas count microbatches.
+The bytes are read from the HLO, with the iterations of loops. Idle ranks send between stages too, in every tick, and there
+are more ticks than microbatches; the formulas count microbatches.
 """
 
 import argparse
@@ -25,19 +26,19 @@ ON_CPU = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the account; returns the process's exit code: 0, or 2 for an error in what was asked."""
+    """Prints the table; returns the process's exit code: 0, or 2 for invalid options."""
     try:
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--hlo", default=None)
         asked, rest = own.parse_known_args(arguments)
-        print("\n".join(account(rest, asked.hlo)))
+        print("\n".join(comparison(rest, asked.hlo)))
         return 0
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
+def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
     from megajax.estimate.communication import expected
     from megajax.estimate.hlo import Collective, loop_turns, most_sent, read
@@ -47,10 +48,10 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
     run = request.run(request.devices_needed or ON_CPU, "fp32" if on_cpu else "bf16")
     run.validate()
     text, source = (pathlib.Path(hlo).read_text(), hlo) if hlo else compiled(run, request.devices)
-    program = read(text, loop_turns(run))
+    module = read(text, loop_turns(run))
     shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
     axes: dict[tuple[str, ...], list[Collective]] = {}
-    for collective in program.collectives:
+    for collective in module.collectives:
         axes.setdefault(collective.axes(shape), []).append(collective)
     lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
     formulas = expected(run)
@@ -71,41 +72,41 @@ def account(arguments: Sequence[str], hlo: str | None) -> list[str]:
     for names, several in axes.items():
         if len(names) > 1:
             lines += ["", f"{'':8} {size(most_sent(several))}  over {' and '.join(names)} at once"]
-    return lines + flops(run, program)
+    return lines + flops(run, module)
 
 
-def flops(run: RunConfig, program) -> list[str]:
-    """Compiled FLOPs of a device beside the model's, and what it copies."""
+def flops(run: RunConfig, module) -> list[str]:
+    """Compiled FLOPs of a device and the model's, and the bytes it copies."""
     from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 
     needed, of_model = (count(run) / run.parallel.devices for count in (hardware_flops_per_step, flops_per_step))
-    bubbles = ", bubbles included, in which blocks that send round rings run too" if run.parallel.rings else ""
+    bubbles = ", bubbles included, in which blocks with rings run too" if run.parallel.rings else ""
     return [
         "",
         "FLOPs of a device",
         f"{'':8} {of_model:9.3e}     of the model; with recomputation {needed:.3e}",
-        f"{'':8} {program.flops():9.3e}     compiled: {program.flops() / needed:.3f} of the formula{bubbles}",
+        f"{'':8} {module.flops():9.3e}     compiled: {module.flops() / needed:.3f} of the formula{bubbles}",
         "",
-        f"{size(program.sliced)}  of slices are copied out of larger arrays for use: a block's weights, each time it runs",
+        f"{size(module.sliced)}  of slices are copied from larger arrays: a block's weights, each time it runs",
     ]
 
 
 def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:
-    """The text of the run's compiled step, and what it is for."""
+    """The text of the run's compiled step, and the devices it is compiled for."""
     from megajax.runtime.mesh import make_mesh, start_devices
 
     if devices is None:
-        from megajax.estimate.gpus import CARDS
+        from megajax.estimate.gpus import GPUS
         from megajax.plan.compiler import compile_for, has_compiler
 
         if has_compiler():
-            return compile_for(run, CARDS["h100-80gb"])["hlo"], "H100s"
+            return compile_for(run, GPUS["h100-80gb"])["hlo"], "H100s"
     mesh = make_mesh(run.parallel, start_devices(f"cpu:{run.parallel.devices}"))
     return step_text(run, mesh), "CPU devices"
 
 
 def step_text(run: RunConfig, mesh) -> str:
-    """The compiled step as text, on whatever devices the mesh has."""
+    """The compiled step as text, for the devices of the mesh."""
     from megajax.train.step import make_training
 
     training = make_training(run, mesh)
@@ -119,7 +120,7 @@ def size(count: float) -> str:
 
 
 def by_kind(several: Sequence) -> dict[str, list]:
-    """The collectives of each kind, the one that sends most first."""
+    """The collectives of each kind, the kind that sends most first."""
     from megajax.estimate.hlo import most_sent
 
     kinds: dict[str, list] = {}

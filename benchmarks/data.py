@@ -1,13 +1,14 @@
-"""What data costs: preprocessing, the sample index and loading, beside the tokenizer alone and megatron-core.
+"""Throughput of data: preprocessing, the sample index and loading, compared with the tokenizer alone and megatron-core.
 
-python -m benchmarks.data                                  all; writes benchmarks/results/data.json
-python -m benchmarks.data --only index --documents 1 10    some
-python -m benchmarks.data --megatron-python VENV/bin/python   beside megatron-core, from a venv that has it and torch
+python -m benchmarks.data                                     all parts; writes benchmarks/results/data.json
+python -m benchmarks.data --only index --documents 1 10       some parts
+python -m benchmarks.data --megatron-python VENV/bin/python   with megatron-core, from a venv that has it and torch
 
-Preprocessing is counted in processor seconds of all its processes (their start, reading, JSON, encoding, passing arrays
-between them, writing): MB of text a second of one core, beside `encode_batch_fast` of the `tokenizers` library on the same
-texts, a process of one thread on each core. The two take turns; the median of the rounds is given. Writers take a document
-at a time; MB of ids. Times of the index are wall clock, arrays stored on disk included.
+Preprocessing is measured in processor seconds of all its processes (start-up, reading, JSON, encoding, passing arrays
+between processes, writing): MB of text per second and core, compared with `encode_batch_fast` of the `tokenizers` library on
+the same texts, with one single-threaded process on each core. The two are measured in turn; the median of the rounds is
+printed. Writers take one document at a time; MB of ids. Times of the index are wall clock, including storing the arrays on
+disk.
 """
 
 import argparse
@@ -33,7 +34,7 @@ PARTS = ("preprocess", "index", "blend", "loader", "step")
 
 
 def corpus(path: pathlib.Path, megabytes: int) -> list[str]:
-    """Writes a .jsonl of about so much of the bundled text, in documents of 500 to 6000 characters; returns them."""
+    """Writes about this much of the bundled text as .jsonl, in documents of 500 to 6000 characters; returns them."""
     packaged = importlib.resources.files("megajax.data") / "text" / "corpus.jsonl.gz"
     books = [json.loads(line)["text"] for line in gzip.decompress(packaged.read_bytes()).splitlines()]
     random, texts, size = np.random.RandomState(0), [], 0
@@ -78,7 +79,7 @@ def preprocess_rows(folder: pathlib.Path, options) -> list[dict]:
 
 
 def _alone(texts: list[str]) -> float:
-    """Processor seconds of the tokenizer on its own, a process of one thread on each core, in batches of about a block."""
+    """Processor seconds of the tokenizer alone: a single-threaded process on each core, in batches of about a block."""
     cores = os.cpu_count() or 1
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
         return sum(pool.map(_encode_part, [texts[core::cores] for core in range(cores)]))
@@ -96,12 +97,12 @@ def _encode_part(texts: list[str]) -> float:
 
 
 def _ids(folder: pathlib.Path) -> float:
-    """MB of ids in the pair that preprocessing wrote."""
+    """MB of ids in the .bin file that preprocessing wrote."""
     return pair_paths(folder / "out")[0].stat().st_size / 1e6
 
 
 def _writer_rate(folder: pathlib.Path, options) -> float:
-    """MB of ids a second through IndexedWriter, a document at a time, as megatron-core's builder takes them."""
+    """MB of ids per second through IndexedWriter, one document at a time, as for megatron-core's builder."""
     from megajax.data.indexed import IndexedWriter
 
     source = IndexedDataset(folder / "out")
@@ -113,7 +114,7 @@ def _writer_rate(folder: pathlib.Path, options) -> float:
 
 
 def sparse_pair(prefix: pathlib.Path, documents: int) -> None:
-    """A pair of so many documents of 1 to 1200 tokens, all of them 0: the .bin has a size and takes no disk."""
+    """A .bin and .idx of this number of documents of 1 to 1200 tokens, all 0: the sparse .bin uses no disk space."""
     lengths = np.random.RandomState(0).randint(1, 1200, documents).astype("<i4")
     ends = np.cumsum(lengths, dtype="<i8") * 2
     data, index = pair_paths(prefix)
@@ -126,7 +127,7 @@ def sparse_pair(prefix: pathlib.Path, documents: int) -> None:
 
 
 def index_rows(folder: pathlib.Path, options) -> list[dict]:
-    """Building the three indices, checked against megatron-core's where that is there."""
+    """Building the three indices; with --megatron-python they are compared with megatron-core's."""
     rows = []
     for millions in options.documents:
         prefix = folder / f"{millions}m"
@@ -195,7 +196,7 @@ def loader_rows(folder: pathlib.Path, options) -> list[dict]:
             def __getitem__(self, index):
                 return samples.window(index)
 
-        # From a fresh iterator on: its buffer of 500 elements would flatter a short run.
+        # The time starts with a new iterator: its buffer of 500 elements would distort a short measurement.
         found = iter(grain.MapDataset.source(Source()).batch(64).to_iter_dataset())
         rates["the same windows through grain, its 16 threads"] = _rate(lambda _: next(found), batches)
     except ImportError:
@@ -210,7 +211,7 @@ def loader_rows(folder: pathlib.Path, options) -> list[dict]:
 
 
 def _rate(batch, count: int) -> float:
-    """Samples a second, over `count` batches."""
+    """Samples per second, over `count` batches."""
     start = time.perf_counter()
     for step in range(count):
         batch(64 * step)
@@ -218,7 +219,7 @@ def _rate(batch, count: int) -> float:
 
 
 def step_rows(folder: pathlib.Path, options) -> list[dict]:
-    """Training steps that wait for their batches: with reading ahead, and with reading when the batch is asked for."""
+    """Time that training steps wait for their batches, with and without prefetching."""
     from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
     from megajax.data.blending import Blend
     from megajax.data.loader import Loader
@@ -242,8 +243,8 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
     state = training.init_state()
     with Prefetch(loader, training.batch_sharding) as ahead:
         for name, batch in {
-            "read ahead": ahead.batch,
-            "read when asked for": lambda consumed: place_batch(loader, consumed, training.batch_sharding),
+            "prefetched": ahead.batch,
+            "read on demand": lambda consumed: place_batch(loader, consumed, training.batch_sharding),
         }.items():
             state, metrics = training.train_step(state, batch(0))  # compiles, and fills the prefetch
             jax.block_until_ready(metrics)
@@ -291,7 +292,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of training (%(default)s)")
     parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
     parser.add_argument(
-        "--folder", help="where files are written, 6 GB for 100 M documents (the system's temporary one)"
+        "--folder", help="where files are written, 6 GB for 100 M documents (the system's temporary directory)"
     )
     parser.add_argument("--out", default="benchmarks/results/data.json", help="(%(default)s)")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""megatron-core's part of benchmarks/data.py, run by that file with the Python of a venv that has it; prints a JSON line."""
+"""megatron-core's part of benchmarks/data.py, which runs it with the Python of a venv that has it; prints a JSON line."""
 
 import json
 import sys
@@ -8,14 +8,14 @@ import numpy as np
 
 
 class Tokenizer:
-    """What GPTDataset asks of one."""
+    """The attributes that GPTDataset needs."""
 
     vocab_size, eod, pad = 50257, 50256, -1
     unique_identifiers = {"class": "Tokenizer"}
 
 
 def dataset(prefix: str, length: str):
-    """The three indices of one epoch, built and stored as a training run does."""
+    """The three indices of one epoch, built and stored as in a training run."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -40,7 +40,7 @@ def index(prefix: str, length: str) -> dict:
 
 
 def loader(prefix: str, length: str, batches: str) -> dict:
-    """Samples a second of one process, tensors stacked to batches of 64."""
+    """Samples per second of one process, with tensors stacked to batches of 64."""
     import torch
 
     built = dataset(prefix, length)[0]
@@ -66,7 +66,7 @@ def blend(path: str) -> dict:
 
 
 def writer(source: str, target: str) -> dict:
-    """Seconds to write a pair again, a document at a time."""
+    """Seconds to write a dataset again, one document at a time."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
     documents = IndexedDataset(source)

@@ -1,12 +1,12 @@
-"""How well the memory model predicts what XLA gives a device: a grid of runs, compiled for H100s without any GPU.
+"""The memory model compared with XLA's buffer assignment: a grid of runs, compiled for H100s without any GPU.
 
 python -m benchmarks.memory_model              compiles the grid (about fifteen minutes on two cores) and writes
                                                benchmarks/results/memory_model.json
-python -m benchmarks.memory_model --missing    compiles what the file does not have yet, and adds it
+python -m benchmarks.memory_model --missing    compiles the runs that the file does not have yet
 python -m benchmarks.memory_model --show       compares the model with the file; compiles nothing
 
 Needs pip install "megajax[dryrun]", and for the runs with cuDNN's attention its library, nvidia-cudnn-cu12. A step is
-compiled, not run: what is measured is XLA's own buffer assignment.
+compiled, not run.
 """
 
 import argparse
@@ -17,17 +17,17 @@ import pathlib
 from collections.abc import Sequence
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.estimate.gpus import card
+from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.plan.compiler import compile_for, run_from_json
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"
-CARD = "h100-80gb"
+GPU = "h100-80gb"
 MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary=51200, sequence_length=2048)
 
 
 def _run(model: str | ModelConfig, mesh: tuple[int, int, int], microbatches: int, **options) -> RunConfig:
-    """A run on (data, pipe, tensor) = mesh; `options` are ParallelConfig's, or precision. Laid out as Megatron-LM's."""
+    """A run on (data, pipe, tensor) = mesh; `options` are ParallelConfig's, or precision. Ends as in Megatron-LM."""
     precision = options.pop("precision", "bf16")
     options = {"attention": "xla", "vocab_parallel": "tensor"} | options
     parallel = ParallelConfig(**dict(zip(("data", "pipe", "tensor"), mesh, strict=True)), **options)
@@ -95,22 +95,22 @@ HELD_OUT = [
 
 
 def measure(known: Sequence[dict] = ()) -> dict:
-    """Compiles the grid, but for runs that are in a row of `known`; a row is the run, XLA's bytes and seconds."""
+    """Compiles the grid, except the runs in the rows of `known`; a row is the run, XLA's bytes and seconds."""
     found = {run_from_json(row["run"]): row for row in known}
     rows = []
     for run in GRID + HELD_OUT:
         run.validate()
         if run not in found:
-            result = compile_for(run, card(CARD))
+            result = compile_for(run, find_gpu(GPU))
             found[run] = {key: result[key] for key in ("memory", "arguments", "seconds")}
             print(describe(run), f"{result['memory']['peak'] / 1e9:.2f} GB, {result['seconds']:.0f} s", flush=True)
         rows.append(found[run] | {"held_out": run in HELD_OUT, "run": dataclasses.asdict(run)})
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
-    return {"command": "python -m benchmarks.memory_model", "card": CARD, "versions": versions, "rows": rows}
+    return {"command": "python -m benchmarks.memory_model", "gpu": GPU, "versions": versions, "rows": rows}
 
 
 def describe(run: RunConfig) -> str:
-    """A run in a line."""
+    """A run as one line."""
     parallel = run.parallel
     return (
         f"{run.model.name:<16} d{parallel.data:<3}p{parallel.pipe:<3}t{parallel.tensor} v{parallel.chunks} "
@@ -128,8 +128,8 @@ def show(results: dict) -> None:
         error = predicted / peak - 1
         errors[row["held_out"]].append(abs(error))
         print(
-            f"{describe(run)} XLA {peak / 1e9:7.2f} GB  model {predicted / 1e9:7.2f} GB  {error:+6.1%}"
-            f"{'  held out' if row['held_out'] else ''}"
+            f"{describe(run)}XLA {peak / 1e9:6.2f}  model {predicted / 1e9:6.2f} GB {error:+6.1%}"
+            f"{' held out' if row['held_out'] else ''}"
         )
     for name, some in (("all", errors[False] + errors[True]), ("held out", errors[True])):
         within = sum(error <= 0.05 for error in some)
@@ -139,8 +139,8 @@ def show(results: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="compare the model with the results there are")
-    parser.add_argument("--missing", action="store_true", help="compile only what the results do not have yet")
+    parser.add_argument("--show", action="store_true", help="compare the model with the existing results")
+    parser.add_argument("--missing", action="store_true", help="compile only the runs that the results do not have yet")
     options = parser.parse_args()
     if not options.show:
         RESULTS.parent.mkdir(exist_ok=True)

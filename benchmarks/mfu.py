@@ -4,22 +4,22 @@ python -m benchmarks.mfu                          on the GPUs there are, or eigh
 python -m benchmarks.mfu --pipe 4 --tensor 2      around another layout; takes every option of a training run
 python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, beside PyTorch and Hugging Face
 
-Everything is a whole step: forward, backward, clipping, AdamW. One thing is varied at a time, the rest stays as typed.
+A step is forward, backward, clipping and AdamW. One option is varied at a time; the others stay as given.
 
   --meshes D,P,T ...           mesh shapes to try (default: all whose product is the number of devices)
   --schedules NAME[:V] ...     schedules, with chunks (default: those that fit the model and the mesh)
   --microbatch-sizes B ...     (default: 1 2 4 8)
   --recomputes MODE ...        (default: none selective full)
-  --blocks [HIDDEN ...]        instead of these, one-GPU models of a few blocks (default: 2304 4096 6144 12288), times
-                               --microbatch-sizes; as many layers as fit, up to 8, unless --layers says
+  --blocks [HIDDEN ...]        instead of these, one-GPU models of a few blocks (default: 2304 4096 6144 12288), for each
+                               of --microbatch-sizes; as many layers as fit, up to 8, unless --layers is given
   --peers                      also a PyTorch GPT (torch.compile, flash attention) and transformers' GPT-2, on one device
-  --peer-python PYTHON         what runs the peers: the Python of a venv that has torch and transformers
+  --peer-python PYTHON         the Python of a venv with torch and transformers, which runs the peers
   --rounds COUNT               times each step is timed (default: 5)
-  --out FOLDER                 where the .json, the .txt and the .svg go (default: benchmarks/results)
+  --out FOLDER                 where the .json, .txt and .svg files are written (default: benchmarks/results)
 
-On a GPU the ceilings of a matrix multiplication and of a copy are measured first. MFU is a share of the vendor's peak, and
-beside it stands the share of the measured ceiling; the time of a step is the median. On CPU devices, which share the
-machine's cores, only ratios mean something: all programs are compiled first and then timed in turn, and the fastest counts.
+On a GPU the rates of a large matmul and of a copy, the ceilings, are measured first. MFU is relative to the vendor's peak;
+the fraction of the measured ceiling is printed too. The time of a step is the median. On CPU devices, which share the
+machine's cores, only ratios are meaningful: all programs are compiled first and then timed in turn, and the fastest counts.
 """
 
 import argparse
@@ -55,7 +55,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What was typed; `words` are the options of a training run, the others those of the page's head."""
+    """The command line: `words` are the options of a training run, the others those described above."""
 
     words: tuple[str, ...]
     meshes: tuple[str, ...] | None
@@ -70,14 +70,14 @@ class Asked:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes; returns the process's exit code: 0, or 2 for an error in what was asked."""
+    """Measures and writes; returns the process's exit code: 0, or 2 for invalid options."""
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if "--help" in words or "-h" in words:
             print(__doc__.strip())
             return 0
         asked = read_options(words)
-        # With peers in a child, whose memory on the GPU is free again when they run.
+        # With peers in a child process, which frees its GPU memory before they run.
         results = _in_child(measure, asked) if asked.peers else measure(asked)
         results = {"command": command(words)} | results
         if asked.peers:
@@ -101,7 +101,7 @@ def read_options(words: Sequence[str]) -> Asked:
     """The command line.
 
     Raises:
-      ConfigError: a value that cannot be read.
+      ConfigError: an invalid value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
@@ -118,17 +118,17 @@ def read_options(words: Sequence[str]) -> Asked:
     for name in ("rounds", "microbatch_sizes", "blocks"):
         value = getattr(own, name)
         if value is not None and min(value if isinstance(value, (list, tuple)) else [value]) < 1:
-            raise ConfigError(f"{name} = {value} must be 1 or more: type --{name.replace('_', '-')} COUNT.")
+            raise ConfigError(f"{name} = {value} must be 1 or more: pass --{name.replace('_', '-')} COUNT.")
     if own.out.exists() and not own.out.is_dir():
-        raise ConfigError(f"out = {own.out} is a file: type --out FOLDER.")
+        raise ConfigError(f"out = {own.out} is a file: pass --out FOLDER.")
     if own.peers and shutil.which(own.peer_python) is None:
-        raise ConfigError(f"peer_python = {own.peer_python} is no program: type --peer-python VENV/bin/python.")
+        raise ConfigError(f"peer_python = {own.peer_python} is not a program: pass --peer-python VENV/bin/python.")
     values = {name: several(value) if isinstance(value, list) else value for name, value in vars(own).items()}
     return Asked(words=tuple(rest), **values)
 
 
 def command(words: Sequence[str]) -> str:
-    """The command, to type again; without where things lie on this machine."""
+    """The command that repeats the measurement, without paths of this machine."""
     text = shlex.join(["python", "-m", "benchmarks.mfu", *words])
     return re.sub(r" --out \S+", "", re.sub(r"--peer-python \S+", "--peer-python PYTHON", text))
 
@@ -137,11 +137,11 @@ def measure(asked: Asked) -> dict:
     """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows".
 
     Raises:
-      ConfigError: a run that is not legal, or nothing that the peers could run too.
+      ConfigError: a run that is not legal, or no run that the peers could run too.
     """
-    from megajax.estimate.hardware import device_peak
+    from megajax.estimate.gpus import device_peak
+    from megajax.models.context import attention_choice
     from megajax.runtime.mesh import start_devices
-    from megajax.train.operations import attention_choice
 
     defaults = {name: value for name, value in ON_CPU.items() if not (asked.blocks and name == "layers")}
     request = parse(asked.words, "", defaults)
@@ -154,7 +154,9 @@ def measure(asked: Asked) -> dict:
     run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
     if asked.blocks:
         if run.parallel.devices != 1:
-            raise ConfigError(f"blocks run on one device, not {run.parallel.devices}: leave the mesh's options out.")
+            raise ConfigError(
+                f"blocks run on one device, not {run.parallel.devices}: omit --data, --pipe, --tensor and --context."
+            )
         limit = None if on_cpu else devices[0].memory_stats()["bytes_limit"]
         cases = blocks(run, asked.blocks, asked.microbatch_sizes, limit, request.given.get("layers"))
     else:
@@ -162,7 +164,7 @@ def measure(asked: Asked) -> dict:
     for case in cases:
         case.run.validate()
     if asked.peers and not any(case.run.parallel.devices == 1 for case in cases):
-        raise ConfigError("peers run on one device, and no run here does: type --blocks, or --devices cpu:1.")
+        raise ConfigError("peers run on one device, and no run here does: pass --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
         from benchmarks.ceilings import copy_ceiling, matmul_ceiling
@@ -180,31 +182,31 @@ def measure(asked: Asked) -> dict:
 
 
 def time_in_turn(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunConfig, list[float]]:
-    """Seconds of each step, of all rounds: all are compiled, and then take turns, so that a slow spell falls on all."""
+    """Seconds of each step in each round; steps are timed in turn, so that a slow phase of the machine affects all."""
     from benchmarks.mfu_cases import Step
 
     steps = {}
     for run in runs:
-        _say(f"compiling {len(steps) + 1} of {len(runs)}")
+        _progress(f"compiling {len(steps) + 1} of {len(runs)}")
         steps[run] = Step(run, devices)
     seconds: dict[RunConfig, list[float]] = {run: [] for run in runs}
     for turn in range(rounds):
-        _say(f"timing {turn + 1} of {rounds}")
+        _progress(f"timing {turn + 1} of {rounds}")
         for run, step in steps.items():
             seconds[run].append(step())
-    _say("")
+    _progress("")
     return seconds
 
 
 def time_one_by_one(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunConfig, list[float]]:
-    """Seconds of each step, of all rounds, one run after another: a GPU has no memory for several. None fit: no times."""
+    """Seconds of each step in each round, one run after another: a GPU cannot hold several. Empty if it does not fit."""
     import jax
 
     from benchmarks.mfu_cases import Step
 
     seconds: dict[RunConfig, list[float]] = {}
     for number, run in enumerate(runs):
-        _say(f"run {number + 1} of {len(runs)}")
+        _progress(f"run {number + 1} of {len(runs)}")
         seconds[run] = []
         try:
             step = Step(run, devices)
@@ -214,12 +216,12 @@ def time_one_by_one(runs: Sequence[RunConfig], devices, rounds: int) -> dict[Run
                 raise
         step = None
         jax.clear_caches()
-    _say("")
+    _progress("")
     return seconds
 
 
 def row(case: Case, seconds: list[float], results: dict) -> dict:
-    """What is kept of a case; where it did not fit, its rates are None."""
+    """The results of a case; if it did not fit, its rates are None."""
     from megajax.estimate.flops import flops_per_step
 
     run, devices = case.run, case.run.parallel.devices
@@ -241,7 +243,7 @@ def row(case: Case, seconds: list[float], results: dict) -> dict:
 
 
 def peer_rows(asked: Asked, results: dict) -> list[dict]:
-    """The peers on the shapes of the runs on one device; a peer that cannot run has an "error" in place of rates."""
+    """The peers on the shapes of the one-device runs; a peer that cannot run has an "error" instead of rates."""
     from megajax.estimate.flops import flops_per_step
     from megajax.plan.compiler import run_from_json
 
@@ -249,7 +251,7 @@ def peer_rows(asked: Asked, results: dict) -> list[dict]:
     alone = list(dict.fromkeys(run for run in runs if run.parallel.devices == 1))
     rows = []
     for name, file in PEERS.items():
-        _say(f"{name}: {len(alone)} shapes")
+        _progress(f"{name}: {len(alone)} shapes")
         for run, answer in zip(
             alone, run_peer(file, asked.peer_python, alone, results["device"]["platform"], asked.rounds), strict=True
         ):
@@ -264,7 +266,7 @@ def peer_rows(asked: Asked, results: dict) -> list[dict]:
                     "share_of_ceiling": flops / ceiling if ceiling else None,
                 }
             rows.append({"peer": name, "label": label_of(run, results)} | answer | rates)
-    _say("")
+    _progress("")
     return rows
 
 
@@ -276,16 +278,16 @@ def label_of(run: RunConfig, results: dict) -> str:
 
 
 def _in_child(function, *arguments):
-    """What the function returns or raises in a process of its own."""
+    """Calls the function in a child process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
-            raise ConfigError("the process that measures died: what it said last stands above.") from None
+            raise ConfigError("the measuring process crashed; its last messages are above.") from None
 
 
 def describe_device(devices) -> dict:
-    """What the figures were measured on."""
+    """The devices and the machine."""
     first = devices[0]
     return {
         "platform": first.platform,
@@ -298,7 +300,7 @@ def describe_device(devices) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide speed."""
+    """Versions of Python and of the packages that affect speed."""
     import megajax
 
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -306,12 +308,12 @@ def versions() -> dict[str, str]:
 
 
 def _slug(device: dict) -> str:
-    """A device's name in a file's: "cpu", "nvidia_h200"."""
+    """A device's name for use in file names: "cpu", "nvidia_h200"."""
     return re.sub(r"\W+", "_", device["kind"].lower()).strip("_")
 
 
-def _say(text: str) -> None:
-    """One line of progress, over the last one."""
+def _progress(text: str) -> None:
+    """Prints one line of progress over the last one."""
     print(f"\r{text:<60}\r" if not text else f"\r{text:<60}", end="", file=sys.stderr, flush=True)
 
 

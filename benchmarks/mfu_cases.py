@@ -1,4 +1,4 @@
-"""What benchmarks/mfu.py measures: runs that differ in one thing from one another, and a step of one, ready to be timed."""
+"""The runs that benchmarks/mfu.py measures, which differ in one option each, and their compiled steps."""
 
 import dataclasses
 import time
@@ -14,7 +14,7 @@ HEADS = {2304: 24}
 MICROBATCH_SIZES = (1, 2, 4, 8)
 RECOMPUTES = ("none", "selective", "full")
 MOST_LAYERS, LAYERS_ON_CPU = 8, 2
-MICROBATCHES = 8  # of a step of blocks, so that the optimizer's part in it is small
+MICROBATCHES = 8  # of a step of blocks, so that the optimizer's share is small
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b:2", "zb_h1", "zb_1p_interleaved:2", "zb_v:2")
 
 
@@ -23,7 +23,7 @@ class Case:
     """A run to time.
 
     Attributes:
-      sweep: what is varied.
+      sweep: the option that is varied.
       label: its value.
     """
 
@@ -39,14 +39,14 @@ def sweeps(
     microbatch_sizes: Sequence[int] | None,
     recomputes: Sequence[str] | None,
 ) -> list[Case]:
-    """`base` with one thing changed at a time. Lists that were not typed (None) hold what is legal.
+    """`base` with one option changed at a time. For lists that are not given (None), all legal values are used.
 
     Raises:
-      ConfigError: a value that cannot be read, or that is not legal for `base`.
+      ConfigError: an invalid value, or one that is not legal for `base`.
     """
     base.validate()
     if schedules and base.parallel.pipe == 1:
-        raise ConfigError(f"schedules = {' '.join(schedules)} differ only in a pipeline: type --pipe 2 or more.")
+        raise ConfigError(f"schedules = {' '.join(schedules)} differ only with a pipeline: pass --pipe 2 or more.")
     found = list(_legal(_mesh_cases(base, meshes or _all_meshes(base.parallel.devices)), meshes))
     if base.parallel.pipe > 1:
         found += _legal(_schedule_cases(base, schedules or SCHEDULES), schedules)
@@ -66,8 +66,11 @@ def blocks(
     """One-device models of each width, for each microbatch size.
 
     Args:
-      limit: bytes that a program may take; None, on a CPU, has two layers.
-      layers: of all of them; None has as many as the memory model fits, the same for all microbatch sizes.
+      base: all other options.
+      widths: hidden sizes.
+      microbatch_sizes: in samples.
+      limit: bytes that a program may use; None, on a CPU, means two layers.
+      layers: of all models; None: as many as fit by the memory model, the same for all microbatch sizes.
     """
     from megajax.estimate.memory import bytes_per_device
 
@@ -99,20 +102,20 @@ def _with(run: RunConfig, **fields) -> RunConfig:
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **fields))
 
 
-def _legal(cases: Iterable[Case], typed: Sequence | None) -> Iterable[Case]:
-    """Those that are; where they were typed, all must be."""
+def _legal(cases: Iterable[Case], given: Sequence | None) -> Iterable[Case]:
+    """The legal cases; if the values were given, all must be legal."""
     for case in cases:
         try:
             case.run.validate()
         except ConfigError:
-            if typed:
+            if given:
                 raise
             continue
         yield case
 
 
 def _all_meshes(devices: int) -> list[str]:
-    """Every "data,pipe,tensor" of so many devices."""
+    """Every "data,pipe,tensor" of this number of devices."""
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     return [
         f"{devices // pipe // tensor},{pipe},{tensor}"
@@ -123,11 +126,11 @@ def _all_meshes(devices: int) -> list[str]:
 
 
 def _mesh_cases(base: RunConfig, meshes: Iterable[str]) -> Iterable[Case]:
-    """The base's chunks where the layers allow it on that many ranks, else one."""
+    """With the base's chunks if the layers can be divided so, otherwise with one."""
     for text in meshes:
         words = text.split(",")
         if len(words) != 3 or not all(word.isdecimal() for word in words):
-            raise ConfigError(f"meshes = {text!r} is not DATA,PIPE,TENSOR: type --meshes 2,2,2 1,4,2.")
+            raise ConfigError(f"meshes = {text!r} is not DATA,PIPE,TENSOR: pass --meshes 2,2,2 1,4,2.")
         data, pipe, tensor = map(int, words)
         chunks = base.parallel.chunks
         if pipe < 2 or base.model.layers % (pipe * chunks):
@@ -140,19 +143,19 @@ def _schedule_cases(base: RunConfig, schedules: Iterable[str]) -> Iterable[Case]
     for text in schedules:
         name, _, chunks = text.partition(":")
         if chunks and not chunks.isdecimal():
-            raise ConfigError(f"schedules = {text!r} is not NAME or NAME:CHUNKS: type --schedules 1f1b zb_v:2.")
+            raise ConfigError(f"schedules = {text!r} is not NAME or NAME:CHUNKS: pass --schedules 1f1b zb_v:2.")
         label = f"{name} v{chunks}" if chunks else name
         yield Case("schedule", label, _with(base, schedule=name, chunks=int(chunks or 1)))
 
 
 class Step:
-    """A training step of a run that is compiled and warm. Calling it runs it once, and gives its seconds."""
+    """The compiled and warmed-up training step of a run. Calling it runs it once and returns the seconds."""
 
     def __init__(self, run: RunConfig, devices):
-        """Compiles; the first call also runs what happens once.
+        """Compiles and warms up.
 
         Raises:
-          jax.errors.JaxRuntimeError: the devices have too little memory.
+          jax.errors.JaxRuntimeError: the devices do not have enough memory.
         """
         import jax
 

@@ -1,12 +1,14 @@
-"""What benchmarks/mfu.py measured, as a table, a plot and JSON."""
+"""The results of benchmarks/mfu.py as a table, a plot and JSON."""
 
 import json
 import pathlib
 from collections.abc import Sequence
 
+from megajax.plan.report import new_figure
+
 ON_CPU = (
-    "CPU devices share the machine's cores: only ratios mean something, and they compare work, not waiting. A rank that "
-    "waits on a GPU costs nothing here unless it computes in its bubble, and sending is copying."
+    "CPU devices share the machine's cores: only ratios are meaningful, and they compare compute, not idle time. A rank "
+    "that idles costs nothing here unless it computes in its bubble, and sends are memory copies."
 )
 
 
@@ -22,7 +24,7 @@ def write(results: dict, folder: pathlib.Path, name: str) -> None:
 
 
 def table(results: dict) -> str:
-    """All rows, sweep by sweep, and what they were measured with."""
+    """All rows, sweep by sweep, with the device and the package versions."""
     device, ceilings, peak = results["device"], results["ceilings"], results["peak"]
     lines = [
         f"$ {results['command']}",
@@ -64,7 +66,7 @@ _GPU_HEAD = f"{'TFLOP/s':>10}{'MFU':>8}{'of ceiling':>12}"
 
 
 def _line(one: dict, on_gpu: bool, best: float) -> str:
-    """A row; a peer's stands below the run that it is the peer of."""
+    """A row; a peer's row follows the run of the same shape."""
     if "peer" in one:
         line = f"  {one['peer']:<24}{'':<49}"
     else:
@@ -96,19 +98,15 @@ def same_shape(peer: dict, one: dict) -> bool:
 
 
 def versions(peer: dict) -> list[tuple[str, str]]:
-    """What a peer says it is made of."""
+    """Versions of the packages that a peer uses."""
     return list(peer.get("versions", {}).items())
 
 
 def plot(results: dict, path: pathlib.Path) -> None:
     """A panel of bars for each sweep: MFU, or on a CPU the throughput as a share of the sweep's best."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     sweeps = by_sweep(results["rows"])
     heights = [len(_bars(rows, results)) for rows in sweeps.values()]
-    figure = Figure(figsize=(8, 0.8 * len(sweeps) + 0.28 * sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(8, 0.8 * len(sweeps) + 0.28 * sum(heights)))
     panels = figure.subplots(len(sweeps), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in heights])[:, 0]
     for panel, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
         bars = _bars(rows, results)
@@ -125,7 +123,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
 
 
 def _bars(rows: Sequence[dict], results: dict) -> list[tuple[str, float, bool]]:
-    """(name, length, whether it is a peer's) of what could be measured."""
+    """(name, length, whether it is a peer's) of the rows that have a measurement."""
     best = max((one["tokens_per_second"] or 0 for one in rows), default=0)
     length = lambda one: one["mfu"] if results["peak"] else one["tokens_per_second"] / best  # noqa: E731
     bars = []

@@ -1,13 +1,13 @@
-"""What pipeline schedules cost: simulated for many ranks, and measured on two CPU devices against the simulation.
+"""Bubbles of the pipeline schedules: simulated for many ranks, and measured on two CPU devices.
 
 python -m benchmarks.schedules                 both; writes schedules.json and schedules.svg to benchmarks/results
-python -m benchmarks.schedules --simulate      the table and the plot alone, in seconds
+python -m benchmarks.schedules --simulate      the simulated table and the plot only, in seconds
 
 Measured: forwards and backwards of a GPT whose matmuls dominate, on p = 2 devices of one thread each. The bubble is
-T(m) / (m t) - 1, where t is what a microbatch costs the same two devices without a pipeline: each has half the layers and a
-batch of its own, and t is the slope of that time between the two largest m. So everything counts as bubble that a pipeline
-adds: waiting, sends, the ends of a step. Steps of all schedules and sizes are timed in turn and the fastest of each is
-taken, so that a slow spell of the machine falls on all.
+T(m) / (m t) - 1, where t is the time of a microbatch on the same two devices without a pipeline: each has half the layers
+and its own batch, and t is the slope of that time between the two largest m. The measured bubble thus includes everything
+that a pipeline adds: idle time, sends, embedding and head. Steps of all schedules and sizes are timed in turn, and the
+fastest of each is used, so that a slow phase of the machine affects all of them.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import platform
 import time
 
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.named import make_schedule
+from megajax.plan.report import new_figure
+from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
 KINDS = [
@@ -39,7 +40,7 @@ MEASURED = [kind for kind in KINDS if kind[1] < 4]
 STAGES = (2, 4, 8, 16)
 MICROBATCHES = (2, 4, 8, 16)
 TIMED_STAGES = 2
-APART = "no pipeline"  # every device works alone
+APART = "no pipeline"  # every device has its own model and batch
 
 
 def simulated_rows() -> list[dict]:
@@ -64,7 +65,7 @@ def simulated_rows() -> list[dict]:
 
 
 def measured_rows(repeats: int) -> list[dict]:
-    """Step times of every schedule at p = 2, and the bubble they show beside the simulated one."""
+    """Step times of every schedule at p = 2, with the measured and the simulated bubble."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     from megajax.runtime.mesh import start_devices
 
@@ -73,7 +74,7 @@ def measured_rows(repeats: int) -> list[dict]:
         (name, chunks, microbatches)
         for name, chunks in MEASURED
         for microbatches in MICROBATCHES
-        if name != "dualpipe_v" or microbatches >= 2 * TIMED_STAGES
+        if microbatches >= find(name).fewest_microbatches(TIMED_STAGES)
     ] + [(APART, 1, microbatches) for microbatches in MICROBATCHES[-2:]]
     steps = {}
     for case in cases:
@@ -108,7 +109,7 @@ def measured_rows(repeats: int) -> list[dict]:
 
 
 def _step(name: str, chunks: int, microbatches: int, devices):
-    """A compiled forward and backward of the whole batch, warmed up, to be called and timed."""
+    """A compiled and warmed-up forward and backward of the whole batch; calling it runs it once."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -116,7 +117,8 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     from jax.sharding import PartitionSpec as P
 
     from megajax.config import ModelConfig, ParallelConfig
-    from megajax.models import gpt
+    from megajax.models.gpt import GPT
+    from megajax.models.interface import ModelContext
     from megajax.pipeline import layout
     from megajax.pipeline.executor import gradient_function
     from megajax.runtime.mesh import make_mesh
@@ -135,12 +137,14 @@ def _step(name: str, chunks: int, microbatches: int, devices):
         "labels": tokens[..., 1:],
         "weights": np.ones(tokens[..., 1:].shape, np.float32),
     }
-    functions = gpt.functions(model, recompute="none")
+    functions = GPT(model, ModelContext(recompute="none"))
     with jax.set_mesh(mesh):
-        params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(0))
-        blocks = layout.deal(params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement)
+        params = jax.jit(functions.init)(jax.random.key(0))
+        blocks = layout.to_pipeline_layout(
+            params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement
+        )
         params = {**params, "blocks": jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))}
-        run = jax.jit(gradient_function(functions, schedule, mesh, constrain=lambda x: x))
+        run = jax.jit(gradient_function(functions, schedule, mesh))
         compiled = run.lower(params, batch, jnp.float32(1)).compile()
         arguments = jax.device_put((params, batch, jnp.float32(1)), compiled.input_shardings[0])
     step = lambda: jax.block_until_ready(compiled(*arguments))  # noqa: E731
@@ -149,12 +153,8 @@ def _step(name: str, chunks: int, microbatches: int, devices):
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
-    """Bubble and memory against the number of ranks; schedules that come out the same share a line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    """Bubble and memory over the number of ranks; schedules with equal values share a line."""
+    figure = new_figure(figsize=(11, 6))
     panels = figure.subplots(1, 2)
     titles = {"lockstep_bubble": "bubble, share of the ideal time", "stash_in_stages": "microbatches stashed on a rank"}
     for panel, (value, title) in zip(panels, titles.items(), strict=True):
@@ -189,7 +189,7 @@ def _print(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot alone")
+    parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
     parser.add_argument("--repeats", type=int, default=7, help="steps timed for each size (default: %(default)s)")
     parser.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="(default: %(default)s)")
     options = parser.parse_args()

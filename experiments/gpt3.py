@@ -141,7 +141,7 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     from megajax.data.source import DataSource
     from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer
-    from megajax.estimate.hardware import device_peak
+    from megajax.estimate.gpus import device_peak
     from megajax.generate import check_sampling, generate
     from megajax.runtime.mesh import make_mesh, start_devices
     from megajax.runtime.preemption import Stop
@@ -155,11 +155,11 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     on_cpu = devices[0].platform == "cpu"
     run = request.run(len(devices), "fp32" if on_cpu else "bf16")
     run.validate(len(devices))
-    tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
+    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
     check_vocabulary(run, tokenizer)
     prompt = tokenizer.encode(request.prompt)
     keeper = Keeper(run, request.output, tokenizer, request.others)
-    source = DataSource(**{field.name: getattr(request, field.name) for field in dataclasses.fields(DataSource)})
+    source = DataSource(**{field.name: getattr(run.data, field.name) for field in dataclasses.fields(DataSource)})
     batches, validation = source.loaders(run, tokenizer, run.total_samples)
     if run.train.batch_ramp:
         batches = RampedLoader(batches, run)

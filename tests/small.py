@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.models import gpt
+from megajax.models.interface import ModelContext, PipelineModel, mean_loss, model_class
 from megajax.pipeline import layout
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import Training, make_training
@@ -53,10 +53,15 @@ def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: a.reshape(run.microbatches, -1, *a.shape[1:]) for name, a in batch.items()}
 
 
+def build_model(config, **context) -> PipelineModel:
+    """The config's model on one device, with these fields of `ModelContext`."""
+    return model_class(config)(config, ModelContext(**context))
+
+
 @functools.cache
 def busy_params(model: ModelConfig):
     """Canonical parameters, all of them random: fresh ones have biases of zero, where mistakes do not show."""
-    params = jax.jit(gpt.init, static_argnums=0)(model, jax.random.key(7))
+    params = jax.jit(build_model(model).init)(jax.random.key(7))
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(8), len(leaves))
     noisy = [leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
@@ -66,24 +71,26 @@ def busy_params(model: ModelConfig):
 @functools.cache
 def expected(model: ModelConfig, seed: int = 0, dropout_seed: int = 1234):
     """Loss and gradients of the unpipelined model on one device in fp32, of the whole batch as one microbatch."""
-    functions = gpt.functions(model, recompute="none", dropout_seed=dropout_seed)
+    unpipelined = build_model(model, recompute="none", dropout_seed=dropout_seed)
     batch = make_batch(make_run(microbatches=1, model=model), seed)
-    loss = lambda params: gpt.reference_loss(functions, params, batch)  # noqa: E731
+    loss = lambda params: mean_loss(unpipelined, params, batch)  # noqa: E731
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(busy_params(model)))
 
 
 def place(training: Training, canonical):
-    """Canonical parameters laid out for a run."""
+    """Canonical parameters, sharded for a run."""
     parallel = training.run.parallel
     placement = training.schedule.placement
-    blocks = layout.deal(canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
+    blocks = layout.to_pipeline_layout(
+        canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
+    )
     return jax.device_put({**canonical, "blocks": blocks}, training.params_sharding)
 
 
 def canonical(params, placement: str = "loop"):
     """The inverse of `place`, as numpy."""
     params = jax.tree.map(np.asarray, params)
-    return {**params, "blocks": layout.gather(params["blocks"], placement=placement)}
+    return {**params, "blocks": layout.from_pipeline_layout(params["blocks"], placement=placement)}
 
 
 def training_of(run: RunConfig) -> Training:

@@ -1,7 +1,7 @@
-"""Other programs that train a GPT, timed beside megajax: each a file that needs torch and nothing of megajax.
+"""Other programs that train a GPT, for comparison: each is a file that needs torch and not megajax.
 
-A peer runs in a process of its own, with a Python that has what it needs, and after megajax's process has ended: so
-neither takes the other's memory on the GPU. It reads one JSON object and writes a JSON line for each shape.
+A peer runs in its own process, with a Python that has its packages, after megajax's process has ended, so that they do not
+share the GPU's memory. It reads one JSON object and writes a JSON line for each shape.
 """
 
 import json
@@ -17,29 +17,29 @@ MISSING = 3  # exit code of a peer whose package is not installed; it says which
 
 
 def run_peer(file: pathlib.Path, python: str, runs: Sequence[RunConfig], platform: str, rounds: int) -> list[dict]:
-    """What the peer measured of each run, in their order: "seconds" of a step and "versions", or "error", in one line.
+    """The peer's result for each run, in order: "seconds" of a step and "versions", or "error", one line.
 
     Args:
-      file: of the peer.
-      python: that runs it.
-      runs: on one device.
+      file: the peer's script.
+      python: the Python that runs it.
+      runs: one-device runs.
       platform: "gpu" or "cpu".
       rounds: steps to time.
     """
     request = {"platform": platform, "rounds": rounds, "shapes": [shape_of(run) for run in runs]}
     done = subprocess.run([python, str(file)], input=json.dumps(request), capture_output=True, text=True)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no word")
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
     reason = (
-        f"{last}: pip install torch transformers, or type --peer-python PYTHON of a venv that has them"
+        f"{last}: pip install torch transformers, or pass --peer-python PYTHON of a venv that has them"
         if done.returncode == MISSING
-        else f"it ended with code {done.returncode}: {last}"
+        else f"it exited with code {done.returncode}: {last}"
     )
     return answers + [{"error": reason}] * (len(runs) - len(answers))
 
 
 def shape_of(run: RunConfig) -> dict:
-    """What a peer is told of a run."""
+    """The parameters of a run that a peer gets."""
     model = run.model
     return {
         "layers": model.layers,

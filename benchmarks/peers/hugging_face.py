@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 (transformers), as it comes: eager, attention by scaled_dot_product_attention, without dropout.
+"""Hugging Face's GPT-2 (transformers) with its defaults: eager, attention by scaled_dot_product_attention, without dropout.
 
 Run by benchmarks/mfu.py with the Python of --peer-python.
 """
@@ -17,7 +17,7 @@ except ImportError as error:
 
 
 class Loss(nn.Module):
-    """The model's own loss: it shifts the labels by one itself, and so leaves out a token of each sample."""
+    """The model's own loss, which shifts the labels by one and so omits a token of each sample."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

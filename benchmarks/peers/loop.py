@@ -1,7 +1,7 @@
-"""The training step that all peers have in common; imported by their files, which run with a Python that has torch.
+"""The training step of all peers; imported by their scripts, which run with a Python that has torch.
 
-As megajax's: microbatches whose gradients add up, weights in 16 bit with an fp32 copy that AdamW updates (in fp32, on a
-CPU, the weights themselves), the gradient's norm clipped to 1. A step is timed until the GPU is done.
+As in megajax: gradients are accumulated over microbatches, AdamW updates an fp32 copy of the 16-bit weights (in fp32, on a
+CPU, the weights themselves), and the gradient is clipped to norm 1. A step is timed until the GPU has finished.
 """
 
 import gc
@@ -24,8 +24,8 @@ def main(build: Callable[[dict], torch.nn.Module], versions: dict[str, str]) -> 
     """Answers the request on stdin.
 
     Args:
-      build: a shape -> a module that takes tokens and labels, [samples, sequence], and gives the mean loss.
-      versions: of what the peer is made of.
+      build: a shape -> a module that maps tokens and labels, [samples, sequence], to the mean loss.
+      versions: of the peer's packages.
     """
     request = json.loads(sys.stdin.read())
     device = "cuda" if request["platform"] == "gpu" else "cpu"
@@ -59,7 +59,7 @@ def measure(build: Callable, shape: dict, device: str, rounds: int) -> list[floa
 
 
 def make_step(model: torch.nn.Module, batch: torch.Tensor, device: str) -> Callable[[], float]:
-    """A training step on the batch; it gives its seconds."""
+    """A training step on the batch, which returns its seconds."""
     weights = list(model.parameters())
     full = weights[0].dtype == torch.float32
     masters = weights if full else [weight.detach().float() for weight in weights]

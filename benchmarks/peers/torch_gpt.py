@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Layer norm, attention, layer norm, MLP; two residuals, as GPT-2 and megajax have it."""
+    """Layer norm, attention, layer norm, MLP; two residuals, as in GPT-2 and megajax."""
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()

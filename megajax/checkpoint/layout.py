@@ -89,14 +89,14 @@ def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedShardin
 @partial(jax.jit, static_argnames=("block", "placement", "sharding"), donate_argnames="into", keep_unused=True)
 def _gather(leaf: jax.Array, into: jax.Array | None, block: bool, placement: str, sharding: NamedSharding) -> jax.Array:
     """The leaf in canonical order, in the memory of `into` if that is given: XLA sees a donated array of its shape."""
-    whole = layout.gather(leaf, placement=placement) if block else leaf
+    whole = layout.from_pipeline_layout(leaf, placement=placement) if block else leaf
     return jax.lax.with_sharding_constraint(whole, sharding)
 
 
 @partial(jax.jit, static_argnames=("pieces", "placement", "sharding"))
 def _deal(leaf: jax.Array, pieces: tuple[int, int] | None, placement: str, sharding: NamedSharding) -> jax.Array:
     if pieces is not None:
-        leaf = layout.deal(leaf, chunks=pieces[0], stages=pieces[1], placement=placement)
+        leaf = layout.to_pipeline_layout(leaf, chunks=pieces[0], stages=pieces[1], placement=placement)
     return jax.lax.with_sharding_constraint(leaf, sharding)
 
 

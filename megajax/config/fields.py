@@ -22,7 +22,6 @@ def setting(
     *,
     low: float | None = None,
     below: float | None = None,
-    file_endings: tuple[str, ...] = (),
     metavar: str | None = None,
     shown_default: str | None = None,
     list_style: str = "commas",
@@ -35,7 +34,6 @@ def setting(
         choices: the legal values; empty: any value of the type and range.
         low: smallest legal number, itself legal; None: whole numbers start at 1, others are above 0.
         below: numbers must be below this.
-        file_endings: names of files that are legal although they are not among the choices.
         metavar: the format of the value, as `--help` prints it; None: derived from the type.
         shown_default: the default as `--help` prints it, where None stands for a value that is computed.
         list_style: how a tuple is passed: "commas" (A,B,C), "words" (A B C) or "repeat" (the option once for each).
@@ -45,7 +43,6 @@ def setting(
         "choices": tuple(choices),
         "low": low,
         "below": below,
-        "file_endings": file_endings,
         "metavar": metavar,
         "shown_default": shown_default,
         "list_style": list_style,
@@ -86,17 +83,14 @@ def check_fields(config: Any) -> None:
 def metavar(field: dataclasses.Field) -> str:
     """The format of a field's value, as `--help` and errors print it."""
     if field.metadata["choices"]:
-        names = [*map(str, field.metadata["choices"]), *(f"FILE{ending}" for ending in field.metadata["file_endings"])]
-        return "|".join(names)
+        return "|".join(map(str, field.metadata["choices"]))
     default = {int: "COUNT", int | None: "COUNT", float: "NUMBER", float | None: "NUMBER"}.get(field.type, "NAME")
     return field.metadata["metavar"] or default
 
 
 def _check_choice(field: dataclasses.Field, value: Any) -> None:
-    """One of the listed values, of their type (True is not 1), or a file with a legal ending."""
-    choices, endings = field.metadata["choices"], field.metadata["file_endings"]
-    if isinstance(value, str) and endings and value.endswith(endings):
-        return
+    """One of the listed values, of their type (True is not 1)."""
+    choices = field.metadata["choices"]
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return
     names = tuple(map(str, choices))

@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
+from megajax.config.schedule_rules import check_schedule
+from megajax.schedules.registry import names
 
 MESH_AXES = ("data", "pipe", "tensor")
-TWO_CHUNKS = ("zb_v", "dualpipe_v")  # schedules of exactly two chunks a rank
-SEVERAL_CHUNKS = ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved", *TWO_CHUNKS, "auto")  # more than one is legal
-SCHEDULE_FILES = (".csv", ".json")  # endings of files that hold a schedule
-IN_ROUNDS = ("interleaved_1f1b", "zb_1p_interleaved")  # microbatches are a multiple of `pipe`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +25,8 @@ class ParallelConfig:
     )
     schedule: str = setting(
         "interleaved_1f1b",
-        "order of the pipeline's forward and backward passes, by name or from a file",
-        (
-            *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs"),
-            *("zb_h1", "zb_h2", "zb_1p_interleaved", "zb_v", "dualpipe_v", "auto", "pipedream_2bw"),
-        ),
-        file_endings=SCHEDULE_FILES,
+        f"order of the pipeline's forward and backward passes: {', '.join(names())}, or a schedule's file",
+        metavar="NAME|FILE.csv|FILE.json",
     )
     group_size: int | None = setting(
         None, "interleaved_1f1b: microbatches that a chunk runs before the next chunk's turn", shown_default="pipe"
@@ -111,7 +105,7 @@ class ParallelConfig:
                 f"axis_order = {','.join(map(str, self.axis_order))} must hold {', '.join(MESH_AXES)} once each, "
                 f"outermost first: pass --axis-order {','.join(MESH_AXES)}."
             )
-        _check_schedule(self)
+        check_schedule(self)
         if self.chunks > 1 and self.pipe == 1:
             raise ConfigError(
                 f"chunks = {self.chunks} interleaves pipeline stages, but pipe = 1 is a single stage: "
@@ -128,38 +122,6 @@ class ParallelConfig:
                 "pass --sequence-parallel or --tensor-overlap none."
             )
         _check_unroll(self)
-
-
-def _check_schedule(parallel: ParallelConfig) -> None:
-    """Rules about a schedule's name and its chunks. Rules about its microbatches are in run.py."""
-    schedule = parallel.schedule
-    if schedule in TWO_CHUNKS and parallel.chunks != 2:
-        raise ConfigError(f"chunks = {parallel.chunks}, but {schedule} has two chunks on each rank: pass --chunks 2.")
-    if parallel.group_size is not None and schedule != "interleaved_1f1b":
-        raise ConfigError(
-            f"group_size = {parallel.group_size} is for interleaved_1f1b, not {schedule}: "
-            "omit --group-size, or pass --schedule interleaved_1f1b."
-        )
-    if parallel.live_chunks is not None and schedule != "auto":
-        raise ConfigError(
-            f"live_chunks = {parallel.live_chunks} is for schedule auto, not {schedule}: "
-            "omit --live-chunks, or pass --schedule auto."
-        )
-    if parallel.chunks > 1 and schedule not in SEVERAL_CHUNKS and not schedule.endswith(SCHEDULE_FILES):
-        raise ConfigError(
-            f"chunks = {parallel.chunks} needs schedule interleaved_1f1b, not {schedule}: "
-            "pass --schedule interleaved_1f1b, or --chunks 1."
-        )
-    if schedule == "pipedream_2bw" and parallel.zero == 3:
-        raise ConfigError(
-            "zero = 3 does not work with pipedream_2bw, which holds two versions of its weights: pass --zero 1, or "
-            "another --schedule."
-        )
-    if schedule == "pipedream_2bw" and parallel.unroll_blocks:
-        raise ConfigError(
-            "unroll_blocks does not work with schedule = pipedream_2bw, which alternates between two versions of its "
-            "weights: omit --unroll-blocks."
-        )
 
 
 def _check_unroll(parallel: ParallelConfig) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from megajax.config.data import DataConfig
 from megajax.config.errors import ConfigError, divisors, multiples, some
 from megajax.config.fields import setting
-from megajax.config.parallel import IN_ROUNDS, SCHEDULE_FILES, ParallelConfig
+from megajax.config.parallel import ParallelConfig
+from megajax.config.schedule_rules import check_microbatches
 from megajax.config.train import TrainConfig
 
 
@@ -63,7 +64,7 @@ class RunConfig:
             self.model.check_parallel(self.parallel)
         _check_layers(self)
         _check_batch(self)
-        _check_schedule(self)
+        check_microbatches(self)
         if self.train.matmul_dtype == "fp8" and "tensor_overlap" in self.parallel.rings:
             raise ConfigError(
                 "matmul_dtype = fp8 does not work with tensor_overlap = ring, which has matmuls of its own: pass "
@@ -106,51 +107,6 @@ def _check_batch(run: RunConfig) -> None:
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
             f"{parallel.data} = {at_once}: pass --global-batch-size {some(multiples(at_once, batch), batch)}{data}."
         )
-
-
-def _check_schedule(run: RunConfig) -> None:
-    """Rules about a schedule's name and its microbatches, in full steps and in a batch ramp's; and its precision."""
-    parallel, train = run.parallel, run.train
-    at_once = parallel.microbatch_size * parallel.data
-    if parallel.schedule in IN_ROUNDS and parallel.group_size is None and run.microbatches % parallel.pipe:
-        other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
-        batch = train.global_batch_size
-        raise ConfigError(
-            f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
-            f"is not a multiple of pipe = {parallel.pipe}, as {parallel.schedule} needs: pass --global-batch-size "
-            f"{some(multiples(at_once * parallel.pipe, batch), batch)}, or {other}."
-        )
-    need = {"dualpipe_v": ("2 * pipe", 2 * parallel.pipe), "pipedream_2bw": ("2 * (pipe - 1)", 2 * parallel.pipe - 2)}
-    formula, least = need.get(parallel.schedule, ("", 1))
-    if run.microbatches < least:
-        raise ConfigError(
-            f"microbatches = global_batch_size / (microbatch_size * data) = {train.global_batch_size} / {at_once} = "
-            f"{run.microbatches} is less than {formula} = {least}, as {parallel.schedule} needs: pass "
-            f"--global-batch-size {least * at_once} or more, or another --schedule."
-        )
-    if parallel.schedule == "pipedream_2bw" and train.precision == "fp16":
-        raise ConfigError(
-            "precision = fp16 does not work with pipedream_2bw, whose two batches in flight would have different loss "
-            "scales: pass --precision bf16, or another --schedule."
-        )
-    if not train.batch_ramp:
-        return
-    start, increment, samples = train.batch_ramp
-    shown = ",".join(map(str, train.batch_ramp))
-    if parallel.schedule in ("pipedream_2bw", "dualpipe_v") or parallel.schedule.endswith(SCHEDULE_FILES):
-        raise ConfigError(
-            f"batch_ramp = {shown} does not work with {parallel.schedule}, which needs the same number of microbatches in "
-            "every step: pass another --schedule, or --batch-ramp none."
-        )
-    rounds = parallel.schedule in IN_ROUNDS
-    at_once *= parallel.pipe if rounds else 1
-    for size in range(start, train.global_batch_size, increment):
-        if size % at_once:
-            raise ConfigError(
-                f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {at_once} (microbatch_size * "
-                f"data{' * pipe' if rounds else ''}): pass --batch-ramp {at_once},{at_once},{samples}, or --batch-ramp "
-                "none, or a smaller --data."
-            )
 
 
 def _check_device_count(run: RunConfig, device_count: int) -> None:

@@ -1,53 +1,54 @@
-"""The schedule of a run: by name, from a file, or the best for what the run's operations cost."""
+"""The schedule of a run: by name, or from a file."""
 
 from typing import Any
 
 from megajax.config import RunConfig
-from megajax.config.parallel import SCHEDULE_FILES
-from megajax.pipeline import pipedream_2bw
-from megajax.schedules.io import load
-from megajax.schedules.named import make_schedule
+from megajax.schedules.io import is_schedule_file, load
+from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.schedule import Schedule, ScheduleError
 from megajax.schedules.simulate import Costs
 
 
 def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
-    """The schedule of the run's training step, of a full batch or of one with fewer microbatches.
+    """The schedule of the run's training step.
+
+    Args:
+      microbatches: of a smaller batch, as in a batch ramp; by default those of a full step.
 
     Raises:
-      ScheduleError: the sizes do not suit it, or a file's are not the run's.
+      ScheduleError: the sizes are illegal for this schedule, or a file's are not the run's.
     """
-    parallel, microbatches = run.parallel, microbatches or run.microbatches
-    if parallel.schedule.endswith(SCHEDULE_FILES):
-        schedule = load(parallel.schedule)
-        _check_sizes(run, schedule, microbatches)
-        return schedule
-    if parallel.schedule == pipedream_2bw.NAME:
-        return pipedream_2bw.steady_schedule(parallel.pipe, microbatches)
-    return make_schedule(parallel.schedule, **arguments(run, microbatches))
+    sizes = schedule_arguments(run, microbatches)
+    if is_schedule_file(run.parallel.schedule):
+        _check_sizes(run, load(run.parallel.schedule), sizes["microbatches"])
+    return make_schedule(run.parallel.schedule, **sizes)
 
 
-def arguments(run: RunConfig, microbatches: int | None = None) -> dict[str, Any]:
-    """What `make_schedule` takes beside the name of the run's schedule."""
+def schedule_arguments(run: RunConfig, microbatches: int | None = None) -> dict[str, Any]:
+    """The arguments of `make_schedule` for a run: sizes, and those of the schedule's options that the run gives."""
     parallel = run.parallel
-    sizes = {"stages": parallel.pipe, "microbatches": microbatches or run.microbatches, "chunks": parallel.chunks}
-    if parallel.group_size is not None:
-        sizes["group_size"] = parallel.group_size
-    if parallel.schedule == "auto":
-        sizes |= {"costs": operation_costs(run), "live_chunks": parallel.live_chunks}
-    return sizes
+    options = {"group_size": parallel.group_size, "live_chunks": parallel.live_chunks}
+    given = {name: value for name, value in options.items() if value is not None}
+    if "costs" in find(parallel.schedule).options:
+        given["costs"] = operation_costs(run)
+    return {
+        "stages": parallel.pipe,
+        "microbatches": microbatches or run.microbatches,
+        "chunks": parallel.chunks,
+        **given,
+    }
 
 
 def operation_costs(run: RunConfig) -> Costs:
-    """What operations cost next to a forward: full recompute does the forward again before the input's gradient."""
+    """Times of operations relative to a forward. Full recompute runs the forward again before the input's gradient."""
     return Costs(1.0, 3.0, 2.0, 1.0) if run.parallel.recompute == "full" else Costs()
 
 
 def _check_sizes(run: RunConfig, schedule: Schedule, microbatches: int) -> None:
     parallel, batch = run.parallel, run.parallel.microbatch_size * run.parallel.data
     if not schedule.has_backward:
-        raise ScheduleError(f"{parallel.schedule} has no backwards: it trains nothing")
-    for name, of_run, of_file, typed in (
+        raise ScheduleError(f"{parallel.schedule} has no backwards, so it cannot train")
+    for name, of_run, of_file, change in (
         ("stages", parallel.pipe, schedule.stages, f"--pipe {schedule.stages}"),
         ("chunks", parallel.chunks, schedule.chunks, f"--chunks {schedule.chunks}"),
         (
@@ -58,4 +59,4 @@ def _check_sizes(run: RunConfig, schedule: Schedule, microbatches: int) -> None:
         ),
     ):
         if of_run != of_file:
-            raise ScheduleError(f"{parallel.schedule} has {of_file} {name} and the run {of_run}: type {typed}")
+            raise ScheduleError(f"{parallel.schedule} has {of_file} {name} and the run {of_run}: pass {change}")

@@ -1,77 +1,72 @@
-"""Floating-point operations: what a model's step must compute (model FLOPs), and what a program does compute (hardware).
+"""Floating-point operations: what a model's step must compute (model FLOPs), and what the program computes (hardware).
 
-Counted as the papers count (2104.04473 appendix, 2205.05198 appendix A): matrix multiplications only, a multiply-add is
-two operations, the backward costs twice the forward. *Model* FLOPs leave recomputation out: they are the same whatever
-the layout, and over time and peak they are MFU. *Hardware* FLOPs count it, and give HFU.
+Counted as the papers count (2104.04473 appendix, 2205.05198 appendix A): matmuls only, a multiply-add is two operations,
+the backward costs twice the forward. *Model* FLOPs leave recomputation out: they are the same for every layout, and
+divided by time and peak they give MFU. *Hardware* FLOPs include it, and give HFU.
 
-Attention is counted in "full" unless asked otherwise: the half of the square that the causal mask hides is counted too,
-as the papers and Megatron-LM do. "half" leaves it out, which is what a fused causal attention has to do: up to a third
-less for long sequences, so two MFUs compare only if they count alike.
+Attention is counted in "full" by default: the half of the scores that the causal mask hides is included, as in the papers
+and in Megatron-LM. "half" leaves it out, which is what fused causal attention computes: up to a third less for long
+sequences. Two MFUs are comparable only if they count attention in the same way.
 """
 
 from megajax.config import ModelConfig, RunConfig
+from megajax.estimate import model_costs
+from megajax.models.costs import ModelCosts
 
 ATTENTION = ("full", "half")
 SECONDS_A_DAY = 86400
 
 
-def forward_flops(model: ModelConfig, attention: str = "full") -> dict[str, int]:
-    """Operations of one sample's forward, by matrix multiplication.
+def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
+    """Operations of one sample's forward, by matmul.
 
-    A sample is model.sequence_length tokens. The vocabulary is the unpadded one: padding is no work of the model.
+    A sample is model.sequence_length tokens. The vocabulary is unpadded: padding is not part of the model.
 
     Args:
-        attention: "full" counts the square of the scores, "half" the half of it below the diagonal.
+        attention: "full" counts all scores, "half" those of keys before their query.
 
     Returns:
-        Operations over all layers of "query_key_value", "attention_scores" (QK^T), "attention_values" (times V),
-        "attention_output", "mlp_in" (both matrices, if swiglu), "mlp_out", and of the head, "logits".
+        Operations over all layers of each of `model.matmuls`, by name, of "attention_scores" (QK^T) and "attention_values"
+        (times V), and of the head, "logits".
     """
-    tokens, hidden, inner = model.sequence_length, model.hidden, model.feedforward_size
-    query_key_value = hidden + 2 * model.key_value_heads * model.head_size
-    into_mlp = 2 if model.activation == "swiglu" else 1
-    multiply_adds_per_layer = {
-        "query_key_value": tokens * hidden * query_key_value,
-        "attention_scores": tokens * tokens * hidden,
-        "attention_values": tokens * tokens * hidden,
-        "attention_output": tokens * hidden * hidden,
-        "mlp_in": tokens * hidden * inner * into_mlp,
-        "mlp_out": tokens * inner * hidden,
-    }
     if attention not in ATTENTION:
         raise ValueError(f"attention = {attention!r}; it is counted in {' or '.join(ATTENTION)}")
-    if attention == "half":
-        for name in ("attention_scores", "attention_values"):
-            multiply_adds_per_layer[name] //= 2
+    tokens = model.sequence_length
+    multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in model.matmuls}
+    if model.attention:
+        product = tokens * tokens * model.attention.heads * model.attention.head_size
+        product //= 1 if attention == "full" else 2
+        multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
     flops = {name: 2 * model.layers * count for name, count in multiply_adds_per_layer.items()}
-    return flops | {"logits": 2 * tokens * hidden * model.vocabulary}
+    return flops | {"logits": 2 * tokens * model.hidden * model.vocabulary}
 
 
-def flops_per_token(model: ModelConfig, attention: str = "full") -> float:
+def flops_per_token(model: ModelCosts, attention: str = "full") -> float:
     """Model FLOPs of one token's forward and backward: for a GPT 72lh^2 (1 + s/(6h) + V/(12lh)), 2205.05198 eq. 8."""
     return 3 * sum(forward_flops(model, attention).values()) / model.sequence_length
 
 
 def flops_per_step(run: RunConfig, attention: str = "full") -> int:
     """Model FLOPs of one optimizer step, over all devices."""
-    return 3 * sum(forward_flops(run.model, attention).values()) * run.train.global_batch_size
+    return 3 * sum(forward_flops(model_costs(run.model), attention).values()) * run.train.global_batch_size
 
 
 def hardware_flops_per_step(run: RunConfig, attention: str = "full") -> int:
-    """Model FLOPs and the matmuls that the run's recompute mode does twice (see `models/recompute.py`)."""
-    forward = forward_flops(run.model, attention)
-    again = {
-        "none": (),
-        "selective": ("attention_scores",),
-        "full": ("query_key_value", "attention_scores", "attention_values", "attention_output", "mlp_in"),
-    }[run.parallel.recompute]
-    return flops_per_step(run, attention) + sum(forward[name] for name in again) * run.train.global_batch_size
+    """Model FLOPs and those of the matmuls that the run's recompute mode does twice (`models/remat.py`)."""
+    model = model_costs(run.model)
+    forward = forward_flops(model, attention)
+    modes = {one.name: one.recomputed for one in model.matmuls}
+    if model.attention:
+        modes["attention_scores"] = model.attention.scores_recomputed
+        modes["attention_values"] = model.attention.values_recomputed
+    again = sum(forward[name] for name, several in modes.items() if run.parallel.recompute in several)
+    return flops_per_step(run, attention) + again * run.train.global_batch_size
 
 
 def equation_2_parameters(layers: int, hidden: int, vocabulary: int, sequence_length: int) -> int:
     """Parameters of a GPT by 2104.04473 equation 2: 12lh^2 (1 + 13/(12h) + (V+s)/(12lh)), in whole numbers.
 
-    It leaves the final layer norm's 2h out; `ModelConfig.parameters` counts them.
+    The final layer norm's 2h are not included; `ModelConfig.parameters` includes them.
     """
     return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence_length) * hidden
 
@@ -92,14 +87,14 @@ def equation_4_days(parameters: float, tokens: float, gpus: int, flops_per_gpu: 
 
 
 def training_days(model: ModelConfig, tokens: float, gpus: int, flops_per_gpu: float) -> float:
-    """Days to train on `tokens` tokens where a GPU does `flops_per_gpu` as equation 3 counts them: table 2's last column."""
+    """Days to train on `tokens` tokens at `flops_per_gpu` FLOP/s, counted as in equation 3: table 2's last column."""
     return equation_3_flops(model, 1) * tokens / model.sequence_length / (gpus * flops_per_gpu) / SECONDS_A_DAY
 
 
 def hardware_flops_2205(model: ModelConfig, batch: int) -> float:
     """2205.05198 appendix A, selective recomputation: 72 B L s h^2 (1 + s/(3h) + v/(12hL)); its HFU is this over time.
 
-    Model FLOPs, there, have s/(6h), and are `flops_per_step`. (Recomputing both products of attention would add a
+    The paper's model FLOPs have s/(6h), and are `flops_per_step`. (Recomputing both products of attention would add a
     third of its share, s/(4.5h) in all; the paper prints s/(3h).)
     """
     layers, hidden, tokens = model.layers, model.hidden, model.sequence_length

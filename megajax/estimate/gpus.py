@@ -1,32 +1,84 @@
-"""GPUs and the clusters they come in: memory, bandwidths and latencies, each with its source. No jax is started here."""
+"""GPUs and the clusters they are built into: peak FLOP/s, memory, bandwidths and latencies, each with its source.
+
+`GPUS` describes the GPUs that runs are planned for; nothing here needs one of them. `device_peak` gives the peak FLOP/s of
+the devices that a run has, for MFU: published where there is a figure, otherwise measured.
+"""
 
 import dataclasses
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
-from megajax.config import ConfigError, near
-from megajax.estimate.hardware import published_peak
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-GIGA = 1e9
+from megajax.config import ConfigError, ParallelConfig, RunConfig, near
+from megajax.estimate import model_costs
+from megajax.ops.attention import choose_attention
+
+__all__ = [
+    "DTYPES",
+    "GPUS",
+    "PEAKS",
+    "Gpu",
+    "Peak",
+    "device_peak",
+    "find_gpu",
+    "is_fused",
+    "measured_peak",
+    "published_peak",
+    "with_attention",
+]
+
+GIGA, TERA = 1e9, 1e12
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+# Dense tensor-core peaks in TFLOP/s, accumulating in fp32, without the sparsity that doubles the figures of the datasheets.
+# A row: a part of jax's device_kind (the first row that matches counts, so special names stand before general ones),
+# 16-bit peak, fp32 peak. XLA multiplies fp32 matrices in TF32 on GPUs that support it, so the fp32 peak is TF32's.
+# bf16 and fp16 have the same peak on every GPU since Ampere; Volta has no bf16 tensor cores.
+PEAKS: list[tuple[str, float, float]] = [
+    ("V100S", 130.0, 16.4),  # NVIDIA V100 datasheet, PCIe "V100S" column
+    ("V100-PCIE", 112.0, 14.0),  # NVIDIA V100 datasheet, PCIe column
+    ("V100", 125.0, 15.7),  # NVIDIA V100 datasheet, SXM2 column
+    ("A100", 312.0, 156.0),  # NVIDIA A100 datasheet, all forms
+    ("H100 PCIe", 756.0, 378.0),  # NVIDIA H100 PCIe product brief: 1,513 and 756 with sparsity
+    ("H100 NVL", 835.0, 417.5),  # NVIDIA H100 datasheet, NVL column: 1,671 and 835 with sparsity
+    ("H100", 989.4, 494.7),  # NVIDIA H100 architecture whitepaper, SXM5 column ("NVIDIA H100 80GB HBM3")
+    ("GH200", 989.4, 494.7),  # NVIDIA GH200 datasheet: the same chip: 1,979 and 989 with sparsity
+    ("H200 NVL", 835.5, 417.5),  # NVIDIA H200 datasheet, NVL column: 1,671 and 835 with sparsity
+    ("H200", 989.4, 494.7),  # NVIDIA H200 datasheet, SXM column: 1,979 and 989 with sparsity
+    ("GB200", 2500.0, 1250.0),  # NVIDIA GB200 NVL72 datasheet, one GPU: 5,000 and 2,500 with sparsity
+    ("B200", 2250.0, 1125.0),  # NVIDIA Blackwell datasheet, HGX B200, an eighth: 4,500 and 2,200 with sparsity
+    ("L40S", 362.05, 183.0),  # NVIDIA L40S datasheet: 733 and 366 with sparsity
+    ("L40", 181.05, 90.5),  # NVIDIA L40 datasheet: 362.1 and 181 with sparsity
+    ("L4", 121.0, 60.0),  # NVIDIA L4 datasheet: 242 and 120 with sparsity
+    ("RTX 4090", 165.2, 82.6),  # NVIDIA Ada architecture whitepaper, appendix A, 16-bit with fp32 accumulate
+]
+# A MIG slice or a laptop GPU has the GPU's name but not its peak.
+LESSER = ("MIG", "Laptop")
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
-    """A GPU and how GPUs of its kind are wired. Rates are bytes/s of one GPU in one direction; latencies seconds.
+class Gpu:
+    """A GPU and how GPUs of its kind are connected. Rates are bytes/s of one GPU in one direction; latencies seconds.
 
     Attributes:
-      name: as typed, e.g. "a100-80gb".
-      device_kind: jax's name, which finds its peak in `hardware.PEAKS`.
+      name: as passed to --gpu, e.g. "a100-80gb".
+      device_kind: jax's name, which finds its peak in `PEAKS`.
       memory: bytes that the driver reports.
       memory_bandwidth: HBM, bytes/s.
       host_size: GPUs that share NVLink.
-      host_bandwidth: NVLink to all the others of the host together.
+      host_bandwidth: NVLink to all other GPUs of the host together.
       network_bandwidth: the GPU's share of its host's InfiniBand.
-      network_share: share of that which collectives reach when every GPU of the cluster is in one.
+      network_share: fraction of that which collectives reach when every GPU of the cluster participates in one.
       compute_capability: (major, minor).
       cores: streaming multiprocessors.
       clock: GHz, the boost clock.
       cache: bytes of L2.
       shared_memory: bytes of one multiprocessor's shared memory.
-      description: what the XLA compiler is told the device is called.
+      description: the device description passed to the XLA compiler.
     """
 
     name: str
@@ -53,40 +105,134 @@ class Card:
         """Dense FLOP/s in "bf16", "fp16" or "fp32".
 
         Raises:
-          ConfigError: the card has no matrix units for that type.
+          ConfigError: the GPU has no tensor cores for that type.
         """
         peak = published_peak(self.device_kind, precision)
         if peak is None:
-            raise ConfigError(f"gpu = {self.name} has no peak for precision = {precision}: type --precision fp16|fp32.")
+            raise ConfigError(f"gpu = {self.name} has no peak for precision = {precision}: pass --precision fp16|fp32.")
         return peak
 
 
 # Memory is what nvidia-smi and the driver report, not the sales figure. Bandwidths: NVIDIA's datasheets (NVLink's figure
-# is both directions together, halved here). Network: DGX A100 has eight HDR 200 Gb/s cards, DGX H100 and H200 eight NDR
-# 400 Gb/s (their datasheets): one for each GPU. Its share on A100s: 2104.04473 section 5.9 reports a bisection bandwidth of
-# 12.9 TB/s for the gradient all-reduce of 3,072 GPUs, 8.4 of 25 GB/s for each of 1,536 pairs. On H100s nobody prints one for
-# a training run; nccl-tests reach 0.8 to 0.95, and the lower is taken. Cores, clocks, caches: NVIDIA's whitepapers.
-CARDS = {
-    card.name: card
-    for card in (
-        Card("a100-40gb", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1555 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-             (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB"),
-        Card("a100-80gb", "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2039 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-             (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB"),
-        Card("h100-80gb", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3352 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-             (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3"),
-        Card("h200-141gb", "NVIDIA H200", 150_121_545_728, 4800 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-             (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200"),
+# is both directions together, halved here). Network: DGX A100 has eight HDR 200 Gb/s adapters, DGX H100 and H200 eight NDR
+# 400 Gb/s (their datasheets): one for each GPU. Their share on A100s: 2104.04473 section 5.9 reports a bisection bandwidth
+# of 12.9 TB/s for the gradient all-reduce of 3,072 GPUs, 8.4 of 25 GB/s for each of 1,536 pairs. For H100s no training run
+# has published one; nccl-tests reach 0.8 to 0.95, and the lower is used. Cores, clocks, caches: NVIDIA's whitepapers.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1555 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
+            (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB"),
+        Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2039 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
+            (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB"),
+        Gpu("h100-80gb", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3352 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
+            (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3"),
+        Gpu("h200-141gb", "NVIDIA H200", 150_121_545_728, 4800 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
+            (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200"),
     )
 }  # fmt: skip
 
 
-def card(name: str) -> Card:
-    """The card called `name`.
+def find_gpu(name: str) -> Gpu:
+    """The GPU called `name`.
 
     Raises:
-      ConfigError: there is none; the message names those there are.
+      ConfigError: there is none; the message lists the known ones.
     """
-    if name not in CARDS:
-        raise ConfigError(f"gpu = {name!r} is not known: {near(name, CARDS)} Type --gpu {'|'.join(CARDS)}.")
-    return CARDS[name]
+    if name not in GPUS:
+        raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu {'|'.join(GPUS)}.")
+    return GPUS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Peak FLOP/s of a device, which MFU is relative to.
+
+    Attributes:
+        flops: FLOP/s of one device when all of them work.
+        source: "published" or "measured", to be printed beside any utilisation derived from it.
+    """
+
+    flops: float
+    source: str
+
+
+def published_peak(device_kind: str, precision: str) -> float | None:
+    """The published dense peak in FLOP/s of one device; None for a device or precision without one.
+
+    Args:
+        device_kind: jax's `device.device_kind`, e.g. "NVIDIA H100 80GB HBM3".
+        precision: "bf16", "fp16" or "fp32".
+    """
+    if any(word in device_kind for word in LESSER):
+        return None
+    for pattern, half, full in PEAKS:
+        if pattern in device_kind:
+            if precision == "bf16" and "V100" in pattern:
+                return None
+            return TERA * (full if precision == "fp32" else half)
+    return None
+
+
+def measured_peak(devices: Sequence[jax.Device], precision: str, seconds: float = 0.15) -> float:
+    """The rate of a large matmul, in FLOP/s for each of `devices` when all of them run at once.
+
+    Devices of the CPU backend share the machine's cores. There one device runs alone and its rate is divided by the number
+    of devices in this process. It multiplies in fp32 whatever the precision: XLA's 16-bit matmuls are slower on most CPUs,
+    and a lower peak would overstate MFU. Other processes on the same machine are not taken into account.
+
+    Args:
+        devices: devices of the mesh; at least one belongs to this process.
+        precision: "bf16", "fp16" or "fp32".
+        seconds: how long to measure, after compilation; the fastest matmul counts.
+    """
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    on_cpu = local[0].platform == "cpu"
+    size, dtype, sharing = (1024, jnp.float32, len(local)) if on_cpu else (8192, DTYPES[precision], 1)
+    with jax.default_device(local[0]):
+        matrix = jax.device_put(np.ones((size, size), dtype))  # jnp.ones would compile one more program
+        multiply = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
+        multiply(matrix, matrix).block_until_ready()  # the first call also starts threads and picks kernels
+        best, start = float("inf"), time.perf_counter()
+        while (begin := time.perf_counter()) - start < seconds:
+            multiply(matrix, matrix).block_until_ready()
+            best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best / sharing
+
+
+def device_peak(devices: Sequence[jax.Device], precision: str) -> Peak:
+    """The peak of one of `devices` (all of one kind): published if there is a figure, otherwise measured now."""
+    published = published_peak(devices[0].device_kind, precision)
+    if published is not None:
+        return Peak(published, "published")
+    return Peak(measured_peak(devices, precision), "measured")
+
+
+def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
+    """The run with `attention` resolved to "xla" or "cudnn", as the program chooses on this GPU with cuDNN installed.
+
+    Raises:
+      ConfigError: cudnn was asked for and is not supported there.
+    """
+    attention = model_costs(run.model).attention
+    if attention is None:
+        return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+    device = SimpleNamespace(
+        platform="gpu",
+        device_kind=gpu.device_kind,
+        compute_capability=".".join(map(str, gpu.compute_capability)),
+    )
+    choice = choose_attention(
+        run.parallel.attention,
+        head_size=attention.head_size,
+        dropout=attention.dropout,
+        precision=run.train.precision,
+        device=device,
+        cudnn=True,
+    )
+    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=choice.name))
+
+
+def is_fused(parallel: ParallelConfig) -> bool:
+    """Whether blocks keep no attention scores: with cuDNN's attention and with ring attention. "auto" counts as xla."""
+    return parallel.attention == "cudnn" or parallel.context > 1

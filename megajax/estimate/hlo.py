@@ -1,9 +1,9 @@
-"""Reads what a compiled program (HLO text, `compiled.as_text()`) does: its collectives, their bytes, its matmuls.
+"""Reads compiled HLO (the text of `compiled.as_text()`): its collectives, their bytes, and its matmuls.
 
-Counts are per run of the program: what is in a loop counts as often as the loop turns, where the text says how often
-(XLA's known_trip_count). Other loops' turns are decided at run time, and what is in them is marked `conditional`:
-megajax's executor writes "if" as a loop of one turn or none, and where ranks may wait its loops over blocks are such.
-The schedule knows how often they turn in a step: `loop_turns` says it by the names that the executor gives its parts.
+Counts are for one run of the module. An operation in a loop counts once for each iteration, if the text gives the trip count
+(XLA's known_trip_count). The trip counts of other loops are dynamic, and operations in them are marked `conditional`:
+megajax's executor writes "if" as a loop of zero or one iteration, and its loops over blocks are dynamic in ticks in which a
+rank may idle. The schedule determines their total iterations in a step: `loop_turns` gives them by the executor's scopes.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from megajax.config.run_schedule import run_schedule
 from megajax.runtime.mesh import AXES
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
-__all__ = ["ENDS", "Collective", "Matmul", "Program", "collectives", "loop_turns", "most_sent", "read"]
+__all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_turns", "most_sent", "read"]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Bytes that a device sends for each byte of what the collective returns, in a group of g: the least possible, a ring's.
+# Bytes that a device sends for each byte that the collective returns, in a group of g, by a ring: the fewest possible.
 SENT = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
     "all-gather": lambda g: (g - 1) / g,
@@ -37,29 +37,30 @@ HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 SCOPES = re.compile(r'op_name="([^"]*)/while"')
-ENDS = ("embed", "head", "embed_backward")  # the executor's names of the model's ends
-BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of what it does with blocks
+ENDS = ("embed", "head", "embed_backward")  # the executor's scopes of embedding and head
+BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of blocks
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective of a module.
 
     Attributes:
       kind: of KINDS.
-      shape: of (the first of) what it returns on one device.
-      bytes: of all that it returns on one device.
-      groups: devices that meet, or (from, to) pairs of a permute: by their place in the mesh, whose last axis varies
-        fastest, whatever the devices' own numbers are.
+      shape: of its (first) result on one device.
+      bytes: of all its results on one device.
+      groups: the devices of each group, or (source, target) pairs of a permute: by their index in the mesh, whose last
+        axis varies fastest, independent of the devices' ids.
       times: how often it runs.
-      conditional: whether it is in a loop whose turns are decided at run time, or in a branch.
-      scope: the name of that loop, where its turns were given; "" elsewhere.
-      in_loop: whether a `while` runs it.
-      asynchronous: whether it is in two parts, start and done, that XLA does not run as one.
-      behind: matmuls, attention kernels and what is sure to run them scheduled between its start and its done, where it
-        can hide; a loop that may not turn is not sure to, but one over blocks is, on the ranks that do not wait.
-      beside: whatever computes there.
+      conditional: whether it is in a loop with a dynamic trip count, or in a branch.
+      scope: the name of that loop, if its iterations were given; otherwise "".
+      in_loop: whether it is in a `while`.
+      asynchronous: whether it is a start and a done that XLA does not run as one.
+      behind: number of matmuls, attention kernels and operations certain to run some between its start and its done, which
+        it can overlap. A loop with a dynamic trip count is not certain to, except the loops over blocks (on ranks that do
+        not idle).
+      beside: number of all computing operations between its start and its done.
     """
 
     kind: str
@@ -75,13 +76,13 @@ class Collective:
     beside: int
 
     def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which devices that meet differ."""
+        """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which the devices of a group differ."""
         places = np.indices(shape).reshape(len(shape), -1).T
         differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
         return tuple(name for name, along in zip(AXES, differ, strict=True) if along)
 
     def sent(self) -> dict[int, float]:
-        """Bytes that each device sends in all its runs; devices that send nothing are left out."""
+        """Bytes that each device sends in all runs; devices that send nothing are omitted."""
         size = len(self.groups[0])
         if self.kind == "collective-permute":
             pairs = [(source, 1) for source, target in self.groups if source != target]
@@ -92,12 +93,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """One matrix product of a program.
+    """One matmul of a module.
 
     Attributes:
       shape: of the result, on one device.
-      flops: of all its runs, two for each product of two elements.
-      scope: as of a `Collective`.
+      flops: of all its runs, two for each multiply-add.
+      scope: as for a `Collective`.
     """
 
     shape: tuple[int, ...]
@@ -106,15 +107,15 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """What a program does on each device.
+class HloModule:
+    """What a compiled module does on each device.
 
     Attributes:
       collectives: all of them, in the order of the text.
-      matmuls: XLA's and the library's, but for those inside of attention kernels.
+      matmuls: XLA's and the libraries', except those inside attention kernels.
       kernels: how often each custom call runs, by target.
-      sliced: bytes of slices that are copied out of larger arrays before use, in all runs. A matmul takes a whole array, so
-        a block's weights are, each time the block runs.
+      sliced: bytes of slices that are copied from larger arrays before use, in all runs. A matmul takes a whole array, so
+        a block's weights are copied each time the block runs.
     """
 
     collectives: tuple[Collective, ...]
@@ -123,13 +124,13 @@ class Program:
     sliced: float
 
     def flops(self, *scopes: str) -> float:
-        """Of the matmuls in these scopes; of all if none is given."""
+        """FLOPs of the matmuls in these scopes; of all matmuls if none is given."""
         return sum(one.flops for one in self.matmuls if not scopes or one.scope in scopes)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Visit:
-    """A way to come to a computation."""
+    """One call path to a computation."""
 
     name: str
     times: float = 1
@@ -152,10 +153,11 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 
 def loop_turns(run: RunConfig) -> dict[str, float]:
-    """How often the loops of a run's step turn, all with a name together, where the schedule decides it at run time.
+    """Iterations of the loops with dynamic trip counts in a run's step: the total of all loops with a scope's name.
 
-    `ENDS` once a microbatch, on the rank that they are on. F, B, I and W once for each of a rank's (groups of) blocks, or
-    if these are unrolled once for each chunk or part of one, but for ticks in which no rank waits, where the program knows.
+    `ENDS`: one for each microbatch, on the ranks that compute them. F, B, I and W: one for each of a rank's (groups of)
+    blocks, or with unrolled blocks one for each chunk or part of one, except in ticks in which no rank idles, whose trip
+    counts are static.
     """
     schedule, parallel = run_schedule(run), run.parallel
     each = dict.fromkeys(BLOCKS, run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks))
@@ -170,22 +172,23 @@ def loop_turns(run: RunConfig) -> dict[str, float]:
     return dict.fromkeys(ENDS, float(run.microbatches)) | often
 
 
-def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
+def read(text: str, turns: Mapping[str, float] | None = None) -> HloModule:
     """Reads a module.
 
     Args:
       text: the module.
-      turns: of loops that have no number, all that have a name (`jax.named_scope`, the innermost of those given) together.
-        Each turns equally often when it is come to; one without a name turns once.
+      turns: by scope (`jax.named_scope`, the innermost of those given), the total iterations of the loops with dynamic trip
+        counts in it. They are divided equally among the executions of these loops. Loops in no given scope count as one
+        iteration.
     """
     computations, entry = _computations(text)
     heavy, turns = _with_matmuls(computations), turns or {}
-    met = Counter()
+    executions = Counter()
     for visit in _visits(computations, _Visit(entry), dict.fromkeys(turns, 1)):
         for line in computations[visit.name]:
             if line.op == "while" and _known_turns(line) is None:
-                met[_scope(line, turns)] += visit.times
-    each = {scope: count / met[scope] for scope, count in turns.items() if met[scope]}
+                executions[_scope(line, turns)] += visit.times
+    each = {scope: count / executions[scope] for scope, count in turns.items() if executions[scope]}
     found, matmuls, kernels, sliced = [], [], Counter(), 0.0
     for visit in _visits(computations, _Visit(entry), each):
         lines = computations[visit.name]
@@ -200,7 +203,7 @@ def read(text: str, turns: Mapping[str, float] | None = None) -> Program:
                 sliced += visit.times * sum(map(_bytes, _arrays(line.type)))
             if line.op == "custom-call":
                 kernels[re.search(r'custom_call_target="([^"]*)"', line.rest)[1]] += visit.times
-    return Program(tuple(found), tuple(matmuls), dict(kernels), sliced)
+    return HloModule(tuple(found), tuple(matmuls), dict(kernels), sliced)
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
@@ -217,11 +220,11 @@ def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
 
 
 def _visits(computations: dict, visit: _Visit, each: Mapping[str, float]) -> Iterator[_Visit]:
-    """Every way to come to a computation; `each`: the turns of a loop that has no number, by name."""
+    """Every call path to a computation; `each`: iterations of a loop with a dynamic trip count, by scope."""
     yield visit
     for line in computations[visit.name]:
         if line.op in ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS):
-            continue  # what it applies is of scalars
+            continue  # its computation is applied to scalars
         after = visit
         if line.op == "while":
             known, scope = _known_turns(line), _scope(line, each)
@@ -242,13 +245,13 @@ def _known_turns(line: _Line) -> int | None:
 
 
 def _scope(line: _Line, scopes: Iterable[str]) -> str:
-    """The innermost of these named scopes that a loop is in, "" if none."""
+    """The innermost of these named scopes around a loop, "" if there is none."""
     names = SCOPES.search(line.rest)
     return next((name for name in reversed(names[1].split("/")) if name in scopes), "") if names else ""
 
 
 def _called(rest: str) -> list[str]:
-    """Names of the computations that an operation runs."""
+    """Names of the computations that an operation calls."""
     names = []
     for match in CALLED.finditer(rest):
         after = rest[match.end() :]
@@ -262,7 +265,7 @@ def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _bytes(array: tuple[str, tuple[int, ...]]) -> int:
-    """Of one array; a type's name ends in its bits (f8e4m3fn: begins), but for pred's."""
+    """Bytes of one array; the name of its type has the bits, except pred's."""
     bits = re.match(r"[a-z]+(\d+)", array[0])
     return math.prod(array[1]) * max(1, int(bits[1]) // 8 if bits else 1)
 
@@ -272,7 +275,7 @@ def _is_matmul(line: _Line) -> bool:
 
 
 def _multiplies(line: _Line, heavy: set[str]) -> bool:
-    """Whether a line is a matmul, or runs a computation that has some, for sure (but for ranks that wait)."""
+    """Whether a line is a matmul, or is certain to call a computation that has one (on ranks that do not idle)."""
     perhaps = line.op == "conditional" or (
         line.op == "while" and _known_turns(line) is None and _scope(line, ENDS + BLOCKS) not in BLOCKS
     )
@@ -280,7 +283,7 @@ def _multiplies(line: _Line, heavy: set[str]) -> bool:
 
 
 def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
-    """Names of the computations that have matmuls, or run one that has."""
+    """Names of the computations that have matmuls, or call one that has."""
     calls = {name: {called for line in lines for called in _called(line.rest)} for name, lines in computations.items()}
     heavy = {name for name, lines in computations.items() if any(map(_is_matmul, lines))}
     while more := {name for name, called in calls.items() if called & heavy} - heavy:
@@ -291,7 +294,9 @@ def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
 def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
     line = lines[place]
     started = line.op.endswith("-start")
-    returned = _arrays(_second(line.type) if started and kind != "all-reduce" else line.type)
+    # A start returns its operands, then its results; before jax 0.12 an all-reduce-start returned its results alone.
+    with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
+    returned = _arrays(_second(line.type) if with_operands else line.type)
     done = f"{kind}-done"
     end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
     between = lines[place + 1 : max(end, place + 1)]
@@ -327,7 +332,7 @@ def _second(type_: str) -> str:
 
 
 def _matmul_flops(line: _Line, types: dict[str, str]) -> float:
-    """2 for each product of two elements; 0 for what is no matmul."""
+    """2 for each multiply-add; 0 if the line is not a matmul."""
     if not _is_matmul(line):
         return 0.0
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
@@ -340,10 +345,10 @@ def _matmul_flops(line: _Line, types: dict[str, str]) -> float:
 
 
 def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Groups as they are written, in one of three forms.
+    """The groups in the text, in one of three forms.
 
     A list, {{0,1},{2,3}}; an iota, [2,2]<=[4] or [2,2]<=[2,2]T(1,0); or axes of a mesh, mesh['a'=2,'b'=4] {'b'}, whose
-    devices may be in an order of their own, device_ids=([4,2]T(1,0)).
+    devices may be permuted, device_ids=([4,2]T(1,0)).
     """
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
     if listed:
@@ -355,7 +360,7 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
     mesh = re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
     )
-    assert mesh, f"replica groups of an unknown form: {rest}"
+    assert mesh, f"replica groups in an unknown form: {rest}"
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
     shape = [int(size) for size in sizes.values()]
     ids = _iota(mesh[2] or str(math.prod(shape)), mesh[3]).reshape(shape)
@@ -374,7 +379,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def most_sent(found: Iterable[Collective]) -> float:
-    """Bytes that these collectives make the device send that sends most."""
+    """Bytes that the device that sends most sends in these collectives."""
     totals: dict[int, float] = {}
     for collective in found:
         for device, sent in collective.sent().items():

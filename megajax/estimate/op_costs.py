@@ -1,23 +1,74 @@
-"""What single operations cost on a card: a matmul, a pass over memory, a collective, a send. The model's constants."""
+"""What single operations cost on a GPU: a matmul, a pass over memory, a collective, a send. All constants are here.
+
+`Software` says what a training program does that a layout does not; `MEGAJAX` is this one, `estimate/published.py` has those
+that the published tables were measured with.
+"""
 
 import dataclasses
 
 from megajax.config import ParallelConfig
-from megajax.estimate.gpus import Card
+from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE
-from megajax.estimate.software import Software
 
-# Share of NVLink's one-way rate that NCCL's large collectives reach: nccl-tests on DGX A100, about 230 of 300 GB/s.
+__all__ = ["FITTED", "MEGAJAX", "Fitted", "OpCosts", "Software", "spread"]
+
+# Fraction of NVLink's one-way rate that NCCL's large collectives reach: nccl-tests on DGX A100, about 230 of 300 GB/s.
 LINK_SHARE = 0.77
-# Share of a network card's rate that one point-to-point stream reaches: NCCL's send and receive over HDR, about 20 of 25.
+# Fraction of a network adapter's rate that one point-to-point stream reaches: NCCL's send and receive over HDR, about 20 of
+# 25 GB/s.
 STREAM_SHARE = 0.8
 # Seconds to start a collective, and of a hop of its ring over NVLink and over the network: NCCL's own table for rings and
 # large messages (src/graph/tuning.cc: baseLat and hwLat, ring, Simple).
 START, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
-# Fused attention's share of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract), 35% on
+# Fused attention's fraction of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract), 35% on
 # H100 (2407.08608, abstract). A backward is five matmuls to the forward's two (2307.08691 section 3.1).
 FUSED_ATTENTION_SHARE = {"a100": 0.6, "h100": 0.35, "h200": 0.35}
 FUSED_BACKWARD = 2.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Software:
+    """A training program, as far as its speed depends on it.
+
+    Attributes:
+      name: as printed.
+      fused_attention: scores are never written to memory (2205.14135), and masked ones are not computed. A run may ask for
+        this too (`gpus.is_fused`).
+      tensor_overlap: fraction of the tensor-parallel communication that overlaps matmuls.
+      data_overlap: the gradient reduction overlaps the last microbatch's backward.
+      send_overlap: pipeline sends overlap the next chunk.
+      scatter_gather: a tensor group sends each element once (2104.04473 section 4.1), without sequence parallelism too.
+      lockstep: all ranks start a tick together.
+      gradient_bytes: bytes of a gradient element in the reduction over data-parallel replicas.
+      logit_bytes: memory traffic of the loss for each logit, forward and backward.
+      dropout: blocks draw and apply masks.
+      gathers_again: all-gathers in a block's backward beyond those of its matmul pairs, with sequence parallelism: the
+        inputs of the column-parallel matmuls are gathered again for their weights' gradients (2205.05198 section 4.2.2
+        hides these).
+      gathered_pieces: collectives in which ZeRO-3 gathers a block's weights.
+      gathers_ahead: ZeRO-3's gathers and scatters overlap the blocks' compute, as far and as fast as `Fitted` says.
+      copies_stash: XLA transposes some of the stash once for each chunk (`memory.stash_copies`).
+    """
+
+    name: str
+    fused_attention: bool = False
+    tensor_overlap: float = 0.0
+    data_overlap: bool = False
+    send_overlap: bool = False
+    scatter_gather: bool = False
+    lockstep: bool = False
+    gradient_bytes: int = 4
+    logit_bytes: int = 10
+    dropout: bool = False
+    gathers_again: int = 0
+    gathered_pieces: int = 12  # one for each tensor: four matrices, four biases, two norms of two tensors each
+    gathers_ahead: bool = False
+    copies_stash: bool = False
+
+
+# 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
+# Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
+MEGAJAX = Software("megajax", lockstep=True, gathers_again=2, copies_stash=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +76,12 @@ class Fitted:
     """The constants that are fitted to published rows: `python -m megajax.estimate.validate --fit` finds them again.
 
     Attributes:
-      matmul_share: by chip, what a large matmul sustains of the dense peak with all GPUs at work (power lowers clocks).
-      memory_share: what a streaming kernel reaches of the memory bandwidth.
-      gather_share: what ZeRO-3's gathers and scatters, block by block over all GPUs, reach of the hosts' network cards.
-      gather_overlap: of what they and the blocks' work could share in time, what they do share.
+      matmul_share: by chip, the fraction of the dense peak that a large matmul sustains with all GPUs at work (power limits
+        lower the clocks).
+      memory_share: the fraction of the memory bandwidth that a streaming kernel reaches.
+      gather_share: the fraction of the hosts' network bandwidth that ZeRO-3's gathers and scatters reach, block by block
+        over all GPUs.
+      gather_overlap: how much of these collectives and the blocks' compute overlaps, as a fraction of the shorter of them.
     """
 
     matmul_share: dict[str, float]
@@ -40,23 +93,23 @@ class Fitted:
 FITTED = Fitted({"a100": 0.812, "h100": 0.614, "h200": 0.614}, 0.704, 0.148, 0.464)  # the H200 is the H100's chip
 
 
-class Prices:
-    """Seconds of operations; sizes are one device's own."""
+class OpCosts:
+    """Seconds of operations on one GPU; sizes are those on one device."""
 
     fused_backward = FUSED_BACKWARD
 
-    def __init__(self, card: Card, precision: str, software: Software, fitted: Fitted):
-        """Raises ConfigError if the card has no peak for `precision`."""
-        peak = card.peak(precision)
-        self.card, self.software, self.fitted, self.itemsize = card, software, fitted, ITEMSIZE[precision]
-        self.matmul_rate = peak * fitted.matmul_share[card.family]
-        self.attention_rate = peak * FUSED_ATTENTION_SHARE[card.family]
-        self.memory_rate = card.memory_bandwidth * fitted.memory_share
+    def __init__(self, gpu: Gpu, precision: str, software: Software, fitted: Fitted):
+        """Raises ConfigError if the GPU has no peak for `precision`."""
+        peak = gpu.peak(precision)
+        self.gpu, self.software, self.fitted, self.itemsize = gpu, software, fitted, ITEMSIZE[precision]
+        self.matmul_rate = peak * fitted.matmul_share[gpu.family]
+        self.attention_rate = peak * FUSED_ATTENTION_SHARE[gpu.family]
+        self.memory_rate = gpu.memory_bandwidth * fitted.memory_share
 
     def matmul(self, rows: float, inner: float, columns: float, batch: float = 1) -> float:
-        """[rows, inner] times [inner, columns], `batch` of them: the arithmetic, and operands and result moved once.
+        """`batch` products of [rows, inner] and [inner, columns]: the arithmetic, and operands and result moved once.
 
-        The two are added: it is what makes small and narrow matmuls slower for each FLOP.
+        The two are added, which makes small and narrow matmuls slower for each FLOP, as they are.
         """
         moved = batch * (rows * inner + inner * columns + rows * columns) * self.itemsize
         return 2 * batch * rows * inner * columns / self.matmul_rate + self.traffic(moved)
@@ -66,7 +119,7 @@ class Prices:
         return count / self.memory_rate
 
     def fused_attention(self, flops: float) -> float:
-        """Attention whose two products would be `flops` in full; the causal half is done."""
+        """Attention whose two products would take `flops` in full; the causal half is computed."""
         return flops / 2 / self.attention_rate
 
     def collective(
@@ -75,30 +128,32 @@ class Prices:
         """A reduce-scatter or an all-gather of `count` bytes in all over `group` devices. An all-reduce is both.
 
         Args:
-          spread: how far apart the members lie on the list of devices; a host has consecutive ones. Where the group
-            spans hosts, its members in a host each bring their network card.
-          pieces: how many collectives the bytes are sent in; each goes round the ring.
-          network_share: of the network cards' rate, in place of the card's own.
+          count: bytes.
+          group: devices.
+          spread: distance of neighbours on the list of devices; a host has consecutive ones. Where the group spans hosts,
+            each of its members in a host contributes its network adapter.
+          pieces: how many collectives the bytes are sent in; each has its own latency.
+          network_share: fraction of the network bandwidth that is reached, instead of the GPU's own.
         """
         if group == 1:
             return 0.0
-        here = max(1, min(group, self.card.host_size // spread))
+        here = max(1, min(group, self.gpu.host_size // spread))
         hosts = -(-group // here)
-        rate = self.card.host_bandwidth * LINK_SHARE
+        rate = self.gpu.host_bandwidth * LINK_SHARE
         if hosts > 1:
-            rate = min(rate, here * self.card.network_bandwidth * (network_share or self.card.network_share))
+            rate = min(rate, here * self.gpu.network_bandwidth * (network_share or self.gpu.network_share))
         hops = (group - hosts) * LINK_HOP + (hosts - 1) * NETWORK_HOP
         return count * (group - 1) / group / rate + pieces * (START + hops)
 
     def send(self, count: float, spread: int) -> float:
-        """`count` bytes from a device to the one `spread` further on the list."""
-        if spread < self.card.host_size:
-            return count / (self.card.host_bandwidth * LINK_SHARE) + START + LINK_HOP
-        return count / (self.card.network_bandwidth * STREAM_SHARE) + START + NETWORK_HOP
+        """`count` bytes from a device to the one `spread` places later on the list."""
+        if spread < self.gpu.host_size:
+            return count / (self.gpu.host_bandwidth * LINK_SHARE) + START + LINK_HOP
+        return count / (self.gpu.network_bandwidth * STREAM_SHARE) + START + NETWORK_HOP
 
 
 def spread(parallel: ParallelConfig, axis: str) -> int:
-    """How far apart neighbours along a mesh axis lie on the list of devices: the product of the axes inside it."""
+    """Distance of neighbours along a mesh axis on the list of devices: the product of the axes inside it."""
     inside = parallel.axis_order[parallel.axis_order.index(axis) + 1 :]
     distance = 1
     for name in inside:

@@ -1,7 +1,7 @@
-"""Published throughputs, as rows that the time model can be asked for. No logic but how a row becomes a run.
+"""Published throughputs as runs that the time model can predict, and the training programs that they were measured with.
 
-Where a table does not print the microbatch size or the chunks, the row lists what there was to choose from, and the
-fastest by the model that fits the card's memory is taken, as whoever tuned the run would have.
+Where a table does not print the microbatch size or the chunks, the row lists the possible values. The fastest of them by
+the time model that fits the GPU's memory is used, as its authors would have tuned the run.
 """
 
 import dataclasses
@@ -10,9 +10,30 @@ from collections.abc import Iterable
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.flops import equation_3_flops, flops_per_step
 from megajax.estimate.memory import USABLE_SHARE, Sharding
-from megajax.estimate.software import DEEPSPEED_2021, MEGATRON_2021, MEGATRON_2021_DDP, MEGATRON_2024, Software
+from megajax.estimate.op_costs import Software
 
 ZERO_3 = "2104 table 2, ZeRO-3"
+# 52 bytes a logit: the passes of Megatron-LM's vocab_parallel_cross_entropy, counted in tensor_parallel/cross_entropy.py:
+# to fp32, maximum, subtract, exponential, sum, divide; in the backward copy, scale, to 16 bit. Gradients are reduced in the
+# type of the weights for fp16 (accumulate_allreduce_grads_in_fp32 is set for bf16 only, arguments.py of v2.5).
+MEGATRON_2021 = Software("Megatron-LM, 2021", gradient_bytes=2, logit_bytes=52, dropout=True, scatter_gather=True)
+# DeepSpeed, which 2104.04473 ran for ZeRO-3. By its defaults (deepspeed/runtime/zero/constants.py) stage 3 overlaps its
+# communication, and every GPU keeps whole tensors of under 100,000 elements: all of a block except the four matrices.
+DEEPSPEED_2021 = dataclasses.replace(MEGATRON_2021, name="DeepSpeed, 2021", gathered_pieces=4, gathers_ahead=True)
+# Table 1's models on one pipeline stage ran under torch's DDP, which overlaps (examples/sc21/run_table_1.sh).
+MEGATRON_2021_DDP = dataclasses.replace(MEGATRON_2021, data_overlap=True)
+# Transformer Engine's attention, and overlap of all three kinds of communication, as the README says. The fraction of the
+# tensor-parallel communication that overlaps is not published: half is assumed.
+MEGATRON_2024 = Software(
+    "Megatron-Core r0.8",
+    fused_attention=True,
+    tensor_overlap=0.5,
+    data_overlap=True,
+    send_overlap=True,
+    scatter_gather=True,
+    logit_bytes=52,
+    dropout=True,
+)
 MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary=51200, sequence_length=2048)
 
 
@@ -22,15 +43,18 @@ class Row:
 
     Attributes:
       table: where it is printed.
-      runs: the run, or those it may have been.
-      teraflops: TFLOP/s per GPU, printed or from the printed seconds.
-      equation_3: whether that counts full recomputation (2104.04473) or not.
+      runs: the run, or several candidates if the table does not say.
+      gpu: name of the GPU.
+      software: the training program.
+      teraflops: TFLOP/s per GPU, as printed or from the printed seconds.
+      equation_3: whether that includes full recomputation (2104.04473) or not.
+      sharding: what was sharded.
       fitted: whether the time model's constants were fitted to this row.
     """
 
     table: str
     runs: tuple[RunConfig, ...]
-    card: str
+    gpu: str
     software: Software
     teraflops: float
     equation_3: bool = False
@@ -38,7 +62,7 @@ class Row:
     fitted: bool = False
 
     def flops(self) -> float:
-        """FLOPs of a step as the table counts them."""
+        """FLOPs of a step, counted as in the table."""
         run = self.runs[0]
         return equation_3_flops(run.model, run.train.global_batch_size) if self.equation_3 else flops_per_step(run)
 
@@ -54,7 +78,7 @@ def _run(model: ModelConfig, mesh: tuple[int, int, int], batch: int, microbatch:
 def _tables_2104() -> Iterable[Row]:
     """2104.04473 table 1 with the microbatch sizes and chunks of its artifact, examples/sc21/run_table_1.sh; and table 2.
 
-    Full recomputation, no sequence parallelism. Table 2 prints a microbatch of 1; the 530B's chunks are table 1's.
+    Full recomputation, no sequence parallelism. Table 2 prints microbatches of 1; the 530B's chunks are those of table 1.
     """
     old = {"recompute": "full", "sequence_parallel": False}
     for name, tensor, pipe, data, batch, microbatch, chunks, teraflops, fitted in (
@@ -82,7 +106,7 @@ def _tables_2104() -> Iterable[Row]:
 
 
 def _zero_3_2104() -> Iterable[Row]:
-    """The ZeRO-3 half of 2104.04473 table 2: no model parallelism, full recomputation. The 175B's rows are fitted on."""
+    """The ZeRO-3 half of 2104.04473 table 2: no model parallelism, full recomputation. The 175B's rows are fitted."""
     for name, batch, rows in (
         ("gpt3-175b", 1536, ((384, 4, 144), (768, 2, 88), (1536, 1, 44))),
         ("megatron-529.6b", 2560, ((640, 4, 138),)),
@@ -144,8 +168,10 @@ def _table_h100() -> Iterable[Row]:
 
 
 def _megatron_bytes(run: RunConfig) -> float:
-    """Memory of Megatron-LM's program on a device: 2205.05198 table 2 with the scores not kept, interleaving, and the
-    distributed optimizer's 6 + 12/d bytes a parameter; on one stage the fp32 logits too.
+    """Memory of Megatron-LM's program on a device.
+
+    2205.05198 table 2 without the scores, with interleaving, and the distributed optimizer's 6 + 12/d bytes a parameter;
+    on one stage the fp32 logits too.
     """
     model, parallel = run.model, run.parallel
     rows = parallel.microbatch_size * model.sequence_length

@@ -1,8 +1,8 @@
-"""How long a step takes: matmuls by shape, memory traffic, collectives and the pipeline's waiting, added up.
+"""How long a step takes: the sum of matmuls by shape, memory traffic, collectives and the pipeline's bubble.
 
-All of it follows from the run, the card (`cards.py`) and the constants below, each with its source. Five are fitted, on
-ten rows of published tables that `python -m megajax.estimate.validate` marks; no other number was chosen to fit. With m
-microbatches, p ranks and v chunks a rank,
+It follows from the run, the model's costs, the GPU (`gpus.py`) and the constants in `op_costs.py`, each with its source.
+Five are fitted, on ten rows of published tables that `python -m megajax.estimate.validate` marks; no other number was
+chosen to fit. With m microbatches, p ranks and v chunks a rank,
 
     step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
 
@@ -10,26 +10,29 @@ What is left out: launching kernels, loading data, stragglers, contention betwee
 """
 
 import dataclasses
+import functools
 
-from megajax.config import ModelConfig, ParallelConfig, RunConfig
-from megajax.estimate.attention import is_fused
-from megajax.estimate.gpus import Card
+from megajax.config import ParallelConfig, RunConfig
+from megajax.config.run_schedule import schedule_arguments
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
     ITEMSIZE,
-    SPLIT_BACKWARD,
     Sharding,
-    block_parameters,
-    closed_form_slots,
     shared_parameters,
+    slots_of,
     stash_copies,
 )
-from megajax.estimate.op_costs import FITTED, Fitted, Prices, spread
-from megajax.estimate.software import MEGAJAX, Software
+from megajax.estimate.op_costs import FITTED, MEGAJAX, Fitted, OpCosts, Software, spread
+from megajax.models.costs import ModelCosts
+from megajax.schedules.registry import ScheduleSpec, find, make_schedule
+from megajax.schedules.schedule import Schedule
+from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one block in one direction, one microbatch, one device; `tensor` is its exposed communication."""
+    """Seconds of one block's forward or backward, for one microbatch on one device; `tensor` is exposed communication."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -46,17 +49,17 @@ class LayerTime:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by where they go; they add up to `total`.
+    """Seconds of one optimizer step, part by part; they add up to `total`.
 
     Attributes:
       blocks: matmuls, attention and memory traffic of a rank's blocks, all microbatches.
-      head: logits and loss on the last rank, which the others wait for.
+      head: logits and loss on the last rank, while the other ranks idle.
       tensor: exposed communication within tensor groups.
-      bubble: waiting for the pipeline to fill and drain, and in lockstep for the dearer op of a tick.
+      bubble: idle while the pipeline fills and drains, and in lockstep during the longer op of a tick.
       sends: exposed communication between stages.
-      data: exposed sum of the gradients over replicas, and gathering of weights.
+      data: exposed gradient reduction over replicas, and gathering of weights.
       optimizer: reading gradients, moments and weights, and writing them.
-      copies: transposing the stash, which a better compiled program would not.
+      copies: transposing the stash, which a better compiled program would avoid.
     """
 
     blocks: float
@@ -77,206 +80,192 @@ class StepTime:
         return self.tensor + self.sends + self.data
 
 
-def layer_times(model: ModelConfig, parallel: ParallelConfig, prices: Prices) -> tuple[LayerTime, LayerTime]:
-    """(forward, backward) of one block for one microbatch; the backward includes what it computes again."""
-    rows, item, software = parallel.microbatch_size * model.sequence_length, prices.itemsize, prices.software
-    heads, groups, inner = (
-        size / parallel.tensor for size in (model.heads, model.key_value_heads, model.feedforward_size)
-    )
-    gates = 2 if model.activation == "swiglu" else 1
-    query_key_value = (heads + 2 * groups) * model.head_size
+def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[LayerTime, LayerTime]:
+    """(forward, backward) of one block for one microbatch; the backward includes what it recomputes."""
+    rows, item, software = parallel.microbatch_size * model.sequence_length, ops.itemsize, ops.software
+    tensor, mode = parallel.tensor, parallel.recompute
     shapes = [
-        (model.hidden, query_key_value),
-        (heads * model.head_size, model.hidden),
-        (model.hidden, gates * inner),
-        (inner, model.hidden),
+        (
+            one.inputs / tensor if one.split == "row" else one.inputs,
+            one.outputs / tensor if one.split == "column" else one.outputs,
+        )
+        for one in model.matmuls
     ]
-    matmul = sum(prices.matmul(rows, k, n) for k, n in shapes)
-    matmul_backward = sum(prices.matmul(rows, n, k) + prices.matmul(k, rows, n) for k, n in shapes)
-    attention, attention_backward, again = _attention_times(model, parallel, prices)
+    matmul = sum(ops.matmul(rows, k, n) for k, n in shapes)
+    matmul_backward = sum(ops.matmul(rows, n, k) + ops.matmul(k, rows, n) for k, n in shapes)
+    attention, attention_backward, again = _attention_times(model, parallel, ops)
 
-    # Outside the matmuls, by pass over the residual: two norms (read, write), two adds (read two, write), two masks;
-    # over the inner activation (read, write), and over queries, keys and values (read, write). A backward also reads
-    # the gradient: half as much again.
-    split = parallel.tensor if parallel.sequence_parallel else 1
-    residual = rows * model.hidden / split * (2 * 2 * item + 2 * 3 * item + (2 if software.dropout else 0))
-    within = rows * ((gates + 1) * inner + 2 * query_key_value) * item
-    elementwise = prices.traffic(residual + within)
+    # Outside the matmuls. A backward also reads the gradient: half as much traffic again.
+    traffic = model.elementwise
+    split = tensor if parallel.sequence_parallel else 1
+    masks = traffic.masks if software.dropout else 0
+    residual = rows * model.hidden / split * (traffic.residual_passes * item + masks)
+    within = rows * (traffic.inner / tensor) * item
+    elementwise = ops.traffic(residual + within)
 
-    # Two pairs of matmuls; each is gathered for and summed after, as all-reduce is both (1909.08053, 2205.05198 4.2).
+    # Each pair of matmuls is gathered before and summed after, as an all-reduce is both (1909.08053, 2205.05198 4.2).
     whole = rows * model.hidden * item
-    one = prices.collective(whole, parallel.tensor, spread(parallel, "tensor"))
-    exchange = 2 * 2 * one * (1 - software.tensor_overlap)
-    kept_split = parallel.sequence_parallel and parallel.recompute != "full"  # full gathers while it computes again
-    exchange_again = software.gathers_again * one if kept_split else 0.0
+    one = ops.collective(whole, tensor, spread(parallel, "tensor"))
+    exchange = 2 * model.matmul_pairs * one * (1 - software.tensor_overlap)
+    kept_split = parallel.sequence_parallel and mode != "full"  # full gathers while it recomputes
+    exchange_again = software.gathers_again * one if kept_split and model.matmul_pairs else 0.0
     forward = LayerTime(matmul, attention, elementwise, exchange)
     backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange + exchange_again)
-    if parallel.recompute == "full":
-        backward = backward + forward
-    elif parallel.recompute == "selective":
-        backward = backward + LayerTime(attention=again)
-    return forward, backward
+    if mode == "full":
+        return forward, backward + forward
+    several = zip(model.matmuls, shapes, strict=True)
+    matmul_again = sum(ops.matmul(rows, k, n) for one, (k, n) in several if mode in one.recomputed)
+    return forward, backward + LayerTime(matmul=matmul_again, attention=again)
 
 
-def _attention_times(model: ModelConfig, parallel: ParallelConfig, prices: Prices) -> tuple[float, float, float]:
-    """Seconds of the attention core's forward, its backward, and of doing the forward again where it was not kept."""
-    item, software = prices.itemsize, prices.software
-    tokens, heads = model.sequence_length, parallel.microbatch_size * model.heads / parallel.tensor
+def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[float, float, float]:
+    """Seconds of attention's forward, of its backward, and of what the backward recomputes in modes short of full."""
+    if model.attention is None:
+        return 0.0, 0.0, 0.0
+    item, software, head_size = ops.itemsize, ops.software, model.attention.head_size
+    tokens, heads = model.sequence_length, parallel.microbatch_size * model.attention.heads / parallel.tensor
     scores = heads * tokens * tokens
     if software.fused_attention or is_fused(parallel):
-        forward = prices.fused_attention(4 * scores * model.head_size)
-        return forward, prices.fused_backward * forward, 0.0  # a fused backward computes the scores again anyway
-    products = 2 * prices.matmul(tokens, model.head_size, tokens, heads)
+        forward = ops.fused_attention(4 * scores * head_size)
+        return forward, ops.fused_backward * forward, 0.0  # a fused backward always computes the scores again
+    products = 2 * ops.matmul(tokens, head_size, tokens, heads)
     # softmax reads and writes the scores; dropout reads and writes them and a mask of one byte
     passes = 2 * item + (2 * item + 1 if software.dropout else 0)
-    forward = products + prices.traffic(scores * passes)
-    return forward, 2 * products + prices.traffic(scores * (passes + item)), forward
+    forward = products + ops.traffic(scores * passes)
+    again = forward if parallel.recompute in model.attention.scores_recomputed else 0.0
+    return forward, 2 * products + ops.traffic(scores * (passes + item)), again
 
 
-def head_time(model: ModelConfig, parallel: ParallelConfig, prices: Prices, sharding: Sharding) -> float:
-    """Seconds of the logits and the loss of one microbatch, forwards and backwards."""
+def head_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, sharding: Sharding) -> float:
+    """Seconds of the logits and the loss of one microbatch, forward and backward; 0 for a model without a vocabulary."""
+    if not model.vocabulary:
+        return 0.0
     parts = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
     rows, columns = parallel.microbatch_size * model.sequence_length, model.vocabulary / parts
-    products = 3 * prices.matmul(rows, model.hidden, columns)
-    passes = prices.traffic(rows * columns * prices.software.logit_bytes)
-    one = prices.collective(rows * model.hidden * prices.itemsize, parallel.tensor, spread(parallel, "tensor"))
+    products = 3 * ops.matmul(rows, model.hidden, columns)
+    passes = ops.traffic(rows * columns * ops.software.logit_bytes)
+    one = ops.collective(rows * model.hidden * ops.itemsize, parallel.tensor, spread(parallel, "tensor"))
     return products + passes + 4 * one
 
 
-def bubble_time(
-    parallel: ParallelConfig, microbatches: int, forward: float, backward: float, weight: float, lockstep: bool
-) -> float:
-    """Seconds that a rank does not work in a step; the schedules' closed forms, which the tests simulate.
+def bubble_time(run: RunConfig, costs: Costs, lockstep: bool) -> float:
+    """Seconds that a rank idles in a step: the closed form of the schedule's spec, or simulated where there is none.
 
     Args:
-      forward: seconds of a chunk's forward.
-      backward: of its backward, all of it.
-      weight: of the part of the backward that makes the weights' gradients.
-      lockstep: ranks go from tick to tick together, as megajax's do (`simulate_lockstep`); otherwise each goes on as
-        soon as it can (`simulate_event`). They differ for ticks that hold one op each, if ops differ in cost. For a split
-        backward this is then a bound from above: close for p >= 4, and up to a quarter of the step too much for p = 2.
+      costs: seconds of each operation on one chunk.
+      lockstep: ranks start each tick together, as megajax's do (`simulate_lockstep`); otherwise each operation starts as
+        soon as it can (`simulate_event`). They differ for ticks that hold one op on each rank, if ops differ in cost.
     """
-    waits, name = parallel.pipe - 1, parallel.schedule
-    if waits == 0:
-        return 0.0
-    gradient = backward - weight
-    work = microbatches * parallel.chunks
-    if lockstep and name == "1f1b":  # ticks of a forward or half a backward; in p of them there are forwards alone
-        dearest = max(forward, backward / 2)
-        ticks = 3 * (microbatches + waits) * dearest - parallel.pipe * (dearest - forward)
-        return ticks - work * (forward + backward)
-    if lockstep and name in SPLIT_BACKWARD:  # while the pipeline fills, at least vp ticks hold none of the dearest
-        dearest = max(forward, gradient, weight)
-        cheaper = min(work, parallel.pipe * parallel.chunks) * (dearest - min(forward, gradient, weight))
-        return (3 * work + waits) * dearest - cheaper - work * (forward + backward)
-    if name in SPLIT_BACKWARD:
-        return waits * max(0.0, forward + gradient - weight)
-    return waits * (forward + backward)
+    spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
+    if spec.bubble:
+        return spec.bubble(costs=costs, lockstep=lockstep, **arguments)
+    simulation = (simulate_lockstep if lockstep else simulate_event)(_table(spec, **arguments), costs)
+    return simulation.makespan - simulation.ideal
+
+
+@functools.lru_cache(maxsize=64)  # a search asks again for each recompute mode and microbatch size
+def _table(spec: ScheduleSpec, **arguments) -> Schedule:
+    return make_schedule(spec.name, **arguments)
 
 
 def step_time(
     run: RunConfig,
-    card: Card,
+    gpu: Gpu,
     software: Software = MEGAJAX,
     *,
     sharding: Sharding | None = None,
     fitted: Fitted = FITTED,
 ) -> StepTime:
-    """Predicted time of one optimizer step of `run` on `card`s, wired as `make_mesh` lays the mesh over hosts.
+    """Predicted time of one optimizer step of `run` on a cluster of this GPU; `make_mesh` places the mesh on hosts.
 
     Raises:
-      ConfigError: the card has no peak for the run's precision.
+      ConfigError: the GPU has no peak for the run's precision.
     """
-    sharding = sharding or Sharding.of(run)
-    model, parallel, batches = run.model, run.parallel, run.microbatches
-    prices = Prices(card, run.train.precision, software, fitted)
-    forward, backward = layer_times(model, parallel, prices)
+    sharding = sharding or Sharding.from_config(run)
+    model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
+    ops = OpCosts(gpu, run.train.precision, software, fitted)
+    forward, backward = layer_times(model, parallel, ops)
     layers = model.layers / parallel.pipe
     chunk = layers / parallel.chunks
     both = forward + backward
-    bubble = bubble_time(
-        parallel,
-        batches,
-        forward.total * chunk,
-        backward.total * chunk,
-        chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2,
-        software.lockstep,
-    )
+    weight = chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
+    whole = backward.total * chunk
+    bubble = bubble_time(run, Costs(forward.total * chunk, whole, whole - weight, weight), software.lockstep)
     blocks = batches * layers * both.total
     if sharding.zero == 3:
-        data = _gathers_time(run, prices, blocks)
+        data = _gathers_time(run, ops, blocks)
     else:
-        data = _sum_time(run, prices, sharding, backward.total * layers)
+        data = _reduction_time(run, ops, sharding, backward.total * layers)
     return StepTime(
         blocks=blocks - batches * layers * both.tensor,
-        head=batches * head_time(model, parallel, prices, sharding),
+        head=batches * head_time(model, parallel, ops, sharding),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
-        sends=_sends_time(run, prices),
+        sends=_sends_time(run, ops),
         data=data,
-        optimizer=_optimizer_time(run, prices, sharding),
-        copies=_copies_time(run, prices) if software.copies_stash else 0.0,
+        optimizer=_optimizer_time(run, ops, sharding),
+        copies=_copies_time(run, ops) if software.copies_stash else 0.0,
     )
 
 
-def _copies_time(run: RunConfig, prices: Prices) -> float:
+def _copies_time(run: RunConfig, ops: OpCosts) -> float:
     """Reading and writing the transposed part of the stash, once for each chunk's backward, bubbles included."""
     parallel = run.parallel
-    slots = closed_form_slots(parallel.schedule, parallel.pipe, parallel.chunks, run.microbatches)
-    count = slots.stash * run.model.layers // parallel.pipe // parallel.chunks * stash_copies(run, prices.itemsize)
+    blocks = slots_of(run).stash * run.model.layers // parallel.pipe // parallel.chunks
+    count = blocks * stash_copies(run, ops.itemsize)
     turns = run.microbatches * parallel.chunks + parallel.pipe - 1
-    return turns * prices.traffic(2 * count)
+    return turns * ops.traffic(2 * count)
 
 
-def _sends_time(run: RunConfig, prices: Prices) -> float:
-    """Exposed sends: one a tick in each direction, or where they hide behind work, those of the fill and drain."""
-    parallel, software = run.parallel, prices.software
+def _sends_time(run: RunConfig, ops: OpCosts) -> float:
+    """Exposed sends: one a tick in each direction; if they overlap the next chunk, only those of the fill and drain."""
+    model, parallel, software = model_costs(run.model), run.parallel, ops.software
     if parallel.pipe == 1:
         return 0.0
     split = parallel.tensor if parallel.sequence_parallel or software.scatter_gather else 1
-    count = parallel.microbatch_size * run.model.sequence_length * run.model.hidden * prices.itemsize / split
+    count = parallel.microbatch_size * model.sequence_length * model.hidden * ops.itemsize / split
     turns = 0 if software.send_overlap else run.microbatches * parallel.chunks
-    return 2 * prices.send(count, spread(parallel, "pipe")) * (turns + parallel.pipe - 1)
+    return 2 * ops.send(count, spread(parallel, "pipe")) * (turns + parallel.pipe - 1)
 
 
-def _sum_time(run: RunConfig, prices: Prices, sharding: Sharding, backward: float) -> float:
-    """Exposed sum of the gradients over replicas, once a step; `backward` is the time of one microbatch's.
+def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, backward: float) -> float:
+    """Exposed gradient reduction over replicas, once a step; `backward` is the time of one microbatch's backward.
 
     With ZeRO-1 it is a reduce-scatter, and the new weights are gathered.
     """
-    parallel, software = run.parallel, prices.software
+    parallel, software = run.parallel, ops.software
     local, distance = parameters_per_device(run, sharding), spread(parallel, "data")
-    gradients = prices.collective(local * software.gradient_bytes, parallel.data, distance)
-    weights = prices.collective(local * prices.itemsize, parallel.data, distance)
+    gradients = ops.collective(local * software.gradient_bytes, parallel.data, distance)
+    weights = ops.collective(local * ops.itemsize, parallel.data, distance)
     times = gradients + (weights if sharding.zero else gradients)
     return max(0.0, times - backward) if software.data_overlap else times
 
 
-def _gathers_time(run: RunConfig, prices: Prices, blocks: float) -> float:
+def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float) -> float:
     """Exposed part of ZeRO-3's communication (1910.02054 section 5.3, 2104.07857), all microbatches.
 
-    A block's weights are gathered for its forward, for doing that again, and for its backward; its gradients are
-    scattered. Where the program gathers ahead, this and the work of the blocks, `blocks` seconds in all, go on at the
-    same time, for `gather_overlap` of the shorter of the two.
+    A block's weights are gathered for its forward, for recomputing that, and for its backward; its gradients are
+    scattered. Where the program gathers ahead, this overlaps the compute of the blocks, `blocks` seconds in all, for
+    `gather_overlap` of the shorter of the two.
     """
-    parallel, software, fitted = run.parallel, prices.software, prices.fitted
+    parallel, software, fitted = run.parallel, ops.software, ops.fitted
     local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
     pieces = software.gathered_pieces * run.model.layers // parallel.pipe
     share = fitted.gather_share if software.gathers_ahead else None
-    one = lambda bytes_each: prices.collective(local * bytes_each, parallel.data, distance, pieces, share)  # noqa: E731
+    one = lambda bytes_each: ops.collective(local * bytes_each, parallel.data, distance, pieces, share)  # noqa: E731
     gathers = 3 if parallel.recompute == "full" else 2
-    times = run.microbatches * (gathers * one(prices.itemsize) + one(software.gradient_bytes))
+    times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
     return times - (fitted.gather_overlap * min(times, blocks) if software.gathers_ahead else 0.0)
 
 
-def _optimizer_time(run: RunConfig, prices: Prices, sharding: Sharding) -> float:
+def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
     """Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written."""
     state = parameters_per_device(run, sharding) / (run.parallel.data if sharding.zero else 1)
-    return prices.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
+    return ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
 
 
 def parameters_per_device(run: RunConfig, sharding: Sharding) -> int:
     """Parameters on a device, before ZeRO."""
-    model, parallel = run.model, run.parallel
+    model, parallel = model_costs(run.model), run.parallel
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    return model.layers // parallel.pipe * block_parameters(model, parallel.tensor) + shared
+    return model.layers // parallel.pipe * model.block.on_device(parallel.tensor) + shared

@@ -1,7 +1,7 @@
 """Predicted against published throughput, row by row.
 
-python -m megajax.estimate.validate          the table, with errors; rows the model was fitted on are marked
-python -m megajax.estimate.validate --fit    finds the fitted constants again, from the marked rows alone
+python -m megajax.estimate.validate          the table, with errors; rows that the constants are fitted on are marked
+python -m megajax.estimate.validate --fit    finds the fitted constants again, from the marked rows only
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megajax.config import RunConfig
-from megajax.estimate.gpus import card
+from megajax.estimate.gpus import find_gpu
 from megajax.estimate.op_costs import FITTED, Fitted
 from megajax.estimate.published import ROWS, ZERO_3, Row
 from megajax.estimate.step_time import StepTime, step_time
@@ -18,7 +18,7 @@ from megajax.estimate.step_time import StepTime, step_time
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A row beside its prediction: TFLOP/s per GPU, and the run that was taken."""
+    """A row and its prediction: TFLOP/s per GPU, and the candidate run that was used."""
 
     row: Row
     run: RunConfig
@@ -31,16 +31,16 @@ class Check:
 
 
 def check(row: Row, fitted: Fitted = FITTED) -> Check:
-    """Predicts a row; of several runs that it may have been, the fastest."""
-    of = lambda run: step_time(run, card(row.card), row.software, sharding=row.sharding, fitted=fitted)  # noqa: E731
+    """Predicts a row; of several candidate runs, the fastest."""
+    of = lambda run: step_time(run, find_gpu(row.gpu), row.software, sharding=row.sharding, fitted=fitted)  # noqa: E731
     run, time = min(((run, of(run)) for run in row.runs), key=lambda pair: pair[1].total)
     return Check(row, run, time, row.flops() / time.total / run.parallel.devices / 1e12)
 
 
 def fit() -> Fitted:
-    """The constants that make the sum of squared errors over the rows marked `fitted` least.
+    """The constants that minimise the sum of squared errors over the rows marked `fitted`.
 
-    First those that all runs have in common; then, with these, those of ZeRO-3, on its rows.
+    First those that all runs depend on; then, with these fixed, those of ZeRO-3, on its rows.
     """
     whole = _least(
         lambda a100, h100, memory: dataclasses.replace(
@@ -57,7 +57,7 @@ def fit() -> Fitted:
 
 
 def _least(constants: Callable[..., Fitted], start: Sequence[float], rows: Sequence[Row]) -> Fitted:
-    """`constants` of the numbers that predict `rows` best, looked for from `start` on."""
+    """`constants` of the numbers that predict `rows` best, by a search from `start`."""
     from scipy.optimize import minimize
 
     squares = lambda values: sum(check(row, constants(*map(float, values))).error ** 2 for row in rows)  # noqa: E731

@@ -1,8 +1,8 @@
-"""Fused causal attention: a kernel that never holds the s x s scores, run by every tensor rank on its own heads.
+"""Causal attention: as XLA compiles it, and by a fused kernel that never holds the s x s scores.
 
-A custom call cannot be partitioned under the executor, nor differentiated through a nested `shard_map`. So forward and
-backward each enter a `shard_map` over "tensor" of their own and call the kernel there; attention needs nothing of another
-rank's heads. The forward leaves its output and the softmax's statistics, one number a query, and names them for
+Under the executor a custom call can neither be partitioned nor be differentiated through a nested `shard_map`. So the
+fused kernel's forward and backward each enter a `shard_map` over "tensor" of their own; attention needs no data of another
+rank's heads. The forward saves its output and the softmax's statistics, one number per query, and names both for
 `jax.checkpoint`: a backward that has both does not run the forward again (2205.14135 section 3.1, 2307.08691).
 
 Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a key and a value, n = a / g.
@@ -19,15 +19,77 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
+from megajax.ops.linear import Constrain, identity
 from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version
 
-__all__ = ["CUDNN", "XLA", "Choice", "Kernel", "choose_attention", "cudnn_installed", "fused_attention"]
+__all__ = [
+    "CUDNN",
+    "XLA",
+    "Choice",
+    "Kernel",
+    "causal_attention",
+    "choose_attention",
+    "cudnn_installed",
+    "fused_attention",
+]
 
 AXIS = "tensor"
 HEADS = P(None, None, AXIS)  # queries, keys, values and outputs: their third axis is heads or groups
 STATISTICS = P(None, AXIS)
+SCORES = ("batch", "groups", None, None, None)  # logical axes of [b, g, n, s, t]
 HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scores can make a NaN
-NAMES = ("context", "attention_statistics")  # what a forward leaves, as megajax.models.remat names it
+NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
+
+
+@jax.custom_jvp
+def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.Array:
+    """Softmax over the keys up to each query: [..., s queries, s keys], computed in fp32, returned in the scores' type.
+
+    With `document` [b, s], the number of each token's document, over the keys of the query's own document only.
+
+    The derivative is written out so that the backward needs the rounded result, named "probabilities", and not its fp32
+    copy: a block that saves it does not multiply queries and keys again.
+    """
+    query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    seen = key <= query
+    if document is not None:
+        own = document[:, :, None] == document[:, None, :]
+        seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
+    return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
+
+
+@causal_softmax.defjvp
+def _causal_softmax_jvp(primals, tangents):
+    """The tangent is p (ds - sum p ds); p is 0 where a key is hidden."""
+    probabilities = checkpoint_name(causal_softmax(*primals), "probabilities")
+    p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
+    return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
+
+
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    drop: Callable[[jax.Array], jax.Array],
+    constrain: Constrain = identity,
+    document: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
+
+    Args:
+      query: [b, s, g, a/g, d], all queries of a group attend to the group's one key and value.
+      key: [b, s, g, d].
+      value: [b, s, g, d].
+      drop: dropout on the probabilities.
+      constrain: (x, *logical axes) -> x, a sharding constraint.
+      document: number of each token's document, [b, s], if tokens attend to their own document only.
+
+    Returns:
+      [b, s, g, a/g, d].
+    """
+    query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
+    scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document)), value)
 
 
 class Kernel(NamedTuple):
@@ -88,11 +150,11 @@ fused_attention.defvjp(_forward, _backward)
 
 
 def join_heads(x: jax.Array) -> jax.Array:
-    """[b, s, g, n, d] -> [b, s, g n, d], the order of heads in which kernels share out keys and values."""
+    """[b, s, g, n, d] -> [b, s, g n, d], the order of heads in which kernels assign keys and values to queries."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-# XLA's own kernel: it holds the scores of the queries and keys it is given. For tests, and for ring attention's blocks.
+# XLA's own kernel: it materializes the scores of its queries and keys. For tests, and for ring attention's pieces.
 
 
 def _probabilities(query, key, causal, statistics=None):
@@ -138,7 +200,7 @@ class Choice(NamedTuple):
 
     Attributes:
       name: "xla" or "cudnn".
-      reason: why, to be shown at start.
+      reason: why, as printed at the start.
     """
 
     name: str
@@ -148,18 +210,18 @@ class Choice(NamedTuple):
 def choose_attention(
     requested: str, *, head_size: int, dropout: float, precision: str, device: jax.Device, cudnn: bool | None = None
 ) -> Choice:
-    """Which attention runs: what was asked for, or for "auto" cuDNN's wherever it can.
+    """Which attention runs: the requested one, or for "auto" cuDNN's wherever it is supported.
 
     Args:
       requested: auto, xla or cudnn.
       head_size: elements of a head.
-      dropout: of the model; cuDNN draws its own mask, which depends on the mesh, so ours stays with XLA.
+      dropout: of the model; cuDNN draws its own mask, which depends on the mesh, so dropout needs XLA's attention.
       precision: bf16, fp16 or fp32.
-      device: one of the mesh's, which may be of a topology that is only compiled for.
-      cudnn: whether the cuDNN library is there; None looks.
+      device: one of the mesh's; it may belong to a topology that is only compiled for.
+      cudnn: whether the cuDNN library is installed; None: found out here.
 
     Raises:
-      ConfigError: cudnn was asked for and cannot run: why, and what to type.
+      ConfigError: cudnn was requested and cannot run: why, and which option to pass.
     """
     if requested == "xla":
         return Choice("xla", "as asked for")
@@ -167,7 +229,7 @@ def choose_attention(
     if problem is None:
         return Choice("cudnn", "as asked for" if requested == "cudnn" else "the fastest that these devices have")
     if requested == "cudnn":
-        raise ConfigError(f"attention = cudnn, but {problem}: type --attention xla or --attention auto.")
+        raise ConfigError(f"attention = cudnn, but {problem}: pass --attention xla or --attention auto.")
     return Choice("xla", problem)
 
 
@@ -191,5 +253,5 @@ def _cudnn_problem(head_size, dropout, precision, device, cudnn) -> str | None:
 
 
 def cudnn_installed() -> bool:
-    """Whether the cuDNN library is on this machine; that asks for no GPU."""
+    """Whether the cuDNN library is installed on this machine; needs no GPU."""
     return cudnn_version() is not None

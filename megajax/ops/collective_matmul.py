@@ -1,20 +1,20 @@
 """Ring collectives from `lax.ppermute`, and the matmuls of a tensor-parallel pair with a ring inside.
 
-On a ring of t ranks each sends to the next, t - 1 times, one t-th of the n bytes that meet. A send costs a latency L and
-its bytes over the link's bandwidth W, so
+On a ring of t ranks each rank sends to the next one t - 1 times, each time one t-th of the n bytes of the whole array. A
+send costs a latency L and its bytes over the link's bandwidth W, so
 
     reduce-scatter, all-gather    (t - 1) (L + n / (t W))
-    all-reduce, one after other   2 (t - 1) (L + n / (t W)): every rank sends 2 (t - 1) / t of the array
+    all-reduce: both in turn      2 (t - 1) (L + n / (t W)): every rank sends 2 (t - 1) / t of the array
 
-which is the least that any algorithm can send. XLA's own collectives cost as much, but a matmul has to wait for the
-whole of them. `column_matmul` and `row_matmul` cut it in t pieces, and work on one while the next is on its way:
+which is the least that any algorithm can send. XLA's own collectives cost the same, but a matmul waits until they are
+complete. `column_matmul` and `row_matmul` split the matmul into t pieces and compute one while the next is being sent:
 
     all-gather, then matmul M     (t - 1) (L + n / (t W)) + M
-    the two in one ring           M / t + (t - 1) max(L + n / (t W), M / t): as good as hidden once M / t is the larger
+    both in one ring              M / t + (t - 1) max(L + n / (t W), M / t): hidden if M / t is the larger
 
-The price is matmuls a t-th as tall. 1909.08053 section 3 has the pair, 2205.05198 section 4.2 its collectives.
+The cost is matmuls with a t-th of the rows. The pair is 1909.08053 section 3, its collectives 2205.05198 section 4.2.
 
-A ring is a cycle of sends that every rank joins: never use one where only some of a mesh's ranks come by.
+A ring is a cycle of sends: all ranks of the mesh must reach it.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ AXIS = "tensor"
 
 
 def _send(x: jax.Array, axis_name: str) -> jax.Array:
-    """x of the rank before."""
+    """x of the previous rank."""
     size = lax.axis_size(axis_name)
     return lax.ppermute(x, axis_name, [(rank, (rank + 1) % size) for rank in range(size)])
 
@@ -47,8 +47,8 @@ def _put(whole: jax.Array, part: jax.Array, index, axis: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(whole, part, index * part.shape[axis], axis)
 
 
-def _travelling(x: jax.Array, axis_name: str):
-    """Yields (rank it is of, x of that rank) for every rank, the own first. The next is under way meanwhile."""
+def _received(x: jax.Array, axis_name: str):
+    """Yields (rank, x of that rank) for every rank, the own one first. Meanwhile the next x is being sent."""
     size, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     for step in range(size):
         following = _send(x, axis_name) if step < size - 1 else x
@@ -56,10 +56,10 @@ def _travelling(x: jax.Array, axis_name: str):
         x = following
 
 
-def _gathering(total_of, axis_name: str) -> jax.Array:
-    """Sum over ranks of `total_of(rank)`, for the rank itself: what is under way takes up each rank's term.
+def _ring_sum(total_of, axis_name: str) -> jax.Array:
+    """Each rank's sum, over all ranks, of their `total_of(rank)`: a partial sum goes round and every rank adds its term.
 
-    `total_of(rank)` is called once for each rank; while one term is worked out the sum of the others arrives.
+    `total_of(rank)` is called once for each rank; while it computes a term the partial sum arrives.
     """
     size, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     total = total_of((rank - 1) % size)
@@ -72,49 +72,49 @@ def _gathering(total_of, axis_name: str) -> jax.Array:
 def all_gather(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
     """All ranks' x, in their order along `axis`: `lax.all_gather(..., tiled=True)`. Call it inside a `shard_map`.
 
-    The result is the same on every rank, but of a type that varies over `axis_name`: a ring cannot prove it.
+    The result is the same on every rank, but its type varies over `axis_name`: JAX cannot infer that a ring replicates.
     """
     size = lax.axis_size(axis_name)
     shape = list(x.shape)
     shape[axis] *= size
     whole = lax.pcast(jnp.zeros(shape, x.dtype), tuple(varying_axes(x)), to="varying")
-    for index, part in _travelling(x, axis_name):
+    for index, part in _received(x, axis_name):
         whole = _put(whole, part, index, axis)
     return whole
 
 
 def reduce_scatter(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
-    """The own part along `axis` of the sum of all ranks' x: `lax.psum_scatter(..., tiled=True)`.
+    """This rank's part along `axis` of the sum of all ranks' x: `lax.psum_scatter(..., tiled=True)`.
 
     Raises:
       ValueError: the ranks do not divide x along `axis`.
     """
     size = lax.axis_size(axis_name)
     if x.shape[axis] % size:
-        raise ValueError(f"axis {axis} of {x.shape} cannot be shared out over the {size} ranks of {axis_name!r}")
+        raise ValueError(f"axis {axis} of {x.shape} cannot be split over the {size} ranks of {axis_name!r}")
 
     def term(index, arriving=None):
         part = _part(x, index, size, axis)
         return part if arriving is None else arriving + part
 
-    return _gathering(term, axis_name)
+    return _ring_sum(term, axis_name)
 
 
 def all_reduce(x: jax.Array, axis_name: str) -> jax.Array:
-    """The sum of all ranks' x, of any shape: `lax.psum`, but of a type that varies (see `all_gather`)."""
+    """The sum of all ranks' x, of any shape: `lax.psum`, but its type varies (see `all_gather`)."""
     size = lax.axis_size(axis_name)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
     return all_gather(reduce_scatter(flat, axis_name), axis_name)[: x.size].reshape(x.shape)
 
 
-# The pair. y is split along the sequence, x and z along what the kernels have split; sums are fp32.
+# The pair. y is split along the sequence, x and z along the split axis of the kernels; sums are fp32.
 
 
 def _gather_matmul(y, kernel):
     """all-gather(y) kernel: [b, s/t, h], [h, ..., o/t, ...] -> [b, s, ..., o/t, ...]."""
     size = lax.axis_size(AXIS)
     whole = None
-    for index, part in _travelling(y, AXIS):
+    for index, part in _received(y, AXIS):
         product = jnp.tensordot(part, kernel, axes=1)
         if whole is None:
             shape = (product.shape[0], product.shape[1] * size, *product.shape[2:])
@@ -133,7 +133,7 @@ def _matmul_scatter(x, kernel, contracted, kernel_first=True):
         product = jnp.tensordot(_part(x, index, size, 1), kernel, axes, preferred_element_type=jnp.float32)
         return (product if arriving is None else product + arriving.astype(jnp.float32)).astype(x.dtype)
 
-    return _gathering(term, AXIS)
+    return _ring_sum(term, AXIS)
 
 
 def _weight_gradient(terms, dtype):
@@ -156,9 +156,9 @@ def _map(function, in_specs, out_specs):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def column_matmul(y: jax.Array, kernel: jax.Array, split: int) -> jax.Array:
-    """The pair's first matmul, its input gathered along the sequence on the way; needs a mesh with "tensor" set.
+    """The pair's first matmul, overlapped with the all-gather of its input; needs a mesh with "tensor" set.
 
-    Backwards, dy is reduce-scattered on the way, and y gathered once more for the kernel's gradient.
+    The backward reduce-scatters dy and all-gathers y again for the kernel's gradient, both overlapped with the matmuls.
 
     Args:
       y: [b, s, h], split along s over tensor.
@@ -186,7 +186,7 @@ def _column_backward(split, residuals, dz):
 
     def kernel_gradient(y, dz):
         count = lax.axis_size(AXIS)
-        terms = ((part, _part(dz, index, count, 1)) for index, part in _travelling(y, AXIS))
+        terms = ((part, _part(dz, index, count, 1)) for index, part in _received(y, AXIS))
         return _weight_gradient(terms, kernel.dtype)
 
     dy = _map(input_gradient, (of_z, of_kernel), of_y)(dz, kernel)
@@ -198,9 +198,9 @@ column_matmul.defvjp(_column_forward, _column_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def row_matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
-    """The pair's second matmul, its sum over tensor reduce-scattered along the sequence on the way.
+    """The pair's second matmul, overlapped with the reduce-scatter along the sequence of its sum over tensor.
 
-    Backwards, the result's gradient is gathered on the way, once for both gradients.
+    The backward all-gathers the result's gradient once for both gradients, overlapped with their matmuls.
 
     Args:
       x: [b, s, *i], split along its third axis over tensor.
@@ -224,7 +224,7 @@ def _row_backward(contracted, residuals, dz):
 
     def gradients(x, kernel, dz):
         size, axes, dx, terms = lax.axis_size(AXIS), ((2,), (kernel.ndim - 1,)), jnp.zeros_like(x), []
-        for index, part in _travelling(dz, AXIS):
+        for index, part in _received(dz, AXIS):
             dx = _put(dx, jnp.tensordot(part, kernel, axes), index, 1)
             terms.append((_part(x, index, size, 1), part))
         return dx, _weight_gradient(terms, kernel.dtype)

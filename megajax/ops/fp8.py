@@ -1,9 +1,9 @@
-"""Matmuls in fp8, with qwix: operands are scaled into eight bits just before they are multiplied, forwards and backwards.
+"""Matmuls in fp8, with qwix: operands are quantized just before they are multiplied, in forward and backward.
 
-Activations and weights are E4M3, gradients E5M2, which has the range they need (2209.05433 section 3, "hybrid"). Scales are
-found anew each time, of every row of the one operand and every column of the other: its largest absolute value becomes the
-format's. So there is nothing to carry from step to step, and a microbatch's gradient is a gradient and can be added up.
-(Scales from a history of maxima, as flax's `fp8_ops` have them, come as "gradients" that are to replace the old ones.)
+Activations and weights are E4M3, gradients E5M2, which has the range they need (2209.05433 section 3, "hybrid"). Scaling is
+dynamic: each row of one operand and each column of the other is scaled so that its largest absolute value becomes the
+format's. No state is carried from step to step, so microbatches' gradients can be accumulated. (Delayed scaling, as in
+flax's `fp8_ops`, returns new scales in place of gradients, which must not be summed.)
 """
 
 from functools import partial
@@ -19,16 +19,16 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def tensordot(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
-    """`jnp.tensordot`: [..., *i], [*i, *o] -> [..., *o], for `contracted` axes in i; the result is of x's type.
+    """`jnp.tensordot`: [..., *i], [*i, *o] -> [..., *o], for `contracted` axes in i; the result has x's type.
 
-    Kept for the backward are x and the kernel themselves: a weight is there anyway, and its eight bits would be more.
+    The backward saves x and the kernel, not their quantized copies: the weight is held anyway.
     """
     lead = x.ndim - contracted
     return _product(x, kernel, (range(lead, x.ndim), range(contracted)), (E4M3, E4M3))
 
 
 def _product(left: jax.Array, right: jax.Array, contracted, formats) -> jax.Array:
-    """Contracts axes of two arrays, each in its format; the other axes stay in their order."""
+    """Contracts axes of two arrays, each quantized to its format; the other axes stay in their order."""
     scaled = [
         qwix.quantize(
             array, dtype, channelwise_axes=[a for a in range(array.ndim) if a not in axes], scale_dtype=jnp.float32

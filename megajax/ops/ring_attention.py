@@ -1,24 +1,24 @@
-"""Context parallelism: a sample's sequence shared out over ranks, attention passing keys and values round a ring.
+"""Context parallelism: a sample's sequence is split over ranks, and attention sends keys and values round a ring.
 
-For sequences whose activations do not fit one tensor group. All but attention works on tokens one by one, and needs only
-their positions. In attention each of C ranks keeps its queries, while keys and values travel: after C - 1 sends every
-rank has seen all of them, and has at no time held more than two ranks' (ring attention, 2310.01889). The parts of the
-softmax are put together by their statistics, so the result is the whole softmax's, whatever the scores.
+For sequences whose activations do not fit one tensor group. All operations but attention work on single tokens, and need
+only their positions. In attention each of C ranks keeps its queries, while keys and values go round: after C - 1 sends
+every rank has received all of them, and has never held more than two ranks' (ring attention, 2310.01889). Partial
+softmaxes are combined by their statistics into the exact softmax.
 
-Under a causal mask the rank with the last tokens would have all the work. So the sequence is cut in 2C pieces, and rank r
-has pieces r and 2C - 1 - r (as in Llama 3, 2407.21783 section 3.3.2, and in Megatron-LM):
+Under a causal mask the rank with the last tokens would have most of the work. So the sequence is split into 2C pieces, and
+rank r has pieces r and 2C - 1 - r (as in Llama 3, 2407.21783 section 3.3.2, and in Megatron-LM):
 
     pieces of 4 ranks     0 1 2 3 4 5 6 7
     rank that has them    0 1 2 3 3 2 1 0
 
-Of a visiting rank's two pieces, an earlier rank's first is before both of ours and its second after both; a later rank's are
-both before our second and after our first. Either way two of the four products of pieces count, none of which needs a
-mask: every rank does 2C + 1 products of pieces, its share of the (2C)(2C + 1) / 2 that a causal mask leaves.
+Of the two pieces received from an earlier rank, the first is before both local pieces and the second after both; those from
+a later rank are both before the second local piece and after the first. In both cases two of the four products of pieces
+are unmasked and two are skipped: every rank computes 2C + 1 products of pieces, an equal share of (2C)(2C + 1) / 2.
 
-One rank sends (C - 1) 2 b (s/C) g d elements per layer forward, and twice that backward, less what tensor splits.
+One rank sends (C - 1) 2 b (s/C) g d elements per layer forward, and twice that backward, divided by the tensor size.
 
-The ranks of a sample are neighbours on the mesh's data axis, which context parallelism makes C times as long: like data
-parallelism it replicates weights, sees different tokens, and meets once a step to sum gradients.
+The ranks of a sample are neighbours on the mesh's data axis, which context parallelism makes C times as long: as in data
+parallelism, weights are replicated, tokens differ, and gradients are summed once per step.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from jax import lax
 from megajax.config import ConfigError
 from megajax.ops.attention import Kernel
 
-__all__ = ["of_owner", "ring_attention", "split_batch", "zigzag"]
+__all__ = ["ring_attention", "select_owner_rank", "split_batch", "zigzag"]
 
 NOTHING = -1e30  # statistics of a softmax over no keys; finite, so that no difference of two can make a NaN
 
@@ -41,11 +41,11 @@ def zigzag(length: int, ranks: int) -> np.ndarray:
     """Positions that each rank has, [ranks, length / ranks]: pieces r and 2 ranks - 1 - r, in this order.
 
     Raises:
-      ConfigError: the sequence cannot be cut in 2 * ranks pieces.
+      ConfigError: the sequence cannot be split into 2 * ranks pieces.
     """
     if ranks > 1 and length % (2 * ranks):
         raise ConfigError(
-            f"sequence_length = {length} cannot be cut in 2 * context = {2 * ranks} pieces: type --context 1, or "
+            f"sequence_length = {length} cannot be split into 2 * context = {2 * ranks} pieces: pass --context 1, or "
             f"--sequence-length {-(-length // (2 * ranks)) * 2 * ranks}."
         )
     if ranks == 1:
@@ -55,22 +55,22 @@ def zigzag(length: int, ranks: int) -> np.ndarray:
 
 
 def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[str, jax.Array]:
-    """A batch with one row for each sample and context rank, a replica's context ranks beside each other.
+    """A batch with one row for each sample and context rank; a replica's context ranks are neighbours.
 
     Args:
-      batch: arrays [microbatches, data * samples, sequence], or without the last axis, which are given to all ranks.
+      batch: arrays [microbatches, data * samples, sequence], or without the last axis, which are copied to all ranks.
       data: replicas.
-      context: ranks that share a sample; they must cut its sequence (see `zigzag`).
+      context: ranks that share a sample; twice their number must divide its sequence (see `zigzag`).
 
     Returns:
-      Arrays [microbatches, data * context * samples, sequence / context], and "positions", their places in the sample.
+      Arrays [microbatches, data * context * samples, sequence / context], and "positions", the tokens' in the sample.
     """
     if context == 1:
         return batch
     if "positions" in batch or "document" in batch:
         raise ConfigError(
-            f"--reset-position-ids and --reset-attention-mask want a sample's tokens in one place, and context = {context} "
-            "parts them: type --context 1."
+            f"--reset-position-ids and --reset-attention-mask need all tokens of a sample on one rank, and context = "
+            f"{context} splits them: pass --context 1."
         )
     microbatches, rows, length = batch["tokens"].shape
     samples, positions = rows // data, zigzag(length, context)
@@ -87,8 +87,8 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
     return {name: split(array) for name, array in batch.items()} | {"positions": places}
 
 
-def of_owner(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
-    """Of what each row of a split batch gave, that of the context rank which has the sample's `position`.
+def select_owner_rank(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
+    """Of the results of all rows of a split batch, that of the context rank which has the sample's `position`.
 
     Args:
       rows: [data * context * samples, ...], in the order of `split_batch`.
@@ -112,11 +112,11 @@ def of_owner(rows: jax.Array, position: jax.Array, length: int, data: int, conte
 def ring_attention(kernel: Kernel, axis_name: str, ranks: int) -> Kernel:
     """The kernel for a sequence that `ranks` neighbours on a mesh axis share as `zigzag` says; causal only.
 
-    Call it inside a `shard_map` that is manual over `axis_name`, whose size `ranks` must divide. Every rank of the mesh
-    has to come by: it sends.
+    Call it inside a `shard_map` that is manual over `axis_name`, whose size `ranks` must divide. All ranks of the mesh must
+    reach it: each one sends.
 
     Args:
-      kernel: what multiplies pieces: twice as many samples as there are, of half a rank's sequence.
+      kernel: multiplies pieces: twice the samples, with half of a rank's sequence.
       axis_name: the mesh axis.
       ranks: C; not 1.
     """
@@ -125,19 +125,19 @@ def ring_attention(kernel: Kernel, axis_name: str, ranks: int) -> Kernel:
 
 
 class _Ring:
-    """Who sends to whom: groups of `ranks` neighbours on a mesh axis."""
+    """The routes of the sends: rings of `ranks` neighbours on a mesh axis."""
 
     def __init__(self, axis_name: str, ranks: int):
         self.axis_name, self.ranks = axis_name, ranks
 
     def send(self, *arrays: jax.Array) -> list[jax.Array]:
-        """The arrays of the rank before."""
+        """The arrays of the previous rank."""
         size, ranks = lax.axis_size(self.axis_name), self.ranks
         route = [(rank, rank // ranks * ranks + (rank + 1) % ranks) for rank in range(size)]
         return [lax.ppermute(array, self.axis_name, route) for array in arrays]
 
     def is_earlier(self, step: int) -> jax.Array:
-        """Whether the pieces that have come after `step` sends are of a rank before this one."""
+        """Whether the pieces received after `step` sends come from a rank before this one."""
         return lax.axis_index(self.axis_name) % self.ranks >= step
 
 
@@ -146,28 +146,29 @@ def _halves(x: jax.Array, axis: int = 1) -> list[jax.Array]:
 
 
 def _pairs(choose: Callable, queries: list[jax.Array], keys: list[jax.Array]) -> list[jax.Array]:
-    """What goes into the two products of a visit, as twice as many samples.
+    """The inputs of the two products of pieces after one send, as twice as many samples.
 
-    Always our second piece and the visitor's first; and besides, for an earlier rank our first with the same, for a
-    later rank our second with the visitor's second. `queries` and `keys` are arrays in two halves by sequence.
+    The first product is of the local second piece and the received first one. The other is, for pieces of an earlier rank,
+    of the local first and the received first; for a later rank, of the local second and the received second. `queries`
+    and `keys` are arrays in two halves by sequence.
     """
     ours = [jnp.concatenate([second, choose(first, second)]) for first, second in queries]
     return ours + [jnp.concatenate([first, choose(first, second)]) for first, second in keys]
 
 
 def _merge(output, statistics, new_output, new_statistics):
-    """Two parts of a softmax as one: fp32 outputs [b, s, a, d], statistics [b, a, s]."""
+    """Combines two partial softmaxes: fp32 outputs [b, s, a, d], statistics [b, a, s]."""
     total = jnp.logaddexp(statistics, new_statistics)
     share = lambda part: jnp.exp(part - total).swapaxes(1, 2)[..., None]  # noqa: E731
     return output * share(statistics) + new_output * share(new_statistics), total
 
 
 def _forward(kernel, ring, query, key, value, causal):
-    """Own pieces first, the only ones with a mask; then each visitor's, while the next is on its way."""
-    assert causal, "without a mask the zigzag is pointless"
-    visiting = (key, value)
+    """First the local pieces, the only ones with a mask; then the received ones, while the next are being sent."""
+    assert causal, "the zigzag order is for causal masks"
+    received = (key, value)
     for step in range(ring.ranks):
-        here, visiting = visiting, ring.send(*visiting) if step < ring.ranks - 1 else None
+        here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
         if step == 0:
             output, statistics = kernel.forward(query, *here, True)
             outputs, sums = _halves(output.astype(jnp.float32)), _halves(statistics, 2)
@@ -183,13 +184,13 @@ def _forward(kernel, ring, query, key, value, causal):
 
 
 def _backward(kernel, ring, query, key, value, output, statistics, gradient, causal):
-    """Gradients of keys and values travel with them, are added to at every rank, and end where they began."""
+    """Gradients of keys and values are sent with them, accumulated on every rank, and return to their own rank."""
     assert causal
     here, ours = (key, value), (query, output, gradient)
     own = kernel.backward(query, key, value, output, statistics, gradient, True)
-    dq, travelling = _halves(own[0].astype(jnp.float32)), own[1:]
+    dq, moving = _halves(own[0].astype(jnp.float32)), own[1:]
     for step in range(1, ring.ranks):
-        here, travelling = ring.send(*here), ring.send(*travelling)
+        here, moving = ring.send(*here), ring.send(*moving)
         earlier = ring.is_earlier(step)
         choose = partial(jnp.where, earlier)
         queries, outputs, gradients, keys, values = _pairs(
@@ -200,9 +201,9 @@ def _backward(kernel, ring, query, key, value, output, statistics, gradient, cau
         new = kernel.backward(queries, keys, values, outputs, sums, gradients, False)
         (sure, other), *of_keys = (_halves(x.astype(jnp.float32), 0) for x in new)
         dq = [dq[0] + choose(other, 0), dq[1] + sure + choose(0, other)]
-        travelling = [
+        moving = [
             (total + jnp.concatenate([sure + choose(other, 0), choose(0, other)], 1)).astype(total.dtype)
-            for total, (sure, other) in zip(travelling, of_keys, strict=True)
+            for total, (sure, other) in zip(moving, of_keys, strict=True)
         ]
-    dk, dv = ring.send(*travelling)
+    dk, dv = ring.send(*moving)
     return jnp.concatenate(dq, 1).astype(query.dtype), dk, dv

@@ -1,23 +1,83 @@
-"""Token tables whose rows are split: over the tensor axis (1909.08053 section 3), or over pipe as well.
+"""Token tables whose rows are sharded: over the tensor axis (1909.08053 section 3), or over pipe as well.
 
-Left to XLA's partitioner a gather from a sharded axis can abort the compiler inside a partly manual `shard_map`. So
-both directions enter a nested `shard_map` over "tensor": each rank looks up the tokens whose rows it has, and the rest
-come from the others. All communication stays in a tensor group, so a pipeline rank may look up while others do not.
+Embedding lookup, and the cross entropy of logits whose last axis is sharded like the table's rows.
+
+Left to XLA's partitioner, a gather from a sharded axis can abort the compiler inside a partly manual `shard_map`. So
+both directions of `lookup` enter a nested `shard_map` over "tensor": each rank looks up the tokens whose rows it has,
+and the others contribute zeros to a sum. All communication stays in a tensor group, so one pipeline rank may look up
+while others do not.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.models.gpt import RowsOverRanks
-
-__all__ = ["lookup", "over_pipe"]
+__all__ = [
+    "ALL_ROWS",
+    "WHOLE_VOCABULARY",
+    "RowsOverRanks",
+    "VocabularySharding",
+    "cross_entropy",
+    "lookup",
+    "mask_padding",
+    "over_pipe",
+    "plain_lookup",
+]
 
 AXIS, PIPE = "tensor", "pipe"
+MASKED_LOGIT = -1e30  # of a padded row: its exponential is 0 in fp32, and the number is finite
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+class RowsOverRanks(NamedTuple):
+    """Collectives over ranks that each have some rows of the token tables. The defaults: this rank has all rows.
+
+    Attributes:
+      broadcast: y [b, s, h], zeros on all ranks but one -> that rank's y on all ranks.
+      first_row: number of local rows -> index of the first of them in the whole table.
+      sum: fp32 [b, s] -> its sum over the ranks.
+      max: fp32 [b, s] -> its maximum over the ranks.
+      gather: logits [b, s, local rows] -> [b, s, rows].
+    """
+
+    broadcast: Callable[[jax.Array], jax.Array] = _same
+    first_row: Callable[[int], jax.Array | int] = lambda rows: 0
+    sum: Callable[[jax.Array], jax.Array] = _same
+    max: Callable[[jax.Array], jax.Array] = _same
+    gather: Callable[[jax.Array], jax.Array] = _same
+
+
+ALL_ROWS = RowsOverRanks()
+
+
+def plain_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The lookup of a model that runs on no mesh: rows of table [v, h] for tokens [b, s] -> [b, s, h]."""
+    return jnp.take(table, tokens, axis=0)
+
+
+class VocabularySharding(NamedTuple):
+    """How a model's token tables are sharded.
+
+    Attributes:
+      shares: devices that the rows are split over, which must divide them (`padded_vocabulary`).
+      lookup: (table [local rows, h], tokens [b, s]) -> rows [b, s, h].
+      ranks: the collectives of `cross_entropy` and of the head's input.
+    """
+
+    shares: int = 1
+    lookup: Callable[[jax.Array, jax.Array], jax.Array] = plain_lookup
+    ranks: RowsOverRanks = ALL_ROWS
+
+
+WHOLE_VOCABULARY = VocabularySharding()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -26,9 +86,9 @@ def lookup(table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False)
 
     Args:
       table: [vocabulary, hidden], rows split over tensor, which must divide them. Inside a `shard_map` it must vary
-        over the manual axes that the tokens or the gradient vary over (`lax.pcast`): its gradient does.
+        over the manual axes that the tokens or the gradient vary over (`lax.pcast`), as its gradient does.
       tokens: [b, s] integers, 0 <= token < vocabulary.
-      sequence_parallel: whether the result is split along s over tensor (tensor must divide s) or whole on each rank.
+      sequence_parallel: whether the result is split along s over tensor (tensor must divide s) or replicated.
 
     Returns:
       [b, s, hidden] of the table's type. hidden must be even if that is a 16-bit type.
@@ -37,12 +97,12 @@ def lookup(table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False)
 
 
 def _split(sequence_parallel: bool) -> P:
-    """How the rows found, [b, s, hidden], lie over tensor."""
+    """How the result, [b, s, hidden], is sharded over tensor."""
     return P(None, AXIS) if sequence_parallel else P()
 
 
 def _own(tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The tokens as indices into this rank's rows, and which of them are there."""
+    """The tokens as indices into this rank's rows, and which of them are in range."""
     local = tokens.astype(jnp.int32) - lax.axis_index(AXIS) * rows
     return local, (local >= 0) & (local < rows)
 
@@ -85,18 +145,18 @@ lookup.defvjp(_forward, _backward)
 
 
 def over_pipe(sequence_parallel: bool) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], RowsOverRanks]:
-    """`lookup` and the rest for tables whose rows are split over pipe and tensor (Yeung et al. 2024, 2411.05288).
+    """`lookup` and collectives for tables whose rows are sharded over pipe and tensor (Yeung et al. 2024, 2411.05288).
 
-    No stage then has more of the vocabulary than another, in memory or in work. To be called in a `shard_map` that is
-    manual over pipe, by all its ranks at once: a sum over pipe brings the rows found to all, another the head's input,
-    two small ones the softmax's normaliser, and a last one the head's gradient. Each rank has rows
-    [rank * rows, (rank + 1) * rows) and splits them over tensor.
+    Every stage then has the same share of the vocabulary, in memory and in work. To be called in a `shard_map` that is
+    manual over pipe, by all its ranks together. Collectives over pipe: one sum replicates the rows that were looked up,
+    one the head's input, two small ones compute the softmax's normaliser, and one sums the gradient of the head's input.
+    Each rank has rows [rank * rows, (rank + 1) * rows) and splits them over tensor.
     """
 
     def look_up(table, tokens):
-        return _found(lookup(table, tokens - lax.axis_index(PIPE) * table.shape[0], sequence_parallel))
+        return _replicate_rows(lookup(table, tokens - lax.axis_index(PIPE) * table.shape[0], sequence_parallel))
 
-    return look_up, RowsOverRanks(_spread, _first_row, _total, _most, _whole)
+    return look_up, RowsOverRanks(_broadcast, _first_row, _sum, _max, _gather)
 
 
 def _first_row(rows: int) -> jax.Array:
@@ -104,52 +164,52 @@ def _first_row(rows: int) -> jax.Array:
 
 
 def _vary(x: jax.Array) -> jax.Array:
-    """Marks x as each rank's own, so that no gradient is summed over pipe but where it is written here."""
+    """Marks x as varying over pipe: gradients are summed over pipe only where these functions say so."""
     return lax.pcast(x, PIPE, to="varying")
 
 
-def _copied(x: jax.Array) -> jax.Array:
-    """What one rank has and the others have zeros for, on all of them. Element by element."""
+def _sum_of_one(x: jax.Array) -> jax.Array:
+    """The x of the one rank that has it, on all ranks; the others have zeros. Element by element."""
     return _vary(_from_bits(lax.psum(_to_bits(x), PIPE), x.dtype))
 
 
-def _total(x: jax.Array) -> jax.Array:
+def _sum(x: jax.Array) -> jax.Array:
     return _vary(lax.psum(x, PIPE))
 
 
-def _most(x: jax.Array) -> jax.Array:
+def _max(x: jax.Array) -> jax.Array:
     return _vary(lax.pmax(x, PIPE))
 
 
-def _whole(logits: jax.Array) -> jax.Array:
+def _gather(logits: jax.Array) -> jax.Array:
     return lax.all_gather(logits, PIPE, axis=logits.ndim - 1, tiled=True)
 
 
 @jax.custom_vjp
-def _spread(y: jax.Array) -> jax.Array:
-    """From the last stage to all ranks; back, the sum of what each rank's part of the head has of the gradient, in fp32."""
-    return _copied(y)
+def _broadcast(y: jax.Array) -> jax.Array:
+    """The last stage's y on all ranks; backward sums the gradients of all ranks' parts of the head, in fp32."""
+    return _sum_of_one(y)
 
 
-_spread.defvjp(
-    lambda y: (_copied(y), None),
-    lambda _, gradient: (_total(gradient.astype(jnp.float32)).astype(gradient.dtype),),
+_broadcast.defvjp(
+    lambda y: (_sum_of_one(y), None),
+    lambda _, gradient: (_sum(gradient.astype(jnp.float32)).astype(gradient.dtype),),
 )
 
 
 @jax.custom_vjp
-def _found(rows: jax.Array) -> jax.Array:
-    """Rows that one rank each found, on all ranks; back, the gradient that one rank has (the others have zeros)."""
-    return _copied(rows)
+def _replicate_rows(rows: jax.Array) -> jax.Array:
+    """Each row, which one rank has, on all ranks; backward replicates the gradient that one rank has."""
+    return _sum_of_one(rows)
 
 
-_found.defvjp(lambda rows: (_copied(rows), None), lambda _, gradient: (_copied(gradient),))
+_replicate_rows.defvjp(lambda rows: (_sum_of_one(rows), None), lambda _, gradient: (_sum_of_one(gradient),))
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
     """Bits of x as uint32, two 16-bit elements to one.
 
-    Only one rank's are not zero, so their sum is a copy, exact in any type. And a sum of 16-bit
+    All ranks but one have zeros, so the sum is an exact copy in any type. A sum of 16-bit
     floats inside a `shard_map` aborts XLA's CPU compiler (jax 0.10.2, AllReducePromotion).
     """
     if x.dtype.itemsize == 2:
@@ -161,3 +221,50 @@ def _from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The inverse of `_to_bits`."""
     x = lax.bitcast_convert_type(bits, dtype)
     return x.reshape(*bits.shape[:-1], -1)
+
+
+def _rows(logits: jax.Array, ranks: RowsOverRanks) -> jax.Array:
+    """The index in the whole table of the row that each logit belongs to."""
+    return ranks.first_row(logits.shape[-1]) + lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+
+def mask_padding(logits: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROWS) -> jax.Array:
+    """Logits in fp32, those of padded rows (from `vocabulary` on) at MASKED_LOGIT."""
+    return jnp.where(_rows(logits, ranks) < vocabulary, logits.astype(jnp.float32), MASKED_LOGIT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def cross_entropy(logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROWS) -> jax.Array:
+    """-log softmax(logits)[label], in fp32; it only sums over the vocabulary, which may be split over tensor and ranks.
+
+    The label's logit is picked by a masked sum, as a gather from a sharded axis can abort XLA's partitioner. The
+    derivative (softmax - one-hot) is written out so that the logits are saved in their own type, without an fp32 copy.
+
+    Args:
+      logits: [b, s, local rows] of any float type.
+      labels: [b, s] integers below `vocabulary`.
+      vocabulary: rows that count; those from there on are padding.
+      ranks: the ranks that have the other rows. Its incoming gradient may be zeros on all ranks but one.
+
+    Returns:
+      fp32 [b, s], on all ranks.
+    """
+    return _cross_entropy_forward(logits, labels, vocabulary, ranks)[0]
+
+
+def _cross_entropy_forward(logits, labels, vocabulary, ranks):
+    masked = mask_padding(logits, vocabulary, ranks)
+    largest = ranks.max(masked.max(-1))
+    normaliser = largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1)))
+    picked = ranks.sum(jnp.where(_rows(logits, ranks) == labels[..., None], masked, 0).sum(-1))
+    return normaliser - picked, (logits, labels, normaliser)
+
+
+def _cross_entropy_backward(vocabulary, ranks, residuals, gradient):
+    logits, labels, normaliser = residuals
+    softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - normaliser[..., None])
+    is_label = _rows(logits, ranks) == labels[..., None]
+    return ((softmax - is_label) * ranks.sum(gradient)[..., None]).astype(logits.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

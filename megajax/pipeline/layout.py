@@ -1,37 +1,141 @@
-"""Where a model's layers are stored: canonical order outside, dealt over chunks and ranks inside the program.
+"""How parameters, batches and gradients are arranged and sharded for the pipeline.
 
-Canonical: leaves [layers, ...]. Dealt: [chunks, ranks, layers per chunk, ...], axis 1 sharded over `pipe`, so that a rank's
-memory holds its own chunks only. In "loop" placement stage chunk * ranks + rank is the run of layers held there, so the
-two differ by a reshape; in "v" placement the second chunk's ranks are in reverse.
+Canonical layout, in checkpoints and in models: each leaf of `blocks` is [layers, ...], in the order of the model's
+layers. Pipeline layout, on devices: [chunks, stages, layers per chunk, ...] with axis 1 sharded over the mesh axis
+`pipe`, so that each rank stores only the layers that it runs. For 8 layers on 2 ranks with 2 chunks each:
+
+    placement "loop"    rank 0    rank 1        placement "v"    rank 0    rank 1
+    chunk 0             0 1       2 3           chunk 0          0 1       2 3
+    chunk 1             4 5       6 7           chunk 1          6 7       4 5
+
+With "loop" the two layouts differ by a reshape alone; with "v" the ranks of the second chunk are also reversed.
+
+The executor is a `jax.shard_map` that is manual over the mesh axes `data` and `pipe` (`MANUAL_AXES`); the axis
+`tensor` is left to XLA's partitioner.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.runtime.compat import varying_axes
+from megajax.sharding.rules import only
+from megajax.sharding.zero import ZeroSharding
+
 Tree = Any
+MANUAL_AXES = ("data", "pipe")
+BATCH_SPEC = P(None, "data")  # of a batch's leaves, [microbatches, samples, ...]
 
 
-def deal(blocks: Tree, *, stages: int, chunks: int, placement: str = "loop") -> Tree:
-    """[layers, ...] to [chunks, stages, layers / (stages * chunks), ...]."""
+def to_pipeline_layout(blocks: Tree, *, stages: int, chunks: int, placement: str = "loop") -> Tree:
+    """Reshapes leaves [layers, ...] to [chunks, stages, layers / (stages * chunks), ...].
+
+    Args:
+      blocks: pytree in canonical layout; `stages * chunks` must divide the number of layers.
+      stages: pipeline ranks.
+      chunks: model chunks on each rank; 2 for placement "v".
+      placement: "loop" or "v", as `Schedule.placement`.
+    """
     shape = (chunks, stages, -1)
-    return jax.tree.map(lambda a: _fold(a.reshape(*shape, *a.shape[1:]), placement), blocks)
+    return jax.tree.map(lambda a: _reverse_second_chunk(a.reshape(*shape, *a.shape[1:]), placement), blocks)
 
 
-def gather(blocks: Tree, *, placement: str = "loop") -> Tree:
-    """The inverse of `deal`, whatever the stages and chunks were."""
-    return jax.tree.map(lambda a: _fold(a, placement).reshape(-1, *a.shape[3:]), blocks)
+def from_pipeline_layout(blocks: Tree, *, placement: str = "loop") -> Tree:
+    """The inverse of `to_pipeline_layout`: leaves [chunks, stages, layers per chunk, ...] to [layers, ...]."""
+    return jax.tree.map(lambda a: _reverse_second_chunk(a, placement).reshape(-1, *a.shape[3:]), blocks)
 
 
-def _fold(dealt, placement: str):
-    """Turns the second chunk's ranks round, for "v" placement."""
+def _reverse_second_chunk(leaf, placement: str):
+    """Reverses the stage axis of chunk 1 for placement "v"; it is its own inverse."""
     if placement == "loop":
-        return dealt
-    return jnp.stack([dealt[0], jnp.flip(dealt[1], axis=0)])
+        return leaf
+    return jnp.stack([leaf[0], jnp.flip(leaf[1], axis=0)])
 
 
-def dealt_spec(spec: P) -> P:
-    """The sharding of a dealt leaf, from that of the canonical one (whose first axis, layers, is not sharded)."""
+def pipeline_spec(spec: P) -> P:
+    """The PartitionSpec of a leaf in pipeline layout, from that of the canonical leaf (layers, axis 0, not sharded).
+
+    P(None, None, "tensor") for [layers, hidden, heads] gives P(None, "pipe", None, None, "tensor").
+    """
     return P(None, "pipe", None, *spec[1:])
+
+
+class Specs(NamedTuple):
+    """Shardings of parameters and gradients: two pytrees of PartitionSpec, each like params or a prefix of it.
+
+    A gradient is summed over the manual axes that its weight is not sharded over. Where the gradient's spec has `data`
+    and the weight's has not (ZeRO-1), that sum is a reduce-scatter.
+
+    Attributes:
+      weights: of {"blocks": ..., "shared": ...}; blocks in pipeline layout.
+      gradients: of the gradients that the executor returns.
+    """
+
+    weights: Tree
+    gradients: Tree
+
+    @property
+    def manual(self) -> "Specs":
+        """These specs restricted to the manual axes, for `in_specs` and `out_specs` of the executor's `shard_map`."""
+        return Specs(*(jax.tree.map(lambda spec: only(spec, MANUAL_AXES), specs, is_leaf=is_spec) for specs in self))
+
+
+BLOCKS_SPEC = P(None, "pipe")
+DEFAULT_SPECS = Specs({"blocks": BLOCKS_SPEC, "shared": P()}, {"blocks": BLOCKS_SPEC, "shared": P()})
+
+
+def is_spec(node) -> bool:
+    """Whether a node of a pytree is a PartitionSpec; the `is_leaf` of a tree of specs."""
+    return isinstance(node, P)
+
+
+def full_specs(specs: Tree, like: Tree) -> Tree:
+    """Broadcasts a prefix of a tree of PartitionSpec to the structure of `like`."""
+    return jax.tree.map(lambda spec, below: jax.tree.map(lambda _: spec, below), specs, like, is_leaf=is_spec)
+
+
+def vary(tree: Tree) -> Tree:
+    """Marks every leaf as varying over `MANUAL_AXES` (`lax.pcast(..., to="varying")`).
+
+    `jax.vjp` inserts a psum over each manual axis over which an argument is replicated. Without this call that psum
+    would run in every tick instead of once per step.
+    """
+
+    def mark(leaf):
+        missing = tuple(axis for axis in MANUAL_AXES if axis not in varying_axes(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def sum_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
+    """The sum of each leaf over manual mesh axes.
+
+    If both manual axes have size 1 the sum is the leaf itself. It is then written as an all-gather, because XLA
+    rejects a psum next to a `tensor` axis that it partitions itself: "Cross-partition allreduce must be in (partial)
+    manual partitioning mode" (jax 0.10.2).
+    """
+    if all(lax.axis_size(axis) == 1 for axis in MANUAL_AXES):
+        return jax.tree.map(lambda a: lax.all_gather(a[None], axes, axis=0, tiled=True, to="invarying")[0], tree)
+    return lax.psum(tree, axes)
+
+
+def reduce_gradients(gradients: Tree, specs: Specs) -> Tree:
+    """Sums each rank's gradients over the manual axes, into the sharding `specs.gradients`.
+
+    Args:
+      gradients: pytree like params; each leaf has the shape of this rank's shard of the weight.
+    """
+
+    def reduce(gradient, weight_spec: P, gradient_spec: P):
+        axes = [axis for axis in MANUAL_AXES if axis not in only(weight_spec, MANUAL_AXES)]
+        cut = ZeroSharding.from_spec(gradient_spec)
+        if "data" in axes and cut.axis is not None:
+            gradient = cut.scatter(gradient)
+            axes.remove("data")
+        return sum_over(gradient, tuple(axes)) if axes else gradient
+
+    return jax.tree.map(reduce, gradients, *(full_specs(spec, gradients) for spec in specs))

@@ -1,15 +1,22 @@
-"""PipeDream-2BW (2006.09503): a pipeline that is never drained, on two versions of the weights.
+"""PipeDream-2BW (2006.09503): a pipeline that is never drained, with two versions of the weights.
 
-A step's ticks are those of eager 1F1B in its steady state, one forward and one backward on every rank and nothing else: m
-ticks for m microbatches, where a schedule that drains takes m + 2(p - 1). So when a step ends, its last microbatches are
-still on their way, with what they stashed; they go on while the next step's first ones fill in behind them. A microbatch
-meets one version of the weights in its forward and its backward: that of the start of the step that it came in with.
+A step runs the ticks of eager 1F1B in its steady state: m ticks for m microbatches, with one forward and one backward
+on every rank, where a schedule that drains needs m + 2(p - 1) ticks on p ranks. At the end of a step the last
+microbatches are still in the pipeline, and their activations in the stash; their remaining operations run in the
+first ticks of the next step. On 2 ranks with 4 microbatches a batch (a' is microbatch a of the previous batch):
 
-    W(t + 1) = W(t) - update(gradient of batch t - 1 at W(t - 1))
+    tick       0          1          2          3
+    rank 0     F0 B2'     F1 B3'     F2 B0      F3 B1
+    rank 1     F3' B3'    F0 B0      F1 B1      F2 B2
 
-The gradient is one step stale, so the loss curve is not that of a schedule that drains. Batches and versions of the
-weights take turns in two halves of a buffer, the newest in half step % 2; a half's index stands in the executor's tables
-where a schedule's chunk would stand.
+The forward and the backward of a microbatch use the same version of the weights: the one at the start of the step in
+which the microbatch entered. So the gradient is one step stale,
+
+    W(t + 1) = W(t) - update(gradient of batch t - 1 at W(t - 1)),
+
+and the loss curve differs from that of a schedule that drains. Two batches and two versions of the weights are
+stored, each in one half of a buffer. The newest batch and version are in half step % 2. The executor's rows
+(`slots.TickRow`) use the number of the half as the chunk.
 """
 
 import dataclasses
@@ -22,63 +29,35 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.pipeline.executor import BATCH, Carry, Rank, rank_columns
-from megajax.pipeline.slots import Tables, slot_tables
-from megajax.pipeline.specs import MANUAL, WHOLE, Specs, added, is_spec, summed, vary
-from megajax.schedules.named import make_schedule
-from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, ScheduleError, Work
+from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, is_spec, reduce_gradients, sum_over, vary
+from megajax.pipeline.rank import DEFAULT_OPTIONS, Carry, ExecutorOptions, Rank, local_rows
+from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
+from megajax.schedules.one_f_one_b import backward_lag
+from megajax.schedules.registry import make_schedule
+from megajax.schedules.schedule import BACKWARD, FORWARD
 
 Tree = Any
-NAME = "pipedream_2bw"
 
 
 class InFlight(NamedTuple):
-    """What goes over from one step to the next."""
+    """The state of the pipeline between two steps."""
 
-    step: jax.Array  # int32, how many steps there were
-    weights: Tree  # {"blocks": [2, pipe, layers / pipe, ...], "shared": [2, ...]}, as they are computed with
-    batch: Tree  # [2 * microbatches, ...]
+    step: jax.Array  # int32 scalar, the number of steps run
+    weights: Tree  # in the compute dtype: {"blocks": [2, pipe, layers / pipe, ...], "shared": [2, ...]}
+    batch: Tree  # [2 * microbatches, data * samples, ...]
     cotangents: jax.Array  # fp32 [2 * microbatches]
-    carry: Carry  # each rank's, [data, pipe, ...]
+    carry: Carry  # each rank's, leaves [data, pipe, ...]
 
 
-class Functions(NamedTuple):
-    """A model's functions where `shared` is two versions and the microbatch says which."""
+class VersionedFunctions(NamedTuple):
+    """A model's functions for two versions of the shared weights; `microbatch["version"]` selects one."""
 
     embed: Callable
     block: Callable
     head_loss: Callable
 
 
-def steady_schedule(stages: int, microbatches: int) -> Schedule:
-    """One step in the steady state, to be shown and priced: there is no bubble in it.
-
-    Raises:
-      ScheduleError: fewer than 2(p - 1) microbatches, so that a step's backwards would begin two steps later.
-    """
-    if microbatches < max(1, 2 * (stages - 1)):
-        raise ScheduleError(
-            f"{NAME} takes 2 * (stages - 1) = {2 * (stages - 1)} microbatches or more on {stages} stages, not {microbatches}"
-        )
-    ticks = tuple(
-        tuple(
-            (
-                Work(FORWARD, 0, (tick - rank) % microbatches),
-                Work(BACKWARD, 0, (tick - _lag(rank, stages)) % microbatches),
-            )
-            for rank in range(stages)
-        )
-        for tick in range(microbatches)
-    )
-    return Schedule(NAME, stages, microbatches, 1, True, ticks)
-
-
-def _lag(rank, stages: int):
-    """Ticks from a step's start to the first backward of its own on a rank."""
-    return 2 * (stages - 1) - rank
-
-
-class Continuous:
+class PipeDream2BW:
     """The program of a step.
 
     Attributes:
@@ -86,28 +65,25 @@ class Continuous:
     """
 
     def __init__(
-        self,
-        functions,
-        stages: int,
-        microbatches: int,
-        mesh: Mesh,
-        *,
-        constrain: Callable,
-        specs: Specs = WHOLE,
-        share_ends: bool = False,
+        self, functions, stages: int, microbatches: int, mesh: Mesh, options: ExecutorOptions = DEFAULT_OPTIONS
     ):
-        """Arguments as for `executor.gradient_function`; the model has `stages` chunks, one a rank."""
-        self.schedule, self.share_ends = steady_schedule(stages, microbatches), share_ends
-        self.specs = specs
-        weights = specs.manual.weights
+        """Arguments as for `executor.gradient_function`; the model has one chunk on each of the `stages` ranks.
+
+        Of the options constrain, specs and share_ends apply.
+        """
+        self.mesh = mesh
+        self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
+        self.options = ExecutorOptions(options.constrain, options.specs, options.share_ends)
+        weights = options.specs.manual.weights
         shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)
-        self.versions = {"blocks": weights["blocks"], "shared": shared}
-        self.functions, self.mesh, self.constrain = _versioned(functions), mesh, constrain
+        self.versioned_specs = {"blocks": weights["blocks"], "shared": shared}
+        self.functions = _versioned(functions)
         eager = slot_tables(make_schedule("eager_1f1b", stages=stages, microbatches=microbatches))
-        self.table = Tables({}, 2 * stages - 1, 0, {FORWARD: 1, BACKWARD: 1}, eager.routes)
+        two_batches = dataclasses.replace(self.schedule, microbatches=2 * microbatches)
+        self.table = Tables(two_batches, None, 2 * stages - 1, 0, {FORWARD: 1, BACKWARD: 1}, eager.routes)
 
     def start(self, params: Tree, batch: Tree) -> InFlight:
-        """An empty pipeline, for params and batches like these."""
+        """An empty pipeline for params and batches of these shapes; see `step`."""
         count = 2 * self.schedule.microbatches
         double = lambda a: jnp.zeros((2 * a.shape[0], *a.shape[1:]), a.dtype)  # noqa: E731
         weights = {
@@ -115,127 +91,147 @@ class Continuous:
             "shared": jax.tree.map(lambda a: jnp.zeros((2, *a.shape), a.dtype), params["shared"]),
         }
         batches = jax.tree.map(double, batch)
-        make = lambda weights, batch: _spread(self._rank(weights, batch).start())  # noqa: E731
-        carry = self._map(make, (self.versions, BATCH), P(*MANUAL))(weights, self._tag(batches))
+        make = lambda weights, batch: _with_mesh_axes(self._rank(weights, batch).start())  # noqa: E731
+        carry = self._map(make, (self.versioned_specs, BATCH_SPEC), P(*MANUAL_AXES))(
+            weights, self._with_version(batches)
+        )
         return InFlight(jnp.int32(0), weights, batches, jnp.zeros(count, jnp.float32), carry)
 
     def step(
-        self, params: Tree, batch: Tree, cotangent: jax.Array, flying: InFlight
+        self, params: Tree, batch: Tree, cotangent: jax.Array, in_flight: InFlight
     ) -> tuple[jax.Array, jax.Array, Tree, InFlight]:
-        """m ticks.
+        """Runs one step of m ticks.
 
         Args:
-          params: the newest version, {"blocks": [1, pipe, layers / pipe, ...], "shared"}, in the type to compute with.
-          cotangent: fp32 scalar, what this batch's gradients are multiplied by.
+          params: the newest version, {"blocks": [1, pipe, layers / pipe, ...], "shared"}, in the compute dtype.
+          batch: pytree of [microbatches, data * samples, ...].
+          cotangent: fp32 scalar, the factor of this batch's losses in its gradients.
+          in_flight: the state after the previous step.
 
         Returns:
-          losses [2m], of the microbatches that passed the head in this step (m of them; 0 for the others, and fewer in
-          the first step); the batch's weights are `flying.batch`. Then [2m] bool, which ones these are; the gradients of
-          the batch before, fp32, in the layout of `params` (0 in the first step); and what goes over to the next step.
+          losses: fp32 [2 * microbatches], of the microbatches whose head ran in this step, and 0 for the others. There
+            are m of them (fewer in the first step); their batch is the returned `InFlight.batch`.
+          counted: bool [2 * microbatches], which microbatches these are.
+          gradients: of the previous batch, fp32, in the layout of `params` (0 in the first step).
+          in_flight: the state for the next step.
         """
-        count, newest = self.schedule.microbatches, flying.step % 2
+        count, newest = self.schedule.microbatches, in_flight.step % 2
         put = lambda whole, new: lax.dynamic_update_slice_in_dim(whole, new.astype(whole.dtype), newest, 0)  # noqa: E731
         weights = {
-            "blocks": jax.tree.map(put, flying.weights["blocks"], params["blocks"]),
+            "blocks": jax.tree.map(put, in_flight.weights["blocks"], params["blocks"]),
             "shared": jax.tree.map(
-                lambda whole, new: put(whole, new[None]), flying.weights["shared"], params["shared"]
+                lambda whole, new: put(whole, new[None]), in_flight.weights["shared"], params["shared"]
             ),
         }
         batches = jax.tree.map(
             lambda whole, new: lax.dynamic_update_slice_in_dim(whole, new.astype(whole.dtype), newest * count, 0),
-            flying.batch,
+            in_flight.batch,
             batch,
         )
-        cotangents = jnp.where(jnp.arange(2 * count) // count == newest, cotangent, flying.cotangents)
-        columns = self._columns(flying.step)
+        cotangents = jnp.where(jnp.arange(2 * count) // count == newest, cotangent, in_flight.cotangents)
+        rows = self._rows(in_flight.step)
 
-        def run(weights, batch, cotangents, columns, newest, carry):
+        def run(weights, batch, cotangents, rows, newest, carry):
             rank = self._rank(weights, batch)
             carry = jax.tree.map(lambda a: a[0, 0], carry)
             carry = carry._replace(output=jnp.zeros_like(carry.output))
-            carry = rank.run(rank_columns(columns), carry, vary(cotangents))
-            done = vary(1 - newest)
+            carry = rank.run(local_rows(rows), carry, vary(cotangents))
+            done = vary(1 - newest)  # the half of the previous batch, whose gradients are complete
             halves = jax.tree.map(
                 lambda total, like: total.reshape(like.shape), carry.block_gradients, weights["blocks"]
             )
             take = lambda a: lax.dynamic_index_in_dim(a, done, 0, keepdims=False)  # noqa: E731
-            totals = {
+            gradients = {
                 "blocks": jax.tree.map(lambda a: take(a)[None], halves),
                 "shared": jax.tree.map(take, carry.shared_gradients),
             }
             clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(take(a)), done, 0)  # noqa: E731
             blocks = jax.tree.map(lambda a: clear(a).reshape(-1, *a.shape[3:]), halves)
-            left = carry._replace(block_gradients=blocks, shared_gradients=jax.tree.map(clear, carry.shared_gradients))
-            return added(carry.output, MANUAL), summed(totals, self.specs), _spread(left)
+            shared = jax.tree.map(clear, carry.shared_gradients)
+            carry = carry._replace(block_gradients=blocks, shared_gradients=shared)
+            losses = sum_over(carry.output, MANUAL_AXES)
+            return losses, reduce_gradients(gradients, self.options.specs), _with_mesh_axes(carry)
 
-        arguments = (self.versions, BATCH, P(), P(None, "pipe"), P(), P(*MANUAL))
-        mapped = self._map(run, arguments, (P(), self.specs.manual.gradients, P(*MANUAL)))
-        losses, gradients, carry = mapped(weights, self._tag(batches), cotangents, columns, newest, flying.carry)
-        heads = columns["forward_microbatch"][:, -1], columns["forward_on"][:, -1] == 1
-        counted = jnp.zeros(2 * count, bool).at[heads[0]].set(heads[1])
-        return losses, counted, gradients, InFlight(flying.step + 1, weights, batches, cotangents, carry)
+        in_specs = (self.versioned_specs, BATCH_SPEC, P(), P(None, "pipe"), P(), P(*MANUAL_AXES))
+        mapped = self._map(run, in_specs, (P(), self.options.specs.manual.gradients, P(*MANUAL_AXES)))
+        losses, gradients, carry = mapped(
+            weights, self._with_version(batches), cotangents, rows, newest, in_flight.carry
+        )
+        of_last_rank = jax.tree.map(lambda column: column[:, -1], rows.forward)
+        counted = jnp.zeros(2 * count, bool).at[of_last_rank.microbatch].set(of_last_rank.on == 1)
+        return losses, counted, gradients, InFlight(in_flight.step + 1, weights, batches, cotangents, carry)
 
     def _rank(self, weights: Tree, batch: Tree) -> Rank:
-        both = dataclasses.replace(self.schedule, microbatches=2 * self.schedule.microbatches)
-        return Rank(self.functions, both, self.table, self.constrain, weights, batch)
+        return Rank(self.functions, self.table, self.options, weights, batch)
 
     def _map(self, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL))
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES)
+        )
 
-    def _tag(self, batches: Tree) -> Tree:
-        """The batches with the half that each microbatch, and so its version of the weights, lies in."""
+    def _with_version(self, batches: Tree) -> Tree:
+        """Adds "version", int32 [2 * microbatches, data * samples]: the half of each microbatch and of its weights."""
         leaf = jax.tree.leaves(batches)[0]
         half = jnp.arange(leaf.shape[0], dtype=jnp.int32) // self.schedule.microbatches
         return {**batches, "version": jnp.broadcast_to(half[:, None], leaf.shape[:2])}
 
-    def _columns(self, step: jax.Array) -> dict[str, jax.Array]:
-        """The executor's tables of a step, int32 [ticks, ranks]; see `slots.Tables`."""
+    def _rows(self, step: jax.Array) -> TickRow:
+        """The executor's rows of a step, int32 [ticks, ranks] in each field; `step` is traced."""
         stages, count, newest = self.schedule.stages, self.schedule.microbatches, step % 2
         ranks, ticks = jnp.arange(stages), jnp.arange(count)[:, None]
         is_last = ranks == stages - 1
-        columns: dict[str, Any] = {
-            "forward_loss_gradient": ~is_last,  # slot 0 of the inbox on the last rank, the spare slot 1 elsewhere
-            "forward_arrival_0": ranks == 0,
-            "backward_arrival_0": is_last,
-        }
-        for prefix, lag in (("forward", ranks), ("backward", _lag(ranks, stages))):
-            number = ticks - lag  # of the newest batch's microbatches; below 0, of those of the batch before
+        slots = self.table.stash_slots
+
+        def operation(lag) -> OperationRow:
+            number = ticks - lag  # the microbatch of the newest batch; negative: of the previous batch
             half = jnp.where(number < 0, 1 - newest, newest)
-            values = dict(
+            return OperationRow(
                 on=(number >= 0) | (step > 0),
                 chunk=half,
                 stage=ranks,
                 microbatch=half * count + number % count,
                 first=ranks == 0,
                 last=is_last,
-                stash=(step % self.table.stash_slots * count + number) % self.table.stash_slots,
                 part=0,
                 parts=1,
+                stash=(step % slots * count + number) % slots,
+                kept=0,
                 inbox=0,
             )
-            columns |= {f"{prefix}_{name}": value for name, value in values.items()}
-        for end, prefix, where in (("embed", "forward", 0), ("head", "forward", -1), ("embed_backward", "backward", 0)):
-            on, microbatch = (jnp.broadcast_to(columns[f"{prefix}_{name}"], (count, stages))[:, where, None]
-                              for name in ("on", "microbatch"))  # fmt: skip
-            here = self.share_ends | (ranks == ranks[where])
-            columns |= {f"{end}_on": on & here, f"{end}_microbatch": microbatch}
-        return {
-            name: jnp.broadcast_to(jnp.asarray(value, jnp.int32), (count, stages)) for name, value in columns.items()
-        }
+
+        def end(row: OperationRow, rank: int) -> EndRow:
+            on, microbatch = (jnp.broadcast_to(a, (count, stages))[:, rank, None] for a in (row.on, row.microbatch))
+            return EndRow(on & (self.options.share_ends | (ranks == ranks[rank])), microbatch)
+
+        forward, backward = operation(ranks), operation(backward_lag(ranks, stages))
+        rows = TickRow(
+            forward,
+            backward,
+            weight=OperationRow(*[0] * len(OperationRow._fields)),  # backwards are not split
+            embed=end(forward, 0),
+            head=end(forward, -1),
+            embed_backward=end(backward, 0),
+            loss_gradient=~is_last,  # slot 0 of the inbox on the last rank, the extra slot 1 elsewhere
+            activation_arrivals=(ranks == 0,),
+            gradient_arrivals=(is_last,),
+        )
+        return jax.tree.map(lambda column: jnp.broadcast_to(jnp.asarray(column, jnp.int32), (count, stages)), rows)
 
 
-def _spread(carry: Carry) -> Carry:
-    """A rank's values with axes for the ranks they differ between."""
+def _with_mesh_axes(carry: Carry) -> Carry:
+    """Adds the leading axes [data, pipe] to a rank's leaves, over which they are sharded outside the `shard_map`."""
     return jax.tree.map(lambda a: a[None, None], carry)
 
 
-def _versioned(functions) -> Functions:
-    def own(shared: Tree, microbatch: Tree) -> Tree:
+def _versioned(functions) -> VersionedFunctions:
+    """The functions with `shared` of [2, ...], of which each microbatch uses its version."""
+
+    def select(shared: Tree, microbatch: Tree) -> Tree:
         version = microbatch["version"][0]
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, version, 0, keepdims=False), shared)
 
-    return Functions(
-        lambda shared, microbatch: functions.embed(own(shared, microbatch), microbatch),
+    return VersionedFunctions(
+        lambda shared, microbatch: functions.embed(select(shared, microbatch), microbatch),
         functions.block,
-        lambda shared, y, microbatch: functions.head_loss(own(shared, microbatch), y, microbatch),
+        lambda shared, y, microbatch: functions.head_loss(select(shared, microbatch), y, microbatch),
     )

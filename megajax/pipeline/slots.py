@@ -1,45 +1,101 @@
-"""From a schedule to the integer tables its compiled program reads.
+"""Turns a schedule into the int32 arrays that the compiled program reads.
 
-Every rank runs the same program and differs only in its column of these tables: which chunk and microbatch it works on,
-in which slot of the stash a forward leaves what its backward needs, and in which slot of an inbox an arriving activation
-or gradient waits until it is used. Slots are given out here, ahead of time, as few as there are values alive at once.
+Every rank runs the same program. What a rank does in a tick it reads from its column of these arrays: the chunk and
+the microbatch, the slot of the stash that a forward writes and its backward reads, and the slot of an inbox in which
+a received activation or gradient waits until it is used. Slots are assigned here, ahead of time; their number is the
+largest number of values alive at once. For 1F1B on 2 ranks with 3 microbatches (a backward takes two ticks), the
+operations and the slots are
+
+    tick              0   1   2   3   4   5   6   7   8   9   10  11
+    rank 0            F0  F1  .   .   B0  B0  F2  B1  B1  .   B2  B2
+      forward.stash   0   1                   0
+      backward.stash                  0   0       1   1       0   0
+    rank 1            .   F0  B0  B0  F1  B1  B1  F2  B2  B2  .   .
+      forward.stash       0           0           0
+      backward.stash          0   0       0   0       0   0
+
+so rank 0 needs `stash_slots` = 2, and microbatch 2 reuses the slot of microbatch 0. This file imports no jax.
 """
 
 import dataclasses
 import heapq
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
-Route = tuple[tuple[int, int], ...]
+Route = tuple[tuple[int, int], ...]  # (sender, receiver) pairs of pipeline ranks
 Interval = tuple[int, int, object]
-PREFIX = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight"}
+Column = Any  # int32: [ticks, ranks] in `Tables`, [ticks] of one rank in its scan, a scalar in one tick
 Times = dict[tuple[str, int, int], int]  # (result, stage, microbatch) -> tick
+
+
+class OperationRow(NamedTuple):
+    """One operation of a tick: a forward, a backward (whole, a part of it, or I), or W.
+
+    Where `on` is 0 the rank has no work. The other fields are then 0, except `parts`, which is 1, `inbox`, which is the
+    inbox's extra slot, and in paired ticks `stash` of a forward, which is a slot that is free in that tick.
+    """
+
+    on: Column  # 1 if the rank has work
+    chunk: Column  # which of the rank's chunks
+    stage: Column  # the chunk's global stage
+    microbatch: Column
+    first: Column  # 1 on the model's first stage
+    last: Column  # 1 on the model's last stage
+    part: Column  # which part of a backward, from 0; part 0 is the last blocks of the chunk
+    parts: Column  # in how many parts the backward runs
+    stash: Column  # slot of the stash that a forward writes and that a backward and W read
+    kept: Column  # slot that I writes and W reads
+    inbox: Column  # slot in which the operation's input waits
+
+
+class EndRow(NamedTuple):
+    """Whether a rank runs the embedding, the head or the embedding's backward in a tick, and for which microbatch.
+
+    Where all ranks share these layers, every rank has the same values.
+    """
+
+    on: Column
+    microbatch: Column
+
+
+class TickRow(NamedTuple):
+    """What the ranks do in a tick.
+
+    `activation_arrivals[j]` is the inbox slot for the activation received over route j at the end of the tick, and
+    `gradient_arrivals[j]` the one for the gradient. In paired ticks a gradient is received one tick after it was sent,
+    between that tick's forward and backward, and its slot is in that row. The slot after an inbox's last one takes
+    what no operation reads.
+    """
+
+    forward: OperationRow
+    backward: OperationRow
+    weight: OperationRow
+    embed: EndRow
+    head: EndRow
+    embed_backward: EndRow
+    loss_gradient: Column  # slot of the gradient inbox in which the head leaves the gradient of its input
+    activation_arrivals: tuple[Column, ...]
+    gradient_arrivals: tuple[Column, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """A schedule as arrays. Each column is int32 [ticks, ranks].
-
-    Columns of a forward (prefix `forward_`), of a backward or of its gradient of the input alone (`backward_`), and of the
-    weights' gradients done later (`weight_`): `on` 1 where there is work, `chunk`, `stage`, `microbatch`, `first` and
-    `last` 1 on the model's first and last stage, `stash` the slot written or read, `inbox` the slot its input waits in.
-    `forward_loss_gradient` is where the head leaves the loss's gradient. `forward_arrival_J` and `backward_arrival_J` say
-    where what comes over route J goes at the end of the tick; the slot after an inbox's last is for what nobody needs. In
-    paired ticks a gradient arrives a tick later, between forward and backward, and its `backward_arrival_J` is there.
-    `backward_part` of `backward_parts` says which run of the chunk's blocks a backward goes through. `backward_kept` and
-    `weight_kept` are the slot of what I leaves for W. `embed_`, `head_` and `embed_backward_` have `on` and `microbatch`
-    of the model's ends; where ranks share these, the same on all of them.
+    """A schedule as arrays, and the sizes of the buffers that they index.
 
     Attributes:
-      stash_slots: chunk activations kept at once; the shape of the stash in the program.
-      kept_slots: how many I wait for their W at once.
-      inbox_slots: received activations ("F") and gradients ("B") waiting at once.
-      routes: for activations ("F") and gradients ("B"), the open chains of (sender, receiver) pairs they travel along.
+      schedule: the schedule itself.
+      rows: int32 [ticks, ranks] in each field; None if the program computes its rows at run time (pipedream_2bw).
+      stash_slots: chunk activations stashed at once.
+      kept_slots: I whose W has not run yet, at once; 0 if backwards are not split.
+      inbox_slots: received activations ("F") and gradients ("B") that wait at once, without the extra slot.
+      routes: for activations ("F") and gradients ("B"), the open chains of (sender, receiver) pairs to send along.
     """
 
-    columns: dict[str, np.ndarray]
+    schedule: Schedule
+    rows: TickRow | None
     stash_slots: int
     kept_slots: int
     inbox_slots: dict[str, int]
@@ -50,60 +106,72 @@ def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
     """The tables of a valid schedule.
 
     Args:
-      share_ends: all ranks run embedding and head, each its part, in the ticks in which one rank has a microbatch there.
+      share_ends: all ranks run their part of the embedding and the head, in each tick in which one rank has a
+        microbatch at the model's first or last stage.
     """
-    shape = (len(schedule.ticks), schedule.stages)
-    columns: dict[str, np.ndarray] = {}
-    for prefix in ("forward", "backward", "weight"):
-        for name in ("on", "chunk", "stage", "microbatch", "first", "last", "stash", "part"):
-            columns[f"{prefix}_{name}"] = np.zeros(shape, np.int32)
-        columns[f"{prefix}_parts"] = np.ones(shape, np.int32)
+    operations = _operations(schedule)
     start: Times = {}
     finish: Times = {}
     for tick, rank, work in _works(schedule):
         op, stage = schedule.does(work), schedule.stage(work.chunk, rank)
-        whole = op != BACKWARD  # an I or a W is never in parts, though it may be a part of a B
-        values = dict(
-            on=1,
-            chunk=work.chunk,
-            stage=stage,
-            microbatch=work.microbatch,
-            first=stage == 0,
-            last=stage == schedule.last_stage,
-            part=0 if whole else work.part,
-            parts=1 if whole else work.parts,
-        )
-        for name, value in values.items():
-            columns[f"{PREFIX[op]}_{name}"][tick, rank] = value
         start.setdefault((INPUT if op == BACKWARD else op, stage, work.microbatch), tick)
         for result in schedule.results(work):
             finish[result, stage, work.microbatch] = tick
     routes = {direction: _routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
-    stash_slots = _stash(schedule, columns, finish) if schedule.has_backward else 0
-    kept_slots = _kept(schedule, columns, finish)
-    inbox_slots = {way: _inbox(schedule, columns, start, finish, way, routes[way]) for way in (FORWARD, BACKWARD)}
-    columns |= _ends(columns, share_ends)
-    return Tables(columns, stash_slots, kept_slots, inbox_slots, routes)
+    stash_slots = _assign_stash(schedule, operations, finish) if schedule.has_backward else 0
+    kept_slots = _assign_kept(schedule, operations, finish)
+    times = start, finish
+    activation_slots, activation_arrivals = _assign_inbox(schedule, operations, times, FORWARD, routes[FORWARD])
+    gradient_slots, gradient_arrivals = _assign_inbox(schedule, operations, times, BACKWARD, routes[BACKWARD])
+    loss_gradient = _loss_gradient(schedule, operations, gradient_slots)
+    forward, backward, weight = (operations[op] for op in (FORWARD, BACKWARD, WEIGHT))
+    rows = TickRow(
+        forward,
+        backward,
+        weight,
+        embed=_end(forward, forward.on & forward.first, share_ends),
+        head=_end(forward, forward.on & forward.last, share_ends),
+        embed_backward=_end(backward, backward.on & backward.first & (backward.part == backward.parts - 1), share_ends),
+        loss_gradient=loss_gradient,
+        activation_arrivals=activation_arrivals,
+        gradient_arrivals=gradient_arrivals,
+    )
+    inbox_slots = {FORWARD: _count(activation_slots), BACKWARD: _count(gradient_slots)}
+    return Tables(schedule, rows, stash_slots, kept_slots, inbox_slots, routes)
 
 
-def _ends(columns: dict, share: bool) -> dict[str, np.ndarray]:
-    """When a rank runs the embedding, the head, and the embedding's backward, and for which microbatch."""
-    whole = columns["backward_part"] == columns["backward_parts"] - 1
-    here = {
-        "embed": ("forward", columns["forward_on"] & columns["forward_first"]),
-        "head": ("forward", columns["forward_on"] & columns["forward_last"]),
-        "embed_backward": ("backward", columns["backward_on"] & columns["backward_first"] & whole),
-    }
-    ends = {}
-    for end, (prefix, on) in here.items():
-        microbatch = on * columns[f"{prefix}_microbatch"]
-        if share:  # no two ranks have a first stage, or a last one
-            on, microbatch = (np.broadcast_to(a.max(1, keepdims=True), a.shape) for a in (on, microbatch))
-        ends |= {f"{end}_on": on, f"{end}_microbatch": microbatch}
-    return ends
+def _operations(schedule: Schedule) -> dict[str, OperationRow]:
+    """The rows of F, B (the same object as I) and W, without slots; the arrays are filled in place."""
+    zeros = np.zeros((len(schedule.ticks), schedule.stages), np.int32)
+    forward, backward, weight = (OperationRow(*(zeros.copy() for _ in OperationRow._fields)) for _ in range(3))
+    for row in (forward, backward, weight):
+        row.parts[:] = 1
+    operations = {FORWARD: forward, BACKWARD: backward, INPUT: backward, WEIGHT: weight}
+    for tick, rank, work in _works(schedule):
+        op, stage = schedule.does(work), schedule.stage(work.chunk, rank)
+        row = operations[op]
+        row.on[tick, rank] = 1
+        row.chunk[tick, rank] = work.chunk
+        row.stage[tick, rank] = stage
+        row.microbatch[tick, rank] = work.microbatch
+        row.first[tick, rank] = stage == 0
+        row.last[tick, rank] = stage == schedule.last_stage
+        if op == BACKWARD:  # I and W are parts of a B in the schedule, and run whole here
+            row.part[tick, rank] = work.part
+            row.parts[tick, rank] = work.parts
+    return operations
+
+
+def _end(operation: OperationRow, on: np.ndarray, share: bool) -> EndRow:
+    """The row of a layer at the model's end, which runs with `operation` where `on` is 1."""
+    microbatch = on * operation.microbatch
+    if share:  # in a tick at most one rank works on the first stage, and at most one on the last
+        on, microbatch = (np.broadcast_to(a.max(1, keepdims=True), a.shape) for a in (on, microbatch))
+    return EndRow(on, microbatch)
 
 
 def _works(schedule: Schedule):
+    """Yields (tick, rank, work) for every piece of work."""
     for tick, row in enumerate(schedule.ticks):
         for rank, works in enumerate(row):
             for work in works:
@@ -111,19 +179,22 @@ def _works(schedule: Schedule):
 
 
 def _stage_after(schedule: Schedule, direction: str, stage: int) -> int | None:
+    """The stage that a stage sends to; None at the model's end."""
     after = stage + 1 if direction == FORWARD else stage - 1
     return after if 0 <= after <= schedule.last_stage else None
 
 
 def _edge(schedule: Schedule, stage: int, after: int) -> tuple[int, int]:
+    """(sender, receiver) ranks of a send between two stages."""
     return schedule.home(stage)[1], schedule.home(after)[1]
 
 
 def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
-    """Who sends to whom, grouped by distance, so that no route closes a ring.
+    """The (sender, receiver) pairs of a direction, grouped by distance so that no route is a ring.
 
-    A ring over several groups of devices is several cycles, which XLA's decomposition of permutes gets wrong
-    (openxla/xla#45222); interleaving's edge from the last rank back to the first is therefore a route of its own.
+    With several pipelines on the mesh a ring is several cycles, for which XLA's decomposition of collective permutes
+    loses data (openxla/xla#45222). The edge of interleaving from the last rank to the first is therefore a separate
+    route.
     """
     groups: dict[int, set[tuple[int, int]]] = {}
     for stage in range(schedule.last_stage + 1):
@@ -134,37 +205,39 @@ def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     return tuple(tuple(sorted(groups[distance])) for distance in sorted(groups, key=abs))
 
 
-def _stash(schedule: Schedule, columns: dict, finish: Times) -> int:
+def _assign_stash(schedule: Schedule, operations: dict[str, OperationRow], finish: Times) -> int:
     """Gives each forward the slot that its backward reads; returns how many slots the rank with most needs.
 
-    A slot is held until the weights' gradients are done. A masked forward in a bubble writes too, so it is given a slot
-    that is free in that tick.
+    A slot is occupied until the weights' gradients are computed. In paired ticks a forward in a bubble writes too, so
+    it gets a slot that is free in that tick.
     """
+    forward = operations[FORWARD]
     spans = [range(segment.start, segment.stop) for segment in schedule.segments if FORWARD in segment.ops]
-    held: dict[int, list[Interval]] = {rank: [] for rank in range(schedule.stages)}
+    occupied: dict[int, list[Interval]] = {rank: [] for rank in range(schedule.stages)}
     for (result, stage, microbatch), tick in finish.items():
         if result == FORWARD:
             span = (tick, finish[WEIGHT, stage, microbatch], (stage, microbatch))
-            held[schedule.home(stage)[1]].append(span)
+            occupied[schedule.home(stage)[1]].append(span)
     slots_of = {}
-    for rank, intervals in held.items():
+    for rank, intervals in occupied.items():
         if schedule.paired:
-            bubbles = [tick for span in spans for tick in span if not columns["forward_on"][tick, rank]]
+            bubbles = [tick for span in spans for tick in span if not forward.on[tick, rank]]
             intervals += [(tick, tick, ("bubble", tick)) for tick in bubbles]
         slots_of[rank] = _colour(intervals)
         for name, slot in slots_of[rank].items():
             if name[0] == "bubble":
-                columns["forward_stash"][name[1], rank] = slot
+                forward.stash[name[1], rank] = slot
     for tick, rank, work in _works(schedule):
-        column = columns[f"{PREFIX[schedule.does(work)]}_stash"]
-        column[tick, rank] = slots_of[rank][schedule.stage(work.chunk, rank), work.microbatch]
+        slot = slots_of[rank][schedule.stage(work.chunk, rank), work.microbatch]
+        operations[schedule.does(work)].stash[tick, rank] = slot
     return _count(slots_of)
 
 
-def _kept(schedule: Schedule, columns: dict, finish: Times) -> int:
-    """Gives each I the slot that its W reads; returns how many the rank with most needs, 0 where nothing is split."""
-    for prefix in ("backward", "weight"):
-        columns[f"{prefix}_kept"] = np.zeros_like(columns["forward_on"])
+def _assign_kept(schedule: Schedule, operations: dict[str, OperationRow], finish: Times) -> int:
+    """Gives each I the slot that its W reads; returns how many slots the rank with most needs.
+
+    0 if backwards are not split.
+    """
     splits = [(tick, rank, work) for tick, rank, work in _works(schedule) if schedule.does(work) in (INPUT, WEIGHT)]
     slots_of = {}
     owned: dict[int, set] = {rank: set() for rank in range(schedule.stages)}
@@ -173,55 +246,70 @@ def _kept(schedule: Schedule, columns: dict, finish: Times) -> int:
     for rank, own in owned.items():
         slots_of[rank] = _colour([(finish[INPUT, *name], finish[WEIGHT, *name], name) for name in own])
     for tick, rank, work in splits:
-        column = columns[f"{PREFIX[schedule.does(work)]}_kept"]
-        column[tick, rank] = slots_of[rank][schedule.stage(work.chunk, rank), work.microbatch]
+        slot = slots_of[rank][schedule.stage(work.chunk, rank), work.microbatch]
+        operations[schedule.does(work)].kept[tick, rank] = slot
     return _count(slots_of)
 
 
-def _inbox(schedule: Schedule, columns: dict, start: Times, finish: Times, direction: str, routes) -> int:
-    """Gives each arriving value a slot from its arrival to its use; returns the number of slots, without the spare."""
-    prefix, wanted = PREFIX[direction], FORWARD if direction == FORWARD else INPUT
+def _assign_inbox(
+    schedule: Schedule, operations: dict[str, OperationRow], times: tuple[Times, Times], direction: str, routes
+) -> tuple[dict[int, dict], tuple[np.ndarray, ...]]:
+    """Gives each received value a slot from its arrival to its use.
+
+    Returns:
+      for each rank the slot of each (stage, microbatch) that receives; and for each route the slots of its arrivals,
+      int32 [ticks, ranks].
+    """
+    start, finish = times
+    wanted = FORWARD if direction == FORWARD else INPUT
     intervals: dict[int, list[Interval]] = {rank: [] for rank in range(schedule.stages)}
     for (result, stage, microbatch), tick in finish.items():
         after = _stage_after(schedule, direction, stage)
         if result == wanted and after is not None:
             use = start[wanted, after, microbatch]
             intervals[schedule.home(after)[1]].append((tick + 1, use, (after, microbatch)))
-        scored = direction == BACKWARD and result == FORWARD and stage == schedule.last_stage and schedule.has_backward
-        if scored:  # the head's gradient is there at once
+        from_head = direction == BACKWARD and result == FORWARD and stage == schedule.last_stage
+        if from_head and schedule.has_backward:  # the head writes its gradient in the tick of the forward
             intervals[schedule.home(stage)[1]].append((tick, start[INPUT, stage, microbatch], (stage, microbatch)))
     slots_of = {rank: _colour(intervals[rank]) for rank in intervals}
     spare = _count(slots_of)
-    columns[f"{prefix}_inbox"] = np.full_like(columns["forward_on"], spare)
-    arrivals = [np.full_like(columns["forward_on"], spare) for _ in routes]
-    if direction == BACKWARD:
-        columns["forward_loss_gradient"] = np.full_like(columns["forward_on"], spare)
+    row = operations[direction]
+    row.inbox[:] = spare
+    arrivals = tuple(np.full_like(row.inbox, spare) for _ in routes)
     for tick, rank, work in _works(schedule):
         op, stage = schedule.does(work), schedule.stage(work.chunk, rank)
         slot = slots_of[rank].get((stage, work.microbatch))
-        if slot is not None and PREFIX[op] == prefix:
-            columns[f"{prefix}_inbox"][tick, rank] = slot
-        if slot is not None and direction == BACKWARD and op == FORWARD and stage == schedule.last_stage:
-            columns["forward_loss_gradient"][tick, rank] = slot
+        if slot is not None and operations[op] is row:
+            row.inbox[tick, rank] = slot
         after = _stage_after(schedule, direction, stage)
         if wanted in schedule.results(work) and after is not None:
             edge = _edge(schedule, stage, after)
             route = next(index for index, pairs in enumerate(routes) if edge in pairs)
             late = schedule.paired and direction == BACKWARD
             arrivals[route][tick + late, edge[1]] = slots_of[edge[1]][after, work.microbatch]
-    for index, arrival in enumerate(arrivals):
-        columns[f"{prefix}_arrival_{index}"] = arrival
-    return spare
+    return slots_of, arrivals
+
+
+def _loss_gradient(schedule: Schedule, operations: dict[str, OperationRow], slots_of: dict[int, dict]) -> np.ndarray:
+    """The slot of the gradient inbox in which the head leaves its gradient; the extra slot in all other ticks."""
+    slots = np.full_like(operations[FORWARD].on, _count(slots_of))
+    for tick, rank, work in _works(schedule):
+        stage = schedule.stage(work.chunk, rank)
+        if work.op == FORWARD and stage == schedule.last_stage and schedule.has_backward:
+            slots[tick, rank] = slots_of[rank][stage, work.microbatch]
+    return slots
 
 
 def _count(slots_of: dict[int, dict]) -> int:
+    """The number of slots that the rank with most uses."""
     return max((1 + slot for slots in slots_of.values() for slot in slots.values()), default=0)
 
 
 def _colour(intervals: list[Interval]) -> dict[object, int]:
-    """Slots for closed intervals (from, to, name), so that none shares a slot with another it overlaps.
+    """Assigns slots to closed intervals (first tick, last tick, name); overlapping intervals have different slots.
 
-    Taken in order of their start, each into the lowest free slot: as many slots as intervals overlap at most.
+    Greedy interval colouring, in order of the first tick, each into the lowest free slot. It uses as many slots as
+    intervals overlap at most, which is optimal.
     """
     slots: dict[object, int] = {}
     busy: list[tuple[int, int]] = []

@@ -1,14 +1,20 @@
-"""A block's backward in two: I, the gradient of its input, and W, the gradients of its weights (2401.10241, "B" and "W").
+"""Splits a block's backward in two: I, the gradient of its input, and W, the gradients of its weights.
 
-Only I is on the pipeline's critical path; W can wait for a bubble. The block's backward is one flat list of primitive
-operations once calls are inlined (remat and jit included), so it can be cut for any block:
+In the zero-bubble paper (2401.10241) these are "B" and "W". Only I is on the pipeline's critical path, because the
+previous stage waits for it; W can run later, in a bubble. With all calls inlined (jax.checkpoint and jit included),
+the backward of any block is a flat list of equations, which is partitioned:
 
-* I does what the input's gradient needs, and every weight gradient that takes no matmul (biases, norms): those are
-  small, and made from large values that W then need not be given.
-* W does the matmuls that are left. What they need is read from the stash again, or computed again where that takes no
-  matmul (a norm, an activation), or else, when it comes from I's own matmuls, it is *kept*: I puts it out and W takes it.
+* I has the equations on which the input's gradient depends, and all weight gradients that need no matmul (biases,
+  norms). The latter are small and computed from large activations, which then need not be stored until W.
+* W has the remaining matmuls. Each of their operands is read from the stash, or recomputed from it if that needs no
+  matmul (a norm, an activation function), or else *kept*: returned by I and passed to W.
 
-No matmul is done twice. This is the one file that takes jaxprs apart.
+For y = tanh(x @ up + bias) @ down, with stash {x, h = tanh(...)}:
+
+    I:  dh = dy @ down.T;  da = dh * (1 - h * h);  dx = da @ up.T;  dbias = da.sum(...)     keeps dy, da
+    W:  dup = x.T @ da;  ddown = h.T @ dy
+
+No matmul runs twice. This is the only file that reads jaxprs.
 """
 
 from collections.abc import Callable
@@ -27,10 +33,11 @@ class Split(NamedTuple):
     """A backward in two parts.
 
     Attributes:
-      input: (residuals, weights, x, dy) -> (dx, early, kept): `early` are the weight gradients that are finished.
-      weight: (residuals, weights, x, kept) -> late, the others.
-      merge: (early, late) -> gradients like weights.
-      kept: shapes of what is kept between.
+      input: I, (residuals, weights, x, dy) -> (dx, early, kept): the input's gradient, the list of the weight
+        gradients that are complete, and the list of values that `weight` needs.
+      weight: W, (residuals, weights, x, kept) -> late, the list of the other weight gradients.
+      is_late: pytree of bools like weights: whether `weight` computes the gradient.
+      kept: list of ShapeDtypeStruct, the types of the values kept.
     """
 
     input: Callable
@@ -40,9 +47,9 @@ class Split(NamedTuple):
 
 
 def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Array, dy: jax.Array) -> Split:
-    """Cuts `backward(residuals, weights, x, dy) -> (gradients like weights, dx)` in two.
+    """Splits `backward(residuals, weights, x, dy) -> (gradients like weights, dx)`.
 
-    The arguments are examples, read for their types only.
+    The other arguments are examples of the backward's; only their types are read.
     """
     examples = (residuals, weights, x, dy)
     flat, structure = jax.tree.flatten(examples)
@@ -57,13 +64,13 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     known = set(jaxpr.invars) | set(jaxpr.constvars)
     for_input = _needed(jaxpr, makers, [dx])
-    stashed = known - {jaxpr.invars[-1]}  # all that W can read again: not dy
+    stashed = known - {jaxpr.invars[-1]}  # W can read all arguments again except dy
     cheap = _without_matmul(jaxpr, stashed)
     late = [_has_late_matmul(jaxpr, makers, var, for_input) for var in dw]
     early_vars = [var for var, is_late in zip(dw, late, strict=True) if not is_late]
     late_vars = [var for var, is_late in zip(dw, late, strict=True) if is_late]
     for_input = _needed(jaxpr, makers, [dx, *early_vars])
-    kept, for_weight = _cut(jaxpr, makers, late_vars, for_input, stashed, cheap)
+    kept, for_weight = _partition(jaxpr, makers, late_vars, for_input, stashed, cheap)
 
     def run(indices, inputs, outputs):
         values = dict(inputs)
@@ -87,7 +94,7 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
 
 
 def _evaluate(jaxpr, consts, arguments) -> list:
-    """Runs a jaxpr with every call inlined."""
+    """Evaluates a jaxpr with every call inlined; returns its outputs."""
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -101,12 +108,14 @@ def _evaluate(jaxpr, consts, arguments) -> list:
 
 
 def _read(values: dict, var):
+    """The value of a variable or literal."""
     return var.val if isinstance(var, Literal) else values[var]
 
 
 def _bind(eqn, values: dict) -> None:
+    """Evaluates an equation; adds its outputs to `values`."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    if eqn.primitive.name == "pvary":  # the body of a call, inlined, may get what varies already
+    if eqn.primitive.name == "pvary":  # in an inlined body the argument may vary over these axes already
         value = _read(values, eqn.invars[0])
         axes = tuple(axis for axis in params["axes"] if axis not in varying_axes(value))
         if not axes:
@@ -123,7 +132,7 @@ def _inputs(eqn) -> list:
 
 
 def _needed(jaxpr, makers: dict, variables: list) -> set[int]:
-    """Indices of the equations that the variables come from."""
+    """Indices of the equations on which the variables depend."""
     found, todo = set(), [var for var in variables if not isinstance(var, Literal)]
     while todo:
         index = makers.get(todo.pop())
@@ -134,7 +143,7 @@ def _needed(jaxpr, makers: dict, variables: list) -> set[int]:
 
 
 def _without_matmul(jaxpr, stashed: set) -> set:
-    """Variables that can be computed from what is stashed without a matmul."""
+    """The variables that can be computed from stashed ones without a matmul."""
     cheap = set(stashed)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in MATMULS and all(var in cheap for var in _inputs(eqn)):
@@ -143,12 +152,12 @@ def _without_matmul(jaxpr, stashed: set) -> set:
 
 
 def _has_late_matmul(jaxpr, makers: dict, var, for_input: set[int]) -> bool:
-    """Whether a weight's gradient takes a matmul that the input's does not."""
+    """Whether a weight's gradient depends on a matmul that the input's gradient does not."""
     return any(jaxpr.eqns[index].primitive.name in MATMULS for index in _needed(jaxpr, makers, [var]) - for_input)
 
 
-def _cut(jaxpr, makers, late_vars, for_input, stashed, cheap) -> tuple[list, set[int]]:
-    """What to keep from I for W, and the equations of W."""
+def _partition(jaxpr, makers, late_vars, for_input, stashed, cheap) -> tuple[list, set[int]]:
+    """(variables that I keeps for W, indices of the equations of W)."""
     kept, for_weight, seen = [], set(), set()
     todo = [var for var in late_vars if not isinstance(var, Literal)]
     while todo:
@@ -157,9 +166,9 @@ def _cut(jaxpr, makers, late_vars, for_input, stashed, cheap) -> tuple[list, set
             continue
         seen.add(var)
         index = makers.get(var)
-        laid_out = index is not None and jaxpr.eqns[index].primitive.name == "sharding_constraint"
-        if index is None or (index in for_input and var not in cheap and not laid_out):
-            kept.append(var)  # dy itself, or a result of I; as it was before it was gathered
+        is_constraint = index is not None and jaxpr.eqns[index].primitive.name == "sharding_constraint"
+        if index is None or (index in for_input and var not in cheap and not is_constraint):
+            kept.append(var)  # dy, or a result of I; before a sharding constraint, which may all-gather it
         else:
             for_weight.add(index)
             todo += _inputs(jaxpr.eqns[index])

@@ -1,10 +1,16 @@
-"""A chunk of blocks, forwards and backwards: the block is the unit of differentiation.
+"""Forward and backward of one chunk of blocks. The block is the unit of differentiation.
 
-The forward keeps in the *stash* what each block's backward needs: its input, and whatever `jax.vjp` saves beyond its
-arguments (what that is, the block decides through `jax.checkpoint`). Weights are arguments, so they are read again from
-where they lie and never copied into the stash.
+The forward of a chunk is a loop over its blocks. For block i it calls `jax.vjp(block, weights_i, x)` and writes to
+the stash the block's input x and the residuals that `jax.vjp` saved beyond its arguments. Which residuals these are,
+the block decides with `jax.checkpoint`. Weights are arguments, so the backward reads them from where they are stored;
+they are never copied to the stash. The backward is a loop over the same blocks, last block first. It rebuilds each
+VJP from the stash and adds the weight gradients to fp32 accumulators in place.
+
+    forward     x ── block 0 ── block 1 ── ... ── y          stash[slot, i] = (residuals of block i, its input)
+    backward   dx ── block 0 ── block 1 ── ... ── dy         gradients[chunk * blocks per chunk + i] += dw of block i
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,27 +19,50 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from megajax.pipeline.loops import counted_loop
 from megajax.pipeline.split_backward import Split, split_backward
+from megajax.pipeline.stash import StashRef, empty_stash
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
-from megajax.sharding.zero import Cut
+from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkWork:
+    """One operation on one chunk: what it runs on, and the slots that it reads and writes.
+
+    Attributes:
+      microbatch: pytree of [samples, ...], passed to the blocks.
+      chunk: int32 scalar, which of the rank's chunks.
+      stage: int32 scalar, the chunk's global stage; only a forward reads it, for the layer's number.
+      stash: the slot that a forward writes and a backward or W reads. None: a forward without backward.
+      kept: the slot that I writes and W reads. None: the backward is not split.
+      blocks: (low, high), the range of the chunk's blocks to run. Python ints if known at compile time, else int32
+        scalars, equal where the rank has no work. None: all blocks.
+    """
+
+    microbatch: Tree
+    chunk: Any
+    stage: Any = 0
+    stash: StashRef | None = None
+    kept: StashRef | None = None
+    blocks: tuple | None = None
 
 
 class Stack:
     """The blocks of one rank, run by chunk.
 
     Attributes:
-      block: `block(weights, x, microbatch, layer) -> x`, one block on one microbatch.
+      block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch, x of [samples, sequence, hidden].
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
       per_chunk: blocks in a chunk.
-      cut: like weights, `Cut`s of a block's weights over `data`. They are put together when the block runs, and the
-        gradients summed and cut again at once (ZeRO-3).
-      offload: whether the stash lies in the host's memory; a block's part goes there and comes back on its own.
-      parts: the most parts that a backward is cut into; see `run_of`.
-      separate: each block's weights as arrays of their own, which matmuls read where they are; empty where blocks take
-        turns in one loop, that copies each block's weights out of the stack (XLA's matmuls take whole arrays).
+      cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
+        runs, and its gradient is reduce-scattered at once.
+      separate: each block's weights as separate arrays, or empty. A loop over blocks slices each block's weights out
+        of the stacked arrays, and XLA copies the slice because its matmuls read whole arrays; separate arrays are not
+        copied.
+      max_parts: the largest number of parts in which a backward of separate arrays runs.
     """
 
     def __init__(
@@ -41,115 +70,90 @@ class Stack:
         block: Callable,
         weights: Tree,
         per_chunk: int,
-        cut: Tree | None = None,
         *,
-        offload: bool = False,
+        cut: Tree | None = None,
         unroll: bool = False,
-        parts: int = 1,
+        max_parts: int = 1,
     ):
-        """Wraps the stack; nothing is copied, but for separate arrays."""
-        self.block, self.weights, self.per_chunk, self.offload = block, weights, per_chunk, offload
-        self.parts, self.separate = parts, []
+        """`unroll` makes separate arrays (`--unroll-blocks`); else nothing is copied."""
+        self.block, self.weights, self.per_chunk = block, weights, per_chunk
+        self.max_parts, self.separate = max_parts, []
         if unroll:
             layers = range(jax.tree.leaves(weights)[0].shape[0])
-            whole = lax.optimization_barrier(
-                weights
-            )  # or XLA casts the parts, and gathers (ZeRO-1) what is not cast yet
+            # Without the barrier XLA slices first and casts each slice, so ZeRO-1 all-gathers weights in fp32.
+            whole = lax.optimization_barrier(weights)
             self.separate = [jax.tree.map(lambda leaf: leaf[layer], whole) for layer in layers]  # noqa: B023
-        self.cut = jax.tree.map(lambda _: Cut(None, PartitionSpec()), weights) if cut is None else cut
+        self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
 
-    def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
-        """Zeros of [slots, blocks per chunk, ...] for one block's residuals and its input `x`; structure only is read."""
+    def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool = False) -> Tree:
+        """An empty stash, (residuals, x) of [slots, blocks per chunk, ...].
 
-        def empty(leaf):
-            shape = (slots, self.per_chunk, *leaf.shape)
-            if not self.offload:
-                return jnp.zeros(shape, leaf.dtype)
-            # One number, repeated there: XLA then makes room in the host's memory and copies nothing.
-            return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
+        Args:
+          slots: chunk activations to hold at once.
+          x: a block's input, [samples, sequence, hidden]; only its type is read, as of `microbatch`.
+          on_host: in host memory.
+        """
+        values = vjp_residuals(self._template(x, microbatch)), x
+        return empty_stash(slots, self.per_chunk, values, on_host=on_host)
 
-        return jax.tree.map(empty, (vjp_residuals(self._template(x, microbatch)), x))
+    def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
+        """An empty buffer [slots, blocks per chunk, ...] for what `backward_input` keeps for `backward_weight`."""
 
-    def _write(self, stash: Tree, slot, index, values: Tree) -> Tree:
-        """One block's values into its place, in place."""
+        def keep(x, microbatch, layer):
+            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
+            residuals = vjp_residuals(vjp)
+            return self._split(vjp, residuals, weights, x).input(residuals, weights, x, x)[2]
 
-        def write(whole, new):
-            if not self.offload:
-                return whole.at[slot, index].set(new)
-            new = jax.device_put(new[None, None], HOST)
-            return lax.dynamic_update_slice(whole, new, (slot, index, *[0] * (new.ndim - 2)))
+        shapes = jax.eval_shape(keep, x, microbatch, jnp.zeros((), jnp.int32))
+        return empty_stash(slots, self.per_chunk, shapes)
 
-        return jax.tree.map(write, stash, values)
-
-    def _read(self, stash: Tree, slot, index) -> Tree:
-        """What `_write` wrote."""
-
-        def read(whole):
-            if not self.offload:
-                return whole[slot, index]
-            place = (slot, index, *[0] * (whole.ndim - 2))
-            return jax.device_put(lax.dynamic_slice(whole, place, (1, 1, *whole.shape[2:])), DEVICE)[0, 0]
-
-        return jax.tree.map(read, stash)
-
-    def forward(self, x: jax.Array, microbatch: Tree, chunk, stage) -> jax.Array:
-        """x of [samples, sequence, hidden] through a chunk; keeps nothing."""
+    def forward(self, x: jax.Array, work: ChunkWork) -> jax.Array:
+        """x of [samples, sequence, hidden] through all blocks of a chunk; saves nothing."""
 
         def step(index, x):
-            weights = self._weights(chunk * self.per_chunk + index)
-            return self.block(weights, x, microbatch, stage * self.per_chunk + index)
+            weights = self._weights(work.chunk * self.per_chunk + index)
+            return self.block(weights, x, work.microbatch, work.stage * self.per_chunk + index)
 
         return lax.fori_loop(0, self.per_chunk, step, x)
 
-    def forward_stashing(
-        self, x: jax.Array, microbatch: Tree, chunk, stage, stash: Tree, slot, blocks=None, turns=0
-    ) -> tuple[jax.Array, Tree, jax.Array]:
-        """As `forward`, writing each block's residuals into `stash[slot, block]` in place.
+    def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array]:
+        """As `forward`, and writes each block's residuals and input to `work.stash`.
 
         Args:
-          blocks: how many blocks to run where that is decided at run time: all, or none in a bubble.
-          turns: a count, here and below; see `counted_loop`.
-        """
-
-        def step(index, place, zero, carry):
-            x, stash = carry
-            y, vjp = self._vjp(place, stage * self.per_chunk + index, x, microbatch)
-            return y, self._write(stash, slot, index, (vjp_residuals(vjp), x))
-
-        run = 0, self.per_chunk if blocks is None else blocks
-        turns, (y, stash) = self._each(turns, chunk, run, step, (x, stash))
-        return y, stash, turns
-
-    def backward(
-        self,
-        dy: jax.Array,
-        microbatch: Tree,
-        chunk,
-        stash: Tree,
-        slot,
-        gradients: Tree,
-        *,
-        keep=None,
-        blocks=None,
-        turns=0,
-    ) -> tuple[jax.Array, Tree, jax.Array]:
-        """Gradient of a chunk, or of a run of its blocks, last block first.
-
-        Args:
-          dy: gradient of what the (run of the) chunk put out, [samples, sequence, hidden].
-          gradients: fp32 accumulators like `weights`; added to in place.
-          keep: bool scalar: whether this is real work. A bubble's gradients may be anything, NaN too, and are dropped.
-            None: it always is.
-          blocks: (low, high), the run of the chunk's blocks, where that is decided at run time; none in a bubble.
+          iterations: here and below, the iteration count of earlier loops; see `loops.counted_loop`.
 
         Returns:
-          gradient of the input, the accumulators, and turns.
+          (y of [samples, sequence, hidden], the stash's buffer, the iteration count).
         """
-        template = self._template(dy, microbatch)
 
-        def step(index, place, zero, carry):
-            dy, gradients = carry
-            residuals, weights, x = self._stashed(index, place, stash, slot, zero)
+        def step(index, place, zero, state):
+            x, buffer = state
+            y, vjp = self._vjp(place, work.stage * self.per_chunk + index, x, work.microbatch)
+            stash = dataclasses.replace(work.stash, buffer=buffer)
+            return y, stash.write(index, (vjp_residuals(vjp), x))
+
+        iterations, (y, buffer) = self._run_blocks(iterations, work, step, (x, work.stash.buffer))
+        return y, buffer, iterations
+
+    def backward(
+        self, dy: jax.Array, work: ChunkWork, gradients: Tree, *, keep=None, iterations=0
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        """Gradients of a chunk, or of the range `work.blocks` of its blocks, last block first.
+
+        Args:
+          dy: gradient of the output of the last of these blocks, [samples, sequence, hidden].
+          gradients: fp32 accumulators like `weights`, updated in place.
+          keep: bool scalar; False in a bubble that runs its blocks all the same. Its gradients may be anything, NaN
+            included, and are discarded. None: always True.
+
+        Returns:
+          (gradient of the first block's input, the accumulators, the iteration count).
+        """
+        template = self._template(dy, work.microbatch)
+
+        def step(index, place, zero, state):
+            dy, gradients = state
+            residuals, weights, x = self._saved(index, place, work.stash, zero)
             dw, dx = rebuild_vjp(template, residuals, (weights, x))(dy)
 
             def add(total, new, cut):
@@ -158,91 +162,79 @@ class Stack:
 
             return dx, jax.tree.map(add, gradients, dw, self.cut)
 
-        run = (0, self.per_chunk) if blocks is None else blocks
-        turns, (dx, gradients) = self._each(turns, chunk, run, step, (dy, gradients), backwards=True)
-        return dx, gradients, turns
-
-    def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
-        """Zeros of [slots, blocks per chunk, ...] for what `backward_input` leaves for `backward_weight`."""
-
-        def keep(x, microbatch, layer):
-            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
-            residuals = vjp_residuals(vjp)
-            return self._split(vjp, residuals, weights, x).input(residuals, weights, x, x)[2]
-
-        shapes = jax.eval_shape(keep, x, microbatch, jnp.zeros((), jnp.int32))
-        return [jnp.zeros((slots, self.per_chunk, *leaf.shape), leaf.dtype) for leaf in shapes]
+        iterations, (dx, gradients) = self._run_blocks(iterations, work, step, (dy, gradients), backwards=True)
+        return dx, gradients, iterations
 
     def backward_input(
-        self,
-        dy: jax.Array,
-        microbatch: Tree,
-        chunk,
-        stash: Tree,
-        slot,
-        gradients: Tree,
-        kept: Tree,
-        kept_slot,
-        blocks,
-        turns,
+        self, dy: jax.Array, work: ChunkWork, gradients: Tree, iterations=0
     ) -> tuple[jax.Array, Tree, Tree, jax.Array]:
-        """I: the gradient of a chunk's input, and of the weights that take no matmul.
+        """I: the gradients of a chunk's input, and of the weights whose gradient needs no matmul (biases, norms).
 
-        What `backward_weight` needs beside the stash goes to `kept[kept_slot, block]`. `blocks`: all, or none in a bubble.
+        Writes to `work.kept` what `backward_weight` needs besides the stash.
+
+        Returns:
+          (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
+          iteration count).
         """
-        template = self._template(dy, microbatch)
+        template = self._template(dy, work.microbatch)
 
-        def step(index, place, zero, carry):
-            dy, gradients, kept = carry
-            residuals, weights, x = self._stashed(index, place, stash, slot, zero)
+        def step(index, place, zero, state):
+            dy, gradients, buffer = state
+            residuals, weights, x = self._saved(index, place, work.stash, zero)
             split = self._split(template, residuals, weights, x)
             dx, early, new = split.input(residuals, weights, x, dy)
-            kept = [whole.at[kept_slot, index].set(value) for whole, value in zip(kept, new, strict=True)]
-            return dx, self._add(gradients, early, place, split.is_late, False), kept
+            buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
+            return dx, self._add(gradients, early, place, split.is_late, False), buffer
 
-        state = (dy, gradients, kept)
-        turns, (dx, gradients, kept) = self._each(turns, chunk, (0, blocks), step, state, backwards=True)
-        return dx, gradients, kept, turns
+        state = (dy, gradients, work.kept.buffer)
+        iterations, (dx, gradients, buffer) = self._run_blocks(iterations, work, step, state, backwards=True)
+        return dx, gradients, buffer, iterations
 
-    def backward_weight(
-        self,
-        x: jax.Array,
-        microbatch: Tree,
-        chunk,
-        stash: Tree,
-        slot,
-        gradients: Tree,
-        kept: Tree,
-        kept_slot,
-        blocks,
-        turns,
-    ) -> tuple[Tree, jax.Array]:
-        """W: the gradients of a chunk's weights that `backward_input` left; of `x` only the type is read."""
-        template = self._template(x, microbatch)
+    def backward_weight(self, x: jax.Array, work: ChunkWork, gradients: Tree, iterations=0) -> tuple[Tree, jax.Array]:
+        """W: the weight gradients that `backward_input` did not compute; only the type of `x` is read.
+
+        Returns:
+          (the accumulators, the iteration count).
+        """
+        template = self._template(x, work.microbatch)
 
         def step(index, place, zero, gradients):
-            residuals, weights, x = self._stashed(index, place, stash, slot, zero)
+            residuals, weights, x = self._saved(index, place, work.stash, zero)
             split = self._split(template, residuals, weights, x)
-            late = split.weight(residuals, weights, x, [whole[kept_slot + zero, index] for whole in kept])
+            late = split.weight(residuals, weights, x, work.kept.read(index, zero))
             return self._add(gradients, late, place, split.is_late, True)
 
-        turns, gradients = self._each(turns, chunk, (0, blocks), step, gradients)
-        return gradients, turns
+        iterations, gradients = self._run_blocks(iterations, work, step, gradients)
+        return gradients, iterations
 
-    def _each(self, turns, chunk, run, step: Callable, state: Tree, *, backwards=False) -> tuple[jax.Array, Tree]:
-        """`step(index, place, zero, state)` for each block of a run (low, high) of a chunk's; and `turns` (`counted_loop`).
+    def part_bounds(self, part, parts) -> tuple:
+        """(low, high) blocks of part `part` of a backward in `parts` parts: part 0 is the last blocks of the chunk.
 
-        `place` is where the block lies among the weights. With separate arrays that has to be known in advance: each chunk,
-        and each part of one, is then a loop of one turn or none, of as many blocks; or just these, if there is no other.
+        Earlier parts have as many blocks as later ones, or one more. The arguments may be traced.
         """
-        low, high = run
+        bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
+        return bound(part + 1), bound(part)
+
+    def _run_blocks(
+        self, iterations, work: ChunkWork, step: Callable, state: Tree, *, backwards=False
+    ) -> tuple[jax.Array, Tree]:
+        """Runs `step(index, place, zero, state) -> state` for each block of `work.blocks`.
+
+        `index` is the block's number in the chunk and `place` its index in `weights`. Separate arrays must be selected at
+        compile time. Each chunk, and each part of one, is then an unrolled loop body that runs once or not at all; if
+        there is one chunk and the range is known at compile time, there is no loop.
+
+        Returns:
+          (the iteration count, the final state).
+        """
+        chunk, (low, high) = work.chunk, (0, self.per_chunk) if work.blocks is None else work.blocks
         if not self.separate:
 
             def one(count, zero, state):
                 index = high - 1 - count if backwards else low + count
                 return step(index, (chunk + zero) * self.per_chunk + index, zero, state)
 
-            return counted_loop(turns, high - low, one, state)
+            return counted_loop(iterations, high - low, one, state)
 
         def several(first, low, high, zero, state):
             for index in reversed(range(low, high)) if backwards else range(low, high):
@@ -250,41 +242,39 @@ class Stack:
             return state
 
         if len(self.separate) == self.per_chunk and isinstance(high, int):
-            return turns + high - low, several(0, low, high, 0, state)
-        parts = [self.run_of(part, self.parts) for part in range(self.parts)] if backwards else [(0, self.per_chunk)]
+            return iterations + high - low, several(0, low, high, 0, state)
+        parts = [(0, self.per_chunk)]
+        if backwards:
+            parts = [self.part_bounds(part, self.max_parts) for part in range(self.max_parts)]
         for first in range(0, len(self.separate), self.per_chunk):
             for start, stop in filter(lambda part: part[0] < part[1], parts):
                 here = (chunk * self.per_chunk == first) & (low <= start) & (stop <= high)
-                turns, state = counted_loop(
-                    turns,
+                iterations, state = counted_loop(
+                    iterations,
                     jnp.asarray(here, jnp.int32),
                     lambda _, zero, state: several(first, start, stop, zero, state),  # noqa: B023
                     state,
                 )
-        return turns, state
+        return iterations, state
 
     def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
-        """The block's backward in two; a gradient has the type of what it is the gradient of."""
+        """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
         return split_backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), residuals, weights, x, x)
 
-    def run_of(self, part, parts) -> tuple[jax.Array, jax.Array]:
-        """(low, high) blocks of part `part` of `parts` of a backward: the last blocks are part 0, and as many or more."""
-        bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
-        return bound(part + 1), bound(part)
-
-    def _stashed(self, index, place, stash: Tree, slot, zero) -> tuple[Tree, Tree, jax.Array]:
-        """What a block's backward starts from: residuals, weights, and input."""
-        residuals, x = self._read(stash, slot + zero, index)
+    def _saved(self, index, place, stash: StashRef, zero) -> tuple[Tree, Tree, jax.Array]:
+        """The arguments of a block's backward: residuals, weights, and the block's input."""
+        residuals, x = stash.read(index, zero)
         return residuals, self._weights(place), x
 
     def _weights(self, index) -> Tree:
+        """The weights of one block, all-gathered over `data` where they are sharded over it."""
         if self.separate:
             return self.separate[index]
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
         return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
 
     def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
-        """Adds the next of `new` at `place` of each total whose flag in `is_late` is `late`."""
+        """Adds the gradients `new`, in order, to the accumulators whose flag in `is_late` equals `late`."""
         values = iter(new)
 
         def add(total, flag, cut):
@@ -296,28 +286,6 @@ class Stack:
         return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
 
     def _template(self, x, microbatch):
-        """The VJP object's structure, with shapes for leaves. Two traces of a block give the same one."""
+        """A VJP of the block with shapes for leaves. Every trace of the block gives the same structure."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
-
-
-def counted_loop(turns, count, step: Callable, state: Tree) -> tuple[jax.Array, Tree]:
-    """`lax.fori_loop` from 0 to `count`, for loops that may take no turn; and `turns` plus those it took.
-
-    Nobody knows the sum before the loop's end. `step(index, zero, state)` gets a number that is 0 and that XLA takes for one
-    that changes from turn to turn. Work that depends on it stays in the loop; other work that is the same in all turns XLA
-    does once before the loop, so even where there is no turn.
-    """
-
-    def counted(index, counted_state):
-        turns, zero, state = counted_state
-        return turns + 1, zero + jnp.minimum(turns, 0), step(index, zero, state)
-
-    turns = jnp.asarray(turns, jnp.int32)
-    turns, _, state = lax.fori_loop(0, count, counted, (turns, jnp.zeros_like(turns), state))
-    return turns, state
-
-
-def held(zero: jax.Array, values: Tree) -> Tree:
-    """The values, which XLA takes for others in each turn of the `counted_loop` whose `zero` it is."""
-    return jax.tree.map(lambda value: jnp.where(zero == 0, value, jnp.zeros_like(value)), values)

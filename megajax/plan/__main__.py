@@ -1,4 +1,4 @@
-"""Which layout to train a model with, on how many of which GPUs, and why.
+"""Finds the fastest layout of a model on a cluster of GPUs, and explains the choice.
 
 python -m megajax.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch 1536
 python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch 3072 --plot shapes.svg --out plan.toml
@@ -10,22 +10,35 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
+
 from megajax.config import ConfigError, ModelConfig, preset
-from megajax.estimate.gpus import CARDS, card
+from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.config_file import write_config
 from megajax.plan.explain import explain
-from megajax.plan.plot import plot
-from megajax.plan.report import LEGEND, heading, smallest, table
-from megajax.plan.search import SCHEDULES, Candidate, Question, best_by, search
+from megajax.plan.report import LEGEND, heading, plot, smallest, table
+from megajax.plan.search import Candidate, Question, best_by, search
+from megajax.schedules.registry import import_user_files, names, search_order
+from megajax.schedules.schedule import ScheduleError
 
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans; returns the process's exit code: 0, 1 where nothing fits, 2 for an error in what was asked."""
+    """Plans; returns the process's exit code: 0, 1 if nothing fits, 2 for invalid options."""
     try:
-        return _plan(_parser().parse_args(arguments))
-    except ConfigError as error:
+        first = _Parser(add_help=False, allow_abbrev=False)
+        first.add_argument(
+            "--import",
+            action="append",
+            default=[],
+            dest="imports",
+            metavar="FILE.py",
+            help="a Python file or module to import first, which registers schedules or models (repeatable)",
+        )
+        import_user_files(first.parse_known_args(arguments)[0].imports)
+        return _plan(_parser(first).parse_args(arguments))
+    except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -51,44 +64,53 @@ def _plan(asked: argparse.Namespace) -> int:
 
 
 def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
-    """Writes the fastest layout."""
+    """Writes the fastest layout as a configuration file."""
     best = fitting[0]
+    command = f"python -m experiments.gpt3 --config {asked.out}" + "".join(
+        f" --import {name}" for name in asked.imports
+    )
     header = (
         f"{best.run.model.name} on {asked.gpus} {asked.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
-        f"python -m experiments.gpt3 --config {asked.out}"
+        f"{command}"
     )
-    parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)  # auto stays auto, for any machine
+    # auto stays auto, so that the file is valid on any machine
+    parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)
     write_config(asked.out, dataclasses.replace(best.run, parallel=parallel), asked.model, header)
-    print(f"written: {asked.out}   python -m experiments.gpt3 --config {asked.out}")
+    print(f"written: {asked.out}   {command}")
     return 0
 
 
 def question_of(asked: argparse.Namespace) -> Question:
-    """The question that a command line asks.
+    """The search that the command line asks for.
 
     Raises:
-      ConfigError: an unknown model or GPU, or a number that is none.
+      ConfigError: an unknown model or GPU, or an invalid number.
     """
     for name in ("gpus", "global_batch", "top"):
         if getattr(asked, name) < 1:
             raise ConfigError(
-                f"{name} = {getattr(asked, name)} must be 1 or more: type --{name.replace('_', '-')} COUNT."
+                f"{name} = {getattr(asked, name)} must be 1 or more: pass --{name.replace('_', '-')} COUNT."
             )
     if min(asked.microbatch_sizes) < 1:
         sizes = " ".join(map(str, asked.microbatch_sizes))
-        raise ConfigError(f"microbatch_sizes = {sizes} must be 1 or more: type --microbatch-sizes 1 2 4.")
+        raise ConfigError(f"microbatch_sizes = {sizes} must be 1 or more: pass --microbatch-sizes 1 2 4.")
     if not asked.tokens > 0:
-        raise ConfigError(f"tokens = {asked.tokens} must be above 0: type --tokens 300e9.")
+        raise ConfigError(f"tokens = {asked.tokens} must be above 0: pass --tokens 300e9.")
     model = preset(asked.model)
     changed = {name: getattr(asked, name) for name in SHAPE if getattr(asked, name) is not None}
+    for name in changed:
+        if not hasattr(model, name):
+            raise ConfigError(
+                f"{name} = {changed[name]}, but {model.name} has no {name}: omit --{name.replace('_', '-')}."
+            )
     if changed:
         model = dataclasses.replace(model, name=f"{model.name}, changed", **changed)
         _check_shape(model)
     return Question(
         model,
         asked.gpus,
-        card(asked.gpu),
+        find_gpu(asked.gpu),
         asked.global_batch,
         precision=asked.precision,
         schedules=tuple(asked.schedules),
@@ -104,7 +126,7 @@ def _check_shape(model: ModelConfig) -> None:
     if min(getattr(model, name) for name in SHAPE) < 1 or model.hidden % model.heads:
         raise ConfigError(
             f"hidden = {model.hidden} is not a multiple of heads = {model.heads}, or a size is below 1: "
-            "type --layers, --hidden and --heads that fit together."
+            "pass --layers, --hidden and --heads that fit together."
         )
 
 
@@ -115,21 +137,36 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m megajax.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m megajax.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[parent],
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="NAME", help="preset, as of experiments.gpt3")
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="preset, as of experiments.gpt3, or one that an --import registers",
+    )
     add("--gpus", required=True, type=int, metavar="COUNT", help="GPUs of the cluster; all are used")
-    add("--gpu", required=True, metavar="|".join(CARDS), help="what they are")
+    add("--gpu", required=True, metavar="|".join(GPUS), help="what they are")
     add("--global-batch", required=True, type=int, metavar="COUNT", help="samples in a step")
     add("--tokens", type=float, default=300e9, metavar="COUNT", help="to train on, for the days (default: 300e9)")
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
     add("--top", type=int, default=10, metavar="COUNT", help="layouts to list (default: 10)")
-    add("--out", default="plan.toml", metavar="FILE", help="where the winner is written (default: plan.toml)")
-    add("--plot", metavar="FILE", help="draw throughput over mesh shapes")
-    add("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES, help="to choose from (default: all)")
+    add("--out", default="plan.toml", metavar="FILE", help="where the fastest layout is written (default: plan.toml)")
+    add("--plot", metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    searched = search_order()
+    add(
+        "--schedules",
+        nargs="+",
+        default=searched,
+        choices=names(),
+        help=f"to choose from (default: {', '.join(searched)})",
+    )
     modes = ("none", "selective", "full")
     add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
     add("--microbatch-sizes", nargs="+", type=int, default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
@@ -137,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--vocab-parallel",
         default="pipe",
         choices=("pipe", "tensor"),
-        help="who shares embedding and head: all of pipe * tensor, or each end's tensor group (default: pipe)",
+        help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group (default: pipe)",
     )
     add(
         "--zero",
@@ -145,18 +182,21 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=(0,),
         choices=(0, 1, 3),
-        help="levels to choose from: 1 splits optimizer state over replicas, 3 gradients and weights too (default: 0)",
+        help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
     )
     add(
         "--attention",
         default="auto",
         choices=("auto", "xla", "cudnn"),
-        help="as of experiments.gpt3: auto is cudnn where the GPU has it for the model's heads, else xla (default: auto)",
+        help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model's heads, else xla (default: auto)",
     )
     for name in SHAPE:
-        add(f"--{name.replace('_', '-')}", type=int, metavar="COUNT", help="in place of the preset's")
+        add(f"--{name.replace('_', '-')}", type=int, metavar="COUNT", help="instead of the preset's")
     return parser
 
 
 if __name__ == "__main__":
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
     sys.exit(main())

@@ -1,33 +1,40 @@
 """Compiles a run's training step for a GPU cluster on a machine without a GPU, in a child process.
 
-XLA's GPU compiler needs no GPU, only a description of one: the whole pipeline runs, down to machine code, partitioner,
-scheduler and buffer assignment included. It aborts the process on some programs, so it has one of its own. Nothing is
-autotuned and nothing is run: memory and communication are what they will be, times are not known.
+XLA's GPU compiler needs no GPU, only a description of one: all of it runs, down to machine code, including the partitioner,
+the scheduler and buffer assignment. It aborts the process on some programs, hence the child process. Nothing is autotuned
+and nothing is run: memory and communication are those of a real run, times are unknown.
 """
 
-import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
+import pickle
+import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.estimate.gpus import CARDS, Card
-from megajax.runtime.xla_flags import NO_REMATERIALIZATION
+from megajax.estimate.gpus import Gpu
+from megajax.runtime.xla_flags import gpu_flags
+from megajax.schedules.registry import import_user_files
+
+__all__ = ["MISSING_PLUGIN", "CompilerError", "compile_for", "has_compiler", "run_from_json", "target_config"]
 
 MISSING_PLUGIN = (
     "XLA's CUDA compiler is not installed; it needs no GPU and no driver: pip install 'megajax[dryrun]' "
     "(that is jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, 223 MB)"
 )
+CHILD = "import sys; from megajax.plan.compiler import compile_in_child as f; f(sys.argv[1], sys.argv[2:])"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 class CompilerError(RuntimeError):
-    """The compiler refused the program or died on it; the message has the last thing it said."""
+    """The compiler refused the program or crashed; the message has its last lines."""
 
 
 def has_compiler() -> bool:
@@ -35,13 +42,16 @@ def has_compiler() -> bool:
     return any(importlib.util.find_spec(name) for name in PLUGINS)
 
 
-def compile_for(run: RunConfig, card: Card, timeout: float = 900) -> dict[str, Any]:
-    """Compiles the step of `run` for a cluster of `card`s and reads the result.
+def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900) -> dict[str, Any]:
+    """Compiles the step of `run` for a cluster of this GPU and reads the result.
+
+    The XLA flags are those that a training run sets on GPUs; the user's --xla_gpu flags in XLA_FLAGS override them. The
+    child process imports `run.imports` first, and the running script if the model's configuration is defined there.
 
     Returns:
       "memory": bytes on one device by XLA's names (argument, output, alias, temp, peak); "arguments": bytes of the
       parameters, the optimizer state and the batch; "buffers": the largest temporaries, [bytes, shape] each;
-      "hlo": the program as text; "seconds": of the compilation.
+      "hlo": the compiled program as text; "seconds": of the compilation.
 
     Raises:
       ConfigError: the compiler is not installed.
@@ -50,25 +60,26 @@ def compile_for(run: RunConfig, card: Card, timeout: float = 900) -> dict[str, A
     if not has_compiler():
         raise ConfigError(MISSING_PLUGIN + ".")
     with tempfile.TemporaryDirectory() as folder:
-        request = pathlib.Path(folder, "request.json")
-        request.write_text(json.dumps({"run": dataclasses.asdict(run), "card": card.name}))
+        request = pathlib.Path(folder, "request.pickle")
+        request.write_bytes(pickle.dumps({"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model)}))
+        users_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
+        flags, _ = gpu_flags(" ".join(users_flags))
         environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",  # or the CUDA plugin looks for a driver and complains
+            "JAX_PLATFORMS": "cpu",  # otherwise the CUDA plugin looks for a driver and complains
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.* "
-            + NO_REMATERIALIZATION,
+            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.* {flags}",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        command = [sys.executable, "-m", "megajax.plan.compiler", str(request)]
+        command = [sys.executable, "-c", CHILD, str(request), *run.imports]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             raise CompilerError(f"the compiler took longer than {timeout:.0f} s and was stopped") from None
         answer = pathlib.Path(folder, "answer.json")
         if done.returncode or not answer.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+            messages = [line for line in done.stderr.splitlines() if line.strip()][-3:]
             how = f"aborted (signal {-done.returncode})" if done.returncode < 0 else "failed"
-            raise CompilerError(f"the compiler {how}: " + " / ".join(said))
+            raise CompilerError(f"the compiler {how}: " + " / ".join(messages))
         result = json.loads(answer.read_text())
         return result | {
             "buffers": _largest_buffers(pathlib.Path(folder)),
@@ -77,7 +88,7 @@ def compile_for(run: RunConfig, card: Card, timeout: float = 900) -> dict[str, A
 
 
 def _largest_buffers(folder: pathlib.Path) -> list[tuple[int, str]]:
-    """(bytes, shapes) of the temporaries, largest first, from XLA's own report; it leaves out the last few percent."""
+    """(bytes, shapes) of the temporaries, largest first, from XLA's own report, which omits the smallest few percent."""
     reports = sorted(folder.glob("*train_step*gpu*memory-usage-report.txt"))
     if not reports:
         return []
@@ -94,50 +105,58 @@ def _largest_buffers(folder: pathlib.Path) -> list[tuple[int, str]]:
     return rows
 
 
-def target_config(card: Card) -> str:
-    """XLA's GpuTargetConfigProto of a card, as text."""
-    major, minor = card.compute_capability
+def target_config(gpu: Gpu) -> str:
+    """XLA's GpuTargetConfigProto of a GPU, as text."""
+    major, minor = gpu.compute_capability
     return f"""gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-      shared_memory_per_core: {card.shared_memory} threads_per_core_limit: 2048 core_count: {card.cores}
+      shared_memory_per_core: {gpu.shared_memory} threads_per_core_limit: 2048 core_count: {gpu.cores}
       fpus_per_core: {64 if major == 8 else 128} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-      block_dim_limit_z: 65535 memory_bandwidth: {int(card.memory_bandwidth)} l2_cache_size: {card.cache}
-      clock_rate_ghz: {card.clock} device_memory_size: {card.memory}
-      shared_memory_per_block_optin: {card.shared_memory - 1024}
+      block_dim_limit_z: 65535 memory_bandwidth: {int(gpu.memory_bandwidth)} l2_cache_size: {gpu.cache}
+      clock_rate_ghz: {gpu.clock} device_memory_size: {gpu.memory}
+      shared_memory_per_block_optin: {gpu.shared_memory - 1024}
       cuda_compute_capability {{ major: {major} minor: {minor} }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 9 }}
-    device_description_str: "{card.description}" """
+    device_description_str: "{gpu.description}" """
 
 
 def run_from_json(fields: dict[str, Any]) -> RunConfig:
-    """The inverse of `dataclasses.asdict` for a RunConfig, by way of JSON, which has lists for tuples."""
-    tables = {
-        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        for name, table in fields.items()
-    }
+    """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as benchmarks/results has them; without data."""
+    sections = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig}
     return RunConfig(
-        ModelConfig(**tables["model"]), ParallelConfig(**tables["parallel"]), TrainConfig(**tables["train"])
+        **{
+            name: kind(
+                **{key: tuple(value) if isinstance(value, list) else value for key, value in fields[name].items()}
+            )
+            for name, kind in sections.items()
+        }
     )
 
 
-def _child(request: pathlib.Path) -> None:
-    """The child process: compiles what `request` says and leaves answer.json and hlo beside it."""
-    import math
-    import time
+def _script_of(model: Any) -> str | None:
+    """The file that is run as a script, if it defines the class of `model`, which a child process finds only there."""
+    return getattr(sys.modules["__main__"], "__file__", None) if type(model).__module__ == "__main__" else None
 
+
+def compile_in_child(file: str, imports: list[str]) -> None:
+    """The child process: compiles what the request in `file` asks for and leaves answer.json and hlo beside it."""
     import jax
 
     from megajax.runtime.compat import topologies
     from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
-    asked = json.loads(request.read_text())
-    run, card = run_from_json(asked["run"]), CARDS[asked["card"]]
-    hosts = -(-run.parallel.devices // card.host_size)
+    request = pathlib.Path(file)
+    asked = pickle.loads(request.read_bytes())
+    import_user_files(imports)
+    if asked["script"]:
+        vars(sys.modules["__main__"]).update(runpy.run_path(asked["script"], run_name="__mp_main__"))
+    run, gpu = pickle.loads(asked["run"]), asked["gpu"]
+    hosts = -(-run.parallel.devices // gpu.host_size)
     start = time.perf_counter()
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target_config(card), topology=f"1x{hosts}x{card.host_size}"
+        platform="cuda", target_config=target_config(gpu), topology=f"1x{hosts}x{gpu.host_size}"
     )
     training = make_training(run, make_mesh(run.parallel, topology.devices))
     state, batch = training.step_shapes()
@@ -159,7 +178,3 @@ def _child(request: pathlib.Path) -> None:
     request.with_name("hlo").write_text(compiled.as_text())
     answer = {"memory": memory, "arguments": arguments, "seconds": time.perf_counter() - start}
     request.with_name("answer.json").write_text(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    _child(pathlib.Path(sys.argv[1]))

@@ -5,25 +5,30 @@ python -m megajax.plan.dryrun --config plan.toml --gpu a100-80gb
 
 Options are those of experiments.gpt3 (its --help lists them), and
 
-  --gpu NAME       what the cluster is made of: {cards}
-  --model-only     do not compile: the memory model's numbers, as without XLA's CUDA plugin
-  --timeout COUNT  seconds the compiler may take (default: 900)
+  --gpu NAME        the GPUs of the cluster: {gpus}
+  --import FILE.py  a Python file or module to import first, which registers schedules or models (repeatable)
+  --run FILE.py     a Python file or module with a RunConfig called RUN, of any model, instead of these options
+  --model-only      do not compile: the memory model's numbers, as without XLA's CUDA plugin
+  --timeout COUNT   seconds the compiler may take (default: 900)
 
-Exit code 0 if it fits, 1 if not (with the smallest change that would) or if the compiler refuses the program, 2 for an
-error in what was asked.
+Exit code 0 if it fits, 1 if not (with the smallest change that makes it fit) or if the compiler refuses the program, 2 for
+invalid options.
 """
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
-from megajax.estimate.attention import is_fused, with_attention
+from megajax.estimate import model_costs
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
-from megajax.estimate.gpus import CARDS, Card, card
+from megajax.estimate.gpus import GPUS, Gpu, find_gpu, is_fused, with_attention
 from megajax.estimate.hlo import Collective, loop_turns, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention import cudnn_installed
@@ -31,6 +36,7 @@ from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, ha
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.schedules.registry import import_user_files
 from megajax.schedules.schedule import ScheduleError
 
 LARGEST = 8  # buffers to list
@@ -40,24 +46,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the dry run; returns the process's exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or "--help" in words or "-h" in words:
-        print(__doc__.format(cards=", ".join(CARDS)).strip())
+        print(__doc__.format(gpus=", ".join(GPUS)).strip())
         return 0
     try:
         own, rest = _own(words)
-        request = parse(rest, __doc__, {})
-        if request.model is None:
-            raise ConfigError("model is not given: type --model NAME, a preset, or --config FILE.")
-        run = request.run(request.devices_needed or 1, "bf16")
+        run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
         run.validate()
-        gpu = card(own.gpu)
+        gpu = find_gpu(own.gpu)
         return dry_run(with_attention(run, gpu), gpu, compiling=not own.model_only, timeout=own.timeout)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float = 900) -> int:
-    """Compiles, reports, and returns the exit code; `run` says xla or cudnn (`estimate/attention.py`)."""
+def _run_of_options(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
+    """The run that the options of experiments.gpt3 describe."""
+    import_user_files(own.imports)
+    request = parse(rest, __doc__, {})
+    if request.model is None:
+        raise ConfigError("model is not given: pass --model NAME, a preset, or --config FILE.")
+    return dataclasses.replace(request.run(request.devices_needed or 1, "bf16"), imports=tuple(own.imports))
+
+
+def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
+    """The RunConfig called RUN in a user's file, which the compiler's process imports too."""
+    if rest:
+        raise ConfigError(f"{' '.join(rest)} cannot be combined with --run {own.run}: change RUN in the file.")
+    imports = (*own.imports, own.run)
+    import_user_files(imports)
+    path = os.path.realpath(own.run)
+    modules = (module for module in sys.modules.values() if getattr(module, "__file__", None) == path)
+    run = getattr(sys.modules.get(own.run) or next(modules, None), "RUN", None)
+    if not isinstance(run, RunConfig):
+        raise ConfigError(
+            f"run = {own.run} has no RunConfig called RUN: define RUN = RunConfig(model, parallel, train)."
+        )
+    return dataclasses.replace(run, imports=(*imports, *run.imports))
+
+
+def dry_run(run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900) -> int:
+    """Compiles, prints the report, and returns the exit code; the run's attention is xla or cudnn (`with_attention`)."""
     print(_title(run, gpu))
     compiling_here = compiling and has_compiler()
     if compiling_here and is_fused(run.parallel) and not cudnn_installed():
@@ -67,7 +95,7 @@ def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float
     if not compiling_here:
         if compiling:
             print(f"NOT COMPILED: {MISSING_PLUGIN}.")
-        print("What follows is the MEMORY MODEL's, not the compiler's (docs/planning.md says how far off it has been).")
+        print("These are the MEMORY MODEL's figures, not the compiler's (docs/planning.md compares the two).")
         peak = sum(modelled.values())
         print(_memory(modelled, peak, gpu))
         return _verdict(run, gpu, peak, 1.0, "model", 0)
@@ -75,20 +103,20 @@ def dry_run(run: RunConfig, gpu: Card, *, compiling: bool = True, timeout: float
         result = compile_for(run, gpu, timeout)
     except CompilerError as error:
         print(f"NOT COMPILED: {error}")
-        print("The program would fail on the cluster in the same way. The memory model says:")
+        print("The program would fail on the cluster in the same way. By the memory model:")
         print(_memory(modelled, sum(modelled.values()), gpu))
         return 1
     peak = result["memory"]["peak"]
     print(_memory(_parts(modelled, result), peak, gpu))
     print(_buffers(result["buffers"]))
-    print(_program(run, result))
-    print(f"compiled in {result['seconds']:.0f} s; nothing was run, and nothing tuned to a device")
+    print(_communication(run, result))
+    print(f"compiled in {result['seconds']:.0f} s; nothing was run or autotuned")
     return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout)
 
 
 _NO_CUDNN = (
-    "attention: GPUs with the cuDNN library take its fused attention; it is not installed here (pip install "
-    "nvidia-cudnn-cu12, 700 MB), so what is compiled has XLA's, which takes {saved:.1f} GB more by the model"
+    "attention: on GPUs with the cuDNN library its fused attention runs; cuDNN is not installed here (pip install "
+    "nvidia-cudnn-cu12, 700 MB), so the program is compiled with XLA's attention: {saved:.1f} GB more, by the memory model"
 )
 
 
@@ -99,6 +127,8 @@ def _with_xlas_attention(run: RunConfig) -> RunConfig:
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", required=True)
+    parser.add_argument("--import", action="append", default=[], dest="imports")
+    parser.add_argument("--run")
     parser.add_argument("--model-only", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)
     return parser.parse_known_args(words)
@@ -108,14 +138,15 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors."""
 
     def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help says what there is, e.g. --gpu h100-80gb")
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists the options, e.g. --gpu h100-80gb")
 
 
-def _title(run: RunConfig, gpu: Card) -> str:
+def _title(run: RunConfig, gpu: Gpu) -> str:
     parallel = run.parallel
     context = f"context {parallel.context} x " if parallel.context > 1 else ""
+    parameters = model_costs(run.model).parameters
     return (
-        f"{run.model.name}: {run.model.parameters / 1e9:.1f}B parameters on data {parallel.data} x {context}pipe "
+        f"{run.model.name}: {parameters / 1e9:.1f}B parameters on data {parallel.data} x {context}pipe "
         f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "
         f"{parallel.chunks} chunks, {run.microbatches} microbatches of {parallel.microbatch_size}, recompute "
         f"{parallel.recompute}, attention {parallel.attention}, {run.train.precision}"
@@ -123,8 +154,10 @@ def _title(run: RunConfig, gpu: Card) -> str:
 
 
 def _parts(modelled: dict[str, int], result: dict[str, Any]) -> dict[str, int]:
-    """The compiled peak by part: arguments are exact; the temporaries are XLA's in all, the model's one by one, and what
-    the two differ by goes to the workspace, which is the part the model knows least of.
+    """The compiled peak by part.
+
+    Arguments are exact. Of the temporaries only the sum is XLA's; the parts are the memory model's, and the difference is
+    added to the workspace, which is the least certain part.
     """
     arguments = result["arguments"]
     parts = modelled | {"weights": arguments["weights"], "optimizer": arguments["optimizer"]}
@@ -132,11 +165,11 @@ def _parts(modelled: dict[str, int], result: dict[str, Any]) -> dict[str, int]:
     return parts | {"workspace": max(0, parts["workspace"] + rest)}
 
 
-def _memory(parts: dict[str, int], peak: int, gpu: Card) -> str:
+def _memory(parts: dict[str, int], peak: int, gpu: Gpu) -> str:
     limit = usable_bytes(gpu)
     lines = [
         f"memory: {peak / 1e9:.2f} GB at the peak on the GPU with most, of {gpu.memory / 1e9:.1f}, of which "
-        f"{limit / 1e9:.1f} are taken to be usable",
+        f"{limit / 1e9:.1f} are assumed to be usable",
         f"  [{memory_bar(parts, limit, 64)}]",
         "  " + ", ".join(f"{name} {count / 1e9:.2f}" for name, count in parts.items() if count),
         f"  {LEGEND}",
@@ -147,19 +180,19 @@ def _memory(parts: dict[str, int], peak: int, gpu: Card) -> str:
 def _buffers(buffers: Sequence[Sequence]) -> str:
     rows = [f"  {size / 1e9:7.3f} GB  {shapes[:100]}" for size, shapes in buffers[:LARGEST]]
     return "\n".join(
-        ["largest temporaries (XLA's shapes on one GPU; arrays in a line take turns in its memory):", *rows]
+        ["largest temporaries (XLA's shapes on one GPU; arrays on one line share memory at different times):", *rows]
     )
 
 
-def _program(run: RunConfig, result: dict[str, Any]) -> str:
-    """Communication by axis, and FLOPs."""
-    parallel, program = run.parallel, read(result["hlo"], loop_turns(run))
+def _communication(run: RunConfig, result: dict[str, Any]) -> str:
+    """Bytes sent by axis, and FLOPs."""
+    parallel, module = run.parallel, read(result["hlo"], loop_turns(run))
     mesh = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
     rows: dict[tuple[str, str], list[Collective]] = {}
-    for collective in program.collectives:
+    for collective in module.collectives:
         rows.setdefault((" and ".join(collective.axes(mesh)) or "none", collective.kind), []).append(collective)
     lines = [
-        "communication of one GPU in a step, sent round rings:",
+        "communication of one GPU in a step, by ring algorithms:",
         f"  {'axis':<18}{'kind':<20}{'calls':>10}{'GB':>11}",
     ]
     lines += [
@@ -168,17 +201,22 @@ def _program(run: RunConfig, result: dict[str, Any]) -> str:
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
     lines.append(
-        f"FLOPs of one GPU in a step: {program.flops():.3e} compiled (the last rank's); "
+        f"FLOPs of one GPU in a step: {module.flops():.3e} compiled (the last rank's); "
         f"{needed:.3e} with recomputation, {useful:.3e} of the model"
     )
     return "\n".join(lines)
 
 
-def _verdict(run: RunConfig, gpu: Card, peak: int, correction: float, source: str, timeout: float) -> int:
-    """Says whether it fits, and if not what would.
+def _verdict(run: RunConfig, gpu: Gpu, peak: int, correction: float, source: str, timeout: float) -> int:
+    """Prints whether the run fits, and if not the smallest change that makes it fit; returns the exit code.
 
     Args:
-      correction: compiled over modelled peak of this run, by which the model's numbers of others are multiplied.
+      run: the run.
+      gpu: its GPUs.
+      peak: bytes at the peak.
+      correction: ratio of the compiled peak to the memory model's, a factor on the model's numbers for other runs.
+      source: of the peak, "model" or "compiler".
+      timeout: seconds, for compiling the changed run.
     """
     limit = usable_bytes(gpu)
     if peak <= limit:
@@ -189,7 +227,9 @@ def _verdict(run: RunConfig, gpu: Card, peak: int, correction: float, source: st
     if found is None:
         print("no change of schedule, recomputation, microbatch or mesh makes it fit on up to 16 times the GPUs")
         return 1
-    print(f"the smallest change that would: {found.options}  ({found.peak / 1e9:.1f} GB by the model, {found.price})")
+    print(
+        f"the smallest change that makes it fit: {found.options}  ({found.peak / 1e9:.1f} GB by the model, {found.cost})"
+    )
     if source == "compiler":
         try:
             compiled = compile_for(found.run, gpu, timeout)["memory"]["peak"]
@@ -200,4 +240,7 @@ def _verdict(run: RunConfig, gpu: Card, peak: int, correction: float, source: st
 
 
 if __name__ == "__main__":
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
     sys.exit(main())

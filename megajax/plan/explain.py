@@ -1,25 +1,24 @@
-"""Why the best layout is the best: each choice against its alternatives, and 2104.04473's takeaways, as the prices have it.
+"""Why the best layout is the best: each choice and its alternatives, and 2104.04473's takeaways, by the estimates.
 
-Nothing is asserted that was not computed: a takeaway is printed with the numbers that bear it out, or with those that do
-not.
+Every statement is computed: a takeaway is printed with the numbers that confirm it, or with those that contradict it.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from megajax.estimate.attention import is_fused
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import is_fused
 from megajax.estimate.memory import ITEMSIZE
-from megajax.estimate.op_costs import FITTED, Prices
+from megajax.estimate.op_costs import FITTED, OpCosts
 from megajax.estimate.step_time import layer_times
-from megajax.models.remat import bytes_per_layer
 from megajax.plan.search import Candidate, best_by
 
 PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies")
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
-    """Text about the first of `candidates`, all of one question, sorted as `search` does."""
+    """Text about the first of `candidates`, all of one question, in the order of `search`."""
     best, fitting = candidates[0], [one for one in candidates if one.fits]
     lines = ["why:"]
     for takeaway in (_tensor, _model_parallel, _microbatch):
@@ -34,7 +33,7 @@ def explain(candidates: Sequence[Candidate]) -> str:
 
 
 def slower(one: Candidate, best: Candidate) -> str:
-    """What `one` loses to `best`, and on what most."""
+    """How much slower `one` is than `best`, and the part of the step that contributes most."""
     lost = {part: getattr(one.time, part) - getattr(best.time, part) for part in PARTS}
     part = max(lost, key=lost.get)
     return (
@@ -45,7 +44,7 @@ def slower(one: Candidate, best: Candidate) -> str:
 def _alternatives(
     name: str, of: Callable, best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]
 ) -> list[str]:
-    """The best of each value of one choice, everything else free but the mesh."""
+    """The best candidate for each value of one choice, on the same mesh."""
     on_mesh = [one for one in fitting if one.mesh == best.mesh]
     values = best_by(on_mesh, of)
     shown = [f"{value} {slower(one, best)}" for value, one in values.items() if one is not best]
@@ -60,7 +59,7 @@ def _alternatives(
 
 def _tensor(best: Candidate, fitting: Sequence[Candidate], _) -> list[str]:
     """Takeaway 1: tensor parallelism up to the size of a host, pipeline beyond."""
-    host = best.question.card.host_size
+    host = best.question.gpu.host_size
     by_size = dict(sorted(best_by(fitting, lambda one: one.run.parallel.tensor).items()))
     lines = [
         "tensor (takeaway 1: inside a host, then pipeline): "
@@ -71,18 +70,18 @@ def _tensor(best: Candidate, fitting: Sequence[Candidate], _) -> list[str]:
         one = min(beyond, key=lambda one: one.time.total)
         share = one.time.tensor / one.time.total
         lines.append(
-            f"  borne out: t={one.run.parallel.tensor} leaves the host of {host}; its collectives take {share:.0%} of the "
+            f"  confirmed: t={one.run.parallel.tensor} exceeds the host of {host}; its collectives take {share:.0%} of the "
             f"step, against {best.time.tensor / best.time.total:.0%} with t={best.run.parallel.tensor}"
         )
     elif best.run.parallel.tensor > host:
         lines.append(
-            f"  not borne out here: t={best.run.parallel.tensor} leaves the host of {host} and is still fastest"
+            f"  not confirmed here: t={best.run.parallel.tensor} exceeds the host of {host} and is still fastest"
         )
     return lines
 
 
 def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> list[str]:
-    """Takeaway 2: as much model parallelism as memory asks for, and data parallelism for the rest."""
+    """Takeaway 2: as much model parallelism as memory requires, and data parallelism for the remaining GPUs."""
     size = lambda one: one.run.parallel.tensor * one.run.parallel.pipe  # noqa: E731
     fits = dict(sorted(best_by(fitting, size).items()))
     sizes = sorted({size(one) for one in every})
@@ -94,10 +93,10 @@ def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequen
     ]
     least, used = min(fits), size(best)
     if used == least:
-        lines.append(f"  borne out: {used} is the least that fits")
+        lines.append(f"  confirmed: {used} is the least that fits")
     else:
         lines.append(
-            f"  in part: {least} fits too, but there {slower(fits[least], best)}; memory left over buys less recomputation "
+            f"  in part: {least} fits too, but takes {slower(fits[least], best)}; more memory allows less recomputation "
             "or a smaller share of communication"
         )
     return lines
@@ -112,22 +111,20 @@ def _microbatch(best: Candidate, fitting: Sequence[Candidate], every: Sequence[C
         for size, one in sizes.items()
     ]
     spread = max(one.time.total for one in sizes.values()) / best.time.total - 1
-    return [
-        f"microbatch (takeaway 3: a trade of bubble against efficiency; best to worst {spread:+.0%}): "
-        + ", ".join(texts)
-    ]
+    return [f"microbatch (takeaway 3: bubble against efficiency; best to worst {spread:+.0%}): " + ", ".join(texts)]
 
 
 def _equation_1(best: Candidate) -> list[str]:
     """2104.04473 equation 1 with the winner's numbers."""
     run, parallel = best.run, best.run.parallel
     per_replica = run.train.global_batch_size // parallel.data
-    prices = Prices(best.question.card, run.train.precision, best.question.software, FITTED)
+    ops = OpCosts(best.question.gpu, run.train.precision, best.question.software, FITTED)
+    model = model_costs(run.model)
     texts = []
     for samples in best.question.microbatches:
         if per_replica % samples:
             continue
-        forward, backward = layer_times(run.model, dataclasses.replace(parallel, microbatch_size=samples), prices)
+        forward, backward = layer_times(model, dataclasses.replace(parallel, microbatch_size=samples), ops)
         one = (forward.total + backward.total) * run.model.layers / parallel.pipe
         total = (per_replica / samples + parallel.pipe - 1) * one
         texts.append(
@@ -142,8 +139,7 @@ def _checkpoints(best: Candidate) -> list[str]:
     """2104.04473 section 3.5: with c checkpoints of l layers c A_in + l/c A_int is least for c = sqrt(l A_int / A_in)."""
     run, parallel = best.run, best.run.parallel
     sizes = {
-        mode: bytes_per_layer(
-            run.model,
+        mode: model_costs(run.model).kept_bytes(
             mode,
             samples=parallel.microbatch_size,
             tensor=parallel.tensor,
@@ -157,6 +153,6 @@ def _checkpoints(best: Candidate) -> list[str]:
     optimum = math.sqrt(layers * sizes["none"] / sizes["full"])
     return [
         f"checkpoints: sqrt(l A_int / A_in) = sqrt({layers} * {sizes['none'] / 1e6:.0f} / {sizes['full'] / 1e6:.1f} MB) = "
-        f"{optimum:.1f} for the {layers} layers of a stage: every layer is one, as the program has it"
-        + ("" if optimum >= layers else f"; one in {layers / optimum:.1f} would hold less")
+        f"{optimum:.1f} for the {layers} layers of a stage: the program keeps one for each layer"
+        + ("" if optimum >= layers else f"; one in {layers / optimum:.1f} layers would need less memory")
     ]

@@ -1,10 +1,13 @@
-"""What the planner prints: the best layouts, where their memory and time go."""
+"""What the planner prints and draws: the best layouts, their memory and time part by part."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from megajax.plan.search import Candidate, Question, usable_bytes
+from megajax.config import ConfigError
+from megajax.estimate import model_costs
+from megajax.plan.search import Candidate, Question, best_by, usable_bytes
 
-# A letter of the memory bar for each part of `cost.memory.bytes_per_device`.
+# The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
 PARTS = {
     "weights": "w",
     "optimizer": "o",
@@ -27,7 +30,7 @@ SHORT = {
 
 
 def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
-    """Bytes by part as letters, `width` of them being `limit`; "." is free, and what lies beyond the limit follows a |."""
+    """Bytes by part as letters, `limit` being `width` of them; "." is free memory, and | marks the limit if exceeded."""
     text, reached = "", 0.0
     for part, letter in PARTS.items():
         reached += memory.get(part, 0)
@@ -36,7 +39,7 @@ def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
 
 
 def table(candidates: Sequence[Candidate], tokens: float) -> str:
-    """The candidates as rows; all of them must have been timed."""
+    """The candidates as rows; all must have been timed."""
     head = (
         f"{'':>3} {'t':>3} {'p':>3} {'d':>4} {'v':>2} {'b':>2} {'m':>4}  {'schedule':<12}{'recompute':<10}{'zero':>4}"
         f"{'step s':>9}{'TFLOP/s':>8}{'MFU':>7}{'days':>7}{'bubble':>8}{'comm':>6}{'GB':>7}  memory"
@@ -46,7 +49,7 @@ def table(candidates: Sequence[Candidate], tokens: float) -> str:
 
 def _row(number: int, one: Candidate, tokens: float) -> str:
     parallel, time = one.run.parallel, one.time
-    bar = memory_bar(one.memory, usable_bytes(one.question.card))
+    bar = memory_bar(one.memory, usable_bytes(one.question.gpu))
     return (
         f"{number:>2}. {parallel.tensor:>3} {parallel.pipe:>3} {parallel.data:>4} {parallel.chunks:>2} "
         f"{parallel.microbatch_size:>2} {one.run.microbatches:>4}  "
@@ -57,25 +60,71 @@ def _row(number: int, one: Candidate, tokens: float) -> str:
 
 
 def heading(question: Question, tokens: float, counted: int, fitting: int, seconds: float) -> str:
-    """What was asked, and how much was looked at."""
-    model, card = question.model, question.card
+    """The question, and the size of the search."""
+    gpu, parameters = question.gpu, model_costs(question.model).parameters
     return (
-        f"{model.name}: {model.parameters / 1e9:.1f}B parameters on {question.gpus} {card.name} "
-        f"({usable_bytes(card) / 1e9:.0f} of {card.memory / 1e9:.0f} GB usable), global batch {question.global_batch}, "
-        f"{question.precision}, attention {question.settled_attention}, {tokens / 1e9:.0f}B tokens\n"
+        f"{question.model.name}: {parameters / 1e9:.1f}B parameters on {question.gpus} {gpu.name} "
+        f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable), global batch {question.global_batch}, "
+        f"{question.precision}, attention {question.resolved_attention}, {tokens / 1e9:.0f}B tokens\n"
         f"{counted} legal layouts, {fitting} fit; {seconds:.1f} s. Times are of {question.software.name}'s program, "
         f"predicted; each mesh with its fastest schedule:"
     )
 
 
 def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
-    """What to say where nothing fits: the layouts that come nearest."""
+    """For a search in which no layout fits: the smallest ones."""
     lines = ["nothing fits; the smallest:"]
     for one in candidates[:count]:
         parallel = one.run.parallel
-        limit = usable_bytes(one.question.card)
+        limit = usable_bytes(one.question.gpu)
         lines.append(
             f"  tensor {parallel.tensor} pipe {parallel.pipe} data {parallel.data}, {parallel.schedule}, recompute "
             f"{parallel.recompute}: {one.peak / 1e9:.1f} GB of {limit / 1e9:.1f}  {memory_bar(one.memory, limit)}"
         )
     return "\n".join(lines)
+
+
+def new_figure(**options: Any) -> Any:
+    """A `matplotlib.figure.Figure` that is saved to a file and never shown.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'megajax[plot]'.") from None
+    return Figure(layout="constrained", **options)
+
+
+def plot(candidates: Sequence[Candidate], path: str) -> None:
+    """Draws predicted throughput over mesh shapes, as figures 13 to 15 of 2104.04473, to `path` (.png, .svg or .pdf).
+
+    Each panel shows the fastest layout that fits of each pair of degrees: pipeline by tensor (figure 13), pipeline by data
+    (figure 14) and tensor by data (figure 15). The remaining GPUs give the third degree.
+
+    Raises:
+      ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    fitting = [one for one in candidates if one.fits]
+    question = candidates[0].question
+    figure = new_figure(figsize=(15, 4.2))
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (x, line) in zip(axes, (("pipe", "data"), ("pipe", "tensor"), ("tensor", "data")), strict=True):
+        groups = best_by(fitting, lambda one: (getattr(one.run.parallel, line), getattr(one.run.parallel, x)))  # noqa: B023
+        for value in sorted({key[0] for key in groups}):
+            points = sorted((key[1], one.teraflops) for key, one in groups.items() if key[0] == value)
+            axis.plot(*zip(*points, strict=True), marker="o", label=f"{line} {value}")
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel(f"{x} (remaining GPUs: {({'pipe', 'data', 'tensor'} - {x, line}).pop()})")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7, ncols=2)
+    axes[0].set_ylabel("predicted model TFLOP/s per GPU")
+    figure.suptitle(
+        f"{question.model.name} on {question.gpus} {question.gpu.name}, global batch {question.global_batch}: "
+        "the fastest layout of each shape"
+    )
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plot = {path} cannot be written: {error}; pass --plot with a .svg or .png path.") from error

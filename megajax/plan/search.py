@@ -1,48 +1,51 @@
-"""Every layout of a model on a cluster, priced: which fit, and which is fastest.
+"""Every layout of a model on a cluster, with its memory and time: which fit, and which is fastest.
 
 The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, chunks, microbatch sizes,
-schedules, recompute modes, and levels of ZeRO. What `RunConfig.validate` refuses is left out, memory is counted
-(`estimate/memory.py`), and what fits is timed (`estimate/step_time.py`). No rule of thumb is in here: 2104.04473's takeaways
-must come out of the prices, and `explain.py` shows whether they do.
+schedules, recompute modes, and levels of ZeRO. Layouts that `RunConfig.validate` refuses are left out, memory is counted
+(`estimate/memory.py`), and layouts that fit are timed (`estimate/step_time.py`). There are no heuristics: 2104.04473's
+takeaways must follow from the estimates, and `explain.py` shows whether they do.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.config.parallel import SEVERAL_CHUNKS
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.errors import divisors
-from megajax.estimate.attention import with_attention
+from megajax.estimate import model_costs
 from megajax.estimate.flops import flops_per_step
-from megajax.estimate.gpus import Card
+from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
-from megajax.estimate.software import MEGAJAX, Software
+from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.schedules.registry import find, search_order
 
-SCHEDULES = ("interleaved_1f1b", "1f1b", "eager_1f1b", "zb_h1", "zb_1p_interleaved", "zb_v", "gpipe")
-ONE_STAGE = ("interleaved_1f1b",)  # without a pipeline all schedules are this one
-MOST_CHUNKS = 12  # of a rank; more gains nothing that the sends do not cost
+MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is to be laid out on what.
+    """A model, a cluster, and the choices to search over.
 
     Attributes:
+      model: configuration of any model with an estimate of its costs.
+      gpus: number of GPUs.
+      gpu: what they are.
+      global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
-      vocab_parallel: who shares embedding and head, "tensor" as in Megatron-LM.
-      attention: auto, xla or cudnn, as a run has it.
+      vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor".
+      attention: auto, xla or cudnn, as for a run.
     """
 
-    model: ModelConfig
+    model: Any
     gpus: int
-    card: Card
+    gpu: Gpu
     global_batch: int
     precision: str = "bf16"
     software: Software = MEGAJAX
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = dataclasses.field(default_factory=search_order)
     recomputes: Sequence[str] = ("none", "selective", "full")
     microbatches: Sequence[int] = (1, 2, 4, 8, 16)
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
@@ -52,20 +55,20 @@ class Question:
     attention: str = "auto"
 
     @property
-    def settled_attention(self) -> str:
-        """What auto comes to on this card: "xla" or "cudnn".
+    def resolved_attention(self) -> str:
+        """The attention that runs on this GPU: "xla" or "cudnn".
 
         Raises:
-          ConfigError: cudnn was asked for, and the card has it not for this model.
+          ConfigError: cudnn was asked for, and does not support this model on this GPU.
         """
         train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision)
         run = RunConfig(self.model, ParallelConfig(attention=self.attention), train)
-        return with_attention(run, self.card).parallel.attention
+        return with_attention(run, self.gpu).parallel.attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout and what it costs; `time` is None where it does not fit and was not timed."""
+    """A layout with its memory and time; `time` is None if it does not fit and was not timed."""
 
     question: Question
     run: RunConfig
@@ -74,12 +77,12 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Bytes on the device with most."""
+        """Bytes at the peak on the device that holds most."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        return self.peak <= usable_bytes(self.question.card)
+        return self.peak <= usable_bytes(self.question.gpu)
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -94,17 +97,17 @@ class Candidate:
     @property
     def utilisation(self) -> float:
         """MFU: model FLOPs over time over the published dense peak."""
-        return self.teraflops * 1e12 / self.question.card.peak(self.question.precision)
+        return self.teraflops * 1e12 / self.question.gpu.peak(self.question.precision)
 
     def days(self, tokens: float) -> float:
-        """To train on so many tokens."""
-        steps = tokens / (self.run.train.global_batch_size * self.run.model.sequence_length)
+        """Days to train on this number of tokens."""
+        steps = tokens / (self.run.train.global_batch_size * model_costs(self.run.model).sequence_length)
         return steps * self.time.total / 86400
 
 
-def usable_bytes(card: Card) -> float:
-    """Memory that a step may take."""
-    return card.memory * USABLE_SHARE
+def usable_bytes(gpu: Gpu) -> float:
+    """Memory that a step may use."""
+    return gpu.memory * USABLE_SHARE
 
 
 def search(question: Question) -> list[Candidate]:
@@ -113,14 +116,14 @@ def search(question: Question) -> list[Candidate]:
     Raises:
       ConfigError: there is no legal layout at all; the message says what to change.
     """
-    question.card.peak(question.precision)
-    found = [price(question, run) for run in _runs(question)]
+    question.gpu.peak(question.precision)  # raises if the GPU does not support it
+    found = [evaluate(question, run) for run in _runs(question)]
     if not found:
         raise ConfigError(
             f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of "
-            f"{question.global_batch}: type a --gpus and a --global-batch with more divisors in common."
+            f"{question.global_batch}: pass a --gpus and a --global-batch with more divisors in common."
         )
-    # Where two are equal, the one with less memory, then the simpler schedule.
+    # Ties: less memory first, then the simpler schedule.
     order = question.schedules
     return sorted(
         found,
@@ -133,20 +136,21 @@ def search(question: Question) -> list[Candidate]:
     )
 
 
-def price(question: Question, run: RunConfig, *, timed: bool = False) -> Candidate:
-    """One layout; it is timed if it fits, or anyway if `timed`."""
+def evaluate(question: Question, run: RunConfig) -> Candidate:
+    """One layout; it is timed if it fits."""
     memory = bytes_per_device(run)
-    fits = sum(memory.values()) <= usable_bytes(question.card)
-    time = step_time(run, question.card, question.software) if fits or timed else None
+    fits = sum(memory.values()) <= usable_bytes(question.gpu)
+    time = step_time(run, question.gpu, question.software) if fits else None
     return Candidate(question, run, memory, time)
 
 
 def _runs(question: Question) -> Iterable[RunConfig]:
     """Every legal run."""
-    attention = question.settled_attention
+    attention = question.resolved_attention
     model, train = question.model, TrainConfig(global_batch_size=question.global_batch, precision=question.precision)
     for tensor in question.tensor_sizes:
-        if question.gpus % tensor or model.key_value_heads % tensor or model.feedforward_size % tensor:
+        alone = ParallelConfig(tensor=tensor, sequence_parallel=question.sequence_parallel)
+        if question.gpus % tensor or not _is_legal(RunConfig(model, alone, train)):
             continue
         for pipe in divisors(question.gpus // tensor):
             if model.layers % pipe:
@@ -158,7 +162,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                 for schedule, chunks in _orders(question, pipe):
                     for recompute, zero in itertools.product(question.recomputes, question.zero):
                         if zero and data == 1:
-                            continue  # nothing to split over
+                            continue  # no replicas to shard over
                         parallel = ParallelConfig(
                             data=data,
                             pipe=pipe,
@@ -178,19 +182,16 @@ def _runs(question: Question) -> Iterable[RunConfig]:
 
 
 def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
-    """(schedule, chunks) for so many stages."""
-    if pipe == 1:
-        yield from ((name, 1) for name in ONE_STAGE)
+    """(schedule, chunks) for this number of stages."""
+    specs = [find(name) for name in question.schedules]
+    if pipe == 1:  # without a pipeline all schedules are the same
+        yield from ((spec.name, 1) for spec in [spec for spec in specs if spec.chunks != "two"][:1])
         return
     layers = question.model.layers // pipe
-    for name in question.schedules:
-        if name == "zb_v":
-            choices = [2]
-        elif name in SEVERAL_CHUNKS:
-            choices = [n for n in range(2, min(layers, MOST_CHUNKS) + 1)]
-        else:
-            choices = [1]
-        yield from ((name, chunks) for chunks in choices if layers % chunks == 0)
+    for spec in specs:
+        fewest = 2 if spec.one_chunk else 1
+        choices = {"one": [1], "two": [2], "any": range(fewest, min(layers, MOST_CHUNKS) + 1)}[spec.chunks]
+        yield from ((spec.name, chunks) for chunks in choices if layers % chunks == 0)
 
 
 def _is_legal(run: RunConfig) -> bool:
@@ -202,7 +203,7 @@ def _is_legal(run: RunConfig) -> bool:
 
 
 def best_by(candidates: Iterable[Candidate], key) -> dict:
-    """The first, so the best, of each group that `key(candidate)` names."""
+    """The first, so the best, candidate of each group; `key(candidate)` is the group."""
     groups: dict = {}
     for candidate in candidates:
         groups.setdefault(key(candidate), candidate)

@@ -1,11 +1,11 @@
 """XLA's flags, each with its reason: those that megajax sets on GPUs and on CPU devices, and one that it refuses.
 
-A flag that the user has in XLA_FLAGS stays as it is. XLA ends the process on a flag that it does not know, without a
-traceback, and flags come and go with its versions; so before jax starts on GPUs, a child process tries them.
+A flag that the user sets in XLA_FLAGS stays as it is. XLA aborts the process on an unknown flag, without a traceback, and
+flags differ between its versions; so before jax starts on GPUs, a child process tries them.
 
-Not here, because the program has no use for them: the thresholds up to which XLA joins collectives (the layers of a rank
-lie in one array, so a gradient's collective is gigabytes as it is), pipelined collectives (those over data are outside
-all loops), and windowed einsum (XLA's own collective matmul, which `tensor_overlap` replaces).
+Not set, because the program does not need them: the thresholds for combining collectives (the layers of a rank are in one
+array, so a gradient's collective has gigabytes already), pipelined collectives (those over data are outside all loops), and
+windowed einsum (XLA's own collective matmul, which `tensor_overlap` replaces).
 """
 
 import os
@@ -24,27 +24,28 @@ __all__ = [
     "add_flags",
     "add_gpu_flags",
     "check_ring_flags",
+    "gpu_flags",
     "unknown_flags",
 ]
 
-# Fake CPU devices share few cores, so one can be minutes late at a collective; by default XLA then ends the process.
+# CPU devices of one process share few cores, so one can reach a collective minutes late; by default XLA then aborts.
 CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
 )
 
-# XLA computes matmuls again, in 2% of a step, where its estimate of memory, made before buffers are shared, is more than the
-# GPU has. What is computed again is for `recompute` to say.
+# XLA recomputes matmuls, in 2% of a step, where its estimate of memory, made before buffers are shared, exceeds that of the
+# GPU. The `recompute` option decides what is recomputed.
 NO_REMATERIALIZATION = "--xla_disable_hlo_passes=rematerialization"
 
 GPU_FLAGS = (
-    # Schedules a collective's start early and its end late, with compute between. The default of late versions only.
+    # Schedules a collective's start early and its end late, with compute between. The default in recent versions only.
     "--xla_gpu_enable_latency_hiding_scheduler=true",
-    # CUDA graphs take in neither the loops over ticks and blocks nor what overlaps in them; JAX's advice for pipelines.
+    # CUDA graphs support neither the loops over ticks and blocks nor the overlap in them; JAX's advice for pipelines.
     "--xla_gpu_enable_command_buffer=",
-    # Splits sends in a loop into chains, and where several rings are one collective, loses data (openxla/xla#45222).
+    # Splits sends in a loop into chains, and loses data where one collective has several rings (openxla/xla#45222).
     "--xla_gpu_enable_pipelined_p2p=false",
-    # A rank that died leaves the others waiting in a collective for ever (jax-ml/jax#38503): end the job instead.
+    # If a rank dies, the others wait in a collective for ever (jax-ml/jax#38503): end the job instead.
     "--xla_gpu_nccl_termination_timeout_seconds=1800",
     NO_REMATERIALIZATION,
 )
@@ -52,14 +53,17 @@ BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 
 
 def add_flags(flags: Sequence[str]) -> None:
-    """Adds to XLA_FLAGS those flags that it does not have yet, with whatever value."""
-    given = os.environ.get("XLA_FLAGS", "").split()
+    """Adds `flags` to XLA_FLAGS, except those that it sets already, to whatever value."""
+    os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", "").split(), flags)
+
+
+def _with_flags(given: Sequence[str], flags: Sequence[str]) -> str:
     names = {_name(flag) for flag in given}
-    os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in flags if _name(flag) not in names)])
+    return " ".join([*given, *(flag for flag in flags if _name(flag) not in names)])
 
 
 def add_gpu_flags() -> tuple[str, ...]:
-    """Adds GPU_FLAGS to XLA_FLAGS, but for those that the installed jaxlib does not know; call it before jax starts.
+    """Adds GPU_FLAGS to XLA_FLAGS, except those that the installed jaxlib does not know; call it before jax starts.
 
     Returns:
       The flags of GPU_FLAGS that it does not know.
@@ -67,22 +71,35 @@ def add_gpu_flags() -> tuple[str, ...]:
     Raises:
       ConfigError: it does not know a flag that the user set, or cannot read its value.
     """
-    given = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"], unknown = gpu_flags(os.environ.get("XLA_FLAGS", ""))
+    return unknown
+
+
+def gpu_flags(users: str) -> tuple[str, tuple[str, ...]]:
+    """The XLA_FLAGS of a run on GPUs, and those of GPU_FLAGS that the installed jaxlib does not know, which are left out.
+
+    Args:
+      users: XLA_FLAGS as the user set it; its flags stay as they are.
+
+    Raises:
+      ConfigError: jaxlib does not know a flag that the user set, or cannot read its value.
+    """
+    given = users.split()
     unknown = unknown_flags([*given, *GPU_FLAGS])
     wrong = [flag for flag in given if flag in unknown]
     if wrong:
         raise ConfigError(
-            f"XLA_FLAGS has {' '.join(wrong)}, which the installed jaxlib does not know: take it out of XLA_FLAGS."
+            f"XLA_FLAGS has {' '.join(wrong)}, which the installed jaxlib does not know: remove it from XLA_FLAGS."
         )
-    add_flags([flag for flag in GPU_FLAGS if flag not in unknown])
-    return tuple(flag for flag in GPU_FLAGS if flag in unknown)
+    left_out = tuple(flag for flag in GPU_FLAGS if flag in unknown)
+    return _with_flags(given, [flag for flag in GPU_FLAGS if flag not in unknown]), left_out
 
 
 def unknown_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """Those of `flags` that the installed jaxlib does not know, tried in a child process.
+    """Those of `flags` that the installed jaxlib does not know, found by trying them in a child process.
 
     Raises:
-      ConfigError: a value that cannot be read.
+      ConfigError: XLA cannot read a value.
     """
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", MAKE_CPU_CLIENT]
@@ -91,18 +108,18 @@ def unknown_flags(flags: Sequence[str]) -> tuple[str, ...]:
         return ()
     found = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", done.stderr)
     if found is None:
-        said = next((line for line in done.stderr.splitlines() if "--xla" in line), done.stderr.strip()[-200:])
-        raise ConfigError(f"XLA cannot read XLA_FLAGS = {' '.join(flags)}: {said.strip()}")
+        message = next((line for line in done.stderr.splitlines() if "--xla" in line), done.stderr.strip()[-200:])
+        raise ConfigError(f"XLA cannot read XLA_FLAGS = {' '.join(flags)}: {message.strip()}")
     return tuple(flag for flag in flags if flag in found[1].split())
 
 
 def check_ring_flags(field: str) -> None:
-    """Raises ConfigError where the user's XLA_FLAGS would make `field`'s rings lose data."""
+    """Raises ConfigError if the user's XLA_FLAGS would make the rings of the option `field` lose data."""
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if _name(flag) == BREAKS_RINGS and flag.partition("=")[2].lower() not in ("false", "0"):
             raise ConfigError(
-                f"XLA_FLAGS has {flag}, under which XLA loses data sent round several rings at once, as {field} does "
-                f"(openxla/xla#45222): take it out, or leave {field} at its default."
+                f"XLA_FLAGS has {flag}, with which XLA loses data sent round several rings at once, as with {field} "
+                f"(openxla/xla#45222): remove it, or leave {field} at its default."
             )
 
 

@@ -1,4 +1,4 @@
-"""The best schedule this package can find for given costs and memory: every named one, and greedy lists of its own."""
+"""`auto`: the fastest schedule for given costs and memory among all registered ones and greedy list schedules."""
 
 import dataclasses
 import heapq
@@ -10,7 +10,7 @@ from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operati
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 
-@register("auto")
+@register("auto", chunks="any", simplicity=None)  # a search tries the schedules themselves
 def auto(
     stages: int,
     microbatches: int,
@@ -20,13 +20,14 @@ def auto(
 ) -> Schedule:
     """The schedule that takes least time in lockstep under `costs` and holds at most `live_chunks` on a rank.
 
-    Candidates are all named schedules with these sizes, and greedy list schedules: a rank that is free does the best
-    operation that is ready, by several orders of preference, in both placements, with the backward whole or split. So it
-    is never slower than the best named one. Bubble and memory are those of its choice, which its name tells.
+    Candidates are all registered schedules that train and drain, with these sizes, and greedy list schedules: an idle
+    rank runs the most preferred operation that is ready, by several orders of preference, in both placements, with the
+    backward whole or split. So it is never slower than the best registered one. Bubble and memory are those of the
+    schedule chosen, whose name follows "auto:".
 
     Args:
       costs: time of each operation on a chunk, and of a send.
-      live_chunks: most chunk activations alive on a rank at once, from forward to weights' gradients; None for no limit.
+      live_chunks: most chunk activations held on a rank at once, from forward to weight gradients; None for no limit.
 
     Raises:
       ScheduleError: less memory than one activation for each chunk.
@@ -41,17 +42,18 @@ def auto(
         key = (simulate_lockstep(schedule, costs).makespan, live)
         if live <= (live_chunks or live) and (best is None or key < best[:2]):
             best = (*key, schedule)
-    return best[2]  # the greedy ones keep the limit, so there is one
+    return best[2]  # the greedy ones keep within the limit, so there is at least one
 
 
 def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memory: int) -> Iterator[Schedule]:
-    for name in registry.SCHEDULES:
-        if name in ("auto", "forward_only"):
+    for spec in registry.specs():
+        if spec.generate is auto or not (spec.trains and spec.drains):
             continue
         try:
-            yield _named(registry.make(name, stages, microbatches, chunks))
+            made = registry.make_schedule(spec.name, stages=stages, microbatches=microbatches, chunks=chunks)
+            yield dataclasses.replace(made, name=f"auto:{made.name}")
         except ScheduleError:
-            pass  # not for these sizes
+            pass  # these sizes are illegal for it
     for placement in ("loop", "v") if chunks == 2 else ("loop",):
         for split in (False, True):
             for prefer in PREFERENCES[split]:
@@ -64,12 +66,8 @@ def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memor
                     yield pack("auto:greedy", orders, **sizes, paired=True).validate()
 
 
-def _named(schedule: Schedule) -> Schedule:
-    return dataclasses.replace(schedule, name=f"auto:{schedule.name}")
-
-
-# Which of the operations that are ready goes first, by op. A forward that fills the pipe late costs most where memory is
-# plenty; a weight's gradient frees memory, and is put off where a bubble will come anyway.
+# Which op goes first of those that are ready. A late forward costs most where memory is plentiful. W frees memory; it
+# is delayed where it can fill a later bubble.
 PREFERENCES = {
     False: ((BACKWARD, FORWARD), (FORWARD, BACKWARD)),
     True: ((INPUT, FORWARD, WEIGHT), (FORWARD, INPUT, WEIGHT), (INPUT, WEIGHT, FORWARD)),
@@ -77,16 +75,16 @@ PREFERENCES = {
 
 
 def _greedy(table: Schedule, costs: Costs, memory: int, prefer: tuple[str, ...]) -> list[list[Operation]]:
-    """Each rank's order: at every moment a free rank starts the most preferred operation that is ready.
+    """Each rank's order: at every moment an idle rank starts the most preferred operation that is ready.
 
-    A forward of chunk c starts only where it leaves room for one activation of each later chunk. Then some activation on
-    the rank is always on its way to its backward, and the ranks cannot wait for each other for ever.
+    A forward of chunk c starts only if it leaves room for one activation of each later chunk. Then at least one
+    activation on the rank can always proceed to its backward, and the ranks cannot deadlock.
     """
     durations = {FORWARD: costs.forward, BACKWARD: costs.backward, INPUT: costs.input, WEIGHT: costs.weight}
     ranks = range(table.stages)
     orders: list[list[Operation]] = [[] for _ in ranks]
     free, live = [0.0] * table.stages, [0] * table.stages
-    ready: list[dict[Operation, float]] = [{} for _ in ranks]  # when what each needs is there
+    ready: list[dict[Operation, float]] = [{} for _ in ranks]  # by operation, when its inputs arrive
     ready[0][Operation(FORWARD, 0, 0)] = 0.0
     left = table.microbatches * (table.last_stage + 1) * (3 if table.split else 2)
     moments = [(0.0, rank) for rank in ranks]
@@ -127,7 +125,7 @@ def _enabled(table: Schedule, done: Operation, rank: int) -> Iterator[tuple[Oper
     back = INPUT if table.split else BACKWARD
     stage = table.stage(done.chunk, rank)
     if done.op == FORWARD and stage == 0 and done.microbatch + 1 < table.microbatches:
-        yield Operation(FORWARD, 0, done.microbatch + 1), rank  # one after the other, so that few wait
+        yield Operation(FORWARD, 0, done.microbatch + 1), rank  # one at a time, which keeps `ready` small
     if done.op == FORWARD and stage < table.last_stage:
         chunk, owner = table.home(stage + 1)
         yield Operation(FORWARD, chunk, done.microbatch), owner

@@ -1,8 +1,8 @@
 """Schedules in files: CSV in torch.distributed.pipelining's notation, or JSON as `draw --json` writes it.
 
-CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W likewise; a
-blank cell is idle. What torch adds for communication is passed over, since here it follows from the order; a pair
-(0F3;7B1)OVERLAP_F_B is its two actions, one after the other.
+CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W
+likewise; a blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
+(0F3;7B1)OVERLAP_F_B is read as its two actions, one after the other.
 """
 
 import csv
@@ -15,28 +15,33 @@ from typing import Any
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, ScheduleError, pack
 from megajax.schedules.simulate import simulate_lockstep
 
-ENDINGS = (".csv", ".json")  # as in checks.py
+ENDINGS = (".csv", ".json")
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
+def is_schedule_file(name: str) -> bool:
+    """Whether a schedule's name is the path of a file that `load` reads."""
+    return name.endswith(ENDINGS)
+
+
 def load(path: str) -> Schedule:
-    """The schedule in a .csv or .json file, laid over ticks and validated; its name is the file's.
+    """The schedule in a .csv or .json file, placed into ticks and validated; its name is the file's.
 
     Raises:
-      ScheduleError: the file cannot be read, or what it says is no schedule; names the row and the cell.
+      ScheduleError: the file cannot be read, or does not hold a valid schedule; the message names the row and the cell.
     """
     file = pathlib.Path(path)
     if file.suffix not in ENDINGS:
-        raise ScheduleError(f"{path}: a schedule's file ends in {' or '.join(ENDINGS)}")
+        raise ScheduleError(f"{path}: a schedule's file must end in {' or '.join(ENDINGS)}")
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ScheduleError(f"{path} is no text") from None
+        raise ScheduleError(f"{path} is not text") from None
     try:
         if file.suffix == ".json":
             return _from_json(file.stem, text)
@@ -46,21 +51,21 @@ def load(path: str) -> Schedule:
 
 
 def save(schedule: Schedule, path: str) -> None:
-    """Writes a schedule, so that `load` gives the same ticks back.
+    """Writes a schedule. `load` returns the same orders, and from JSON the same ticks.
 
     Raises:
-      ScheduleError: another ending than .csv or .json.
+      ScheduleError: the ending is neither .csv nor .json.
       OSError: the file cannot be written.
     """
     if pathlib.Path(path).suffix not in ENDINGS:
-        raise ScheduleError(f"{path}: a schedule is saved in a file that ends in {' or '.join(ENDINGS)}")
+        raise ScheduleError(f"{path}: a schedule is saved in a file that must end in {' or '.join(ENDINGS)}")
     text = to_csv(schedule) if path.endswith(".csv") else json.dumps(to_json(schedule)) + "\n"
     with open(path, "w", encoding="utf-8", newline="") as file:
         file.write(text)
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The orders in torch's notation, a rank a line."""
+    """The orders in torch's notation, one line for each rank."""
     lines = [
         ",".join(f"{schedule.stage(chunk, rank)}{op}{microbatch}" for op, chunk, microbatch in order)
         for rank, order in enumerate(schedule.orders())
@@ -69,7 +74,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """The orders and what they are laid over, as JSON values."""
+    """The orders, sizes, placement and kind of tick, as JSON values."""
     return {
         "schedule": schedule.name,
         "stages": schedule.stages,
@@ -84,39 +89,39 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 def from_orders(
     name: str, orders: list[list[Operation]], *, chunks: int, placement: str = "loop", paired: bool | None = None
 ) -> Schedule:
-    """Lays orders over ticks: mixed ticks where I and W are apart, else paired or mixed, whichever takes less time.
+    """Places orders into ticks: mixed ticks if backwards are split, else paired or mixed, whichever takes less time.
 
     Raises:
-      ScheduleError: the orders wait for each other for ever, or leave an operation out.
+      ScheduleError: the orders deadlock, or an operation is missing.
     """
     operations = [operation for order in orders for operation in order]
     if not operations:
-        raise ScheduleError("there is no operation in it")
+        raise ScheduleError("it holds no operations")
     sizes = {"microbatches": 1 + max(operation.microbatch for operation in operations), "chunks": chunks}
     split = any(operation.op in (INPUT, WEIGHT) for operation in operations)
 
-    def lay(paired: bool) -> Schedule:
+    def place(paired: bool) -> Schedule:
         parts = None if paired else {BACKWARD: 2}
         options = {"paired": paired, "parts": parts, "placement": placement, "split": split}
         return pack(name, orders, **sizes, **options).validate()
 
     if split or paired is not None:
-        return lay(bool(paired) and not split)
-    return min((lay(True), lay(False)), key=lambda schedule: simulate_lockstep(schedule).makespan)
+        return place(bool(paired) and not split)
+    return min((place(True), place(False)), key=lambda schedule: simulate_lockstep(schedule).makespan)
 
 
 def _from_json(name: str, text: str) -> Schedule:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ScheduleError(f"line {error.lineno}: no JSON: {error.msg}") from None
+        raise ScheduleError(f"line {error.lineno}: not JSON: {error.msg}") from None
     if not isinstance(values, dict) or not isinstance(values.get("orders"), list) or not values["orders"]:
         raise ScheduleError('it must hold {"orders": [[[op, chunk, microbatch], ...] for each rank], ...}')
     placement, paired = values.get("placement", "loop"), values.get("paired")
     if placement not in ("loop", "v"):
         raise ScheduleError(f'placement is {placement!r}; it must be "loop" or "v"')
     if paired not in (True, False, None):
-        raise ScheduleError(f"paired is {paired!r}; it must be true or false, or left out")
+        raise ScheduleError(f"paired is {paired!r}; it must be true or false, or omitted")
     orders = [
         [_operation(rank, place, value) for place, value in enumerate(order)]
         for rank, order in enumerate(values["orders"])
@@ -153,8 +158,8 @@ def _from_rows(name: str, rows: list[list[str]]) -> Schedule:
         expected = {chunk * stages + rank for chunk in range(chunks)}
         if placement == "loop" and kept != expected:
             raise ScheduleError(
-                f"row {rank + 1} (rank {rank}) has stages {_list(kept)}; with {stages} rows and {chunks} chunks a rank it "
-                f"must have {_list(expected)}, or {_list({rank, 2 * stages - 1 - rank})} if the chunks lie in a V"
+                f"row {rank + 1} (rank {rank}) has stages {_list(kept)}; with {stages} rows and {chunks} chunks on "
+                f"each rank it must have {_list(expected)}, or {_list({rank, 2 * stages - 1 - rank})} if the chunks form a V"
             )
     orders = [[Operation(op, stage // stages, microbatch) for stage, op, microbatch in row] for row in actions]
     return from_orders(name, orders, chunks=chunks, placement=placement)
@@ -170,7 +175,7 @@ def _actions(rank: int, column: int, cell: str) -> list[tuple[int, str, int]]:
         return [(int(action[1]), action[2], int(action[3]))]
     if cell and not COMMUNICATION.fullmatch(cell):
         raise ScheduleError(
-            f"row {rank + 1}, column {column + 1}: {cell!r} is no action; write stage, op ({', '.join(OPS)}) and "
+            f"row {rank + 1}, column {column + 1}: {cell!r} is not an action; write stage, op ({', '.join(OPS)}) and "
             "microbatch, such as 2F0, or leave the cell blank"
         )
     return []

@@ -1,61 +1,279 @@
-"""The schedules there are, by name; `make_schedule` in schedules.py is the way in."""
+"""One `ScheduleSpec` for each schedule: the generator, the legal sizes, and what a run of it costs.
 
+Everything that megajax knows about a schedule by its name is in its spec. The configuration asks `check_sizes`, the
+executor runs what `make_schedule` returns, the estimates use the closed forms `slots` and `bubble` where a spec has
+them and build or simulate the table where it does not, and the search goes through `search_order()`. So one decorated
+function is enough to add a schedule:
+
+    @register("one_at_a_time")
+    def one_at_a_time(stages, microbatches, chunks):
+        ...
+
+`import_user_files` imports such functions from a user's own files.
+"""
+
+import dataclasses
 import difflib
-from collections.abc import Callable
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.schedule import Schedule, ScheduleError
 
 Generator = Callable[..., Schedule]
-SCHEDULES: dict[str, Generator] = {}
+SPECS: dict[str, "ScheduleSpec"] = {}
+CHUNKS = ("one", "two", "any")
 
 
-def register(name: str) -> Callable[[Generator], Generator]:
-    """Makes a generator `f(stages, microbatches, chunks, **options) -> Schedule` known to `make_schedule` by `name`."""
+class Slots(NamedTuple):
+    """Buffers that a schedule needs on the rank that needs most, as `megajax.pipeline.slots` allocates them."""
+
+    stash: int  # chunks whose residuals are held between forward and backward
+    kept: int  # chunks whose output gradients are held between I and W
+    inbox: int  # received activations and gradients together, the two spare slots included
+
+
+class SizeProblem(NamedTuple):
+    """Why a schedule cannot have a size."""
+
+    field: str  # "chunks" or "microbatches"
+    message: str  # the rule and the value given, as one sentence without a full stop
+    legal: tuple[int, ...]  # the nearest legal values of the field, ascending
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleSpec:
+    """All that is known of a schedule by its name.
+
+    Attributes:
+      name: the value of `--schedule`.
+      generate: `f(stages, microbatches, chunks, **options) -> Schedule`.
+      chunks: model chunks on each rank: "one", "two", or "any" number.
+      rounds: the microbatches must be a multiple of the stages.
+      fewest_microbatches: `f(stages)`, the smallest legal number of microbatches.
+      any_microbatches: each step may have another number of microbatches, as a batch ramp needs.
+      trains: it has backwards, so that `--schedule` takes it.
+      drains: each step ends with an empty pipeline. False for PipeDream-2BW, whose table is one step in steady state.
+      split: backwards are split into I and W. None: only the table tells.
+      paired: a tick is a forward and a backward on every rank. None: only the table tells.
+      placement: which stages a rank holds, "loop" or "v" (see `Schedule.placement`). None: only the table tells.
+      slots: `f(stages, microbatches, chunks, **options) -> Slots | None`, the closed form of what
+        `megajax.pipeline.slots` counts, None for sizes that it does not hold for. Without one the table is counted.
+      bubble: `f(stages, microbatches, chunks, costs, lockstep, **options)`, the closed form of a rank's idle time in a
+        step, in the units of `costs`; `lockstep` as in `simulate_lockstep`. Without one the table is simulated.
+      one_chunk: the schedule that this one equals with one chunk; a search tries that one instead.
+      simplicity: the place in the search, where the first of equally good schedules wins. None: searched only by name.
+      notes: one sentence for the user who has to choose, shown by `draw --help`.
+    """
+
+    name: str
+    generate: Generator
+    chunks: str = "one"
+    rounds: bool = False
+    fewest_microbatches: Callable[[int], int] = lambda stages: 1
+    any_microbatches: bool = True
+    trains: bool = True
+    drains: bool = True
+    split: bool | None = None
+    paired: bool | None = None
+    placement: str | None = None
+    slots: Callable[..., Slots | None] | None = None
+    bubble: Callable[..., float] | None = None
+    one_chunk: str | None = None
+    simplicity: int | None = 100
+    notes: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the generator's own options."""
+        return tuple(inspect.signature(self.generate).parameters)[3:]
+
+
+def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
+    """Decorates a generator `f(stages, microbatches, chunks, **options) -> Schedule`, which `name` then stands for.
+
+    Args:
+      name: the value of `--schedule`.
+      **fields: of `ScheduleSpec`, where its defaults do not hold. `notes` defaults to the docstring's first paragraph.
+
+    Raises:
+      ScheduleError: the name belongs to another function already, or cannot be a name; or a field is wrong.
+    """
+    known = [field.name for field in dataclasses.fields(ScheduleSpec)][2:]
+    for field in fields:
+        require(field in known, f"register({name!r}) has no field {field!r}: choose from {', '.join(known)}")
+    require(
+        fields.get("chunks", "one") in CHUNKS,
+        f"register({name!r}) has chunks={fields.get('chunks')!r}: choose from {', '.join(map(repr, CHUNKS))}",
+    )
+    require(not is_schedule_file(name), f"schedule {name!r} has the name of a file: choose a name without an ending")
 
     def add(generator: Generator) -> Generator:
-        SCHEDULES[name] = generator
+        if name in SPECS:
+            before, now = (inspect.unwrap(f).__code__ for f in (SPECS[name].generate, generator))
+            same = (before.co_filename, before.co_name) == (now.co_filename, now.co_name)  # a file imported twice
+            require(same, f"schedule {name!r} is registered already, in {before.co_filename}: choose another name")
+        notes = " ".join((inspect.getdoc(generator) or "").partition("\n\n")[0].split())
+        SPECS[name] = ScheduleSpec(**{"name": name, "generate": generator, "notes": notes} | fields)
         return generator
 
     return add
 
 
-def find(name: str) -> Generator:
-    """The generator called `name`.
+def specs() -> tuple[ScheduleSpec, ...]:
+    """All specs, in the order in which they were registered."""
+    return tuple(SPECS.values())
+
+
+def names() -> tuple[str, ...]:
+    """The names of the schedules that train, in the order in which they were registered."""
+    return tuple(name for name, spec in SPECS.items() if spec.trains)
+
+
+def search_order() -> tuple[str, ...]:
+    """The schedules that a search tries if none are named, the simplest first."""
+    searched = [spec for spec in SPECS.values() if spec.trains and spec.simplicity is not None]
+    return tuple(spec.name for spec in sorted(searched, key=lambda spec: spec.simplicity))
+
+
+def with_option(option: str) -> tuple[str, ...]:
+    """The schedules whose generator has an option, such as "group_size"."""
+    return tuple(name for name in names() if option in SPECS[name].options)
+
+
+def find(name: str) -> ScheduleSpec:
+    """The spec of a registered schedule, or of the schedule in a .csv or .json file (which is not read yet).
 
     Raises:
-      ScheduleError: there is none; the message names the near match.
+      ScheduleError: the name is unknown; the message gives the nearest one.
     """
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, 1)
+    if is_schedule_file(name):
+        return ScheduleSpec(name, lambda stages, microbatches, chunks: load(name), chunks="any", any_microbatches=False)
+    if name not in SPECS:
+        near = difflib.get_close_matches(name, SPECS, 1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise ScheduleError(f"schedule {name!r} is unknown{hint} Known: {', '.join(sorted(SCHEDULES))}")
-    return SCHEDULES[name]
+        raise ScheduleError(f"schedule {name!r} is unknown{hint} Known: {', '.join(sorted(SPECS))}")
+    return SPECS[name]
 
 
-def make(name: str, stages: int, microbatches: int, chunks: int, **options) -> Schedule:
-    """What the named generator makes, proven, and of the sizes that were asked for.
+def check_sizes(
+    spec: ScheduleSpec, *, stages: int, microbatches: int, chunks: int, group_size: int | None = None
+) -> SizeProblem | None:
+    """The first rule of a spec that these sizes break, None if they are legal.
+
+    Args:
+      group_size: the generator's option of that name. If given, the generator checks the groups by its own rule.
+    """
+    if spec.chunks == "one" and chunks != 1:
+        several = f"; {', '.join(name for name in names() if SPECS[name].chunks == 'any')} take several"
+        return SizeProblem("chunks", f"{spec.name} has one chunk on each rank, not {chunks}{several}", (1,))
+    if spec.chunks == "two" and chunks != 2:
+        return SizeProblem("chunks", f"{spec.name} has two chunks on each rank, not {chunks}", (2,))
+    if spec.rounds and group_size is None and microbatches % stages:
+        below = microbatches // stages * stages
+        return SizeProblem(
+            "microbatches",
+            f"{spec.name} takes a multiple of the {stages} stages as microbatches, not {microbatches}",
+            tuple(n for n in (below, below + stages) if n),
+        )
+    fewest = spec.fewest_microbatches(stages)
+    if microbatches < fewest:
+        return SizeProblem(
+            "microbatches",
+            f"{spec.name} takes at least {fewest} microbatches on {stages} stages, not {microbatches}",
+            (fewest,),
+        )
+    return None
+
+
+def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1, **options) -> Schedule:
+    """The named schedule as a validated table of the sizes asked for.
+
+    Args:
+      stages: ranks of the pipeline.
+      microbatches: of a step, on each data-parallel replica.
+      chunks: model chunks on each rank.
+      **options: of the schedule's generator.
 
     Raises:
-      ScheduleError: the generator refuses the sizes, or its table is broken, or of other sizes.
+      ScheduleError: the name or an option is unknown, the sizes are illegal for this schedule, or its generator
+        returned an invalid table or one that its spec does not describe.
     """
-    schedule = find(name)(stages, microbatches, chunks, **options).validate()
+    spec = find(name)
+    for label, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        require(value >= 1, f"{label} is {value}; it must be 1 or more")
+    for option in options:
+        legal = f"has {', '.join(spec.options)}" if spec.options else "has no options"
+        require(option in spec.options, f"{name} has no option {option!r}: it {legal}")
+    groups = {"group_size": options["group_size"]} if "group_size" in options else {}
+    problem = check_sizes(spec, stages=stages, microbatches=microbatches, chunks=chunks, **groups)
+    if problem:
+        raise ScheduleError(problem.message)
+    schedule = spec.generate(stages, microbatches, chunks, **options)
+    require(
+        isinstance(schedule, Schedule), f"{name} made a {type(schedule).__name__}, not a Schedule; return pack(...)"
+    )
+    if spec.drains:
+        schedule.validate()
     for label, asked in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         made = getattr(schedule, label)
         require(made == asked, f"{name} made a schedule of {label} {made} where {asked} was asked for")
+    for label in ("split", "paired", "placement"):
+        said, made = getattr(spec, label), getattr(schedule, label)
+        require(
+            said in (None, made), f"{name} made a schedule with {label}={made}, but is registered with {label}={said}"
+        )
+    require(
+        schedule.has_backward == spec.trains, f"{name} made a schedule that is registered with trains={spec.trains}"
+    )
     return schedule
 
 
 def require(rule: bool, message: str) -> None:
-    """Raises ScheduleError(message) where a generator's rule for its sizes is broken."""
+    """Raises ScheduleError(message) unless the rule holds."""
     if not rule:
         raise ScheduleError(message)
 
 
-def depth_first(group: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in Megatron-LM's order: groups of microbatches, each through all chunks in turn."""
-    return [
-        (chunk, microbatch)
-        for low in range(0, microbatches, group)
-        for chunk in range(chunks)
-        for microbatch in range(low, min(low + group, microbatches))
-    ]
+def import_user_files(paths: Iterable[str]) -> None:
+    """Imports Python files (paths that end in .py) or modules (dotted names), which register schedules or models.
+
+    A file that was imported before is not imported again.
+
+    Raises:
+      ScheduleError: a file or module does not exist, or fails; one line with the error and where it was raised.
+    """
+    for path in paths:
+        require(
+            not path.endswith(".py") or pathlib.Path(path).is_file(),
+            f"cannot import {path}: there is no such file; pass --import FILE.py, or the dotted name of a module",
+        )
+        try:
+            _import_file(path) if path.endswith(".py") else importlib.import_module(path)
+        except Exception as error:  # anything that a user's file may raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = (str(error).splitlines() or [""])[0]
+            where = f" (raised in {frame.filename}, line {frame.lineno})"
+            raise ScheduleError(f"cannot import {path}: {type(error).__name__}: {message}{where}") from error
+
+
+def _import_file(path: str) -> None:
+    file = pathlib.Path(path).resolve()
+    module_name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise

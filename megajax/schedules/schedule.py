@@ -1,9 +1,9 @@
-"""What a pipeline schedule is: a table that says what every rank does at every tick.
+"""A pipeline schedule: a table of what every rank does at every tick.
 
-All ranks advance together, one *tick* at a time, because they run one SPMD program. In a tick a rank does one or more
-pieces of `Work`; at its end activations and gradients travel to the neighbouring stage, where they may be used from the
-next tick on. `orders()` forgets the ticks and keeps each rank's list of operations, which is how papers and Megatron-LM
-write a schedule. This file imports no jax: a schedule is plain data.
+All ranks run one SPMD program and advance together, one *tick* at a time. In a tick a rank does one or more pieces of
+`Work`; at its end activations and gradients are sent to the neighbouring stage, which may use them from the next tick
+on. `orders()` drops the ticks and keeps each rank's list of operations, which is how papers and Megatron-LM write a
+schedule. A schedule is plain data: this file imports no jax.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import itertools
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
-INPUT, WEIGHT = "I", "W"  # a backward in two: gradient of the input, gradients of the weights (2401.10241)
+INPUT, WEIGHT = "I", "W"  # a split backward: gradient of the input, gradients of the weights (2401.10241)
 
 
 class Operation(NamedTuple):
@@ -23,7 +23,7 @@ class Operation(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a rank does in one phase of one tick: an operation, or one part of an operation that takes several ticks."""
+    """The work of a rank in one phase of one tick: an operation, or one of the parts of an operation."""
 
     op: str
     chunk: int
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 class Segment(NamedTuple):
     """A run of ticks [start, stop) in which ranks do the same ops, forwards before backwards; one `lax.scan` each.
 
-    `full`: in each of these paired ticks every rank does all of them; no rank waits.
+    `full`: in each of these paired ticks every rank does all of the ops; no rank waits.
     """
 
     start: int
@@ -49,20 +49,21 @@ class Segment(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, or a table that breaks a rule; the message says which and where."""
+    """A schedule that is unknown or has illegal sizes, or a table that breaks a rule; says which and where."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule over `stages` ranks, `chunks` model chunks a rank and `microbatches` microbatches.
+    """A pipeline schedule over `stages` ranks, `chunks` model chunks on each rank and `microbatches` microbatches.
 
     Attributes:
       ticks: `ticks[tick][rank]` is the tuple of `Work` that the rank does in that tick, in order.
-      paired: what a tick is. True: a forward and then a backward on every rank (where the table has neither, the program
-        computes and throws away). False: a mixed tick, in which each rank does at most one piece of work.
-      placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, down the ranks and up again.
+      paired: the kind of tick. True: a forward and then a backward on every rank, either of which may be absent.
+        False: a mixed tick, in which each rank does at most one piece of work.
+      placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, whose stages go down the ranks
+        and up again.
       split: backwards run as I and W. A whole backward then takes two ticks, I (part 0) and W (part 1); otherwise its
-        parts are runs of the chunk's blocks, the last blocks first.
+        parts are consecutive blocks of the chunk, the last blocks first.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Schedule:
     split: bool = False
 
     def stage(self, chunk: int, rank: int) -> int:
-        """The global stage held as `chunk` by `rank`; 2104.04473 section 2.2 deals chunks round the ranks."""
+        """The global stage held as `chunk` by `rank`; chunks are assigned round-robin (2104.04473 section 2.2)."""
         if self.placement == "v" and chunk == 1:
             return 2 * self.stages - 1 - rank
         return chunk * self.stages + rank
@@ -103,14 +104,14 @@ class Schedule:
         return work.op
 
     def results(self, work: Work) -> tuple[str, ...]:
-        """What a piece of work finishes: F an activation to send, I a gradient to send, W a weight gradient."""
+        """The results that a piece of work completes: F an activation, I a gradient to send, W a weight gradient."""
         op = self.does(work)
         if op != BACKWARD:
             return (op,)
         return (INPUT, WEIGHT) if work.part == work.parts - 1 else ()
 
     def needs(self, work: Work, stage: int) -> list[tuple[str, int]]:
-        """The (result, stage) that must be there for the same microbatch before this work starts."""
+        """The (result, stage) of the same microbatch that this work depends on."""
         op = self.does(work)
         if op == FORWARD:
             return [(FORWARD, stage - 1)] if stage else []
@@ -126,7 +127,7 @@ class Schedule:
     def segments(self) -> tuple[Segment, ...]:
         """Runs of ticks: the fill (forwards only), the steady state, and the drain (no forward).
 
-        Of a steady state of paired ticks the longest full run is apart from the ramps before and after it.
+        The longest full run in a steady state of paired ticks is a segment of its own, between its ramps.
         """
         count = len(self.ticks)
         done = [[{self.does(work) for work in works} for works in tick] for tick in self.ticks]
@@ -149,19 +150,19 @@ class Schedule:
         return tuple(segments)
 
     def validate(self) -> "Schedule":
-        """Proves the table and returns it.
+        """Checks the table and returns it.
 
-        Every operation exactly once on every stage, its parts in order; at most one piece of work a phase; a forward
-        after the forward of the stage before it, a backward (or I) after its own forward and after the backward of the
-        stage behind it, in an earlier tick where the two are on different ranks; W after its I.
+        Every operation runs exactly once on every stage, its parts in order; each phase holds at most one piece of
+        work; a forward follows the forward of the stage before it, and a backward (or I) follows its own forward and
+        the backward of the stage after it, in a later tick where the two are on different ranks; W follows its I.
 
         Raises:
-          ScheduleError: names the rank, tick and work at fault, and shows the table there.
+          ScheduleError: the message names the rank, tick and work at fault, and shows that part of the table.
         """
-        there: set[tuple[str, int, int]] = set()
+        available: set[tuple[str, int, int]] = set()  # (result, stage, microbatch)
         done: set[tuple[int, Work]] = set()
         for tick, row in enumerate(self.ticks):
-            before = set(there)
+            before = set(available)
             for rank, works in enumerate(row):
                 self._check_phases(tick, rank, works)
                 for work in works:
@@ -171,7 +172,7 @@ class Schedule:
                     if work.part and (rank, work._replace(part=work.part - 1)) not in done:
                         self._refuse(tick, rank, f"{show(work)} comes before its part {work.part - 1}")
                     for result, of in self.needs(work, stage):
-                        known = there if self.home(of)[1] == rank else before
+                        known = available if self.home(of)[1] == rank else before
                         if (result, of, work.microbatch) not in known:
                             self._refuse(
                                 tick,
@@ -179,14 +180,14 @@ class Schedule:
                                 f"{show(work)} needs {result} of stage {of}, microbatch {work.microbatch} first",
                             )
                     for result in self.results(work):
-                        if (result, stage, work.microbatch) in there:
+                        if (result, stage, work.microbatch) in available:
                             self._refuse(tick, rank, f"{show(work)} is done twice")
-                        there.add((result, stage, work.microbatch))
+                        available.add((result, stage, work.microbatch))
                     done.add((rank, work))
         for result in (FORWARD, INPUT, WEIGHT) if self.has_backward else (FORWARD,):
             for stage in range(self.last_stage + 1):
                 for microbatch in range(self.microbatches):
-                    if (result, stage, microbatch) not in there:
+                    if (result, stage, microbatch) not in available:
                         chunk, rank = self.home(stage)
                         what = f"{result}{microbatch} of chunk {chunk} on rank {rank} (stage {stage})"
                         raise ScheduleError(f"{self.name}: {what} is missing")
@@ -203,7 +204,7 @@ class Schedule:
         raise ScheduleError(f"{self.name}: tick {tick}, rank {rank}: {problem}\n{self.grid(tick, rank)}")
 
     def grid(self, tick: int, rank: int, around: int = 4) -> str:
-        """The table near a cell as text, a rank a row, the cell marked."""
+        """The table near a cell as text, one row for each rank, the cell marked."""
         ticks = range(max(0, tick - around), min(len(self.ticks), tick + around + 1))
         cells = [["tick", *map(str, ticks)]]
         for row in range(self.stages):
@@ -249,13 +250,13 @@ def pack(
     """Places each rank's operations into ticks, each as early as its dependencies and its place in the order allow.
 
     Args:
-      orders: for each rank its operations, in the order it must start them.
+      orders: for each rank its operations, in the order in which it must start them.
       paired: a tick holds a forward and then a backward (True) or a single piece of work (False).
-      parts: how many ticks an operation takes, by op; 1 where not given. With backwards twice as dear as forwards,
-        `{"B": 2}` makes all pieces of work cost the same, so no rank waits for another within a tick.
+      parts: how many ticks an operation takes, by op; 1 where not given. If a backward costs twice a forward,
+        `{"B": 2}` makes all pieces of work cost the same, so that no rank waits for another within a tick.
 
     Raises:
-      ScheduleError: the orders wait for each other for ever; the message says where each rank stands.
+      ScheduleError: the orders deadlock; the message says which operation each rank waits at.
     """
     parts = parts or {}
     table = Schedule(name, len(orders), microbatches, chunks, paired, (), placement, split)
@@ -269,7 +270,7 @@ def pack(
         for order in orders
     ]
     position = [0] * len(orders)
-    there: set[tuple[str, int, int]] = set()
+    available: set[tuple[str, int, int]] = set()  # (result, stage, microbatch) of the ticks before
     ticks = []
     while any(position[rank] < len(queue) for rank, queue in enumerate(queues)):
         row, new = [], set()
@@ -281,7 +282,7 @@ def pack(
                 stage = table.stage(work.chunk, rank)
                 fits = not works or (paired and works[-1].op == FORWARD and work.op != FORWARD)
                 wanted = [(result, of, work.microbatch) for result, of in table.needs(work, stage)]
-                if not fits or any(want not in there and want not in mine for want in wanted):
+                if not fits or any(want not in available and want not in mine for want in wanted):
                     break
                 works.append(work)
                 position[rank] += 1
@@ -294,7 +295,7 @@ def pack(
                 + (f"waits at {show(queue[position[rank]])}" if position[rank] < len(queue) else "is done")
                 for rank, queue in enumerate(queues)
             )
-            raise ScheduleError(f"{name}: the orders wait for each other for ever: {waiting}")
-        there |= new
+            raise ScheduleError(f"{name}: the orders deadlock: {waiting}")
+        available |= new
         ticks.append(tuple(row))
     return dataclasses.replace(table, ticks=tuple(ticks))

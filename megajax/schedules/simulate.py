@@ -1,7 +1,7 @@
-"""What a schedule costs: event by event, as independent processes would run it, and in lockstep, as our program does.
+"""Simulates a schedule's time: event by event, as independent processes run it, and in lockstep, as megajax does.
 
-Time is in units of the caller's choice; costs are per chunk. "Ideal" is a rank's work without any waiting, the bubble is
-makespan / ideal - 1 (2104.04473 section 2.2's bubble time over ideal time).
+Time is in units of the caller's choice; costs are per chunk. "Ideal" is a rank's work without any waiting, the bubble
+is makespan / ideal - 1 (2104.04473 section 2.2's bubble time over ideal time).
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A schedule laid over time.
+    """The start and end of every piece of work of a schedule.
 
     Attributes:
       spans: every piece of work.
@@ -67,20 +67,20 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the share of the makespan in which it works."""
+        """For each rank, the fraction of the makespan in which it works."""
         ranks = range(len(self.peak_live))
         return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) / self.makespan for rank in ranks)
 
 
 def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
-    """Each rank goes through its order and starts as soon as what it needs is there.
+    """Each rank runs its order, each operation as soon as its inputs have arrived.
 
     Raises:
-      ScheduleError: the ranks wait for each other for ever.
+      ScheduleError: the orders deadlock. Those of a schedule that does not drain always do.
     """
     queues = [[work for tick in schedule.ticks for work in tick[rank]] for rank in range(schedule.stages)]
     position, clock = [0] * schedule.stages, [0.0] * schedule.stages
-    there: dict[tuple[str, int, int], float] = {}
+    finished: dict[tuple[str, int, int], float] = {}  # when each (result, stage, microbatch) was
     spans: list[Span] = []
     while any(position[rank] < len(queues[rank]) for rank in range(schedule.stages)):
         moved = False
@@ -89,26 +89,26 @@ def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  #
                 work = queue[position[rank]]
                 stage = schedule.stage(work.chunk, rank)
                 wanted = [(result, of, work.microbatch) for result, of in schedule.needs(work, stage)]
-                if any(want not in there for want in wanted):
+                if any(want not in finished for want in wanted):
                     break
                 away = [costs.latency if schedule.home(of)[1] != rank else 0.0 for _, of, _ in wanted]
-                start = max([clock[rank], *(there[want] + late for want, late in zip(wanted, away, strict=True))])
+                start = max([clock[rank], *(finished[want] + late for want, late in zip(wanted, away, strict=True))])
                 clock[rank] = start + costs.of(schedule, work)
                 for result in schedule.results(work):
-                    there[result, stage, work.microbatch] = clock[rank]
+                    finished[result, stage, work.microbatch] = clock[rank]
                 spans.append(Span(rank, work, start, clock[rank]))
                 position[rank] += 1
                 moved = True
         if not moved:
-            raise ScheduleError(f"{schedule.name}: the ranks wait for each other for ever")
+            raise ScheduleError(f"{schedule.name}: the orders deadlock")
     return _result(schedule, spans)
 
 
 def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
-    """All ranks go from tick to tick together.
+    """All ranks start each tick together.
 
-    In a paired tick each phase that any rank has takes its op's time on all; a mixed tick takes that of its dearest
-    piece of work. `latency` is paid once a tick.
+    In a paired tick each phase that any rank has takes its op's time on all ranks; a mixed tick takes as long as its
+    slowest piece of work. `latency` is added once per tick.
     """
     spans: list[Span] = []
     now = 0.0
@@ -126,6 +126,14 @@ def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     return _result(schedule, spans)
 
 
+def fill_and_drain(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool, **options) -> float:
+    """Idle time (p - 1)(tF + tB) of a rank: the closed form of GPipe, 1F1B and interleaved 1F1B (2104.04473 2.2).
+
+    It holds event by event, and in lockstep where ticks are paired, for any number of microbatches and chunks.
+    """
+    return (stages - 1) * (costs.forward + costs.backward)
+
+
 def _result(schedule: Schedule, spans: list[Span]) -> Simulation:
     work = [sum(s.stop - s.start for s in spans if s.rank == rank) for rank in range(schedule.stages)]
     makespan = max(s.stop for s in spans) - min(s.start for s in spans)
@@ -133,18 +141,30 @@ def _result(schedule: Schedule, spans: list[Span]) -> Simulation:
 
 
 def _peaks(schedule: Schedule, spans: list[Span]) -> list[int]:
-    """A chunk is alive from its forward's start to the end of its weights' gradients."""
+    """For each rank, the most chunk activations held at once, from a forward's start to the end of its W."""
     peaks = []
     for rank in range(schedule.stages):
-        changes = []
+        forwards, weights = {}, {}
         for span in (s for s in spans if s.rank == rank):
+            place = (span.work.chunk, span.work.microbatch)
             if span.work.op == FORWARD:
-                changes.append((span.start, 1))
+                forwards[place] = span
             if WEIGHT in schedule.results(span.work):
-                changes.append((span.stop, -1))
-        live = most = 0
-        for _, change in sorted(changes):  # at equal times what ends goes first
+                weights[place] = span
+        changes = [(span.start, 1) for span in forwards.values()] + [(span.stop, -1) for span in weights.values()]
+        live = most = sum(_is_of_the_step_before(schedule, forwards[place], span) for place, span in weights.items())
+        for _, change in sorted(changes):  # at equal times ends come before starts
             live += change
             most = max(most, live)
         peaks.append(most)
     return peaks
+
+
+def _is_of_the_step_before(schedule: Schedule, forward: Span, weight: Span) -> bool:
+    """Whether a chunk was held when the step began, which only a schedule that does not drain has.
+
+    Its W then comes before its forward, or immediately after where another rank must have run in between.
+    """
+    if schedule.stage(forward.work.chunk, forward.rank) == schedule.last_stage:
+        return weight.stop <= forward.start
+    return weight.start <= forward.stop

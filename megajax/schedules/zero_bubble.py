@@ -1,63 +1,116 @@
-"""Schedules that split the backward: I, gradient of the input, hurries; W, gradients of the weights, fills the bubbles.
+"""Zero bubble: the backward is split into I, the gradient of the input, and W, the gradients of the weights.
 
-Notation as in schedules.py; tI and tW are a chunk's times, tI + tW = tB. Ticks are mixed, one piece of work a rank, so they
-lose nothing where tF = tI = tW. The papers count idle time between a rank's first and last operation, and call it zero;
-a step that ends with one update of all weights pays the makespan, and that is the bubble given here.
+I is on the critical path; W runs where a rank would otherwise idle. Notation as in gpipe.py; tI and tW are a chunk's
+times, tI + tW = tB. Ticks are mixed, one piece of work on each rank, so they lose nothing where tF = tI = tW. The
+papers count the idle time between a rank's first and last operation, and call it zero. A step that ends with one update
+of all weights takes the makespan, so the bubbles given here include the fill and the drain.
 """
 
-from megajax.schedules.registry import depth_first, register, require
+from collections.abc import Callable
+
+from megajax.schedules.one_f_one_b import depth_first
+from megajax.schedules.registry import Slots, register
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, pack
+from megajax.schedules.simulate import Costs
 
 
-@register("zb_h1")
+def split_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool) -> float:
+    """Idle time of ZB-H1 and the schedules derived from it.
+
+    In lockstep each tick takes as long as the slowest of F, I and W, except that at least vp ticks of the fill hold
+    none of the slowest. Where the three differ this is an upper bound: close for p >= 4, and up to a quarter of the
+    step too much for p = 2.
+    """
+    work, waits = microbatches * chunks, stages - 1
+    if not waits:
+        return 0.0
+    if not lockstep:
+        return waits * max(0.0, costs.forward + costs.input - costs.weight)
+    slowest = max(costs.forward, costs.input, costs.weight)
+    cheaper = min(work, stages * chunks) * (slowest - min(costs.forward, costs.input, costs.weight))
+    return (3 * work + waits) * slowest - cheaper - work * (costs.forward + costs.backward)
+
+
+def _h1_slots(stages: int, microbatches: int, chunks: int) -> Slots:
+    held = min(microbatches, stages)
+    return Slots(held, held, (1 if stages == 1 else 2) + 2)
+
+
+def _1p_slots(stages: int, microbatches: int, chunks: int) -> Slots:
+    if stages == 1:
+        return Slots(1, 1, 1 + 2)
+    inbox = 2
+    if chunks > 1:
+        inbox = (-(-3 * stages // 4) if microbatches > stages else 1) + stages // 2 + 1
+    return Slots(min(microbatches * chunks, stages * chunks), min(microbatches, stages), inbox + 2)
+
+
+def _v_slots(stages: int, microbatches: int, chunks: int) -> Slots | None:
+    """None for fewer than 2p - 1 microbatches, where the generator omits some of the warm-up."""
+    if microbatches < 2 * stages - 1:
+        return None
+    held = min(2 * microbatches, 2 * stages)
+    if stages == 1:
+        return Slots(1, min(held - 1, 1), 1 + 2)
+    return Slots(held, held - 1, min(microbatches, 2) + (2 if microbatches > 2 else 1) + 2)
+
+
+@register("zb_h1", split=True, paired=False, placement="loop", slots=_h1_slots, bubble=split_bubble, simplicity=4)
 def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """ZB-H1 (2401.10241): 1F1B with the backward split; rank r does W r microbatches late, and the rest in the drain.
+    """ZB-H1 (2401.10241): 1F1B with a split backward; rank r delays W by r microbatches and ends with the delayed ones.
 
-    Bubble (p - 1)(tF + tI - tW), a third of 1F1B's at equal costs; p microbatches in flight on every rank, as 1F1B's most.
+    Bubble (p - 1)(tF + tI - tW), a third of 1F1B's at equal costs; p microbatches in flight on every rank, as 1F1B's
+    most.
 
         p = 2, m = 3
         rank 0  F0.0 F1.0 .    I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0
         rank 1  .    F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0
     """
-    require(chunks == 1, f"zb_h1 has one chunk a rank, not {chunks}; zb_1p_interleaved takes several")
     return _zero_bubble("zb_h1", stages, microbatches, 1, eager=1)
 
 
-@register("zb_h2")
+@register("zb_h2", split=True, paired=False, placement="loop", simplicity=None)  # zb_h1 with more memory
 def zb_h2(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """ZB-H2 (2401.10241): twice ZB-H1's warm-up and twice its delay of W, so that no rank idles between first and last op.
+    """ZB-H2 (2401.10241): twice ZB-H1's warm-up and delay of W, so that no rank idles between its first and last op.
 
-    Bubble (p - 1)tF: over ZB-H1 it gains (p - 1)(tI - tW), nothing at equal costs, but it hides slow sends. It costs twice
-    the memory, 2p - 1 microbatches in flight on every rank.
+    Bubble (p - 1)tF, that is (p - 1)(tI - tW) less than ZB-H1's: the same at equal costs, but it hides slow sends. It
+    needs twice the memory, 2p - 1 microbatches in flight on every rank.
 
         p = 2, m = 3
         rank 0  F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0 .
         rank 1  .    F0.0 I0.0 F1.0 I1.0 F2.0 I2.0 W0.0 W1.0 W2.0
     """
-    require(chunks == 1, f"zb_h2 has one chunk a rank, not {chunks}; zb_1p_interleaved takes several")
     return _zero_bubble("zb_h2", stages, microbatches, 1, eager=2)
 
 
-@register("zb_1p_interleaved")
+@register(
+    "zb_1p_interleaved",
+    chunks="any",
+    rounds=True,
+    split=True,
+    paired=False,
+    placement="loop",
+    slots=_1p_slots,
+    bubble=split_bubble,
+    one_chunk="zb_h1",
+    simplicity=5,
+)
 def zb_1p_interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Interleaved zero bubble, one-p memory (2401.10241; torch's InterleavedZeroBubble): ZB-H1 over v chunks a rank.
+    """Interleaved zero bubble, one-p memory (2401.10241; torch's InterleavedZeroBubble): ZB-H1 over v chunks on each
+    rank.
 
-    Bubble (p - 1)(tF + tI - tW) in chunk times, (p - 1)/(3mv) of the ideal where the three cost the same; vp chunks in
-    flight on every rank, those waiting for W counted.
+    Bubble (p - 1)(tF + tI - tW) in chunk times, (p - 1)/(3mv) of the ideal at equal costs; vp chunks in flight
+    on every rank, including those that wait for W.
 
         p = 2, m = 2, v = 2
         rank 0  F0.0 F1.0 F0.1 F1.1 .    I0.1 W0.1 I1.1 W1.1 I0.0 W0.0 I1.0 W1.0
         rank 1  .    F0.0 F1.0 F0.1 I0.1 F1.1 I1.1 W0.1 I0.0 W1.1 I1.0 W0.0 W1.0
     """
-    require(
-        stages == 1 or microbatches % stages == 0,
-        f"zb_1p_interleaved takes a multiple of {stages} microbatches (stages), not {microbatches}",
-    )
     return _zero_bubble("zb_1p_interleaved", stages, microbatches, chunks, eager=1)
 
 
 def _zero_bubble(name: str, stages: int, microbatches: int, chunks: int, *, eager: int) -> Schedule:
-    """Rank r warms up with `eager` (p - 1 - r) forwards beside those of the earlier chunks, and delays W by `eager` r."""
+    """Rank r warms up with (v - 1) p + `eager` (p - 1 - r) forwards, and delays W by `eager` r operations."""
     sequence = depth_first(stages, microbatches, chunks)
     backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in sequence]
     orders = []
@@ -76,22 +129,23 @@ def _zero_bubble(name: str, stages: int, microbatches: int, chunks: int, *, eage
     return pack(name, orders, microbatches=microbatches, chunks=chunks, paired=False, split=True)
 
 
-@register("zb_v")
+@register(
+    "zb_v", chunks="two", split=True, paired=False, placement="v", slots=_v_slots, bubble=split_bubble, simplicity=6
+)
 def zb_v(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """ZB-V (2401.10241 section 6; 2405.15362): two chunks a rank, placed in a V, so that rank 0 has both ends.
+    """ZB-V (2401.10241 section 6; 2405.15362): two chunks on each rank, placed in a V: rank 0 has both ends.
 
-    Bubble (p - 1)/(6m) of the ideal at equal costs; 2p chunks, that is p stages' worth, in flight on every rank.
+    Bubble (p - 1)/(6m) of the ideal at equal costs; 2p chunks, half a stage each, in flight on every rank.
 
         p = 2, m = 3, v = 2
         rank 0  F0.0 F1.0 F2.0 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 I0.0 W0.0 F2.1 I2.1 W2.1 I1.0 W1.0 I2.0 W2.0 .
         rank 1  .    F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 F2.0 I0.0 W0.0 F2.1 I1.1 W1.1 I1.0 I2.1 I2.0 W1.0 W2.1 W2.0
     """
-    require(chunks == 2, f"zb_v has two chunks a rank, not {chunks}")
-    return _in_a_v("zb_v", stages, microbatches, _zero_bubble_v, at_least=2 * stages - 1)
+    return in_a_v("zb_v", stages, microbatches, _zero_bubble_v, at_least=2 * stages - 1)
 
 
-def _zero_bubble_v(counter: "_Counter", stages: int, rank: int) -> None:
-    microbatches, do = counter.microbatches, counter.do
+def _zero_bubble_v(writer: "OrderWriter", stages: int, rank: int) -> None:
+    microbatches, do = writer.microbatches, writer.do
     for _ in range(2 * (stages - rank) - 1):
         do(0, FORWARD)
     for _ in range(rank):
@@ -99,7 +153,7 @@ def _zero_bubble_v(counter: "_Counter", stages: int, rank: int) -> None:
         do(0, FORWARD)
     for _ in range(stages - rank):
         do(1, FORWARD, INPUT, WEIGHT)
-    while counter.done[FORWARD, 1] < microbatches:
+    while writer.done[FORWARD, 1] < microbatches:
         do(0, FORWARD, INPUT, WEIGHT)
         do(1, FORWARD, INPUT, WEIGHT)
     for _ in range(rank):
@@ -109,63 +163,17 @@ def _zero_bubble_v(counter: "_Counter", stages: int, rank: int) -> None:
         do(0, INPUT, WEIGHT)
     for chunk in (1, 0):
         for op in (INPUT, WEIGHT):
-            while counter.done[op, chunk] < microbatches:
+            while writer.done[op, chunk] < microbatches:
                 do(chunk, op)
 
 
-@register("dualpipe_v")
-def dualpipe_v(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """DualPipeV (DeepSeek-V3, 2412.19437; "cut in half" by sail-sg): a V in which forwards and backwards meet in pairs.
+class OrderWriter:
+    """Writes one rank's order: each op takes the next microbatch of its chunk, and is omitted after the last one.
 
-    Bubble (p - 1)/(6m) of the ideal at equal costs, as ZB-V; 2p + 1 chunks in flight on every rank. The pairs were made to
-    hide an expert model's all-to-all; here a forward and a backward run one after the other. Most backwards are whole
-    (B): in ticks such a one is an I and then its W. Needs m >= 2p.
-
-        p = 1, m = 2, v = 2
-        rank 0  F0.0 F0.1 F1.0 B0.1 B0.1' F1.1 B0.0 B0.0' B1.1 B1.1' I1.0 W1.0
+    Attributes:
+      order: the operations written so far.
+      done: by (op, chunk), how many microbatches have it; a whole backward counts as I and as W.
     """
-    require(chunks == 2, f"dualpipe_v has two chunks a rank, not {chunks}")
-    require(
-        microbatches >= 2 * stages,
-        f"dualpipe_v takes at least twice as many microbatches as stages, 2 * {stages} = {2 * stages}, not {microbatches}",
-    )
-    return _in_a_v("dualpipe_v", stages, microbatches, _dual_pipe_v)
-
-
-def _dual_pipe_v(counter: "_Counter", stages: int, rank: int) -> None:
-    """The eight steps of DeepSeek's dualpipev.py."""
-    do, late = counter.do, stages - rank - 1
-    for _ in range(2 * late):
-        do(0, FORWARD)
-    for _ in range(rank + 1):
-        do(0, FORWARD)
-        do(1, FORWARD)
-    for _ in range(late):
-        do(1, INPUT, WEIGHT, FORWARD)
-    for _ in range(counter.microbatches - 2 * stages + rank + 1):
-        do(0, FORWARD)
-        do(1, BACKWARD)
-        do(1, FORWARD)
-        do(0, BACKWARD)
-    for _ in range(late):
-        do(1, BACKWARD, FORWARD)
-        do(0, BACKWARD)
-    waiting = []  # I's of the end, whose W's then run in the same order
-    for step in range(2 * (rank + 1)):
-        split, chunk = step >= rank + 1, 1 - step % 2
-        if split:
-            waiting.append(chunk)
-        do(chunk, INPUT if split else BACKWARD)
-    for _ in range(late):
-        do(waiting.pop(0), WEIGHT)
-        waiting.append(0)
-        do(0, INPUT)
-    for chunk in waiting:
-        do(chunk, WEIGHT)
-
-
-class _Counter:
-    """Writes one rank's order: each op takes the next microbatch of its chunk, and none after the last."""
 
     def __init__(self, microbatches: int):
         self.microbatches = microbatches
@@ -173,6 +181,7 @@ class _Counter:
         self.done = {(op, chunk): 0 for op in (FORWARD, INPUT, WEIGHT) for chunk in (0, 1)}
 
     def do(self, chunk: int, *ops: str) -> None:
+        """Writes ops of a chunk, each of its next microbatch."""
         for op in ops:
             parts = (INPUT, WEIGHT) if op == BACKWARD else (op,)
             microbatch = self.done[parts[0], chunk]
@@ -182,16 +191,16 @@ class _Counter:
                     self.done[part, chunk] += 1
 
 
-def _in_a_v(name: str, stages: int, microbatches: int, write, at_least: int = 0) -> Schedule:
-    """The schedule in V placement whose orders `write(counter, stages, rank)` writes.
+def in_a_v(name: str, stages: int, microbatches: int, write: Callable[..., None], at_least: int = 0) -> Schedule:
+    """The schedule in V placement whose orders `write(writer, stages, rank)` writes.
 
-    They are written for `at_least` so many microbatches, and those that there are not are left out.
+    They are written for at least `at_least` microbatches; operations of other microbatches are then removed.
     """
     orders = []
     for rank in range(stages):
-        counter = _Counter(max(microbatches, at_least))
-        write(counter, stages, rank)
-        orders.append([operation for operation in counter.order if operation.microbatch < microbatches])
+        writer = OrderWriter(max(microbatches, at_least))
+        write(writer, stages, rank)
+        orders.append([operation for operation in writer.order if operation.microbatch < microbatches])
     return pack(
         name,
         orders,

@@ -1,64 +1,107 @@
-"""Which axis of an array lies on which axis of the mesh. One table; change it to change the parallelism."""
+"""Sharding rules: a table from logical axis names to mesh axes. Replace entries to change the parallelism."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from megajax.config import ConfigError, near
 from megajax.runtime.compat import manual_axes
 
-__all__ = ["AxisRules", "only", "without"]
+__all__ = ["DEFAULT_TABLE", "AxisRules", "MeshAxes", "default_rules", "only", "without"]
+
+MeshAxes = str | tuple[str, ...] | None
+
+DEFAULT_TABLE: Mapping[str, MeshAxes] = {
+    # Parameters. Megatron's column- then row-parallel pair (1909.08053 section 3): one sum at the end of each.
+    "layers": None,  # sharded over pipe by megajax.pipeline.layout
+    "hidden": None,  # the axis that the pairs contract over or sum into
+    "groups": "tensor",  # a group of heads and its key and value head: attention needs no data of another group
+    "heads": "tensor",  # the same split, seen by the output projection
+    "feedforward": "tensor",  # the activation is elementwise
+    "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
+    "positions": None,  # small, and read by all
+    # Activations.
+    "batch": "data",  # replicas see different samples
+    "sequence": "tensor",  # where nothing mixes tokens: norm, dropout, addition (2205.05198 section 4.2)
+    "whole_sequence": None,  # inside the matmul pairs, where heads or feedforward are split over tensor
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AxisRules:
-    """Logical axis name -> mesh axis.
+    """A table of rules, and the shardings that follow from it.
 
     Attributes:
-      sequence_parallel: whether the residual stream is split along its sequence over tensor (2205.05198 section 4.2).
-      vocabulary_over_pipe: whether the token tables and the logits are split over pipe and tensor, or over tensor alone.
+      table: logical axis name -> mesh axis, several mesh axes (outermost first), or None for replicated.
     """
 
-    sequence_parallel: bool = True
-    vocabulary_over_pipe: bool = False
+    table: Mapping[str, MeshAxes]
 
-    def mesh_axis(self, name: str | None) -> str | tuple[str, ...] | None:
-        """The mesh axis (or axes) of a logical axis, None for one that every device holds whole.
+    def replace(self, **entries: MeshAxes) -> "AxisRules":
+        """The rules with some entries replaced or added: `rules.replace(hidden="tensor", experts=None)`."""
+        return AxisRules({**self.table, **entries})
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the residual stream is split along its sequence over tensor (2205.05198 section 4.2)."""
+        return "tensor" in self.mesh_axes("sequence")
+
+    @property
+    def vocabulary_over_pipe(self) -> bool:
+        """Whether the token tables and the logits are split over pipe too, so that no stage has more than another."""
+        return "pipe" in self.mesh_axes("vocabulary")
+
+    def shares(self, name: str, mesh_sizes: Mapping[str, int]) -> int:
+        """Devices that a logical axis is split over, on a mesh with these sizes by mesh axis."""
+        shares = 1
+        for axis in self.mesh_axes(name):
+            shares *= mesh_sizes[axis]
+        return shares
+
+    def mesh_axis(self, name: str | None) -> MeshAxes:
+        """The mesh axis (or axes) of a logical axis; None for a replicated one.
 
         Raises:
-          KeyError: for a name that is not in the table.
+          ConfigError: the table has no such name.
         """
         if name is None:
             return None
-        return {
-            # Parameters. Megatron's column- then row-parallel pair (1909.08053 section 3): one sum at the end of each.
-            "layers": None,  # the pipeline lays layers out itself, see megajax.pipeline
-            "hidden": None,  # what the pairs contract over or sum into
-            "groups": "tensor",  # a group of heads and its key and value head: attention needs nothing of another group
-            "heads": "tensor",  # the same split, seen by the output projection
-            "feedforward": "tensor",  # the activation is elementwise
-            # The largest matrix. The loss needs sums over it, not the logits themselves; over pipe too, so that no stage
-            # has more of it than another.
-            "vocabulary": ("pipe", "tensor") if self.vocabulary_over_pipe else "tensor",
-            "positions": None,  # small, and read by all
-            # Activations.
-            "batch": "data",  # replicas see different samples
-            "sequence": "tensor" if self.sequence_parallel else None,  # where nothing mixes tokens: norm, dropout, add
-            "whole_sequence": None,  # in the matmul pairs, where heads or feedforward have the tensor axis
-        }[name]
+        if name not in self.table:
+            raise ConfigError(
+                f"logical axis {name!r} has no sharding rule: {near(name, self.table)} "
+                f"Add it to the rules: Trainer(run, rules=default_rules().replace({name}=None))."
+            )
+        return self.table[name]
+
+    def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+        """`mesh_axis` as a tuple: empty for a replicated axis."""
+        entry = self.mesh_axis(name)
+        return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these axes: ("hidden", "feedforward") -> P(None, "tensor")."""
         return PartitionSpec(*(self.mesh_axis(name) for name in axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Tells XLA's partitioner how x lies, and so its gradient; needs `jax.set_mesh` or `jax.shard_map` around it.
+        """Constrains the sharding of x, and of its gradient; needs `jax.set_mesh` or `jax.shard_map` around it.
 
-        Mesh axes that the surrounding `shard_map` is manual over are left out: there x is a device's own part already.
+        Mesh axes that the surrounding `shard_map` is manual over are left out: there x is a device's own shard already.
         """
         return lax.with_sharding_constraint(x, without(self.spec(axes), manual_axes()))
+
+
+def default_rules(*, sequence_parallel: bool = True, vocabulary_over_pipe: bool = False) -> AxisRules:
+    """The rules of `--sequence-parallel` and `--vocab-parallel`; see the properties of `AxisRules`."""
+    return AxisRules(
+        {
+            **DEFAULT_TABLE,
+            "vocabulary": ("pipe", "tensor") if vocabulary_over_pipe else "tensor",
+            "sequence": "tensor" if sequence_parallel else None,
+        }
+    )
 
 
 def without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:

@@ -1,4 +1,4 @@
-"""ZeRO (1910.02054): which axis of an array data-parallel replicas cut it along, and how it is put together again."""
+"""ZeRO (1910.02054): the axis of an array that data-parallel replicas shard, its all-gather and its reduce-scatter."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from jax.sharding import PartitionSpec
 
 from megajax.sharding.rules import only
 
-__all__ = ["Cut", "cut_over_data"]
+__all__ = ["ZeroSharding", "shard_over_data"]
 
 
-def cut_over_data(spec: PartitionSpec, shape: tuple[int, ...], replicas: int, first: int = 0) -> PartitionSpec:
-    """The partition of an array with its longest free axis over `data` as well.
+def shard_over_data(spec: PartitionSpec, shape: tuple[int, ...], replicas: int, first: int = 0) -> PartitionSpec:
+    """The partition of an array with its longest free axis sharded over `data` as well.
 
     Args:
-      spec: how it lies without that.
-      shape: the array's.
+      spec: the partition without that.
+      shape: of the array.
       replicas: devices along the mesh's data axis.
       first: axes before this one are left alone.
 
     Returns:
-      `spec` itself where no axis is free that the replicas divide: a small array is then on all of them.
+      `spec` itself where the replicas divide no free axis: a small array is then replicated.
     """
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     free = [
@@ -35,38 +35,38 @@ def cut_over_data(spec: PartitionSpec, shape: tuple[int, ...], replicas: int, fi
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How an array lies over data and tensor, inside a `shard_map` that is manual over data.
+class ZeroSharding:
+    """How an array is sharded over data and tensor, inside a `shard_map` that is manual over data.
 
-    Left to XLA's partitioner, a reduce-scatter over data there puts the array together over tensor first (jax 0.10.2);
-    so both ways enter a nested `shard_map`, where it is in its parts.
+    Left to XLA's partitioner, a reduce-scatter over data first all-gathers the array over tensor (jax 0.10.2). So
+    `gather` and `scatter` enter a nested `shard_map` over tensor, where each device works on its own shard.
 
     Attributes:
-      axis: that replicas cut it along; None if each has all of it.
-      tensor: how it lies over tensor.
+      axis: the axis that replicas shard; None if the array is replicated over data.
+      tensor: the partition over tensor.
     """
 
     axis: int | None
     tensor: PartitionSpec
 
     @classmethod
-    def of(cls, spec: PartitionSpec, first: int = 0) -> "Cut":
-        """The cut of an array's partition, without its axes before `first`."""
+    def from_spec(cls, spec: PartitionSpec, first: int = 0) -> "ZeroSharding":
+        """From an array's partition, without its axes before `first`."""
         entries = tuple(spec)[first:]
         axis = next((axis for axis, entry in enumerate(entries) if entry == "data"), None)
         return cls(axis, only(PartitionSpec(*entries), ("tensor",)))
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The whole array on each replica, of a part on each."""
+        """All-gather over data of each replica's shard."""
         if self.axis is None:
             return x
-        return self._in_parts(lambda x: lax.all_gather(x, "data", axis=self.axis, tiled=True))(x)
+        return self._per_shard(lambda x: lax.all_gather(x, "data", axis=self.axis, tiled=True))(x)
 
     def scatter(self, x: jax.Array) -> jax.Array:
-        """Each replica's part of the sum of whole arrays. fp32: XLA's CPU compiler does not take 16-bit sums here."""
+        """Reduce-scatter over data. fp32: XLA's CPU compiler does not support 16-bit sums here."""
         if self.axis is None:
             return x
-        return self._in_parts(lambda x: lax.psum_scatter(x, "data", scatter_dimension=self.axis, tiled=True))(x)
+        return self._per_shard(lambda x: lax.psum_scatter(x, "data", scatter_dimension=self.axis, tiled=True))(x)
 
-    def _in_parts(self, function: Callable) -> Callable:
+    def _per_shard(self, function: Callable) -> Callable:
         return jax.shard_map(function, in_specs=self.tensor, out_specs=self.tensor, axis_names={"tensor"})

@@ -126,7 +126,7 @@ def _flags(leaves: dict[str, jax.Array], placement: str) -> dict[str, jax.Array]
         if not is_block(name):
             return jnp.isfinite(leaf).all()
         each = jnp.isfinite(leaf).all(tuple(range(3, leaf.ndim)))
-        return layout.gather(each, placement=placement)
+        return layout.from_pipeline_layout(each, placement=placement)
 
     return {name: finite(name, leaf) for name, leaf in leaves.items()}
 

@@ -13,7 +13,7 @@ from megajax.config import ConfigError, RunConfig
 from megajax.data.loader import Loader
 from megajax.data.ramp import RampedLoader
 from megajax.estimate.flops import flops_per_step
-from megajax.estimate.hardware import Peak
+from megajax.estimate.gpus import Peak
 from megajax.runtime.distributed import Watch
 from megajax.runtime.preemption import Stop
 from megajax.train import diagnose

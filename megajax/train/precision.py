@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import ConfigError, TrainConfig
-from megajax.estimate.hardware import DTYPES
+from megajax.estimate.gpus import DTYPES
 
 
 def compute_dtype(precision: str) -> jnp.dtype:

@@ -6,8 +6,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from megajax.config import RunConfig
+from megajax.models.context import model_rules, model_shapes
+from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.runtime.mesh import AXES
-from megajax.train.sharding import initial_params, parameter_specs
 
 
 def describe_shapes(run: RunConfig) -> str:
@@ -19,12 +20,12 @@ def describe_shapes(run: RunConfig) -> str:
     parallel = run.parallel
     sizes = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
     mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    shapes = jax.eval_shape(lambda key: initial_params(run, key), jax.random.key(0))
+    model = model_shapes(run)
+    shapes = jax.eval_shape(lambda key: initial_params(model, parallel, key), jax.random.key(0))
+    specs = parameter_specs(model, parallel, model_rules(run)).stored
     rows = [("parameter", "shape", "sharding", "bytes per device")]
     total = 0
-    for (path, shape), spec in zip(
-        jax.tree.leaves_with_path(shapes), jax.tree.leaves(parameter_specs(run).stored), strict=True
-    ):
+    for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
         local = NamedSharding(mesh, spec).shard_shape(shape.shape)
         bytes_here = math.prod(local) * shape.dtype.itemsize
         total += bytes_here

@@ -1,13 +1,12 @@
 """One training step, one evaluation step, and the state they work on, as jitted programs over a mesh.
 
 A step: cast the fp32 parameters, run the pipeline schedule forwards and backwards over the global batch, sum gradients
-over `data`, clip, AdamW. The loss is the mean over the batch's *tokens* (sum of weighted losses over sum of weights), so
-it does not depend on how the batch is cut into microbatches or over replicas.
+over `data`, clip, AdamW. The loss is the sum of the microbatches' losses over the batch's `loss_weight` (for GPT its number
+of tokens), so it does not depend on how the batch is split into microbatches or over replicas.
 """
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,23 +16,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import RunConfig
+from megajax.config import ConfigError, RunConfig
 from megajax.config.run_schedule import run_schedule
-from megajax.models import gpt
+from megajax.models.context import attention_choice, model_context, model_rules, model_shapes
+from megajax.models.interface import PipelineModel, model_class
 from megajax.models.remat import grouped
-from megajax.models.transformer import RESIDUAL
-from megajax.ops.attention import Choice
-from megajax.ops.ring_attention import of_owner, split_batch
-from megajax.ops.vocabulary import lookup, over_pipe
+from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
-from megajax.pipeline.executor import forward_function, gradient_function
-from megajax.schedules.named import make_schedule
-from megajax.schedules.schedule import Schedule
+from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
+from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
+from megajax.runtime.compat import broken_host_offload
+from megajax.schedules.registry import find, make_schedule
+from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
-from megajax.train.operations import attention_choice, block_operations, check_offload
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
-from megajax.train.sharding import axis_rules, group_blocks, initial_params, parameter_specs, share_ends
 
 Tree = Any
 
@@ -43,59 +40,65 @@ Tree = Any
 class TrainState:
     """All that training carries from step to step."""
 
-    params: Tree  # fp32; blocks dealt over chunks and ranks (pipeline/layout.py)
+    params: Tree  # fp32; blocks in pipeline layout (pipeline/layout.py)
     optimizer_state: Tree
     loss_scale: LossScale
-    in_flight: Tree = ()  # what a pipeline that is not drained holds between steps (pipeline/continuous.py)
+    in_flight: Tree = ()  # microbatches of a pipeline that is not drained between steps (pipeline/pipedream_2bw.py)
 
 
-def model_functions(run: RunConfig, schedule: Schedule, attention: Choice, *, training: bool) -> gpt.ModelFunctions:
-    """The model's pure functions on this run's mesh axes, for this schedule; without dropout unless `training`."""
-    model = run.model if training else dataclasses.replace(run.model, dropout=0.0)
-    rules = axis_rules(run)
-    find, ranks = partial(lookup, sequence_parallel=rules.sequence_parallel), gpt.ALL_ROWS
-    if share_ends(run):
-        find, ranks = over_pipe(rules.sequence_parallel)
-    group = run.parallel.recompute_blocks
-    functions = gpt.functions(
-        model,
-        constrain=rules.constrain,
-        lookup=find,
-        ranks=ranks,
-        operations=block_operations(run, rules, schedule, attention.name),
-        dtype=compute_dtype(run.train.precision),
-        recompute=run.parallel.recompute if group == 1 else "none",
-        dropout_seed=run.train.seed,
-    )
-    return functions if group == 1 else dataclasses.replace(functions, block=grouped(functions.block, group))
+@dataclasses.dataclass(frozen=True)
+class ExecutorFunctions:
+    """The functions of a model that the executor runs."""
+
+    embed: Callable
+    block: Callable
+    head_loss: Callable
+
+    @classmethod
+    def from_model(cls, model: PipelineModel, group: int) -> "ExecutorFunctions":
+        """The model's, with `group` blocks as one (`remat.grouped`)."""
+        return cls(model.embed, model.block if group == 1 else grouped(model.block, group), model.head_loss)
 
 
 class Training:
     """The compiled programs of a run on a mesh.
 
-    Batches are dicts of [microbatches, samples, ...] (tokens, labels, weights, sample); see `data/loader.py`. A step is
-    compiled once for each batch size that it meets. With several processes each gives the whole batch, and only its own
-    devices' part of it is used.
+    Batches are dicts of [microbatches, samples, ...], with one sample as the model's `batch_shapes` says. A step is compiled
+    once for each batch size that it is given. With several processes each gives the whole batch, and only its own devices'
+    part of it is used.
+
+    Attributes:
+      model: the run's model in training.
+      rules: the sharding rules.
+      attention: the attention that runs, and why.
     """
 
-    def __init__(self, run: RunConfig, mesh: Mesh):
-        """Builds the programs; nothing is compiled before its first call."""
+    def __init__(
+        self, run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
+    ):
+        """Builds the programs; nothing is compiled before its first call. Arguments: see `make_training`."""
         self.run, self.mesh, self.schedule = run, mesh, run_schedule(run)
-        self.attention = attention_choice(run, mesh.devices.flat[0])
+        self.model_class = model or model_class(run.model)
+        self.rules = rules or model_rules(run, self.model_class)
+        self.attention = attention_choice(run, mesh.devices.flat[0], self.model_class)
         check_offload(run, mesh.devices.flat[0])
-        self.functions = model_functions(run, self.schedule, self.attention, training=True)
-        self.optimizer = make_optimizer(run.train, gpt.decay_mask(run.model))
-        self.specs = parameter_specs(run)
+        self.model = self._model(training=True)
+        self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
+        self.optimizer = make_optimizer(run.train, self.model.decay_mask())
+        shapes = model_shapes(run, self.model_class, self.rules)
+        self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)
-        rules = axis_rules(run)
-        self.layout = {  # how the executor lays things out
-            "constrain": lambda x: rules.constrain(x, *RESIDUAL),
-            "specs": self.specs.executor(run.parallel.recompute_blocks),
-            "share_ends": share_ends(run),
-        }
+        self.executor_options = ExecutorOptions(
+            constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
+            specs=self.specs.executor(run.parallel.recompute_blocks),
+            share_ends=self.rules.vocabulary_over_pipe,
+            offload=run.parallel.offload_activations,
+            unroll=run.parallel.unroll_blocks,
+            compute_bubbles=bool(run.parallel.rings),
+        )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
-        # A sample that context ranks share is no rank's alone: the program, not the caller, shares it out.
+        # Context ranks share samples, so the program splits the batch, not the caller.
         batch = self.batch_sharding = NamedSharding(mesh, P(None, "data") if run.parallel.context == 1 else P())
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
@@ -109,19 +112,19 @@ class Training:
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
         rows = (self.run.microbatches, self.run.parallel.microbatch_size * self.run.parallel.data)
-        of = lambda dtype: jax.ShapeDtypeStruct((*rows, self.run.model.sequence_length), dtype)  # noqa: E731
-        batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
-        return self.state_shapes, batch | {"sample": jax.ShapeDtypeStruct(rows, np.uint32)}
+        whole = lambda sample: jax.ShapeDtypeStruct((*rows, *sample.shape), sample.dtype)  # noqa: E731
+        return self.state_shapes, {name: whole(sample) for name, sample in self.model.batch_shapes().items()}
 
     def init_state(self) -> TrainState:
-        """Fresh parameters and optimizer state, made where they lie."""
+        """Fresh parameters and optimizer state, created sharded."""
         with jax.set_mesh(self.mesh):
             return self._init()
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update; `state` is used up. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
+        """One update; `state` is donated. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
 
-        Where the loss or the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
+        If the loss or the gradient is not finite only the loss scale is updated, and skipped is 1. "tokens" is the batch's
+        `loss_weight`.
         """
         with jax.set_mesh(self.mesh):
             return self._train(state, self.place(batch))
@@ -139,7 +142,7 @@ class Training:
             return self._gradients(params, self.place(batch), np.float32(scale), poison_bubbles)
 
     def evaluate(self, params: Tree, batch: Tree) -> jax.Array:
-        """Mean loss per token, without dropout; forwards only."""
+        """Mean loss, without dropout; forwards only."""
         with jax.set_mesh(self.mesh):
             return self._evaluate(params, self.place(batch))
 
@@ -147,11 +150,15 @@ class Training:
         """Logits for the token after `position`.
 
         Args:
-          tokens: int [samples, sequence_length]; what stands after `position` has no influence.
+          tokens: int [samples, sequence_length]; tokens after `position` have no influence.
 
         Returns:
           fp32 [samples, vocabulary].
+
+        Raises:
+          ConfigError: the model does not generate text.
         """
+        assert self.model.vocabulary > 0  # raises for a model without logits
         samples = tokens.shape[0]
         # Every replica needs a sample: the last one is repeated to fill up.
         tokens = np.pad(tokens, ((0, -samples % self.run.parallel.data), (0, 0)), mode="edge")
@@ -164,7 +171,7 @@ class Training:
             return self._logits(params, self.place(batch))[:samples]
 
     def place(self, batch: Tree) -> Tree:
-        """The batch as global arrays, where other processes have devices too; jit does it by itself where not."""
+        """The batch as global arrays, if other processes have devices too; jit does it if not."""
         if jax.process_count() == 1:
             return batch
         placed = lambda a: jax.make_array_from_callback(a.shape, self.batch_sharding, a.__getitem__)  # noqa: E731
@@ -173,13 +180,13 @@ class Training:
     # The functions below are traced.
 
     def _cast(self, params: Tree) -> Tree:
-        """The parameters to compute with: in their type, then together from where they are stored."""
+        """The parameters to compute with: first cast, then gathered from their stored sharding."""
         params = cast(params, compute_dtype(self.run.train.precision))
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
 
     def _gradients_of(self, params: Tree, gradients: Tree) -> Tree:
-        """The executor's gradients as parameters are stored."""
+        """The executor's gradients, sharded as parameters are stored."""
         gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
         return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
@@ -187,7 +194,9 @@ class Training:
         return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
 
     def _fresh_state(self) -> TrainState:
-        params = initial_params(self.run, jax.random.key(self.run.train.seed), self.schedule.placement)
+        shapes = model_shapes(self.run, self.model_class, self.rules)
+        key, placement = jax.random.key(self.run.train.seed), self.schedule.placement
+        params = initial_params(shapes, self.run.parallel, key, placement)
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
     def _train_step(self, state: TrainState, batch: Tree):
@@ -197,10 +206,11 @@ class Training:
         return self._update(state, gradients, loss, batch)
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
-        """The state after an update, which is left out where `gradients` are not finite or not `ready`; and metrics."""
+        """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        batch_size = batch["sample"].size
+        microbatches, samples = _leading_sizes(batch)
+        batch_size = microbatches * samples
         updates, optimizer_state = self.optimizer.update(
             gradients, state.optimizer_state, state.params, batch_size=batch_size
         )
@@ -217,47 +227,49 @@ class Training:
             "learning_rate": learning_rate(self.run.train, samples_trained(state.optimizer_state) + batch_size),
             "loss_scale": state.loss_scale.scale,
             "skipped": 1 - finite.astype(jnp.int32),
-            "tokens": batch["weights"].sum(),
+            "tokens": self._loss_weight(batch),
         }
         return new, metrics
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
-        run = gradient_function(
-            self.functions,
-            run_schedule(self.run, len(batch["tokens"])),
-            self.mesh,
-            **self.layout,
-            offload=self.run.parallel.offload_activations,
-            unroll=self.run.parallel.unroll_blocks,
-            compute_bubbles=bool(self.run.parallel.rings),
-            poison_bubbles=poison_bubbles,
-        )
-        total = batch["weights"].sum()
+        options = dataclasses.replace(self.executor_options, poison_bubbles=poison_bubbles)
+        run = gradient_function(self.functions, run_schedule(self.run, _leading_sizes(batch)[0]), self.mesh, options)
+        total = self._loss_weight(batch)
         losses, gradients = run(self._cast(params), self._split(batch), scale / total)
         return losses.sum() / total, self._gradients_of(params, gradients)
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
-        functions = self._functions_without_dropout()
-        collect = lambda shared, y, microbatch: functions.head_loss(shared, y, microbatch)[None]  # noqa: E731
-        return self.forward(functions, collect, params, batch).sum() / batch["weights"].sum()
+        model, functions = self._evaluation()
+        collect = lambda shared, y, microbatch: model.head_loss(shared, y, microbatch)[None]  # noqa: E731
+        return self.forward(functions, collect, params, batch).sum() / self._loss_weight(batch)
 
     def _last_logits(self, params: Tree, batch: Tree) -> jax.Array:
-        functions = self._functions_without_dropout()
+        model, functions = self._evaluation()
 
         def collect(shared, y, microbatch):
             here = microbatch["position"][:, None] == microbatch.get("positions", jnp.arange(y.shape[1]))
-            return functions.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
+            return model.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
 
-        logits = self.forward(functions, collect, params, batch)[0, :, : self.run.model.vocabulary]
+        logits = self.forward(functions, collect, params, batch)[0, :, : model.vocabulary]
         parallel, length = self.run.parallel, batch["tokens"].shape[2]
-        return of_owner(logits, batch["position"][0], length, parallel.data, parallel.context)
+        return select_owner_rank(logits, batch["position"][0], length, parallel.data, parallel.context)
 
-    def _functions_without_dropout(self) -> gpt.ModelFunctions:
-        return model_functions(self.run, self.schedule, self.attention, training=False)
+    def _model(self, training: bool) -> PipelineModel:
+        dtype = compute_dtype(self.run.train.precision)
+        context = model_context(self.run, self.rules, self.schedule, self.attention.name, dtype, training)
+        return self.model_class(self.run.model, context)
 
-    def forward(self, functions, collect: Callable, params: Tree, batch: Tree) -> Tree:
-        """What `collect` makes of the last block's output (see `forward_function`); to be traced."""
-        parallel, microbatches = self.run.parallel, batch["tokens"].shape[0]
+    def _evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
+        """The model without dropout."""
+        model = self._model(training=False)
+        return model, ExecutorFunctions.from_model(model, self.run.parallel.recompute_blocks)
+
+    def _loss_weight(self, batch: Tree) -> jax.Array:
+        return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
+
+    def forward(self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree) -> Tree:
+        """The outputs of `collect` on the last block's output (see `forward_function`); to be traced."""
+        parallel, (microbatches, _) = self.run.parallel, _leading_sizes(batch)
         schedule = make_schedule(
             "forward_only",
             stages=parallel.pipe,
@@ -265,7 +277,7 @@ class Training:
             chunks=parallel.chunks,
             placement=self.schedule.placement,
         )
-        run = forward_function(functions, collect, schedule, self.mesh, **self.layout)
+        run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
         batch = split_batch(batch, parallel.data, parallel.context)
         return run(self._cast(params), batch)
 
@@ -286,30 +298,65 @@ class Training:
         return TrainState(self.params_sharding, optimizer, jax.tree.map(lambda _: replicated, shapes.loss_scale))
 
 
-def make_training(run: RunConfig, mesh: Mesh) -> Training:
-    """The programs of a validated run on its mesh."""
-    if run.parallel.schedule == pipedream_2bw.NAME:
-        return ContinuousTraining(run, mesh)
-    return Training(run, mesh)
+def _leading_sizes(batch: Tree) -> tuple[int, int]:
+    """Microbatches, and samples in one of them over all replicas."""
+    return jax.tree.leaves(batch)[0].shape[:2]
+
+
+def check_offload(run: RunConfig, device: jax.Device) -> None:
+    """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot."""
+    if run.parallel.offload_activations and not find(run.parallel.schedule).drains:
+        raise ConfigError(
+            f"offload_activations = True is not supported with schedule = {run.parallel.schedule}, whose stash is carried "
+            "from step to step: leave --offload-activations out, or pass --schedule interleaved_1f1b."
+        )
+    if run.parallel.offload_activations and broken_host_offload() and device.platform == "gpu":
+        raise ConfigError(
+            "offload_activations = True gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231): "
+            "install another jaxlib, or leave --offload-activations out."
+        )
+    kinds = [memory.kind for memory in device.addressable_memories()]  # empty for a device that is only compiled for
+    if run.parallel.offload_activations and kinds and "pinned_host" not in kinds:
+        raise ConfigError(
+            f"offload_activations = True, but {device.device_kind} has no memory called pinned_host "
+            f"(it has {', '.join(kinds)}): leave --offload-activations out."
+        )
+
+
+def make_training(
+    run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
+) -> Training:
+    """The programs of a validated run on its mesh.
+
+    Args:
+      run: the run.
+      mesh: its mesh.
+      model: the class of its model; by default the one registered for the type of `run.model`.
+      rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
+    """
+    drains = find(run.parallel.schedule).drains
+    return (Training if drains else ContinuousTraining)(run, mesh, model, rules)
 
 
 class ContinuousTraining(Training):
-    """PipeDream-2BW: each step's batch goes into a pipeline that still holds the last batch, and its update is that one's.
+    """PipeDream-2BW: a step's batch enters a pipeline that still holds the last batch, and the update is the last one's.
 
-    The first step makes no update. The loss of a step is the mean over the tokens that passed the head in it, most of
-    them of its own batch, at the weights that each of them met.
+    The first step makes no update. The loss of a step is the mean over the microbatches that passed the head in it, most
+    of them of its own batch, each at the weights that it was run with.
     """
 
-    def __init__(self, run: RunConfig, mesh: Mesh):
+    def __init__(
+        self, run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
+    ):
         """Builds the programs."""
-        super().__init__(run, mesh)
+        super().__init__(run, mesh, model, rules)
         sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = pipedream_2bw.Continuous(self.functions, *sizes, mesh, **self.layout)
+        self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """As `Training.train_step`; a state with nothing in flight, fresh or restored, begins with an empty pipeline."""
+        """As `Training.train_step`; a state with nothing in flight, fresh or restored, starts with an empty pipeline."""
         with jax.set_mesh(self.mesh):
             batch = self.place(batch)
             if not jax.tree.leaves(state.in_flight):
@@ -319,11 +366,11 @@ class ContinuousTraining(Training):
     def _train_step(self, state: TrainState, batch: Tree):
         flying = state.in_flight
         losses, counted, gradients, after = self.pipeline.step(
-            self._cast(state.params), self._split(batch), 1 / batch["weights"].sum(), flying
+            self._cast(state.params), self._split(batch), 1 / self._loss_weight(batch), flying
         )
-        tokens = jnp.where(counted, after.batch["weights"].sum((1, 2)), 0).sum()
+        total = jnp.where(counted, jax.vmap(self._loss_weight)(after.batch), 0).sum()
         gradients = self._gradients_of(state.params, gradients)
-        new, metrics = self._update(state, gradients, losses.sum() / tokens, batch, ready=flying.step > 0)
+        new, metrics = self._update(state, gradients, losses.sum() / total, batch, ready=flying.step > 0)
         placed = {name: getattr(new, name) for name in ("params", "optimizer_state")}
         shardings = {name: getattr(self.state_sharding, name) for name in placed}
         return dataclasses.replace(new, in_flight=after, **jax.lax.with_sharding_constraint(placed, shardings)), metrics

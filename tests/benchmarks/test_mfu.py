@@ -1,4 +1,4 @@
-"""benchmarks/mfu.py: what it varies, what it makes of seconds, what it says of wrong input; one tiny run."""
+"""benchmarks/mfu.py: the runs of its sweeps, the rates of its rows, its error messages; one tiny run."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def base(**parallel) -> RunConfig:
     return RunConfig(MODEL, parallel, TrainConfig(global_batch_size=16, precision="fp32"))
 
 
-def test_a_sweep_varies_one_thing():
+def test_a_sweep_varies_one_option():
     cases = mfu_cases.sweeps(base(), None, None, (1, 2, 4), ("none", "full"))
     labels = {sweep: [case.label for case in cases if case.sweep == sweep] for sweep in {one.sweep for one in cases}}
     # pipe = 8 has too few layers, tensor = 8 too few heads
@@ -73,7 +73,7 @@ def test_rates_of_a_row_by_hand():
     assert mfu.row(mfu_cases.Case("sweep", "label", run), [], results)["tokens_per_second"] is None
 
 
-def test_ceilings_count_what_they_do(monkeypatch):
+def test_ceilings_count_flops_and_bytes(monkeypatch):
     import jax
 
     device = jax.devices("cpu")[0]
@@ -89,7 +89,7 @@ def test_a_run_is_measured_and_written(tmp_path, capsys):
     words += " --global-batch-size 2 --microbatch-size 1"
     assert mfu.main([*words.split(), "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "only ratios mean something" in out and "MFU" not in out
+    assert "only ratios are meaningful" in out and "MFU" not in out
     results = json.loads((tmp_path / "mfu_cpu.json").read_text())
     assert results["command"].startswith("python -m benchmarks.mfu --model tiny") and "--out" not in results["command"]
     assert results["versions"]["jax"] and results["device"]["kind"] == "cpu"
@@ -119,7 +119,7 @@ def peer(tmp_path, code: str):
     return file
 
 
-def test_peers_stand_below_the_run_of_their_shape(tmp_path, monkeypatch):
+def test_peers_follow_the_run_of_their_shape(tmp_path, monkeypatch):
     asked = mfu.read_options(["--peers"])
     answer = json.dumps({"seconds": 2e-3, "versions": {"torch": "9"}})
     code = f"import json, sys\nfor shape in json.load(sys.stdin)['shapes']: print('{answer}')"
@@ -134,12 +134,12 @@ def test_peers_stand_below_the_run_of_their_shape(tmp_path, monkeypatch):
     assert "good, h16 b2" in (tmp_path / "p.svg").read_text()
 
 
-def test_a_peer_that_cannot_run_is_a_line(tmp_path, monkeypatch):
+def test_a_peer_that_cannot_run_is_one_line(tmp_path, monkeypatch):
     asked = mfu.read_options(["--peers"])
     missing = "import sys; print('torch is not installed', file=sys.stderr); sys.exit(3)"
     for code, says in (
         (missing, "pip install torch"),
-        ("raise ValueError('x')", "it ended with code 1: ValueError: x"),
+        ("raise ValueError('x')", "it exited with code 1: ValueError: x"),
     ):
         monkeypatch.setattr(mfu, "PEERS", {"bad": peer(tmp_path, code)})
         results = results_on_a_gpu()
@@ -147,7 +147,7 @@ def test_a_peer_that_cannot_run_is_a_line(tmp_path, monkeypatch):
         assert says in mfu_report.table(results)
 
 
-def test_what_a_peer_is_told():
+def test_the_parameters_that_a_peer_gets():
     assert peers.shape_of(base()) == {
         "layers": 4,
         "hidden": 16,
@@ -160,7 +160,7 @@ def test_what_a_peer_is_told():
     }
 
 
-def test_the_command_names_no_place_of_this_machine():
+def test_the_command_has_no_paths_of_this_machine():
     assert mfu.command(["--blocks", "--out", "/a/b", "--peer-python", "/c/python", "--rounds", "2"]) == (
         "python -m benchmarks.mfu --blocks --peer-python PYTHON --rounds 2"
     )
@@ -172,14 +172,14 @@ def test_the_command_names_no_place_of_this_machine():
         ("--meshes 2x2x2", "meshes = '2x2x2' is not DATA,PIPE,TENSOR"),
         ("--meshes 1,3,1", "layers = 4 cannot be cut"),
         ("--schedules 1f1b:x", "schedules = '1f1b:x' is not NAME or NAME:CHUNKS"),
-        ("--schedules 1f1b --pipe 1", "schedules = 1f1b differ only in a pipeline"),
+        ("--schedules 1f1b --pipe 1", "schedules = 1f1b differ only with a pipeline"),
         ("--rounds 0", "rounds = 0 must be 1 or more"),
         ("--microbatch-sizes two", "--microbatch-sizes: invalid int value"),
         ("--recomputes some", "recompute = 'some' is not known"),
         ("--modle tiny", "there is no option --modle: did you mean --model"),
         ("--blocks 0", "blocks = [0] must be 1 or more"),
         ("--blocks --data 2", "blocks run on one device, not 2"),
-        ("--peers --peer-python /no/python", "peer_python = /no/python is no program"),
+        ("--peers --peer-python /no/python", "peer_python = /no/python is not a program"),
     ],
 )
 def test_wrong_input_is_one_line(words, says, capsys, tmp_path):
@@ -196,7 +196,7 @@ def test_peers_need_a_run_on_one_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_peers_run(name):
-    """Where torch and transformers are installed."""
+    """If torch and transformers are installed."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     (answer,) = peers.run_peer(peers.PEERS[name], sys.executable, [base(data=1, pipe=1, tensor=1)], "cpu", 2)

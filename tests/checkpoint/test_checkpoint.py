@@ -15,7 +15,6 @@ from megajax.checkpoint import inspect, layout, manager, reader, writer
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import ConfigError, OutputConfig
 from megajax.config.toml import run_meta, tokenizer_hash
-from megajax.models import gpt
 from tests import small
 from tests.train import runs
 
@@ -67,12 +66,12 @@ def newest(directory) -> pathlib.Path:
 
 
 def test_weights_are_stored_as_the_model_makes_them(training, tmp_path):
-    """Read by orbax alone, knowing nothing of meshes: layer by layer what `gpt.init` returns."""
+    """Read by orbax alone, knowing nothing of meshes: layer by layer what `PipelineModel.init` returns."""
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     keep.save(training, training.init_state(), Progress())
     keep.close()
     tree = ocp.PyTreeCheckpointHandler().restore(newest(tmp_path) / "state")
-    want = jax.jit(gpt.init, static_argnums=0)(runs.MODEL, jax.random.key(training.run.train.seed))
+    want = jax.jit(training.model.init)(jax.random.key(training.run.train.seed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), tree["params"], want)
     assert set(tree) == {"params", "optimizer_state", "loss_scale"}
     assert jax.tree.structure(tree["optimizer_state"]["mu"]) == jax.tree.structure(tree["params"])

@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -8,7 +10,10 @@ from hypothesis import strategies as st
 from megajax.config import (
     PRESETS,
     ConfigError,
+    DataConfig,
+    LaunchConfig,
     ModelConfig,
+    OutputConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
@@ -17,6 +22,7 @@ from megajax.config import (
     preset,
 )
 
+CONFIGS = (ModelConfig, ParallelConfig, TrainConfig, DataConfig, OutputConfig, LaunchConfig)
 SMALL = {"layers": 8, "hidden": 96, "heads": 12, "vocabulary": 257, "sequence_length": 64}
 
 
@@ -61,7 +67,11 @@ ILLEGAL = [
     ({"tensor": 4, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 4", "--tensor 1 or 2", "--kv-heads 4"]),
     ({"tensor": 4, "feedforward": 90}, None, ["feedforward = 90", "--tensor 1 or 2", "--feedforward 88 or 92"]),
     ({"axis_order": ("data", "pipe")}, None, ["axis_order = data,pipe", "--axis-order data,pipe,tensor"]),
-    ({"chunks": 2, "pipe": 2, "schedule": "1f1b"}, None, ["chunks = 2", "not 1f1b", "--chunks 1"]),
+    (
+        {"chunks": 2, "pipe": 2, "schedule": "1f1b"},
+        None,
+        ["chunks = 2", "1f1b has one chunk on each rank, not 2", "--chunks 1"],
+    ),
     ({"chunks": 2}, None, ["chunks = 2", "pipe = 1", "--chunks 1", "--pipe 2"]),
     ({"layers": 10, "pipe": 4}, None, ["layers = 10", "4 * 1 = 4", "--pipe 1, 2, 5 or 10", "--layers 8 or 12"]),
     (
@@ -135,6 +145,18 @@ def test_validate_accepts_exactly_the_runs_that_divide_evenly(**fields):
             run.validate()
 
 
+def any_mesh_is_legal(run, devices: int) -> bool:
+    """Tries every (data, pipe, tensor) whose product is the number of devices."""
+    for data, pipe in itertools.product(range(1, devices + 1), repeat=2):
+        if devices % (data * pipe) == 0:
+            sizes = {"data": data, "pipe": pipe, "tensor": devices // (data * pipe)}
+            other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
+            with contextlib.suppress(ConfigError):
+                other.validate(devices)
+                return True
+    return False
+
+
 @given(devices=st.integers(1, 96), data=st.integers(1, 4), pipe=st.sampled_from([1, 2, 4]))
 def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices, data, pipe):
     run = make_run(global_batch_size=48, data=data, pipe=pipe, layers=24)
@@ -142,7 +164,8 @@ def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices
     with pytest.raises(ConfigError) as error:
         run.validate(devices)
     offered = re.findall(r"--data (\d+) --pipe (\d+) --tensor (\d+)", str(error.value))
-    assert offered or "no mesh of" in str(error.value)
+    assert bool(offered) == any_mesh_is_legal(run, devices), "a mesh is offered exactly where there is one"
+    assert ("no mesh of" in str(error.value)) == (not offered)
     for mesh in offered:
         sizes = dict(zip(("data", "pipe", "tensor"), map(int, mesh), strict=True))
         other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **sizes))
@@ -154,7 +177,7 @@ def test_the_heads_and_widths_a_message_offers_are_legal(offered, heads):
     assume(offered * 2 % heads)
     with pytest.raises(ConfigError) as error:
         make_run(hidden=offered * 2, heads=heads).validate()
-    options = re.fullmatch(r".*: type --heads (.*), or --hidden (.*)\.", str(error.value)).groups()
+    options = re.fullmatch(r".*: pass --heads (.*), or --hidden (.*)\.", str(error.value)).groups()
     legal_heads, legal_hidden = ([int(number) for number in re.findall(r"\d+", numbers)] for numbers in options)
     assert legal_heads and legal_hidden
     for value in legal_heads:
@@ -262,7 +285,7 @@ def test_an_unknown_preset_names_the_near_ones():
 
 
 def test_every_field_has_help_and_one_option_of_its_own():
-    fields = [field for config in (ModelConfig, ParallelConfig, TrainConfig) for field in dataclasses.fields(config)]
+    fields = [field for config in CONFIGS for field in dataclasses.fields(config)]
     assert all(field.metadata["help"] for field in fields)
     options = [option(field.name) for field in fields]
     assert len(set(options)) == len(options)
@@ -270,6 +293,54 @@ def test_every_field_has_help_and_one_option_of_its_own():
 
 
 def test_defaults_of_named_fields_are_among_their_choices():
-    for config in (ModelConfig, ParallelConfig, TrainConfig):
+    for config in CONFIGS:
         for field in dataclasses.fields(config):
-            assert not field.metadata["choices"] or field.default in field.metadata["choices"]
+            names = field.metadata["choices"] + ((None,) if field.type == str | None else ())
+            assert not field.metadata["choices"] or field.default in names
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnModel:
+    """A model's configuration of a user's: no fields beyond the two that are needed, and a rule about its layout."""
+
+    name: str = "own"
+    layers: int = 6
+
+    def check_parallel(self, parallel: ParallelConfig) -> None:
+        if parallel.tensor > 1:
+            raise ConfigError("tensor is not supported: pass --tensor 1.")
+
+
+def test_a_users_model_is_checked_by_its_own_rules_and_the_general_ones():
+    train = TrainConfig(global_batch_size=8)
+    RunConfig(OwnModel(), ParallelConfig(pipe=2), train).validate(2)
+    with pytest.raises(ConfigError, match="tensor is not supported"):
+        RunConfig(OwnModel(), ParallelConfig(tensor=2), train).validate()
+    with pytest.raises(ConfigError, match="layers = 6 cannot be cut into"):
+        RunConfig(OwnModel(), ParallelConfig(pipe=4, schedule="1f1b"), train).validate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": "a", "data_path": ("b",)}, "--text and --data-path exclude one another"),
+        ({"valid_data_path": ("b",)}, "pass --train-data-path PREFIX"),
+        ({"split": "9,1,0"}, "pass --data-path PREFIX"),
+        ({"text": 3}, "text = 3 must be a text"),
+        ({"data_path": "b"}, "data_path = 'b' must be a list of texts"),
+        ({"eod_mask_loss": "no"}, "eod_mask_loss = 'no' must be True or False"),
+    ],
+)
+def test_illegal_data_options_are_refused_by_the_run(fields, message):
+    run = RunConfig(ModelConfig(**SMALL), ParallelConfig(), TrainConfig(), DataConfig(**fields))
+    with pytest.raises(ConfigError, match=message):
+        run.validate()
+
+
+def test_clipping_can_be_off():
+    make_run(clip_norm=None).validate()
+
+
+def test_whole_numbers_of_any_length_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match="seed = 1000.* must be a whole number, 0 or more and below 4294967296"):
+        TrainConfig(seed=10**400).validate()

@@ -51,7 +51,7 @@ def test_samples_are_megatrons(dataset, name):
 def test_what_the_paper_says(dataset):
     """15% of the tokens, of these 80% [MASK], 10% others, 10% themselves; half of the pairs swapped; words whole."""
     samples = built(dataset, "pairs")
-    masked = kept = asked = tokens = swapped = 0
+    masked = kept = asked = tokens = swapped = continued = 0
     for index in range(samples.count):
         sample = samples.sample(index)
         places = np.flatnonzero(sample["weights"])
@@ -64,6 +64,8 @@ def test_what_the_paper_says(dataset):
             special = whole[place - 1] in (PIECES.begin, PIECES.separator)
             if PIECES.continues[whole[place]] and not special:
                 assert sample["weights"][place] == sample["weights"][place - 1]
+                continued += 1
+    assert continued > 100  # pieces that continue a word
     assert 0.12 < asked / tokens < 0.16
     assert 0.76 < masked / asked < 0.84
     assert 0.07 < kept / asked < 0.13

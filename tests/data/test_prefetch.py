@@ -142,6 +142,7 @@ def test_each_process_reads_its_own_share(tmp_path):
     assert [result["read"] for result in found] == [[0, 4, 1, 5], [2, 6, 3, 7]]
     wanted = Loader(Blend.parse([str(tmp_path / "a")]).samples((0, 1), 8, LENGTH, 7), 8, 2).batch(0)["tokens"]
     for result in found:
+        assert len(result["parts"]) == 2  # devices of a process
         for start, part in result["parts"]:
             assert part == wanted[:, start : start + 1].tolist()
 

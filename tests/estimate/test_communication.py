@@ -1,4 +1,4 @@
-"""What a step sends on paper, by hand; and what compiled programs send, beside it."""
+"""What a step sends by the formulas: worked by hand, and compared with compiled programs."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_gpt3_by_hand():
 
 def test_degrees_recompute_and_gradients():
     model = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=128, sequence_length=32)
-    block = (12 * 64**2 + 7 * 64) // 2 + 6 * 64  # of a device: norms, and biases after the sums, are whole
+    block = (12 * 64**2 + 7 * 64) // 2 + 6 * 64  # of a device: norms, and biases added after the sums, are not split
     outside = 128 * 64 // 2 + 32 * 64 + 2 * 64
     lines = bytes_by_axis(model, 2, data=4, tensor=2)
     assert lines["data"] == [2 * 3 / 4 * 4 * (4 * block + outside)]

@@ -1,4 +1,4 @@
-"""What is read out of compiled programs, against programs whose counts are known, and text as XLA writes it for GPUs."""
+"""Counts read from compiled HLO, for modules whose counts are known, and for XLA's text for GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from megajax.estimate import hlo
 from megajax.runtime.mesh import make_mesh
 
 SIZE, TURNS, LENGTH = 4, 5, 32
-# What each device sends of its LENGTH fp32 numbers, in LENGTH / SIZE parts, when they meet in a ring.
+# Bytes of one of SIZE equal parts of a device's LENGTH fp32 numbers, which ring algorithms send one after the other.
 PART = LENGTH // SIZE * 4
 CASES = {
     "all-reduce": (lambda x: lax.psum(x, "ring"), 2 * (SIZE - 1) * PART),
@@ -25,7 +25,7 @@ CASES = {
 
 
 def compiled(step, turns=None):
-    """The text of a loop of `step`s over [LENGTH] on SIZE devices, of a number of turns decided at run time if None."""
+    """The text of a loop of `step`s over [LENGTH] on SIZE devices, with a dynamic trip count if `turns` is None."""
     mesh = jax.make_mesh((SIZE,), ("ring",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
 
     def run(x, count):
@@ -37,7 +37,7 @@ def compiled(step, turns=None):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_collective_counts_as_often_as_its_loop_turns(kind):
+def test_a_collective_counts_once_for_each_iteration_of_its_loop(kind):
     step, sent = CASES[kind]
     (one,) = hlo.collectives(compiled(step, TURNS))
     assert (one.kind, one.times, one.in_loop, one.conditional) == (kind, TURNS, True, False)
@@ -46,7 +46,7 @@ def test_a_collective_counts_as_often_as_its_loop_turns(kind):
     assert hlo.most_sent([one, one]) == 2 * TURNS * sent
 
 
-def test_a_loop_whose_turns_are_not_known_counts_once_and_is_marked():
+def test_a_loop_with_a_dynamic_trip_count_counts_once_and_is_marked():
     (one,) = hlo.collectives(compiled(CASES["all-reduce"][0]))
     assert (one.times, one.conditional, one.in_loop) == (1, True, True)
 
@@ -72,8 +72,8 @@ def test_matmuls_of_a_loop():
     assert {one.shape for one in read.matmuls} == {(8, 16), (3, 16)}
 
 
-def test_loops_whose_turns_are_decided_at_run_time_count_by_name():
-    """Ten turns of what is come to four times, three of them in a loop; what has no name turns once."""
+def test_loops_with_dynamic_trip_counts_count_by_scope():
+    """Ten iterations of a loop that runs four times, three of them in a loop; a loop in no given scope counts once."""
 
     def named(name, x, w, count):
         with jax.named_scope(name):
@@ -108,7 +108,7 @@ def test_axes_of_a_collective_on_any_mesh(order):
         assert one.axes((2, 2, 2)) == axes
 
 
-# As XLA writes scheduled programs for GPUs: starts return what they take and what they make, groups have three forms.
+# Scheduled HLO for GPUs: starts return operands and results, and groups have three forms.
 FOR_A_GPU = """HloModule jit_step, is_scheduled=true
 
 %fused (p: bf16[8,4]) -> bf16[8,4] {
@@ -144,7 +144,7 @@ ENTRY %main (a: bf16[4,4]) -> bf16[4,4] {
 """  # noqa: E501
 
 
-def test_the_text_of_a_program_for_gpus():
+def test_hlo_for_gpus():
     read = hlo.read(FOR_A_GPU)
     found = {one.kind: one for one in read.collectives}
     gather, scatter, send, reduce = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.data.boundaries import Boundaries
-from megajax.models import gpt
+from megajax.models.interface import mean_loss
 from tests import small
 
 MODELS = pytest.mark.parametrize("model", [small.MODEL, small.LLAMA], ids=["gpt", "llama"])
@@ -38,9 +38,9 @@ def alone(batch) -> dict[str, np.ndarray]:
 
 @functools.cache
 def wanted(model):
-    functions = gpt.functions(model, recompute="none")
+    functions = small.build_model(model, recompute="none")
     batch = alone(packed(small.make_run(microbatches=1, model=model)))
-    loss = lambda params: gpt.reference_loss(functions, params, batch)  # noqa: E731
+    loss = lambda params: mean_loss(functions, params, batch)  # noqa: E731
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(small.busy_params(model)))
 
 
@@ -64,8 +64,8 @@ def test_packed_documents_are_documents_alone(model, mesh, schedule, chunks, rec
 @MODELS
 def test_without_them_documents_see_one_another(model):
     """So the test above tests something."""
-    functions = gpt.functions(model, recompute="none")
+    functions = small.build_model(model, recompute="none")
     batch = packed(small.make_run(microbatches=1, model=model))
     plain = {name: array for name, array in batch.items() if name not in ("positions", "document")}
-    loss = float(gpt.reference_loss(functions, small.busy_params(model), plain))
+    loss = float(mean_loss(functions, small.busy_params(model), plain))
     assert abs(loss - float(wanted(model)[0])) > 1e-4

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from megajax.config import ModelConfig, padded_vocabulary
-from megajax.models import gpt
+from megajax.models.interface import mean_loss
+from megajax.ops.vocabulary import VocabularySharding, cross_entropy
+from tests import small
 from tests.models.configs import GPT, LLAMA, MODELS
 
 
 @cache
 def make(config, tensor=1):
-    return jax.jit(lambda: gpt.init(config, jax.random.key(0), tensor))()
+    return jax.jit(lambda: small.build_model(config, vocabulary=VocabularySharding(tensor)).init(jax.random.key(0)))()
 
 
 def make_batch(config, microbatches=2, samples=3):
@@ -36,14 +38,14 @@ def test_parameter_count_is_the_configs(config):
 
 @MODELS
 def test_loss_at_the_start_is_that_of_a_uniform_guess(config):
-    loss = jax.jit(partial(gpt.reference_loss, gpt.functions(config)))(make(config), make_batch(config))
+    loss = jax.jit(partial(mean_loss, small.build_model(config)))(make(config), make_batch(config))
     assert abs(float(loss) - np.log(61)) < 0.05
 
 
 @MODELS
 def test_loss_is_the_one_written_by_hand(config):
     """Embedding, final norm, logits and cross entropy in float64 numpy around the blocks (test_block has those)."""
-    params, batch, model = make(config), make_batch(config), gpt.functions(config)
+    params, batch, model = make(config), make_batch(config), small.build_model(config)
     block, shared = jax.jit(model.block), jax.tree.map(np.float64, params["shared"])
     x = shared["embedding"]["tokens"][batch["tokens"]] + shared["embedding"].get("positions", 0)
     total = 0
@@ -60,13 +62,13 @@ def test_loss_is_the_one_written_by_hand(config):
         probability /= probability.sum(-1, keepdims=True)
         picked = np.take_along_axis(probability, batch["labels"][m][..., None], -1)[..., 0]
         total -= (batch["weights"][m] * np.log(picked)).sum()
-    loss = jax.jit(partial(gpt.reference_loss, model))(params, batch)
+    loss = jax.jit(partial(mean_loss, model))(params, batch)
     np.testing.assert_allclose(loss, total / batch["weights"].sum(), rtol=1e-6)
 
 
 def test_logits_mask_the_padding():
     params = make(GPT)
-    logits = jax.jit(gpt.functions(GPT, dtype=jnp.bfloat16).logits)(
+    logits = jax.jit(small.build_model(GPT, dtype=jnp.bfloat16).logits)(
         params["shared"], jnp.ones((1, 16, 32), jnp.bfloat16)
     )
     assert logits.shape == (1, 16, 128)
@@ -84,7 +86,7 @@ def test_cross_entropy_has_autodiffs_gradient():
         log_softmax = jax.nn.log_softmax(logits[..., :61])
         return -(weights * jnp.take_along_axis(log_softmax, labels[..., None], -1)[..., 0]).sum()
 
-    ours = jax.value_and_grad(lambda z: (weights * gpt.cross_entropy(z, labels, 61)).sum())(logits)
+    ours = jax.value_and_grad(lambda z: (weights * cross_entropy(z, labels, 61)).sum())(logits)
     for a, b in zip(ours, jax.value_and_grad(plain)(logits), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert (ours[1][..., 61:] == 0).all()
@@ -93,8 +95,8 @@ def test_cross_entropy_has_autodiffs_gradient():
 @MODELS
 def test_padded_rows_change_nothing(config):
     """For tensor = 3 the 61 rows are 384, for tensor = 1 128: same values, same loss, no gradient in the padding."""
-    few, many, batch, model = make(config, 1), make(config, 3), make_batch(config), gpt.functions(config)
-    loss = jax.jit(jax.value_and_grad(lambda params: gpt.reference_loss(model, params, batch)))
+    few, many, batch, model = make(config, 1), make(config, 3), make_batch(config), small.build_model(config)
+    loss = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))
     (loss_few, gradient_few), (loss_many, gradient_many) = loss(few), loss(many)
     np.testing.assert_allclose(loss_few, loss_many, rtol=1e-6)
 
@@ -112,12 +114,12 @@ def test_initial_values():
     config = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=500, sequence_length=32)
     params = make(config)
     blocks = params["blocks"]
-    small = 0.02 / np.sqrt(2 * 4)
+    reduced = 0.02 / np.sqrt(2 * 4)
     expected = [
         (blocks["attention"]["qkv"]["kernel"], 0.02),
         (blocks["feedforward"]["up"]["kernel"], 0.02),
-        (blocks["attention"]["output"]["kernel"], small),
-        (blocks["feedforward"]["down"]["kernel"], small),
+        (blocks["attention"]["output"]["kernel"], reduced),
+        (blocks["feedforward"]["down"]["kernel"], reduced),
         (params["shared"]["embedding"]["tokens"][:500], 0.02),
         (params["shared"]["embedding"]["positions"], 0.02),
     ]
@@ -139,8 +141,8 @@ def test_initial_values_depend_on_name_and_layer_alone():
 
 @MODELS
 def test_axes_and_decay_fit_the_parameters(config):
-    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
-    axes, decay = gpt.logical_axes(config), gpt.decay_mask(config)
+    params = jax.eval_shape(lambda: small.build_model(config).init(jax.random.key(0)))
+    axes, decay = small.build_model(config).logical_axes(), small.build_model(config).decay_mask()
     is_leaf = lambda node: isinstance(node, tuple)  # noqa: E731
     assert jax.tree.structure(axes, is_leaf=is_leaf) == jax.tree.structure(params) == jax.tree.structure(decay)
     jax.tree.map(lambda p, names: len(p.shape) == len(names) or pytest.fail(str(names)), params, axes)
@@ -151,7 +153,7 @@ def test_axes_and_decay_fit_the_parameters(config):
 
 def test_a_shorter_sequence_is_legal():
     """Generation feeds fewer tokens than the table has positions."""
-    model, params = gpt.functions(GPT), make(GPT)
+    model, params = small.build_model(GPT), make(GPT)
     tokens = make_batch(GPT)["tokens"][0]
     x = model.embed(params["shared"], {"tokens": tokens})
     short = model.embed(params["shared"], {"tokens": tokens[:, :5]})

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.models import gpt, remat
+from megajax.models.costs import transformer_costs
 from megajax.models.transformer import rotate
+from tests import small
 from tests.models.configs import GPT, MODELS
 
 
@@ -67,7 +68,7 @@ def numpy_block(config: ModelConfig, w, x):
 @cache
 def one_block(config: ModelConfig, samples=2):
     """(weights of block 1, x [samples, s, h])."""
-    params = jax.jit(lambda: gpt.init(config, jax.random.key(0)))()
+    params = jax.jit(lambda: small.build_model(config).init(jax.random.key(0)))()
     x = np.random.default_rng(1).normal(size=(samples, config.sequence_length, config.hidden)).astype(np.float32)
     return noisy(jax.tree.map(lambda a: a[1], params["blocks"])), x
 
@@ -75,7 +76,7 @@ def one_block(config: ModelConfig, samples=2):
 @MODELS
 def test_forward_is_the_one_written_by_hand(config):
     weights, x = one_block(config)
-    y = jax.jit(gpt.functions(config).block)(weights, x, {}, 1)
+    y = jax.jit(small.build_model(config).block)(weights, x, {}, 1)
     expected = np.stack([numpy_block(config, weights, sample) for sample in x])
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
 
@@ -84,7 +85,7 @@ def test_forward_is_the_one_written_by_hand(config):
 def test_options_mix(change):
     config = changed(GPT, **change)
     weights, x = one_block(config, samples=1)
-    y = jax.jit(gpt.functions(config).block)(weights, x, {}, 1)
+    y = jax.jit(small.build_model(config).block)(weights, x, {}, 1)
     np.testing.assert_allclose(y[0], numpy_block(config, weights, x[0]), rtol=1e-5, atol=2e-5)
 
 
@@ -99,7 +100,7 @@ def test_rotation_depends_on_distance_only():
 
 def forward(config, mode, weights, x, microbatch):
     """(y, its VJP), as the executor makes them."""
-    block = gpt.functions(config, recompute=mode).block
+    block = small.build_model(config, recompute=mode).block
     return jax.vjp(lambda w, x: block(w, x, microbatch, jnp.int32(1)), weights, x)
 
 
@@ -129,10 +130,10 @@ def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
     sample = {"sample": np.arange(2, dtype=np.uint32)}
     _, vjp = jax.eval_shape(lambda w, x: forward(config, mode, w, x, sample), weights, jnp.bfloat16(x))
     stash = [a for a in jax.tree.leaves(vjp.opaque_residuals) if hasattr(a, "shape") and a.size > x.shape[0]]
-    values = remat.kept_values(config, mode)[1:]  # the input is an argument, not a residual
-    assert sorted(a.size for a in stash) == sorted(2 * value.elements for value in values)
+    values = transformer_costs(config).kept_values(mode)[1:]  # the input is an argument, not a residual
+    assert sorted(a.size for a in stash) == sorted(2 * value.elements(config.sequence_length) for value in values)
     kept = sum(a.size * a.dtype.itemsize for a in stash) + x.size * 2
-    assert kept == remat.bytes_per_layer(config, mode, samples=2)
+    assert kept == transformer_costs(config).kept_bytes(mode, samples=2)
     if mode == "full":
         assert not stash
 
@@ -150,7 +151,7 @@ def test_bytes_stay_within_the_papers_table():
     sbh = 2048 * 12288
 
     def per_sbh(mode, **layout):
-        return remat.bytes_per_layer(config, mode, samples=1, **layout) / sbh
+        return transformer_costs(config).kept_bytes(mode, samples=1, **layout) / sbh
 
     assert per_sbh("none") <= 34 + 5 * 96 * 2048 / 12288
     assert per_sbh("selective") == 20 <= 34
@@ -164,7 +165,7 @@ def test_fused_attention_keeps_its_statistics_and_no_probabilities():
     """One fp32 number for each query of each head, beside what selective recompute keeps anyhow; `none` keeps less."""
     config = ModelConfig(layers=96, hidden=12288, heads=96, vocabulary=51200, sequence_length=2048)
     kept = {
-        (mode, fused): remat.bytes_per_layer(config, mode, samples=1, tensor=8, fused_attention=fused)
+        (mode, fused): transformer_costs(config).kept_bytes(mode, samples=1, tensor=8, fused_attention=fused)
         for mode in ("none", "selective", "full")
         for fused in (False, True)
     }
@@ -176,15 +177,15 @@ def test_fused_attention_keeps_its_statistics_and_no_probabilities():
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigError, match="did you mean selective"):
-        gpt.functions(GPT, recompute="selectiv")
+        small.build_model(GPT, recompute="selectiv")
 
 
 def test_precision_inside_is_fp32():
     """A bf16 block stays close to the fp32 one, and gives bf16."""
     weights, x = one_block(GPT)
-    y = jax.jit(gpt.functions(GPT, dtype=jnp.bfloat16).block)(weights, jnp.bfloat16(x), {}, 1)
+    y = jax.jit(small.build_model(GPT, dtype=jnp.bfloat16).block)(weights, jnp.bfloat16(x), {}, 1)
     assert y.dtype == jnp.bfloat16
-    expected = jax.jit(gpt.functions(GPT).block)(weights, x, {}, 1)
+    expected = jax.jit(small.build_model(GPT).block)(weights, x, {}, 1)
     assert np.abs(np.float32(y) - expected).max() < 0.05 * np.abs(expected).max()
 
 
@@ -193,14 +194,14 @@ class TestDropout:
 
     def test_the_mask_depends_on_the_sample_and_the_layer_not_on_the_microbatch(self):
         weights, x = one_block(self.config, samples=4)
-        block = jax.jit(gpt.functions(self.config, dropout_seed=3).block)
+        block = jax.jit(small.build_model(self.config, dropout_seed=3).block)
         whole = block(weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 1)
         parts = [block(weights, x[i : i + 2], {"sample": np.arange(i, i + 2, dtype=np.uint32)}, 1) for i in (0, 2)]
         np.testing.assert_allclose(whole, np.concatenate(parts), rtol=1e-5, atol=1e-5)
         other = {
             "layer": block(weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 2),
             "sample": block(weights, x, {"sample": np.arange(4, 8, dtype=np.uint32)}, 1),
-            "seed": jax.jit(gpt.functions(self.config, dropout_seed=4).block)(
+            "seed": jax.jit(small.build_model(self.config, dropout_seed=4).block)(
                 weights, x, {"sample": np.arange(4, dtype=np.uint32)}, 1
             ),
         }
@@ -208,9 +209,9 @@ class TestDropout:
             assert np.abs(whole - y).max() > 0.1
 
     def test_expectation(self):
-        shared = jax.jit(lambda: gpt.init(self.config, jax.random.key(0)))()["shared"]
+        shared = jax.jit(lambda: small.build_model(self.config).init(jax.random.key(0)))()["shared"]
         microbatch = {"tokens": np.zeros((200, 16), np.int32), "sample": np.arange(200, dtype=np.uint32)}
-        dropped = np.asarray(jax.jit(gpt.functions(self.config).embed)(shared, microbatch))
-        plain = np.asarray(jax.jit(gpt.functions(GPT).embed)(shared, microbatch))
+        dropped = np.asarray(jax.jit(small.build_model(self.config).embed)(shared, microbatch))
+        plain = np.asarray(jax.jit(small.build_model(GPT).embed)(shared, microbatch))
         assert abs((dropped == 0).mean() - 0.2) < 0.01
         np.testing.assert_allclose(dropped[dropped != 0], plain[dropped != 0] / 0.8, rtol=1e-5)

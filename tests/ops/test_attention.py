@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate import hlo
-from megajax.models.transformer import causal_attention, identity
-from megajax.ops.attention import XLA, choose_attention, fused_attention
+from megajax.ops.attention import XLA, causal_attention, choose_attention, fused_attention
 from tests import gpu
 
 MANUAL = ("data", "pipe")
@@ -28,7 +27,7 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     query, gradient = draw(0, 4, 8, groups, shared, 8), draw(1, 4, 8, groups, shared, 8)
     key, value = draw(2, 4, 8, groups, 8), draw(3, 4, 8, groups, 8)
     wide = [np.float32(a) for a in (query, key, value, gradient)]
-    plain = lambda *arrays: causal_attention(*arrays, lambda p: p, identity)  # noqa: E731
+    plain = lambda *arrays: causal_attention(*arrays, lambda p: p)  # noqa: E731
     output, vjp = jax.vjp(plain, *wide[:3])
     want = (output, *vjp(wide[3]))
 
@@ -82,7 +81,7 @@ def test_auto_takes_cudnn_where_it_runs(case):
     ],
 )
 def test_where_cudnn_cannot_run_asking_for_it_is_an_error_and_auto_says_why(case, why):
-    with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: type --attention xla"):
+    with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: pass --attention xla"):
         choose_attention("cudnn", **FITS | case)
     choice = choose_attention("auto", **FITS | case)
     assert choice.name == "xla" and why in choice.reason

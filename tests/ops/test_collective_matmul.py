@@ -86,7 +86,7 @@ def test_equal_to_the_collectives_of_xla(size, shape, data):
 
 
 def test_what_the_ranks_cannot_share_out_is_an_error():
-    with pytest.raises(ValueError, match=r"axis 0 of \(6,\) cannot be shared out over the 4 ranks"):
+    with pytest.raises(ValueError, match=r"axis 0 of \(6,\) cannot be split over the 4 ranks"):
         on_ranks(lambda x: collective_matmul.reduce_scatter(x, "ring"), np.zeros((4, 6), np.float32))
 
 

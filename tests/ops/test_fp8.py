@@ -28,6 +28,7 @@ def test_products_and_gradients_are_off_by_what_the_formats_round(shapes):
 
     (In units of the power of two below it a number is off by 2^-3 / sqrt(12); its mean size in them is 1 / 0.72.)
     The two operands' errors add up as squares, and those of a sum's terms as the terms do: 3.6%, 5.6% of a gradient.
+    These draws are up to 8% below that, and E4M3 for gradients would be 36% below.
     """
     x, kernel, contracted = normal(0, shapes[0]), normal(1, shapes[1]), shapes[2]
     results = []
@@ -36,7 +37,7 @@ def test_products_and_gradients_are_off_by_what_the_formats_round(shapes):
         results.append((y, *pull(normal(2, y.shape))))
     for got, want, off in zip(*results, [0.036, 0.056, 0.056], strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype
-        assert jnp.linalg.norm((got - want).ravel()) / jnp.linalg.norm(want.ravel()) == pytest.approx(off, rel=0.15)
+        assert jnp.linalg.norm((got - want).ravel()) / jnp.linalg.norm(want.ravel()) == pytest.approx(off, rel=0.1)
 
 
 def test_numbers_of_the_format_are_multiplied_exactly():
@@ -81,9 +82,9 @@ def test_training_comes_down_as_in_full_precision(mesh, schedule, chunks):
 
 
 def test_what_does_not_go_with_it_is_refused():
-    with pytest.raises(ConfigError, match="precision = fp16.* type --precision bf16"):
+    with pytest.raises(ConfigError, match="precision = fp16.* pass --precision bf16"):
         runs.make_run(train={"matmul_dtype": "fp8", "precision": "fp16"})
-    with pytest.raises(ConfigError, match="tensor_overlap = ring.* type --tensor-overlap none"):
+    with pytest.raises(ConfigError, match="tensor_overlap = ring.* pass --tensor-overlap none"):
         runs.make_run(train={"matmul_dtype": "fp8"}, tensor_overlap="ring")
 
 

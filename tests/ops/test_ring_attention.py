@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate.hlo import collectives
-from megajax.models.transformer import causal_attention, identity
-from megajax.ops.attention import XLA, fused_attention
+from megajax.ops.attention import XLA, causal_attention, fused_attention
 from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
 
 SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
@@ -28,7 +27,7 @@ def inputs(scale=1.0, dtype=np.float32):
 def plainly(query, key, value, gradient):
     """Output and gradients of attention on one device in fp32."""
     wide = [np.float32(a) for a in (query, key, value, gradient)]
-    plain = lambda *arrays: causal_attention(*arrays, lambda p: p, identity)  # noqa: E731
+    plain = lambda *arrays: causal_attention(*arrays, lambda p: p)  # noqa: E731
     output, vjp = jax.vjp(plain, *wide[:3])
     return output, *vjp(wide[3])
 
@@ -106,7 +105,7 @@ def test_zigzag_gives_every_rank_the_same_work():
 
 def test_a_sequence_that_cannot_be_cut_is_one_clear_line():
     with pytest.raises(
-        ConfigError, match=r"sequence_length = 12 cannot be cut in 2 \* context = 8 .* --sequence-length 16"
+        ConfigError, match=r"sequence_length = 12 cannot be split into 2 \* context = 8 .* --sequence-length 16"
     ):
         zigzag(12, 4)
 

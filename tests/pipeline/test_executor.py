@@ -1,4 +1,4 @@
-"""The executor on a model that is not ours: any pure embed, block and head_loss will do, and any schedule."""
+"""The executor on a model of this file, not a transformer: any pure embed, block and head_loss, and any schedule."""
 
 import types
 
@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
-from megajax.pipeline.executor import gradient_function
-from megajax.schedules.named import make_schedule
+from megajax.pipeline.executor import ExecutorOptions, gradient_function
+from megajax.pipeline.split_backward import split_backward
+from megajax.schedules.registry import make_schedule
 
 LAYERS, WIDTH, SAMPLES, LENGTH = 8, 8, 2, 4
 
@@ -22,7 +23,7 @@ def embed(shared, microbatch):
 
 
 def block(weights, x, microbatch, layer):
-    """Two matmuls and a bias, one nonlinearity; each layer differs, and the microbatch is read."""
+    """Two matmuls, a bias and a nonlinearity; the result depends on the layer's number and on the microbatch."""
     return (
         x
         + jnp.tanh(x @ weights["up"] + weights["bias"] + 0.1 * layer)
@@ -70,14 +71,15 @@ def run(name, stages, microbatches, chunks, data=1, program=None, **options):
     schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, **options)
     mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
     params, batch = problem(microbatches, data, layers_for(stages, chunks))
-    dealt = layout.deal(params["blocks"], stages=stages, chunks=chunks, placement=schedule.placement)
+    placement = {"placement": schedule.placement}
+    blocks = layout.to_pipeline_layout(params["blocks"], stages=stages, chunks=chunks, **placement)
     with jax.set_mesh(mesh):
-        dealt = jax.device_put(dealt, NamedSharding(mesh, P(None, "pipe")))
+        blocks = jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))
         batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
-        run = gradient_function(FUNCTIONS, schedule, mesh, constrain=lambda x: x, **program or {})
-        losses, gradients = jax.jit(run)({**params, "blocks": dealt}, batch, jnp.float32(2))
-    gathered = layout.gather(jax.tree.map(np.asarray, gradients["blocks"]), placement=schedule.placement)
-    return losses.sum(), jax.tree.map(np.asarray, {**gradients, "blocks": gathered})
+        run = gradient_function(FUNCTIONS, schedule, mesh, ExecutorOptions(**program or {}))
+        losses, gradients = jax.jit(run)({**params, "blocks": blocks}, batch, jnp.float32(2))
+    blocks = layout.from_pipeline_layout(jax.tree.map(np.asarray, gradients["blocks"]), **placement)
+    return losses.sum(), jax.tree.map(np.asarray, {**gradients, "blocks": blocks})
 
 
 def check(name, stages, microbatches, chunks, data=1, **options):
@@ -106,22 +108,37 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches", "chunks", "data"), CASES)
-def test_gradients_are_the_unpipelined_models(name, stages, microbatches, chunks, data):
+def test_gradients_equal_those_of_the_unpipelined_model(name, stages, microbatches, chunks, data):
     check(name, stages, microbatches, chunks, data)
 
 
-def test_options_reach_the_program():
+def test_gradients_with_a_schedules_own_options():
     check("interleaved_1f1b", 2, 5, 2, group_size=3)
     check("auto", 2, 3, 2, live_chunks=3)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)])
-def test_what_bubbles_compute_touches_nothing(name, chunks):
-    """Ranks may have to run their blocks where they have no work, for others' sake: here, on NaN."""
+def test_bubbles_do_not_affect_results(name, chunks):
+    """With `compute_bubbles` ranks without work run their blocks too; here every bubble's input is NaN."""
     check(name, 2, 6, chunks, program={"compute_bubbles": True, "poison_bubbles": True})
 
 
-UNROLLED = [("1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 4, 2)]  # the first has halves of chunks
+@pytest.mark.parametrize("poison", [True, False])
+def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
+    """Otherwise the test above, and those that compare a poisoned step with a clean one, would prove nothing."""
+    seen = []
+
+    def watched(weights, x, microbatch, layer):
+        jax.debug.callback(lambda bad: seen.append(bool(bad)), jnp.isnan(x).any())
+        return block(weights, x, microbatch, layer)
+
+    monkeypatch.setattr(FUNCTIONS, "block", watched)
+    run("gpipe", 2, 3, 1, program={"compute_bubbles": True, "poison_bubbles": poison})
+    jax.effects_barrier()
+    assert set(seen) == ({True, False} if poison else {False})
+
+
+UNROLLED = [("1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 4, 2)]  # in 1f1b a backward runs in two parts
 UNROLLED_LONG = [("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_v", 4, 6, 2)]
 
 
@@ -129,7 +146,7 @@ UNROLLED_LONG = [("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_v", 4, 6, 2)]
     ("name", "stages", "microbatches", "chunks"),
     UNROLLED + [pytest.param(*case, marks=pytest.mark.slow) for case in UNROLLED_LONG],
 )
-def test_blocks_may_have_arrays_of_their_own(name, stages, microbatches, chunks):
+def test_gradients_with_separate_arrays_for_each_block(name, stages, microbatches, chunks):
     check(name, stages, microbatches, chunks, program={"unroll": True})
 
 
@@ -145,14 +162,15 @@ GRID = [(name, 1) for name in ONE_CHUNK] + [
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_gradients_on_a_grid(name, chunks, stages, groups):
     if name == "dualpipe_v" and groups == 1:
-        pytest.skip("dualpipe_v takes 2p microbatches or more")
+        pytest.skip("dualpipe_v needs 2p microbatches or more")
     check(name, stages, stages * groups, chunks)
 
 
-def test_no_matmul_is_done_twice_by_a_split_backward():
-    """I and W together multiply as often as the whole backward: 4 matmuls for 2 weights, and 1 recomputed by neither."""
-    from megajax.pipeline.split_backward import split_backward
+def test_a_split_backward_repeats_no_matmul():
+    """I and W together have the matmuls of the whole backward: 2 for the input's gradient and 2 for the weights'.
 
+    `backward` here also contains the forward: its last matmul, y itself, is needed by neither part.
+    """
     params, batch = problem(1, 1)
     weights = jax.tree.map(lambda a: a[0], params["blocks"])
     microbatch = jax.tree.map(lambda a: a[0], batch)
@@ -170,6 +188,4 @@ def test_no_matmul_is_done_twice_by_a_split_backward():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert jax.tree.map(bool, split.is_late) == {"bias": False, "down": True, "up": True}
     assert matmuls(split.weight, (), weights, x, kept) == 2
-    assert (
-        matmuls(split.input, (), weights, x, x) + 2 == matmuls(backward, (), weights, x, x) - 1
-    )  # y itself is not needed
+    assert matmuls(split.input, (), weights, x, x) + 2 == matmuls(backward, (), weights, x, x) - 1

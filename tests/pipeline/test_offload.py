@@ -1,4 +1,4 @@
-"""The stash in the host's memory: the same numbers, and a device's memory without it."""
+"""The stash in host memory: results are bit-identical, and compiled for GPUs no part of it is in device memory."""
 
 import dataclasses
 import re
@@ -10,8 +10,8 @@ import pytest
 from megajax.config import ConfigError
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime import compat
-from megajax.schedules.named import make_schedule
-from megajax.train.operations import check_offload
+from megajax.schedules.registry import make_schedule
+from megajax.train.step import check_offload
 from tests import gpu, small
 
 
@@ -19,7 +19,7 @@ from tests import gpu, small
     ("schedule", "chunks"),
     [("interleaved_1f1b", 2)] + [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("1f1b", "zb_h1")],
 )
-def test_not_a_bit_changes(schedule, chunks):
+def test_results_are_bit_identical(schedule, chunks):
     results = []
     for offload in (False, True):
         run = small.make_run((2, 2, 2), schedule=schedule, chunks=chunks, microbatches=4, offload_activations=offload)
@@ -31,8 +31,8 @@ def test_not_a_bit_changes(schedule, chunks):
 
 @pytest.mark.slow
 @gpu.needs_compiler
-def test_compiled_for_h100s_all_of_the_stash_lies_there():
-    """XLA writes the host's memory as S(5). What has an axis of the stash's slots is the stash."""
+def test_compiled_for_h100s_the_whole_stash_is_in_host_memory():
+    """XLA prints the host's memory space as S(5). The arrays whose first axis is the stash's slots are the stash."""
     layout = {"pipe": 2, "tensor": 2, "chunks": 2, "attention": "xla"}
     model = dataclasses.replace(gpu.LARGE, layers=4)
     text, _ = gpu.compile_step(model, 4, offload_activations=True, **layout)
@@ -42,7 +42,7 @@ def test_compiled_for_h100s_all_of_the_stash_lies_there():
     assert all(layout.endswith(":S(5)}") for _, layout in found)
 
 
-def test_where_it_cannot_be_is_one_line():
+def test_unsupported_devices_and_schedules_are_refused():
     class Device:
         device_kind = "toaster"
 
@@ -53,11 +53,11 @@ def test_where_it_cannot_be_is_one_line():
     with pytest.raises(ConfigError, match="offload_activations = True, but toaster has no memory called pinned_host"):
         check_offload(run, Device())
     run = small.make_run((1, 2, 1), schedule="pipedream_2bw", offload_activations=True)
-    with pytest.raises(ConfigError, match="offload_activations = True cannot be had with schedule = pipedream_2bw"):
+    with pytest.raises(ConfigError, match="offload_activations = True is not supported with schedule = pipedream_2bw"):
         check_offload(run, jax.devices()[0])
 
 
-def test_it_is_refused_on_the_jaxlib_that_computes_wrong_gradients(monkeypatch):
+def test_the_jaxlib_that_computes_wrong_gradients_is_refused(monkeypatch):
     """openxla/xla#46231: jaxlib 0.11.0, on GPUs."""
 
     class Device:

@@ -1,81 +1,94 @@
-"""The tables of a schedule, replayed without jax: every read must find the value it is meant for."""
+"""The tables of a schedule, replayed without jax: every read must find the value that the schedule means."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from tests.schedules.cases import named_schedules
 
 
+class At:
+    """One rank's entries of a row in one tick, as Python ints: `At(row, tick, rank).stash`."""
+
+    def __init__(self, row, tick, rank):
+        self.row, self.place = row, (tick, rank)
+
+    def __getattr__(self, name):
+        return int(getattr(self.row, name)[self.place])
+
+
 def replay(schedule):
-    """Moves labels instead of arrays through stash, inboxes and routes, as executor.py moves activations."""
+    """Moves labels instead of arrays through stash, inboxes and routes, as executor.py moves activations.
+
+    A label is (stage, microbatch). Returns the tables, the microbatches whose loss was computed, and those whose
+    embedding was differentiated.
+    """
     table = slot_tables(schedule)
-    ranks = range(schedule.stages)
+    rows, ranks = table.rows, range(schedule.stages)
     stash = [[None] * max(table.stash_slots, 1) for _ in ranks]
     inbox = {d: [[None] * (table.inbox_slots[d] + 1) for _ in ranks] for d in (FORWARD, BACKWARD)}
-    column = {name: values.tolist() for name, values in table.columns.items()}
+    arrivals = {FORWARD: rows.activation_arrivals, BACKWARD: rows.gradient_arrivals}
     kept = [[None] * max(table.kept_slots, 1) for _ in ranks]
-    scored, embedded, weighed = [], [], []
+    losses, embedded, weighed = [], [], []
 
-    def arrive(direction, sent):
-        prefix = {FORWARD: "forward", BACKWARD: "backward"}[direction]
-        for index, route in enumerate(table.routes[direction]):
+    def receive(direction, sent):
+        for slots, route in zip(arrivals[direction], table.routes[direction], strict=True):
             for sender, receiver in route:
-                slot = column[f"{prefix}_arrival_{index}"][tick][receiver]
-                inbox[direction][receiver][slot] = sent.get((direction, sender), "garbage")
+                inbox[direction][receiver][slots[tick, receiver]] = sent.get((direction, sender), "garbage")
 
     sent = {}
     for tick in range(len(schedule.ticks)):
         sent_before, sent = sent, {}
         segment = next(s for s in schedule.segments if s.start <= tick < s.stop)
         for rank in ranks:
-            at = lambda name: column[name][tick][rank]  # noqa: B023, E731
-            if FORWARD in segment.ops and (at("forward_on") or schedule.paired):
-                label = (at("forward_stage"), at("forward_microbatch")) if at("forward_on") else "garbage"
-                if at("forward_on") and not at("forward_first"):
-                    assert inbox[FORWARD][rank][at("forward_inbox")] == ("x", *label)
+            at = At(rows.forward, tick, rank)
+            if FORWARD in segment.ops and (at.on or schedule.paired):
+                label = (at.stage, at.microbatch) if at.on else "garbage"
+                if at.on and not at.first:
+                    assert inbox[FORWARD][rank][at.inbox] == ("x", *label)
                 if schedule.has_backward:
-                    stash[rank][at("forward_stash")] = label
-                    if at("forward_on") and at("forward_last"):
-                        inbox[BACKWARD][rank][at("forward_loss_gradient")] = ("dy", *label)
-                        scored.append(label[1])
-                if at("forward_on"):
+                    stash[rank][at.stash] = label
+                    if at.on and at.last:
+                        inbox[BACKWARD][rank][rows.loss_gradient[tick, rank]] = ("dy", *label)
+                        losses.append(label[1])
+                if at.on:
                     sent[FORWARD, rank] = ("x", label[0] + 1, label[1])
         if schedule.paired:
-            arrive(BACKWARD, sent_before)
+            receive(BACKWARD, sent_before)
         for rank in ranks:
-            at = lambda name: column[name][tick][rank]  # noqa: B023, E731
-            if {BACKWARD, INPUT} & set(segment.ops) and at("backward_on"):
-                label = (at("backward_stage"), at("backward_microbatch"))
-                assert stash[rank][at("backward_stash")] == label
-                if at("backward_part") == 0:
-                    assert inbox[BACKWARD][rank][at("backward_inbox")] == ("dy", *label)
+            at = At(rows.backward, tick, rank)
+            if {BACKWARD, INPUT} & set(segment.ops) and at.on:
+                label = (at.stage, at.microbatch)
+                assert stash[rank][at.stash] == label
+                if at.part == 0:
+                    assert inbox[BACKWARD][rank][at.inbox] == ("dy", *label)
                 if schedule.split:
-                    kept[rank][at("backward_kept")] = label
-                if at("backward_part") == at("backward_parts") - 1:
+                    kept[rank][at.kept] = label
+                if at.part == at.parts - 1:
                     sent[BACKWARD, rank] = ("dy", label[0] - 1, label[1])
-                    if at("backward_first"):
+                    if at.first:
                         embedded.append(label[1])
-            if WEIGHT in segment.ops and at("weight_on"):
-                label = (at("weight_stage"), at("weight_microbatch"))
-                assert stash[rank][at("weight_stash")] == kept[rank][at("weight_kept")] == label
+            at = At(rows.weight, tick, rank)
+            if WEIGHT in segment.ops and at.on:
+                label = (at.stage, at.microbatch)
+                assert stash[rank][at.stash] == kept[rank][at.kept] == label
                 weighed.append(label)
-        arrive(FORWARD, sent)
+        receive(FORWARD, sent)
         if not schedule.paired:
-            arrive(BACKWARD, sent)
+            receive(BACKWARD, sent)
     if schedule.split:
         assert len(set(weighed)) == len(weighed) == (schedule.last_stage + 1) * schedule.microbatches
-    return table, scored, embedded
+    return table, losses, embedded
 
 
 @settings(max_examples=80, deadline=None)
 @given(named_schedules())
 def test_every_read_finds_its_value(schedule):
-    _, scored, embedded = replay(schedule)
-    assert sorted(scored) == sorted(embedded) == list(range(schedule.microbatches))
+    _, losses, embedded = replay(schedule)
+    assert sorted(losses) == sorted(embedded) == list(range(schedule.microbatches))
 
 
 @settings(max_examples=20, deadline=None)
@@ -87,21 +100,21 @@ def test_every_read_finds_its_value_without_backwards(stages, microbatches, chun
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 2), (8, 3), (8, 4)])
 def test_interleaved_stash_and_inboxes_are_as_small_as_the_closed_forms(stages, chunks):
-    """schedules.md: (v + 1)p - 1 chunks alive on rank 0, one buffer to receive in each way."""
+    """schedules.md: (v + 1)p - 1 chunk activations alive on rank 0, one receive buffer in each direction."""
     table = slot_tables(make_schedule("interleaved_1f1b", stages=stages, microbatches=8 * stages, chunks=chunks))
     assert table.stash_slots == (chunks + 1) * stages - 1
     assert table.inbox_slots == {FORWARD: 1, BACKWARD: 1}
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 64])
-def test_1f1b_stashes_at_most_one_microbatch_a_stage(microbatches):
+def test_1f1b_stashes_at_most_one_microbatch_per_stage(microbatches):
     table = slot_tables(make_schedule("1f1b", stages=4, microbatches=microbatches))
     assert table.stash_slots == min(4, microbatches)
 
 
 @pytest.mark.parametrize("microbatches", [8, 64])
-def test_zero_bubble_stashes_are_as_small_as_the_papers_say(microbatches):
-    """In chunks: p for ZB-H1, 2p - 1 for ZB-H2, vp interleaved, 2p for ZB-V, 2p + 1 for DualPipeV; whatever m."""
+def test_zero_bubble_stashes_are_as_small_as_in_the_papers(microbatches):
+    """In chunks: p for ZB-H1, 2p - 1 for ZB-H2, vp interleaved, 2p for ZB-V, 2p + 1 for DualPipeV; independent of m."""
     for name, chunks, slots in [
         *[("zb_h1", 1, 4), ("zb_h2", 1, 7), ("zb_1p_interleaved", 3, 12)],
         *[("zb_v", 2, 8), ("dualpipe_v", 2, 9)],
@@ -110,13 +123,30 @@ def test_zero_bubble_stashes_are_as_small_as_the_papers_say(microbatches):
         assert (name, table.stash_slots) == (name, slots)
 
 
-def test_no_route_closes_a_ring():
+def test_no_route_is_a_ring():
     for name, chunks in (("interleaved_1f1b", 3), ("1f1b", 1)):
         table = slot_tables(make_schedule(name, stages=4, microbatches=8, chunks=chunks))
-        for route in [route for routes in table.routes.values() for route in routes]:
+        routes = [route for routes in table.routes.values() for route in routes]
+        links = {link for route in routes for link in route}  # both ways between neighbours; round the ring with chunks
+        assert {(r, r + 1) for r in range(3)} | {(r + 1, r) for r in range(3)} <= links
+        assert ({(3, 0), (0, 3)} <= links) == (chunks > 1)
+        for route in routes:
             after = dict(route)
             for start in after:
                 place = start
                 while place in after:
                     place = after[place]
                     assert place != start
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "1f1b"])
+def test_shared_ends_run_on_all_ranks_together(name):
+    """With `share_ends` every rank runs the embedding and the head in the ticks in which one rank does without it."""
+    schedule = make_schedule(name, stages=4, microbatches=8, chunks=1)
+    alone, shared = slot_tables(schedule).rows, slot_tables(schedule, share_ends=True).rows
+    for end in ("embed", "head", "embed_backward"):
+        one, every = getattr(alone, end), getattr(shared, end)
+        assert one.on.sum() == schedule.microbatches
+        assert one.on.sum(1).tolist() == every.on.min(1).tolist() == every.on.max(1).tolist()
+        assert (every.microbatch * one.on == one.microbatch).all()
+        assert sorted(every.microbatch[:, 0][every.on[:, 0] == 1]) == list(range(schedule.microbatches))

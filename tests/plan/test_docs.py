@@ -1,4 +1,4 @@
-"""docs/planning.md says what the commands beside it print."""
+"""docs/planning.md quotes the output of its commands."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 
 
 def shown(output: str) -> None:
-    """Every line of the output stands in the page, indented as a block."""
+    """Asserts that every line of the output is in the page, indented as a block."""
     missing = [line for line in output.splitlines() if f"    {line}".rstrip() not in PAGE.splitlines()]
     assert not missing
 

@@ -1,4 +1,4 @@
-"""The dry run with and without XLA's CUDA compiler. Tests that compile are slow, and skipped where it is not installed."""
+"""The dry run with and without XLA's CUDA compiler. Tests that compile are slow, and skipped if it is not installed."""
 
 import dataclasses
 import json
@@ -8,16 +8,18 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.flops import hardware_flops_per_step
-from megajax.estimate.gpus import card
+from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import loop_turns, most_sent, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
 from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.schedules.registry import find, names
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
-H100 = card("h100-80gb")
+H100 = find_gpu("h100-80gb")
 FITS = "--model gpt3-13b --gpu h100-80gb --pipe 4 --tensor 4 --global-batch-size 16"
 TOO_LARGE = "--model gpt3-175b --gpu h100-80gb --pipe 4 --tensor 8 --global-batch-size 64"
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="pip install 'megajax[dryrun]'")
@@ -35,16 +37,32 @@ def test_without_the_compiler_it_says_so_and_how_to_get_it(no_compiler, capsys):
     assert "MEMORY MODEL" in out and "fits: " in out and "by the model" in out
 
 
-def test_too_large_is_exit_code_1_and_a_change_that_fits(no_compiler, capsys):
+def test_a_run_that_does_not_fit_is_exit_code_1_with_a_change_that_fits(no_compiler, capsys):
     assert dryrun.main(TOO_LARGE.split()) == 1
     out = capsys.readouterr().out
-    assert "DOES NOT FIT: " in out and "the smallest change that would: --pipe 8" in out
+    assert "DOES NOT FIT: " in out and "the smallest change that makes it fit: --pipe 8" in out
 
 
 def test_model_only_does_not_ask_for_the_compiler(capsys):
     assert dryrun.main([*FITS.split(), "--model-only"]) == 0
     out = capsys.readouterr().out
     assert "NOT COMPILED" not in out and "MEMORY MODEL" in out
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_model_prices_every_schedule(name, capsys):
+    spec = find(name)
+    chunks = {"one": 1, "two": 2, "any": 2}[spec.chunks]
+    words = (
+        f"--model gpt2 --gpu h100-80gb --pipe 2 --global-batch-size 8 --schedule {name} --chunks {chunks} --model-only"
+    )
+    assert dryrun.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert f"; {name}, {chunks} chunks, 8 microbatches" in out and "fits: " in out
+    layout = ParallelConfig(pipe=2, chunks=chunks, schedule=name)
+    run = RunConfig(preset("gpt2"), layout, TrainConfig(global_batch_size=8))
+    time = step_time(run, H100)
+    assert time.bubble > 0 if spec.drains else time.bubble == 0
 
 
 def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):
@@ -66,12 +84,12 @@ def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, ca
     assert asked[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
 
 
-def test_a_compiler_that_dies_is_reported(monkeypatch, capsys):
-    def dies(*_):
+def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
+    def crashes(*_):
         raise CompilerError("the compiler aborted (signal 6): F spmd_partitioner.cc Check failed")
 
     monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
-    monkeypatch.setattr(dryrun, "compile_for", dies)
+    monkeypatch.setattr(dryrun, "compile_for", crashes)
     assert dryrun.main(FITS.split()) == 1
     assert "NOT COMPILED: the compiler aborted (signal 6)" in capsys.readouterr().out
 
@@ -100,7 +118,7 @@ def test_help(capsys):
 @pytest.mark.parametrize(
     ("fields", "first"),
     [
-        # what is given up first: recomputation on the same GPUs, then GPUs
+        # recomputation on the same GPUs comes first, then more GPUs
         ({"data": 8, "pipe": 8, "tensor": 8, "chunks": 2, "recompute": "none"}, "--recompute selective"),
         ({"pipe": 4, "tensor": 8, "chunks": 2}, "--pipe 8"),
     ],
@@ -116,7 +134,7 @@ def test_the_smallest_change(fields, first):
     assert sum(bytes_per_device(found.run).values()) == found.peak <= usable_bytes(H100)
 
 
-def test_a_correction_counts():
+def test_a_correction_multiplies_the_memory():
     run = RunConfig(preset("gpt3-175b"), ParallelConfig(pipe=4, tensor=8), TrainConfig(global_batch_size=64))
     assert smallest_change(run, H100, 1.3).peak > smallest_change(run, H100).peak
     assert smallest_change(run, H100, 100) is None
@@ -150,7 +168,7 @@ Total bytes: 100 (0.10KiB)
 @needs_compiler
 @pytest.mark.parametrize("index", [0, 15, 19])
 def test_the_grid_compiles_to_what_is_on_file(index):
-    """Memory as kept in benchmarks/results; large runs of the papers and a zero-bubble one among them."""
+    """Memory as in benchmarks/results: large runs of the papers, and a zero-bubble schedule."""
     row = json.loads(RESULTS.read_text())["rows"][index]
     compiled = compile_for(run_from_json(row["run"]), H100)
     assert compiled["memory"]["peak"] == pytest.approx(row["memory"]["peak"], rel=0.02)
@@ -159,17 +177,17 @@ def test_the_grid_compiles_to_what_is_on_file(index):
 @pytest.mark.slow
 @needs_compiler
 def test_one_stage_computes_and_sends_what_the_formulas_say():
-    """FLOPs with full recomputation to a part in a thousand; gradients summed over replicas once, in fp32."""
+    """FLOPs with full recomputation within 0.1%; gradients summed over replicas once, in fp32."""
     run = RunConfig(
         preset("megatron-1.7b"),
         ParallelConfig(data=8, microbatch_size=4, recompute="full"),
         TrainConfig(global_batch_size=64),
     )
     compiled = compile_for(run, H100)
-    program = read(compiled["hlo"], loop_turns(run))
-    assert program.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
-    assert {collective.axes((8, 1, 1)) for collective in program.collectives} == {("data",)}
-    assert most_sent(program.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
+    module = read(compiled["hlo"], loop_turns(run))
+    assert module.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
+    assert {collective.axes((8, 1, 1)) for collective in module.collectives} == {("data",)}
+    assert most_sent(module.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""The planner's command line: what it prints, what it writes, what it says of wrong input."""
+"""The planner's command line: its output, the file it writes, and its error messages."""
 
 import dataclasses
+import sys
 import tomllib
 
 import pytest
@@ -14,7 +15,7 @@ SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64"
 
 
 def read(path) -> RunConfig:
-    """The file as a RunConfig, the way the front door does: the preset, then what is written over it."""
+    """The file as a RunConfig, as experiments.gpt3 reads it: the preset, then the values in the file."""
     tables = tomllib.loads(path.read_text())
     known = {"options", "model", "parallel", "train"}
     assert set(tables) <= known
@@ -23,7 +24,7 @@ def read(path) -> RunConfig:
     return RunConfig(model, ParallelConfig(**lists(tables["parallel"])), TrainConfig(**lists(tables["train"])))
 
 
-def test_prints_the_best_and_writes_the_winner(tmp_path, capsys):
+def test_prints_the_best_layouts_and_writes_the_fastest(tmp_path, capsys):
     out = tmp_path / "plan.toml"
     assert main([*SMALL.split(), "--out", str(out), "--top", "4"]) == 0
     text = capsys.readouterr().out
@@ -74,6 +75,13 @@ def test_draws(tmp_path):
     assert "<svg" in picture.read_text()
 
 
+def test_drawing_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
+    assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(tmp_path / "shapes.svg")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install 'megajax[plot]'" in error
+
+
 def test_zero_is_written(tmp_path):
     out = tmp_path / "plan.toml"
     words = "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch 512 --zero 1"
@@ -82,7 +90,7 @@ def test_zero_is_written(tmp_path):
 
 
 def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
-    """What is not typed stays open in the file, so that it also runs where there is no cuDNN."""
+    """--attention auto stays auto in the file, so that it also runs without cuDNN."""
     out, seconds = tmp_path / "plan.toml", {}
     for words, shown, written in (("", "cudnn", "auto"), ("--attention xla", "xla", "xla")):
         assert main([*SMALL.split(), *words.split(), "--out", str(out)]) == 0

@@ -1,8 +1,8 @@
-"""Writes golden_orders.json: the orders of torch.distributed.pipelining's schedules, which the tests hold ours to.
+"""Writes golden_orders.json: the orders of torch.distributed.pipelining's schedules, which the tests compare ours with.
 
-Made once with torch 2.13 (`pip install torch numpy`, then `python tests/schedules/make_golden.py`); the tests need no torch.
-torch's 1F1B is left out: the table of its last rank, unlike what it runs, starts with microbatch 1. Its interleaved zero
-bubble is left out where its wait for W differs from the paper's; see SIZES.
+Made once with torch 2.13 (`pip install torch numpy`, then `python tests/schedules/make_golden.py`); the tests need no
+torch. torch's 1F1B is omitted: the table of its last rank, unlike what it runs, starts with microbatch 1. Its
+interleaved zero bubble is omitted for sizes where its delay of W differs from the paper's; see SIZES.
 """
 
 import json
@@ -23,7 +23,7 @@ SIZES = {
 
 
 def cell(action) -> str:
-    """torch's own text; a pair of actions becomes its two actions, which torch runs one after the other."""
+    """torch's text of an action; a pair is written as its two actions, which torch runs one after the other."""
     if action is None:
         return ""
     return " ".join(map(cell, action.sub_actions)) if action.sub_actions else str(action)

@@ -1,7 +1,8 @@
-"""The drawing command: what it writes, and what it says to wrong arguments."""
+"""The drawing command: its outputs, and its errors."""
 
 import json
 import re
+import sys
 import xml.etree.ElementTree
 
 import pytest
@@ -54,14 +55,40 @@ def test_text_and_trace(tmp_path, capsys):
     assert max(span["ts"] + span["dur"] for span in spans) == 1000 * (2 + 1) * 3
 
 
+def test_a_pipeline_that_never_drains(tmp_path, capsys):
+    """PipeDream-2BW at p = 3, m = 4 = 2(p - 1): 2(p - r) - 1 microbatches in flight, no bubble, no first order."""
+    sizes = ["--schedule", "pipedream_2bw", "--stages", "3", "--microbatches", "4"]
+    assert main(sizes) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert "bubble 0.0%" in head
+    assert [row.split()[-3:] for row in rows] == [[str(count), "in", "flight"] for count in (5, 3, 1)]
+    assert main([*sizes, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["simulated"]["bubble"] == 0
+    assert main([*sizes, "--save", str(tmp_path / "x.csv")]) == 2
+    assert "never drains: it cannot be saved as orders" in capsys.readouterr().err
+
+
+def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+    others = ["--text", "--json", str(tmp_path / "x.json"), "--trace", str(tmp_path / "t.json")]
+    assert main([*others, "--save", str(tmp_path / "x.csv")]) == 0
+    capsys.readouterr()
+    assert main(["--out", str(tmp_path / "x.svg")]) == 2
+    assert capsys.readouterr().err == (
+        "error: pictures need matplotlib, which is not installed: pip install 'megajax[plot]'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--schedule", "1f2b"], "did you mean 1f1b?"),
         (["--stages", "four"], "--stages: invalid int value: 'four'"),
         (["--stages", "0"], "stages is 0; it must be 1 or more"),
-        (["--microbatches", "6"], "take a multiple of 4"),
-        (["--schedule", "gpipe", "--chunks", "2"], "gpipe has one chunk a rank"),
+        (["--microbatches", "6"], "interleaved_1f1b takes a multiple of the 4 stages as microbatches, not 6"),
+        (["--schedule", "gpipe", "--chunks", "2"], "gpipe has one chunk on each rank, not 2"),
         (["--costs", "1,2,3"], "give F,B or F,B,I,W"),
         (["--costs", "1,-2"], "give F,B or F,B,I,W"),
         (["--latency", "-1"], "latency is -1; it must be 0 or more"),

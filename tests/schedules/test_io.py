@@ -1,4 +1,4 @@
-"""Schedules in files, and the orders of torch.distributed.pipelining, which are such a file."""
+"""Schedules in files, and orders against those of torch.distributed.pipelining."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from megajax.schedules import io
-from megajax.schedules.named import make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import ScheduleError
 from tests.schedules.cases import named_schedules
 
@@ -28,10 +28,10 @@ def label(row) -> str:
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=label)
-def test_orders_are_torchs(row):
+def test_orders_equal_torchs(row):
     stages, microbatches, chunks = row["sizes"]
     options = {}
-    if row["name"] == "Interleaved1F1B":  # torch makes its groups as large as leaves no rest
+    if row["name"] == "Interleaved1F1B":  # torch makes its groups as large as divides evenly
         options["group_size"] = microbatches // max(1, microbatches // stages)
     schedule = make_schedule(OURS[row["name"]], stages=stages, microbatches=microbatches, chunks=chunks, **options)
     want = [re.sub(r" \d+REDUCE_GRAD", "", order).replace(" ", ",") for order in row["orders"]]
@@ -49,7 +49,7 @@ def test_torchs_files_load(row, tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(named_schedules())
-def test_what_is_saved_loads_as_it_was(tmp_path_factory, schedule):
+def test_saved_schedules_load_unchanged(tmp_path_factory, schedule):
     folder = tmp_path_factory.mktemp("saved")
     io.save(schedule, str(folder / "x.json"))
     back = io.load(str(folder / "x.json"))
@@ -68,19 +68,24 @@ def test_pairs_blanks_and_communication_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.csv", "0F0,0X0", "row 1, column 2: '0X0' is no action"),
-        ("x.csv", "0F0,0B0\n2F0,2B0", r"row 2 \(rank 1\) has stages 2; with 2 rows and 1 chunks a rank it must have 1"),
-        ("x.csv", "0F0,0B0\n1F0,1B0,1F1", "B1 of chunk 0 on rank|waits at|is missing"),
+        ("x.csv", "0F0,0X0", "row 1, column 2: '0X0' is not an action; write stage"),
+        (
+            "x.csv",
+            "0F0,0B0\n2F0,2B0",
+            r"row 2 \(rank 1\) has stages 2; .* 1 chunks on each rank it must have 1",
+        ),
+        ("x.csv", "0F0,0F1,0B0\n1F0,1B0,1F1,1B1", r"I1 of chunk 0 on rank 0 \(stage 0\) is missing"),
+        ("x.csv", "0F0,0B0\n1F0,1B0,1F1", "rank 0 is done; rank 1 waits at F1 of chunk 0"),
         ("x.csv", "0B0,0F0", "rank 0 waits at B0 of chunk 0"),
         ("x.csv", "0F0,0F0,0B0", "F0 of chunk 0 is done twice"),
-        ("x.csv", "", "there is no operation in it"),
+        ("x.csv", "", "it holds no operations"),
         ("x.csv", "0F0,0F2,0B0,0B2", r"F1 of chunk 0 on rank 0 \(stage 0\) is missing"),
-        ("x.json", "{", "line 1: no JSON"),
+        ("x.json", "{", "line 1: not JSON: Expecting property name"),
         ("x.json", "[]", 'it must hold {"orders"'),
         ("x.json", '{"orders": [[["F", 0]]]}', r'rank 0, operation 0: \["F", 0\] is not'),
-        ("x.json", '{"orders": [[["F", 0, -1]]]}', "rank 0, operation 0"),
-        ("x.json", '{"orders": [[["F", 0, 0]]], "placement": "w"}', "placement is 'w'"),
-        ("x.txt", "", "ends in .csv or .json"),
+        ("x.json", '{"orders": [[["F", 0, -1]]]}', r'rank 0, operation 0: \["F", 0, -1\] is not'),
+        ("x.json", '{"orders": [[["F", 0, 0]]], "placement": "w"}', "placement is 'w'; it must be"),
+        ("x.txt", "", r"must end in \.csv or \.json"),
     ],
 )
 def test_broken_files_are_refused(name, text, message, tmp_path):
@@ -91,6 +96,6 @@ def test_broken_files_are_refused(name, text, message, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(ScheduleError, match="cannot read .*none.csv: No such file"):
         io.load(str(tmp_path / "none.csv"))

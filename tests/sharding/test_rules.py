@@ -10,10 +10,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import ModelConfig
-from megajax.models import gpt
-from megajax.ops.vocabulary import lookup
-from megajax.sharding.rules import AxisRules
+from megajax.config import ConfigError, ModelConfig
+from megajax.ops.linear import plain_operations
+from megajax.ops.vocabulary import VocabularySharding, lookup
+from megajax.sharding.rules import default_rules
+from tests import small
 
 GPT = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=251, sequence_length=16, dropout=0.1)
 LLAMA = ModelConfig(
@@ -41,15 +42,17 @@ def make_mesh(data, pipe, tensor):
 
 
 def sharded_functions(config, sequence_parallel, **options):
-    rules = AxisRules(sequence_parallel)
-    find = partial(lookup, sequence_parallel=sequence_parallel)
-    return rules, gpt.functions(config, constrain=rules.constrain, lookup=find, **options)
+    rules = default_rules(sequence_parallel=sequence_parallel)
+    vocabulary = VocabularySharding(lookup=partial(lookup, sequence_parallel=sequence_parallel))
+    context = {"constrain": rules.constrain, "operations": plain_operations(rules.constrain), "vocabulary": vocabulary}
+    return rules, small.build_model(config, **context, **options)
 
 
 def lay(config, rules, mesh):
-    """(weights of block 1, shared) as the rules say."""
-    params = jax.jit(lambda: gpt.init(config, jax.random.key(0), mesh.shape["tensor"]))()
-    specs = jax.tree.map(rules.spec, gpt.logical_axes(config), is_leaf=lambda node: isinstance(node, tuple))
+    """(weights of block 1, shared), sharded by the rules."""
+    model = small.build_model(config, vocabulary=VocabularySharding(mesh.shape["tensor"]))
+    params = jax.jit(lambda: model.init(jax.random.key(0)))()
+    specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
     weights = jax.tree.map(lambda a, spec: put(a[1], P(*spec[1:])), params["blocks"], specs["blocks"])
     return weights, jax.tree.map(put, params["shared"], specs["shared"])
@@ -102,7 +105,7 @@ def test_values_and_gradients_inside_the_executors_shard_map(config, shape, sequ
     rules, model = sharded_functions(config, sequence_parallel)
     arguments = (*lay(config, rules, mesh), make_microbatch(config))
     whole = jax.tree.map(np.asarray, arguments)
-    expected = jax.jit(partial(model_step, gpt.functions(config)))(*whole)
+    expected = jax.jit(partial(model_step, small.build_model(config)))(*whole)
 
     specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
     step = jax.shard_map(partial(in_one_rank, model), mesh=mesh, axis_names=set(MANUAL), check_vma=True, **specs)
@@ -125,7 +128,7 @@ def test_values_and_gradients_in_a_plain_jit():
         got = jax.jit(partial(model_step, model))(weights, shared, microbatch)
         logits = jax.jit(model.logits)(shared, jnp.ones((SAMPLES, 16, 32)))
     whole = jax.tree.map(np.asarray, (weights, shared, microbatch))
-    expected = jax.jit(partial(model_step, gpt.functions(GPT)))(*whole)
+    expected = jax.jit(partial(model_step, small.build_model(GPT)))(*whole)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())  # noqa: E731
     jax.tree.map(close, got, expected)
     assert logits.sharding.spec == P("data", None, "tensor")
@@ -139,7 +142,7 @@ def test_bf16_compiles_and_stays_close():
     specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
     step = jax.shard_map(partial(in_one_rank, model), mesh=mesh, axis_names=set(MANUAL), check_vma=True, **specs)
     loss, _ = jax.jit(step)(*arguments)
-    expected, _ = model_step(gpt.functions(GPT), *jax.tree.map(np.asarray, arguments))
+    expected, _ = model_step(small.build_model(GPT), *jax.tree.map(np.asarray, arguments))
     np.testing.assert_allclose(loss, expected, rtol=1e-3)
 
 
@@ -176,19 +179,20 @@ def test_a_block_keeps_its_residuals_sharding():
 
 
 def test_specs():
-    rules, plain = AxisRules(True), AxisRules(False)
+    rules, plain = default_rules(), default_rules(sequence_parallel=False)
     assert rules.spec(("layers", "hidden", "groups", None, None)) == P(None, None, "tensor", None, None)
     assert rules.spec(("batch", "sequence", "hidden")) == P("data", "tensor", None)
     assert plain.spec(("batch", "sequence", "hidden")) == P("data", None, None)
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError, match="'sequense' has no sharding rule: did you mean sequence"):
         rules.spec(("sequense",))
 
 
 def test_init_on_a_mesh_gives_the_same_values():
     """Drawn in place, each device its own part: the curve of a run starts at the same point on any mesh."""
-    mesh, rules = make_mesh(1, 2, 4), AxisRules()
-    specs = jax.tree.map(rules.spec, gpt.logical_axes(GPT), is_leaf=lambda node: isinstance(node, tuple))
+    mesh, rules = make_mesh(1, 2, 4), default_rules()
+    model = small.build_model(GPT, vocabulary=VocabularySharding(4))
+    specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    draw = partial(gpt.init, GPT, jax.random.key(0), 4)
+    draw = partial(model.init, jax.random.key(0))
     laid, whole = jax.jit(draw, out_shardings=shardings)(), jax.jit(draw)()
     jax.tree.map(np.testing.assert_array_equal, laid, whole)

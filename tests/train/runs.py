@@ -12,7 +12,7 @@ from megajax.checkpoint.manager import Progress
 from megajax.config import OutputConfig, RunConfig
 from megajax.data.loader import Loader, TokenSamples
 from megajax.data.ramp import RampedLoader
-from megajax.estimate.hardware import Peak
+from megajax.estimate.gpus import Peak
 from megajax.train.loop import Companions, train
 from megajax.train.run_directory import Keeper
 from megajax.train.step import Training, TrainState

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.data.loader import Loader, TokenSamples
-from megajax.estimate.hardware import Peak
+from megajax.estimate.gpus import Peak
 from megajax.train.logging import RunLog
 from megajax.train.loop import train
 from megajax.train.precision import make_loss_scale

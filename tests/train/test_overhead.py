@@ -15,7 +15,7 @@ from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.toml import run_meta
 from megajax.data.loader import Loader, TokenSamples
-from megajax.estimate.hardware import Peak
+from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Stop
 from megajax.train.loop import Companions, train
 from megajax.train.run_directory import Keeper

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
+from megajax.models import context as model_context
 from megajax.ops.attention import XLA, fused_attention
-from megajax.train import operations
+from megajax.ops.linear import plain_operations
 from tests import small
 
 
@@ -29,8 +30,8 @@ def check(training, model):
 @pytest.fixture
 def fused(monkeypatch):
     """XLA's kernel in place of cuDNN's, through the same plumbing."""
-    monkeypatch.setattr(operations, "CUDNN", XLA)
-    monkeypatch.setattr(operations, "choose_attention", lambda *_, **__: operations.Choice("cudnn", "for a test"))
+    monkeypatch.setattr(model_context, "CUDNN", XLA)
+    monkeypatch.setattr(model_context, "choose_attention", lambda *_, **__: model_context.Choice("cudnn", "for a test"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_evaluation_and_generation_with_a_sequence_shared_out():
     [
         ({"schedule": "1f1b", "context": 2}, "context = 2 sends round a ring .* which 1f1b does not run .* gpipe"),
         ({"schedule": "zb_h1", "tensor_overlap": "ring"}, "tensor_overlap = ring sends .* --schedule interleaved_1f1b"),
-        ({"attention": "cudnn"}, "attention = cudnn, but cpu is not an NVIDIA GPU: type --attention xla"),
+        ({"attention": "cudnn"}, "attention = cudnn, but cpu is not an NVIDIA GPU: pass --attention xla"),
     ],
 )
 def test_what_cannot_run_is_one_clear_line(change, message):
@@ -111,14 +112,14 @@ def test_fused_attention_is_not_run_again_but_under_full_recompute():
         return XLA.forward(*arguments)
 
     kernel = XLA._replace(forward=forward)
-    assert fused_attention is operations.fused_attention
+    assert fused_attention is model_context.fused_attention
     for mode, times in (("none", 0), ("selective", 0), ("full", 1)):
         run = small.make_run((1, 1, 2), model=model, recompute=mode)
         training = small.training_of(run)
-        block = small.gpt.functions(
+        block = small.build_model(
             model,
             recompute=mode,
-            operations=operations.plain_operations()._replace(attend=lambda *qkv: fused_attention(*qkv, kernel)),
+            operations=plain_operations()._replace(attend=lambda *qkv: fused_attention(*qkv, kernel)),
         ).block
         weights = jax.tree.map(lambda a: a[0], small.busy_params(model)["blocks"])
         x = np.ones((2, 16, 32), np.float32)

@@ -1,15 +1,13 @@
-"""Schedules as pictures: ranks as rows, time to scale, microbatch numbers in the boxes."""
+"""Shows schedules: as text, JSON, a Perfetto trace, or a picture (which alone needs matplotlib, the extra `plot`)."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-
-from megajax.schedules.schedule import Schedule
+from megajax.schedules.io import to_json
+from megajax.schedules.schedule import Schedule, ScheduleError, show
 from megajax.schedules.simulate import Simulation, Span
 
-# Light for the first chunk, darker for later ones; blue, orange, green and purple hold up under colour blindness.
+# Light for the first chunk, darker for later ones. Blue, orange and green can be told apart with colour blindness.
 SHADES = {
     "F": ("#9ecae1", "#4292c6", "#2171b5", "#084594"),
     "B": ("#fdd0a2", "#fd8d3c", "#e6550d", "#a63603"),
@@ -19,13 +17,75 @@ SHADES = {
 NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
 IDLE = "#eeeeee"
 ROW = 0.34  # inches of a rank's row
-MARGIN = 2.4  # inches right of the time axis, for the figures of each rank
+MARGIN = 2.4  # inches right of the time axis, for each rank's numbers
+PICTURES = ("svg", "png", "pdf")
+
+
+def as_json(schedule: Schedule, event: Simulation, lockstep: Simulation) -> dict[str, Any]:
+    """A schedule and how long it takes, as JSON values."""
+    return {
+        **to_json(schedule),
+        "ticks": len(schedule.ticks),
+        "simulated": {
+            "ideal": event.ideal,
+            "event": event.makespan,
+            "lockstep": lockstep.makespan,
+            "bubble": event.bubble,
+            "peak_live": list(event.peak_live),
+        },
+    }
+
+
+def as_text(schedule: Schedule, simulation: Simulation) -> str:
+    """A table of one row for each rank and one column for each tick; B and B' are the parts of a backward."""
+    cells = [[" ".join(show(work, short=True) for work in row[rank]) or "." for row in schedule.ticks] for rank in
+             range(schedule.stages)]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches, {_chunks(schedule)}: bubble "
+        f"{simulation.bubble:.1%} of the ideal time; F3.1 is the forward of microbatch 3 through chunk 1"
+    ]
+    for rank, row in enumerate(cells):
+        table = " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"rank {rank}  {table}  {simulation.peak_live[rank]} in flight")
+    return "\n".join(lines)
+
+
+def as_trace(schedule: Schedule, simulation: Simulation) -> list[dict[str, Any]]:
+    """Chrome trace events, for ui.perfetto.dev; one unit of time is shown as one millisecond."""
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(schedule.stages)
+    ]
+    return names + [
+        {
+            "ph": "X",
+            "name": show(span.work, short=True),
+            "cat": schedule.does(span.work),
+            "pid": 0,
+            "tid": span.rank,
+            "ts": 1000 * span.start,
+            "dur": 1000 * (span.stop - span.start),
+        }
+        for span in simulation.spans
+    ]
 
 
 def draw(schedules: Sequence[Schedule], simulations: Sequence[Simulation], path: str) -> None:
-    """Draws schedules under each other on one time axis, to a file whose ending says the format (svg, png, pdf)."""
+    """Draws schedules one below the other on the same time axis, to a file that ends in .svg, .png or .pdf.
+
+    Raises:
+      ScheduleError: the ending is another one, or matplotlib is not installed.
+    """
+    if path.rpartition(".")[2] not in PICTURES:
+        raise ScheduleError(f"out is {path!r}; end it in .svg, .png or .pdf")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ScheduleError("pictures need matplotlib, which is not installed: pip install 'megajax[plot]'") from None
     longest = max(simulation.makespan for simulation in simulations)
-    boxes = max(span_count(simulation) for simulation in simulations)
+    boxes = max(_boxes_across(simulation) for simulation in simulations)
     width = min(18.0, max(7.0, 0.3 * boxes + MARGIN + 1))
     heights = [schedule.stages * ROW + 0.6 for schedule in schedules]
     figure = Figure(figsize=(width, sum(heights) + 0.55), layout=None)
@@ -41,13 +101,19 @@ def draw(schedules: Sequence[Schedule], simulations: Sequence[Simulation], path:
     figure.savefig(path, dpi=160, metadata={"Date": None} if path.endswith("svg") else None)
 
 
-def span_count(simulation: Simulation) -> float:
-    """How many of the shortest pieces of work fit in the makespan: what the width must show."""
+def _chunks(schedule: Schedule) -> str:
+    return f"{schedule.chunks} chunk{'s' if schedule.chunks > 1 else ''} on each rank"
+
+
+def _boxes_across(simulation: Simulation) -> float:
+    """How many of the shortest pieces of work fit in the makespan, which decides the width of the picture."""
     shortest = min(span.stop - span.start for span in simulation.spans)
     return simulation.makespan / shortest
 
 
 def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) -> None:
+    from matplotlib.patches import Rectangle
+
     axes.add_patch(Rectangle((0, 0), simulation.makespan, schedule.stages, facecolor=IDLE))
     for rank, work, start, stop in _operations(schedule, simulation):
         op = schedule.does(work)
@@ -63,7 +129,7 @@ def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) 
         text = f"{simulation.busy[rank]:.0%} busy, {simulation.peak_live[rank]} {unit}"
         axes.text(longest * 1.012, rank + 0.5, text, va="center", fontsize=8)
     title = f"{schedule.name}: {schedule.microbatches} microbatches"
-    title += f", {schedule.chunks} chunks a rank" if schedule.chunks > 1 else ""
+    title += f", {_chunks(schedule)}" if schedule.chunks > 1 else ""
     axes.set_title(f"{title}; bubble {simulation.bubble:.1%} of the ideal time", fontsize=10, loc="left")
     axes.set_xlim(0, longest)
     axes.set_ylim(schedule.stages, 0)
@@ -78,7 +144,7 @@ def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) 
 
 
 def _operations(schedule: Schedule, simulation: Simulation) -> list[Span]:
-    """The spans, with the parts of a backward that follow on each other made one."""
+    """The spans, with consecutive parts of a backward merged into one."""
     whole: list[Span] = []
     last: dict[int, int] = {}
     for span in simulation.spans:
@@ -91,7 +157,9 @@ def _operations(schedule: Schedule, simulation: Simulation) -> list[Span]:
     return whole
 
 
-def _legend(figure: Figure, schedules: Sequence[Schedule]) -> None:
+def _legend(figure, schedules: Sequence[Schedule]) -> None:
+    from matplotlib.patches import Patch
+
     done = {schedule.does(work) for schedule in schedules for row in schedule.ticks for works in row for work in works}
     patches = [Patch(color=SHADES[op][1], label=NAMES[op]) for op in NAMES if op in done]
     patches.append(Patch(color=IDLE, label="idle (the bubble)"))

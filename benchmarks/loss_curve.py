@@ -1,0 +1,102 @@
+"""Draws the loss of runs over their steps, from the files that `--log-jsonl` (or `--run-dir`) writes.
+
+python -m experiments.gpt3 --log-jsonl first_run.jsonl
+python -m benchmarks.loss_curve first_run.jsonl --out docs/images/first_run.svg
+
+Needs matplotlib: pip install "megajax[plot]".
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
+COLOURS = ("#2171b5", "#e6550d", "#31a354", "#756bb1")
+
+
+def read_losses(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, losses) of a log with one JSON object per step; a loss that was not finite is NaN."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return np.array([row["step"] for row in rows]), np.array([float(row["loss"]) for row in rows])
+
+
+def smooth(losses: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """The mean of the last `window` finite losses at each step; of fewer at the start, where the loss falls fast."""
+    averaged = []
+    for stop in range(1, len(losses) + 1):
+        span = losses[stop - max(1, min(window, stop // 4)) : stop]
+        finite = span[np.isfinite(span)]
+        averaged.append(finite.mean() if finite.size else np.nan)
+    return np.array(averaged)
+
+
+def draw(logs: Sequence[pathlib.Path], out: pathlib.Path, guess: int | None) -> None:
+    """Writes the picture; the ending of `out` says the format (svg, png, pdf). `guess`: see `--vocabulary`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for log, colour in zip(logs, COLOURS, strict=False):
+        steps, losses = read_losses(log)
+        axes.plot(steps, losses, color=colour, lw=0.7, alpha=0.35)
+        averaged = smooth(losses)
+        axes.plot(steps, averaged, color=colour, lw=1.8, label=f"{log.stem}, mean of {WINDOW} steps")
+        axes.annotate(f"{averaged[-1]:.2f}", (steps[-1], averaged[-1]), (4, 0), textcoords="offset points", va="center")
+    if guess:
+        axes.axhline(math.log(guess), color="#888888", ls="--", lw=0.9)
+        axes.annotate(
+            f"uniform guess, ln {guess} = {math.log(guess):.2f}",
+            (1.0, math.log(guess)),
+            (-4, -4),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color="#555555",
+        )
+    axes.set(xlabel="step", ylabel="loss per token (nats)")
+    axes.set_xlim(left=0)
+    axes.margins(x=0.07)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loss_curve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("logs", nargs="+", type=pathlib.Path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
+    parser.add_argument("--vocabulary", type=int, metavar="TOKENS", help="also shows the loss of a uniform guess")
+    options = parser.parse_args(arguments)
+    if len(options.logs) > len(COLOURS):
+        print(f"error: {len(options.logs)} logs; pass at most {len(COLOURS)}", file=sys.stderr)
+        return 2
+    try:
+        draw(options.logs, options.out, options.vocabulary)
+    except ImportError:
+        print("error: matplotlib is not installed; pip install 'megajax[plot]'", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot draw: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, KeyError) as error:
+        print(f"error: not a log of --log-jsonl: {error}; pass the log.jsonl of a run", file=sys.stderr)
+        return 2
+    print(f"wrote {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

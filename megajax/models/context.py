@@ -1,0 +1,148 @@
+"""What a run gives its model: sharding rules, attention, fp8 and ring matmuls, token tables, recompute and dropout."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import ConfigError, ParallelConfig, RunConfig
+from megajax.models.interface import ModelContext, PipelineModel, model_class
+from megajax.ops.attention import CUDNN, XLA, Choice, choose_attention, fused_attention
+from megajax.ops.collective_matmul import column_matmul, row_matmul
+from megajax.ops.linear import Operations, plain_operations
+from megajax.ops.ring_attention import ring_attention
+from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
+from megajax.runtime.xla_flags import check_ring_flags
+from megajax.schedules.schedule import Schedule
+from megajax.sharding.rules import AxisRules, default_rules
+
+__all__ = ["attention_choice", "model_context", "model_rules", "model_shapes", "vocabulary_shares"]
+
+
+def model_rules(run: RunConfig, model: type[PipelineModel] | None = None) -> AxisRules:
+    """The sharding rules of a run whose user gives none; `model`: by default the one of the config's type."""
+    model = model or model_class(run.model)
+    over = model.vocabulary_over_pipe and run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
+    return default_rules(sequence_parallel=run.parallel.sequence_parallel, vocabulary_over_pipe=over)
+
+
+def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineModel] | None = None) -> Choice:
+    """The attention that the run gets on devices like this one, and why.
+
+    Raises:
+      ConfigError: the requested one cannot run there.
+    """
+    model = model or model_class(run.model)
+    attention, parallel = model.fusable_attention(run.model), run.parallel
+    if attention is None:
+        given = "attention = cudnn" if parallel.attention == "cudnn" else f"context = {parallel.context}"
+        if parallel.attention == "cudnn" or parallel.context > 1:
+            raise ConfigError(
+                f"{given}, but {model.__name__} has no attention that it could apply to: leave "
+                f"--{given.partition(' ')[0]} out."
+            )
+        return Choice("xla", f"{model.__name__} has no attention that could be fused")
+    return choose_attention(
+        parallel.attention,
+        head_size=attention.head_size,
+        dropout=attention.dropout,
+        precision=run.train.precision,
+        device=device,
+    )
+
+
+def vocabulary_shares(parallel: ParallelConfig, rules: AxisRules) -> int:
+    """Devices that the token tables' rows are split over."""
+    sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
+    return rules.shares("vocabulary", sizes)
+
+
+def model_shapes(
+    run: RunConfig, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
+) -> PipelineModel:
+    """The model for `init`, `logical_axes`, `decay_mask`, `batch_shapes` and `costs`: with the run's shapes, on no mesh."""
+    model = model or model_class(run.model)
+    rules = rules or model_rules(run, model)
+    return model(run.model, ModelContext(vocabulary=VocabularySharding(vocabulary_shares(run.parallel, rules))))
+
+
+def model_context(
+    run: RunConfig,
+    rules: AxisRules,
+    schedule: Schedule,
+    attention: str,
+    dtype: Any = jnp.float32,
+    training: bool = True,
+) -> ModelContext:
+    """What the run gives its model, on a mesh.
+
+    Args:
+      run: validated.
+      rules: how its arrays are sharded.
+      schedule: that runs the blocks.
+      attention: "xla" or "cudnn" (`attention_choice`).
+      dtype: of activations and matmuls.
+      training: False: no dropout.
+
+    Raises:
+      ConfigError: a ring under a schedule in which not all ranks run a block at once, or under an XLA flag that breaks
+        it; or fp8 without its library.
+    """
+    find, shares = partial(lookup, sequence_parallel=rules.sequence_parallel), vocabulary_shares(run.parallel, rules)
+    vocabulary = VocabularySharding(shares, find)
+    if rules.vocabulary_over_pipe:
+        vocabulary = VocabularySharding(shares, *over_pipe(rules.sequence_parallel))
+    elif not rules.mesh_axes("vocabulary"):
+        vocabulary = VocabularySharding(shares, plain_lookup)
+    return ModelContext(
+        constrain=rules.constrain,
+        operations=_operations(run, rules, schedule, attention),
+        vocabulary=vocabulary,
+        dtype=dtype,
+        recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
+        dropout_seed=run.train.seed,
+        training=training,
+    )
+
+
+def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: str) -> Operations:
+    """The operations of the run's blocks."""
+    parallel = run.parallel
+    product = _fp8_product() if run.train.matmul_dtype == "fp8" else jnp.tensordot
+    operations = plain_operations(rules.constrain, product)
+    for field in parallel.rings:
+        _check_ring(field, getattr(parallel, field), schedule)
+    if "tensor_overlap" in parallel.rings:
+
+        def column(y, kernel, axes):
+            return column_matmul(y, kernel, rules.spec(axes).index("tensor") - 1)
+
+        operations = operations._replace(column=column, row=row_matmul)
+    kernel = CUDNN if attention == "cudnn" else XLA
+    if parallel.context > 1:
+        kernel = ring_attention(kernel, "data", parallel.context)
+    if parallel.context > 1 or attention == "cudnn":
+        operations = operations._replace(attend=lambda query, key, value: fused_attention(query, key, value, kernel))
+    return operations
+
+
+def _fp8_product():
+    try:
+        from megajax.ops import fp8
+    except ImportError as error:
+        raise ConfigError(
+            "matmul_dtype = fp8 needs qwix, which is not installed: run pip install 'megajax[fp8]', or "
+            "leave --matmul-dtype out."
+        ) from error
+    return fp8.tensordot
+
+
+def _check_ring(field: str, value, schedule: Schedule) -> None:
+    """In a mixed tick one rank runs a block while another does not: it would wait for a send that never comes."""
+    if not schedule.paired:
+        raise ConfigError(
+            f"{field} = {value} sends round a ring inside every block, which {schedule.name} does not run on all ranks "
+            "at once: pass --schedule interleaved_1f1b, eager_1f1b or gpipe."
+        )
+    check_ring_flags(field)

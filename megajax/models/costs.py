@@ -1,0 +1,282 @@
+"""What a model costs, as plain numbers: all that the estimate and the planner know about a model.
+
+`ModelCosts` describes one block and what is outside the blocks: matmuls, attention, parameters, what the forward keeps for
+the backward, and memory traffic. Numbers are for one sample or one token of the whole model; how they are divided over a
+tensor group is part of the description. `transformer_costs` gives them for `ModelConfig`. Another model returns its own
+from `PipelineModel.costs()`.
+"""
+
+import dataclasses
+
+from megajax.config import ModelConfig
+from megajax.models.remat import MODES
+
+__all__ = ["Attention", "Elementwise", "KeptValue", "Matmul", "ModelCosts", "Parameters", "transformer_costs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul of a block with one of its weights: every token's `inputs` elements become `outputs` elements.
+
+    Attributes:
+      name: for tables of FLOPs.
+      inputs: rows of the weight.
+      outputs: columns of the weight.
+      split: how a tensor group splits the weight (1909.08053 section 3): "column" splits the outputs, "row" the inputs
+        (its product is summed over the group), None not at all.
+      recomputed: recompute modes in which the backward does it a second time.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: str | None = None
+    recomputed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Causal attention of a block. Heads are split over tensor.
+
+    Attributes:
+      heads: query heads.
+      groups: key and value heads.
+      head_size: elements of a head.
+      dropout: probability of dropping an attention probability; cuDNN's attention supports only 0.
+      scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
+        always does, and that is part of its backward.
+      values_recomputed: recompute modes in which it computes probabilities times values a second time.
+    """
+
+    heads: int
+    groups: int
+    head_size: int
+    dropout: float = 0.0
+    scores_recomputed: tuple[str, ...] = ("selective", "full")
+    values_recomputed: tuple[str, ...] = ("full",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters.
+
+    Attributes:
+      split: those of arrays that are split over tensor.
+      whole: those of arrays that every device of a tensor group holds.
+    """
+
+    split: int = 0
+    whole: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.split + self.whole
+
+    def on_device(self, tensor: int) -> int:
+        """Parameters on one device of a tensor group of this size."""
+        return self.split // tensor + self.whole
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptValue:
+    """A value of a block that is kept from the forward to the backward.
+
+    Attributes:
+      name: as given to `checkpoint_name`; "input" is the block's own input.
+      per_token: elements for each token.
+      per_token_pair: elements for each pair of tokens of a sample (attention scores).
+      split: "tensor" if the value is split over tensor; "sequence" if it is split over tensor only with sequence
+        parallelism; None if never.
+      modes: recompute modes that keep it.
+      itemsize: bytes of an element whatever the precision; None: the precision's.
+      fused: True if only fused attention has it, False if only unfused attention has it, None otherwise.
+      transposed_from: the smallest microbatch size for which XLA's GPU compiler transposes all stashed copies of this value
+        ahead of the backward (read off compiled programs, see `estimate/memory.py`); None: it does not.
+    """
+
+    name: str
+    per_token: int = 0
+    per_token_pair: int = 0
+    split: str | None = "sequence"
+    modes: tuple[str, ...] = tuple(MODES)
+    itemsize: int | None = None
+    fused: bool | None = None
+    transposed_from: int | None = None
+
+    def elements(self, sequence: int) -> int:
+        """Elements of one sample of `sequence` tokens, on all devices of a tensor group together."""
+        return sequence * self.per_token + sequence * sequence * self.per_token_pair
+
+    def bytes(self, *, samples: int, sequence: int, itemsize: int, tensor: int, sequence_parallel: bool) -> int:
+        """Bytes on one device for a microbatch of `samples` samples of `sequence` tokens."""
+        parts = tensor if self.split == "tensor" or (self.split == "sequence" and sequence_parallel) else 1
+        return samples * self.elements(sequence) * (self.itemsize or itemsize) // parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Elementwise:
+    """Memory traffic of a block's forward outside matmuls and attention, in elements for each token, read or written.
+
+    Attributes:
+      residual_passes: reads and writes of the whole residual stream; split over tensor only with sequence parallelism.
+      masks: masks on the residual stream, of one byte an element, where the block has dropout.
+      inner: elements of values that are split over tensor.
+    """
+
+    residual_passes: int = 0
+    masks: int = 0
+    inner: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCosts:
+    """A model of `layers` equal blocks on a residual stream [samples, sequence_length, hidden].
+
+    Attributes:
+      layers: blocks.
+      hidden: elements of a token in the residual stream, which is what stages send each other.
+      sequence_length: tokens of a sample.
+      vocabulary: columns of the head's matmul, unpadded; 0 for a model without one.
+      matmuls: of a block, with its weights.
+      attention: of a block; None: it has none, or it is counted in `matmuls`.
+      block: parameters of one block.
+      shared: parameters outside the blocks, but for those of the next field.
+      vocabulary_width: parameters for each entry of the vocabulary: the embedding's, and the head's if untied. These tables
+        are split over tensor, or over pipe and tensor.
+      kept: what a block's forward keeps for its backward.
+      kept_for_weights: what zero bubble's I keeps for its W (`pipeline/split_backward.py`): the gradients of the matmuls'
+        outputs, and what I computed again with a matmul.
+      elementwise: memory traffic of a block's forward.
+    """
+
+    layers: int
+    hidden: int
+    sequence_length: int
+    vocabulary: int
+    matmuls: tuple[Matmul, ...]
+    attention: Attention | None
+    block: Parameters
+    shared: Parameters
+    vocabulary_width: int
+    kept: tuple[KeptValue, ...]
+    kept_for_weights: tuple[KeptValue, ...]
+    elementwise: Elementwise = Elementwise()
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters, with the vocabulary unpadded."""
+        tables = self.vocabulary * self.vocabulary_width
+        return self.layers * self.block.total + self.shared.total + tables
+
+    @property
+    def matmul_pairs(self) -> int:
+        """Column- then row-parallel pairs of matmuls in a block; each has one sum over the tensor group."""
+        return sum(one.split == "row" for one in self.matmuls)
+
+    def kept_values(self, mode: str, fused_attention: bool = False) -> tuple[KeptValue, ...]:
+        """What one block keeps for its backward in recompute mode `mode`."""
+        return tuple(value for value in self.kept if mode in value.modes and value.fused in (None, fused_attention))
+
+    def kept_bytes(
+        self,
+        mode: str,
+        *,
+        samples: int,
+        sequence: int | None = None,
+        tensor: int = 1,
+        sequence_parallel: bool = True,
+        itemsize: int = 2,
+        fused_attention: bool = False,
+    ) -> int:
+        """Bytes that one device keeps of one block for one microbatch; compare 2205.05198 table 2.
+
+        Args:
+          mode: none, selective or full.
+          samples: in the microbatch.
+          sequence: tokens of a sample on the device; the model's sequence_length if not given.
+          tensor: devices of a tensor group.
+          sequence_parallel: whether they also split the residual stream along its sequence.
+          itemsize: bytes of an activation, 2 for bf16 and fp16.
+          fused_attention: whether attention keeps no scores: cuDNN's, or ring attention.
+        """
+        sizes = {
+            "samples": samples,
+            "sequence": self.sequence_length if sequence is None else sequence,
+            "itemsize": itemsize,
+            "tensor": tensor,
+            "sequence_parallel": sequence_parallel,
+        }
+        return sum(value.bytes(**sizes) for value in self.kept_values(mode, fused_attention))
+
+
+def transformer_costs(config: ModelConfig) -> ModelCosts:
+    """The costs of a decoder-only transformer (`models/transformer.py`), counted from its shape."""
+    hidden, inner, bias = config.hidden, config.feedforward_size, int(config.biases)
+    query_key_value = (config.heads + 2 * config.key_value_heads) * config.head_size
+    up = inner * (2 if config.activation == "swiglu" else 1)
+    norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
+    return ModelCosts(
+        layers=config.layers,
+        hidden=hidden,
+        sequence_length=config.sequence_length,
+        vocabulary=config.vocabulary,
+        matmuls=(
+            Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
+            Matmul("attention_output", config.heads * config.head_size, hidden, "row", ("full",)),
+            Matmul("mlp_in", hidden, up, "column", ("full",)),
+            Matmul("mlp_out", inner, hidden, "row"),
+        ),
+        attention=Attention(config.heads, config.key_value_heads, config.head_size, config.dropout),
+        block=Parameters(
+            split=(hidden + bias) * (query_key_value + up) + hidden * (hidden + inner),
+            whole=2 * hidden * bias + 2 * norm,
+        ),
+        shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
+        vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
+        kept=_kept_by_transformer(config, query_key_value, up),
+        kept_for_weights=(
+            KeptValue("gradients of query_key_value and mlp_in", query_key_value + up, split="tensor"),
+            KeptValue("gradients of attention_output and mlp_out", 2 * hidden),
+            KeptValue("context", hidden, split="tensor", modes=("full",)),
+            KeptValue("residual", hidden, modes=("full",)),
+            # two intermediate values of the activation function are fp32
+            KeptValue("activation", 2 * up, split="tensor", modes=("full",), itemsize=4),
+        ),
+        elementwise=Elementwise(
+            residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)
+            masks=2,
+            inner=up
+            + inner
+            + 2 * query_key_value,  # the activation function, and queries, keys and values (read, write)
+        ),
+    )
+
+
+def _kept_by_transformer(config: ModelConfig, query_key_value: int, up: int) -> tuple[KeptValue, ...]:
+    """The named values of `models/remat.py`, with the modes that keep them."""
+
+    def value(name: str, per_token: int = 0, split: str = "sequence", **fields) -> KeptValue:
+        modes = tuple(mode for mode, names in MODES.items() if name in names)
+        return KeptValue(name, per_token, split=split, modes=modes, **fields)
+
+    hidden, heads = config.hidden, config.heads
+    rotary = config.positions == "rotary"
+    values = [
+        KeptValue("input", hidden),
+        value("attention_input", hidden),
+        value("qkv", query_key_value, "tensor", transposed_from=2 if rotary else None),
+        value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
+        value("context", hidden, "tensor"),
+        value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
+        value("residual", hidden),
+        value("feedforward_input", hidden),
+        value("up", up, "tensor"),
+        value("activation", config.feedforward_size, "tensor"),
+    ]
+    if config.dropout > 0:
+        values += [
+            value("probabilities_mask", 0, "tensor", per_token_pair=heads, itemsize=1, fused=False, transposed_from=1),
+            value("attention_mask", hidden, itemsize=1),
+            value("feedforward_mask", hidden, itemsize=1),
+        ]
+    return tuple(values)

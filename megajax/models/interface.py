@@ -1,0 +1,213 @@
+"""What a model gives to be trained by any schedule on any mesh, and what a run gives the model.
+
+A model is `embed`, then `config.layers` equal blocks, then `head_loss`: pure functions of
+
+    params = {"blocks": leaves [layers, ...], "shared": leaves}
+
+where every pipeline rank holds "shared" and its own layers of "blocks". Register a subclass of `PipelineModel` for the
+type of its config; `megajax.models.nnx_model.NNXModel` writes most of one from two Flax NNX modules.
+"""
+
+import abc
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.config import ConfigError
+from megajax.models.costs import ModelCosts
+from megajax.models.traced_costs import traced_costs
+from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
+from megajax.ops.vocabulary import WHOLE_VOCABULARY, VocabularySharding
+
+__all__ = [
+    "FusableAttention",
+    "ModelContext",
+    "PipelineModel",
+    "mean_loss",
+    "model_class",
+    "register_model",
+]
+
+Tree = Any  # nested dictionaries
+Microbatch = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelContext:
+    """What a run gives its model. The defaults are those of a model on one device, without a mesh.
+
+    Attributes:
+      constrain: (x, *logical axes) -> x with its sharding constraint, see `megajax.sharding.rules.AxisRules`.
+      operations: the matmuls and the attention of a block.
+      vocabulary: how the rows of token tables are sharded, and the lookup and collectives that go with it.
+      dtype: of activations and matmuls. The weights that `embed`, `block` and `head_loss` get have this type already.
+      recompute: "none", "selective" or "full": what a block's backward computes again.
+      dropout_seed: of the run.
+      training: False for evaluation and generation: no dropout.
+    """
+
+    constrain: Constrain = identity
+    operations: Operations = plain_operations()
+    vocabulary: VocabularySharding = WHOLE_VOCABULARY
+    dtype: Any = jnp.float32
+    recompute: str = "selective"
+    dropout_seed: int = 0
+    training: bool = True
+
+
+class FusableAttention(NamedTuple):
+    """Blocks that call `ModelContext.operations.attend`: what decides whether a fused kernel can run.
+
+    Attributes:
+      head_size: elements of a head.
+      dropout: probability of dropping an attention probability.
+    """
+
+    head_size: int
+    dropout: float = 0.0
+
+
+class PipelineModel(abc.ABC):
+    """A model that the pipeline can run.
+
+    b samples of a microbatch on one replica; x is any array [b, ...] whose logical axes are `activation_axes`. All
+    methods below `decay_mask` are traced; `microbatch` is a dictionary of arrays [b, ...], as `batch_shapes` describes.
+
+    Attributes:
+      activation_axes: logical axes of x between blocks.
+      vocabulary_over_pipe: whether `embed` and `head_loss` may hold tables whose rows are sharded over pipe too, and so
+        run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`).
+      config: any frozen dataclass with `layers` and `name`.
+      context: what the run gives.
+    """
+
+    activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
+    vocabulary_over_pipe: ClassVar[bool] = False
+
+    def __init__(self, config: Any, context: ModelContext = ModelContext()):  # noqa: B008 (frozen)
+        """Builds the model's functions; makes no arrays."""
+        self.config, self.context = config, context
+
+    @abc.abstractmethod
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh fp32 parameters {"blocks": leaves [layers, ...], "shared": leaves}; a pure function, jitted by the caller.
+
+        A value should depend on the key, the parameter's name and the layer alone: it is then the same on every mesh.
+        """
+
+    @abc.abstractmethod
+    def logical_axes(self) -> Tree:
+        """A tree like the parameters whose leaves are tuples of logical axis names; those of blocks start with "layers"."""
+
+    @abc.abstractmethod
+    def decay_mask(self) -> Tree:
+        """A tree like the parameters of bools: whether weight decay applies."""
+
+    @abc.abstractmethod
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and type of one sample of a batch, by name: for the dry run, which has no data."""
+
+    @abc.abstractmethod
+    def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
+        """The first block's input, x of `ModelContext.dtype`."""
+
+    @abc.abstractmethod
+    def block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
+        """x to x: one block, of which `weights` has the leaves without their axis of layers; `layer` is its index.
+
+        What its backward keeps is what `jax.vjp` of it saves: apply `jax.checkpoint` by `ModelContext.recompute`
+        (`megajax.models.remat.checkpointed`).
+        """
+
+    @abc.abstractmethod
+    def head_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """The loss of the last block's output, summed over the microbatch: an fp32 scalar."""
+
+    def loss_weight(self, batch: Microbatch) -> jax.Array:
+        """What summed losses are divided by: fp32 scalar, a sum over the samples of any batch.
+
+        Default: the sum of the batch's "weights" if it has them, its number of samples if not.
+        """
+        if "weights" in batch:
+            return batch["weights"].sum()
+        name, sample = next(iter(self.batch_shapes().items()))
+        return jnp.float32(batch[name].size // math.prod(sample.shape))
+
+    def logits(self, shared: Tree, y: jax.Array) -> jax.Array:
+        """Scores of the next token, fp32 [b, s, `vocabulary` or more]; only models that generate text have them."""
+        raise ConfigError(f"{type(self).__name__} has no logits: it cannot generate text.")
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that `logits` scores."""
+        raise ConfigError(f"{type(self).__name__} has no logits: it cannot generate text.")
+
+    @classmethod
+    def fusable_attention(cls, config: Any) -> FusableAttention | None:
+        """For blocks that call `ModelContext.operations.attend`; None: the model has no such attention."""
+        return None
+
+    def costs(self) -> ModelCosts:
+        """FLOPs, parameters and saved bytes for the estimates; default: found by tracing the block."""
+        return traced_costs(self)
+
+
+_MODELS: dict[type, type[PipelineModel]] = {}
+
+
+def register_model(config_class: type) -> Callable[[type[PipelineModel]], type[PipelineModel]]:
+    """Class decorator: configs of type `config_class` are of this model."""
+
+    def register(model: type[PipelineModel]) -> type[PipelineModel]:
+        _MODELS[config_class] = model
+        return model
+
+    return register
+
+
+def model_class(config: Any) -> type[PipelineModel]:
+    """The model registered for the type of `config`.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    importlib.import_module("megajax.models.gpt")  # models that come with megajax register when they are imported
+    for base in type(config).__mro__:
+        if base in _MODELS:
+            return _MODELS[base]
+    known = ", ".join(sorted(kind.__name__ for kind in _MODELS)) or "none"
+    raise ConfigError(
+        f"no model is registered for {type(config).__name__} (registered: {known}): decorate the model's class with "
+        f"@register_model({type(config).__name__}), and pass --import FILE.py if another file does."
+    )
+
+
+def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Array:
+    """Mean loss of a batch with no pipeline: what every schedule must reproduce.
+
+    Args:
+      model: the model.
+      params: as `PipelineModel.init` returns them.
+      batch: arrays [microbatches, samples, ...].
+
+    Returns:
+      fp32 scalar: summed `head_loss` over `loss_weight`, both of the whole batch.
+    """
+    layers = len(jax.tree.leaves(params["blocks"])[0])
+
+    def one(total, microbatch):
+        def through(x, weights_and_layer):
+            weights, layer = weights_and_layer
+            return model.block(weights, x, microbatch, layer), None
+
+        x = model.embed(params["shared"], microbatch)
+        y, _ = lax.scan(through, x, (params["blocks"], jnp.arange(layers)))
+        return total + model.head_loss(params["shared"], y, microbatch), None
+
+    return lax.scan(one, jnp.float32(0), batch)[0] / model.loss_weight(batch)

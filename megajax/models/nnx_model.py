@@ -1,0 +1,143 @@
+"""A `PipelineModel` made of two Flax NNX modules: the block, and what all pipeline ranks share (embedding and head).
+
+NNX defines parameters and their metadata. The modules are split once, here, and merged again inside each pure function,
+so everything outside this file is plain dictionaries of arrays.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.config import ConfigError
+from megajax.models import remat
+from megajax.models.interface import Microbatch, ModelContext, PipelineModel, Tree, register_model
+
+__all__ = ["NNXModel", "named_key", "parameter", "register_model"]
+
+
+def named_key(key: jax.Array, name: str) -> jax.Array:
+    """A key for `name`: a parameter's value depends on its name, not on the other parameters of the model."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def parameter(value: jax.Array, *axes: str | None, decay: bool = True) -> nnx.Param:
+    """A parameter with one logical axis name (or None) for each of its axes.
+
+    The names are metadata of megajax, not NNX's `out_sharding`, for which NNX would look up a mesh axis at once. A plain
+    `nnx.Param` is legal too: it is replicated over tensor, and decays if it has two axes or more.
+
+    Args:
+      value: fp32, full size.
+      axes: names, see megajax.sharding.rules.
+      decay: whether weight decay applies; not for biases and norms.
+    """
+    assert value.ndim == len(axes)
+    return nnx.Param(value, logical_axes=axes, decay=decay)
+
+
+class NNXModel(PipelineModel):
+    """A model from two module classes, both constructed as `Module(config, key, context)`.
+
+    A subclass sets `block_module` and `shared_module` and writes `batch_shapes`; `key` is a different one for each layer.
+
+    Attributes:
+      block_module: its `__call__(x, microbatch, layer)` returns x.
+      shared_module: has `embed(microbatch) -> x` and `head_loss(y, microbatch) -> fp32 scalar`, and `logits(y)` if the
+        model generates text.
+      saved_names: recompute mode -> names (`checkpoint_name`) of the values that a block saves for its backward. None:
+        "none" saves everything, "selective" the results of matmuls with weights, "full" the block's input alone.
+    """
+
+    block_module: ClassVar[Callable[..., nnx.Module]]
+    shared_module: ClassVar[Callable[..., nnx.Module]]
+    saved_names: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
+
+    def __init__(self, config: Any, context: ModelContext = ModelContext()):  # noqa: B008 (frozen)
+        """Traces the modules' constructors; makes no arrays.
+
+        Raises:
+          ConfigError: unknown recompute mode, or a module with state other than parameters.
+        """
+        super().__init__(config, context)
+        key = jax.random.key(0)  # any key: only the structure of the modules is read
+        self._block, self._block_parameters = _split(lambda: self.block_module(config, key, context))
+        self._shared, self._shared_parameters = _split(lambda: self.shared_module(config, key, context))
+        self._checkpointed = remat.checkpointed(self._run_block, context.recompute, self.saved_names)
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters. A value depends on the key, the parameter's name and the layer, not on the mesh."""
+
+        def block(layer):
+            layer_key = jax.random.fold_in(named_key(key, "blocks"), layer)
+            return _values(self.block_module(self.config, layer_key, self.context))
+
+        return {
+            "blocks": jax.vmap(block)(jnp.arange(self.config.layers)),
+            "shared": _values(self.shared_module(self.config, named_key(key, "shared"), self.context)),
+        }
+
+    def logical_axes(self) -> Tree:
+        """From the parameters' metadata."""
+        return {
+            "blocks": _map_parameters(lambda p: ("layers", *_axes(p)), self._block_parameters),
+            "shared": _map_parameters(_axes, self._shared_parameters),
+        }
+
+    def decay_mask(self) -> Tree:
+        """From the parameters' metadata."""
+        return {
+            "blocks": _map_parameters(_decays, self._block_parameters),
+            "shared": _map_parameters(_decays, self._shared_parameters),
+        }
+
+    def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
+        """The shared module's `embed`."""
+        return nnx.merge(self._shared, shared).embed(microbatch)
+
+    def block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
+        """The block module's `__call__`, checkpointed by the recompute mode."""
+        return self._checkpointed(weights, x, microbatch, layer)
+
+    def head_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """The shared module's `head_loss`."""
+        return nnx.merge(self._shared, shared).head_loss(y, microbatch)
+
+    def logits(self, shared: Tree, y: jax.Array) -> jax.Array:
+        """The shared module's `logits`."""
+        if not hasattr(self.shared_module, "logits"):
+            return super().logits(shared, y)
+        return nnx.merge(self._shared, shared).logits(y)
+
+    def _run_block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
+        return nnx.merge(self._block, weights)(x, microbatch, layer)
+
+
+def _split(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
+    """The structure of a module, and its parameters as shapes with metadata."""
+    graph, parameters, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest))
+        raise ConfigError(f"{names}: a model's modules may hold nnx.Param only, and these are of other types.")
+    return graph, parameters
+
+
+def _values(module: nnx.Module) -> Tree:
+    """The parameters of a module as nested dictionaries of arrays."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _map_parameters(of: Callable[[nnx.Param], Any], tree) -> Tree:
+    """A nested dictionary of `of` each parameter in an NNX state."""
+    return {name: of(node) if isinstance(node, nnx.Param) else _map_parameters(of, node) for name, node in tree.items()}
+
+
+def _axes(p: nnx.Param) -> tuple[str | None, ...]:
+    return p.get_metadata().get("logical_axes", (None,) * len(p.shape))
+
+
+def _decays(p: nnx.Param) -> bool:
+    return p.get_metadata().get("decay", len(p.shape) > 1)

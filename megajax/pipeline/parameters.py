@@ -1,0 +1,82 @@
+"""Where a run's parameters are sharded: as they are stored, as they are computed with, and inside the executor."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import ParallelConfig
+from megajax.pipeline import layout
+from megajax.pipeline.layout import Specs, is_spec
+from megajax.sharding.rules import AxisRules
+from megajax.sharding.zero import shard_over_data
+
+__all__ = ["ParameterSpecs", "group_blocks", "initial_params", "parameter_specs"]
+
+Tree = Any
+BLOCK_AXES = 3  # leading axes of a stored block's leaf: chunk, rank, layer in the chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpecs:
+    """Trees of PartitionSpec like params, blocks in pipeline layout [chunks, pipe, layers per chunk, ...].
+
+    Attributes:
+      stored: fp32 parameters, optimizer state and gradients. Sharded over `data` too with ZeRO.
+      computed: parameters in the type to compute with. Sharded over `data` only with ZeRO-3, and only blocks.
+    """
+
+    stored: Tree
+    computed: Tree
+
+    def executor(self, group: int) -> Specs:
+        """For the executor, of parameters whose blocks `group_blocks` has grouped."""
+        return Specs(_grouped(self.computed, group), _grouped(self.stored, group))
+
+
+def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> ParameterSpecs:
+    """The sharding of a model's parameters.
+
+    Args:
+      model: has `logical_axes()` and `init(key)`.
+      parallel: the mesh's sizes, chunks and the ZeRO level.
+      rules: logical axis -> mesh axes.
+    """
+    specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
+    whole = {**specs, "blocks": jax.tree.map(layout.pipeline_spec, specs["blocks"], is_leaf=is_spec)}
+    replicas = parallel.data * parallel.context
+    if parallel.zero == 0 or replicas == 1:
+        return ParameterSpecs(whole, whole)
+    shapes = jax.eval_shape(lambda: initial_params(model, parallel, jax.random.key(0)))
+
+    def sharded(part: str) -> Tree:
+        first = BLOCK_AXES if part == "blocks" else 0
+        one = lambda spec, leaf: shard_over_data(spec, leaf.shape, replicas, first)  # noqa: E731
+        return jax.tree.map(one, whole[part], shapes[part], is_leaf=is_spec)
+
+    stored = {part: sharded(part) for part in whole}
+    return ParameterSpecs(stored, {**whole, "blocks": stored["blocks"]} if parallel.zero == 3 else whole)
+
+
+def initial_params(model, parallel: ParallelConfig, key: jax.Array, placement: str = "loop") -> Tree:
+    """Fresh fp32 parameters, blocks in the pipeline layout of a schedule's placement. Values do not depend on the layout."""
+    params = model.init(key)
+    blocks = layout.to_pipeline_layout(
+        params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
+    )
+    return {**params, "blocks": blocks}
+
+
+def group_blocks(blocks: Tree, group: int) -> Tree:
+    """[chunks, pipe, layers, ...] to [chunks, pipe, layers / group, group, ...]; unchanged for groups of one."""
+    if group == 1:
+        return blocks
+    return jax.tree.map(lambda a: a.reshape(*a.shape[:2], -1, group, *a.shape[3:]), blocks)
+
+
+def _grouped(specs: Tree, group: int) -> Tree:
+    if group == 1:
+        return specs
+    insert = lambda spec: P(*tuple(spec)[:BLOCK_AXES], None, *tuple(spec)[BLOCK_AXES:])  # noqa: E731
+    return {**specs, "blocks": jax.tree.map(insert, specs["blocks"], is_leaf=is_spec)}

@@ -1,0 +1,367 @@
+"""The ticks of one rank, as they are traced inside the executor's `shard_map`; `executor.py` explains what a tick does.
+
+All ranks run the same program. They differ in their rows of the schedule's tables (`slots.TickRow`), in their shards
+of the weights, and in the values that they send to each other. Every collective over the axis `pipe` is therefore
+outside the loops that only some of the ranks run, and all ranks must reach it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, is_spec, vary
+from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
+from megajax.pipeline.stage import ChunkWork, Stack
+from megajax.pipeline.stash import StashRef
+from megajax.runtime.compat import set_xla_metadata
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
+from megajax.sharding.zero import ZeroSharding
+
+Tree = Any
+# XLA's scheduler allows one collective at a time on the default stream, so a send there would end before a loop over
+# blocks that contains collectives over `tensor` begins. On the stream for point-to-point communication it overlaps the
+# loop.
+SEND_STREAM = {"_xla_gpu_collective_stream": "p2p"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutorOptions:
+    """How the executor shards arrays and runs blocks.
+
+    Attributes:
+      constrain: `x -> x`, applies the sharding constraint of an activation [samples, sequence, hidden] over the mesh
+        axes that are not manual.
+      specs: shardings of params and gradients. A block's weight that is sharded over `data` is all-gathered each time
+        its block runs, and its gradient is reduce-scattered there (ZeRO-3).
+      share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.
+      offload: the stash is in host memory.
+      unroll: each block's weights are separate arrays; see `stage.Stack`.
+      compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
+        a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
+      poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
+    """
+
+    constrain: Callable = lambda x: x
+    specs: Specs = DEFAULT_SPECS
+    share_ends: bool = False
+    offload: bool = False
+    unroll: bool = False
+    compute_bubbles: bool = False
+    poison_bubbles: bool = False
+
+
+DEFAULT_OPTIONS = ExecutorOptions()
+
+
+class Carry(NamedTuple):
+    """The state of one rank between ticks. Shapes are those on one rank and replica."""
+
+    stash: Tree  # written by forwards, read by their backwards; [slots, blocks per chunk, ...]
+    activations: jax.Array  # inbox of received activations, [slots + 1, samples, sequence, hidden]
+    gradients: jax.Array  # inbox of received gradients, likewise
+    pending: jax.Array  # gradient between the parts of a backward; in paired ticks, the one to send in the next tick
+    kept: Tree  # written by I, read by W; [slots, blocks per chunk, ...]
+    block_gradients: Tree  # fp32, [local layers, ...]
+    shared_gradients: Tree  # fp32
+    output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
+    iterations: jax.Array  # int32, of all loops so far; see `Rank.mixed_tick`
+
+
+def local_rows(rows: TickRow) -> TickRow:
+    """A rank's rows, int32 [ticks], from the [ticks, 1] that `shard_map` passes to it."""
+    return jax.tree.map(lambda column: vary(column[:, 0]), rows)
+
+
+class Rank:
+    """One rank's part of the program.
+
+    Attributes:
+      shared: the weights outside of the blocks (embedding, head), on this rank.
+      batch: pytree of [microbatches, samples, ...], this replica's.
+      stack: this rank's blocks.
+    """
+
+    def __init__(
+        self,
+        functions,
+        table: Tables,
+        options: ExecutorOptions,
+        params: Tree,
+        batch: Tree,
+        *,
+        collect: Callable | None = None,
+    ):
+        """Arguments as for `executor.gradient_function`, and `collect` as for `executor.forward_function`, else None.
+
+        `params` and `batch` are this rank's shards: blocks [chunks, 1, layers per chunk, ...], batch
+        [microbatches, samples, ...].
+        """
+        self.functions, self.table, self.schedule, self.options = functions, table, table.schedule, options
+        self.collect, self.constrain = collect, options.constrain
+        specs = full_specs(options.specs.weights, params)["blocks"]
+        self.batch, blocks = vary(batch), vary(params["blocks"])
+        self.shared = vary(params["shared"])
+        self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
+        self.stack = Stack(
+            functions.block,
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks),
+            self.per_chunk,
+            cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
+            unroll=options.unroll,
+            max_parts=int(table.rows.backward.parts.max()) if options.unroll else 1,
+        )
+
+    def start(self) -> Carry:
+        """Empty stash and inboxes, and zero accumulators."""
+        first, count = self.microbatch(0), self.schedule.microbatches
+        shape = jax.eval_shape(self.functions.embed, self.shared, first)
+        x = self.constrain(vary(jnp.zeros(shape.shape, shape.dtype)))
+        activations, gradients = (
+            jax.vmap(self.constrain)(vary(jnp.zeros((self.table.inbox_slots[direction] + 1, *x.shape), x.dtype)))
+            for direction in (FORWARD, BACKWARD)
+        )
+        if self.collect is None:
+            stash = vary(self.stack.empty_stash(self.table.stash_slots, x, first, on_host=self.options.offload))
+            kept = vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
+            zeros = lambda tree: jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
+            totals = (zeros(self.stack.weights), zeros(self.shared))
+            output = vary(jnp.zeros(count, jnp.float32))
+        else:
+            stash, kept, totals = (), (), ((), ())
+            result = jax.eval_shape(self.collect, self.shared, x, first)
+            output = jax.tree.map(lambda a: vary(jnp.zeros((count, *a.shape), a.dtype)), result)
+        return Carry(stash, activations, gradients, x, kept, *totals, output, vary(jnp.int32(0)))
+
+    def run(self, rows: TickRow, carry: Carry, cotangents: jax.Array | None = None) -> Carry:
+        """Runs all ticks, one `lax.scan` per segment.
+
+        Args:
+          rows: this rank's, int32 [ticks].
+          carry: from `start`, or of the step before (pipedream_2bw).
+          cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
+        """
+        self.cotangents = cotangents
+        for segment in self.schedule.segments:
+            part = jax.tree.map(lambda column: column[segment.start : segment.stop], rows)  # noqa: B023
+            tick = self.paired_tick if self.schedule.paired else self.mixed_tick
+            carry, _ = lax.scan(lambda carry, row: (tick(segment, carry, row), None), carry, part)  # noqa: B023
+        return carry
+
+    def paired_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
+        """A forward and then a backward on every rank.
+
+        The gradient of the previous tick is sent during the forward, and this tick's activation during the backward.
+        The barriers make a send end after the computation that it overlaps; without them XLA ends it before the loop
+        over blocks.
+        """
+        ops = segment.ops
+        if BACKWARD in ops:
+            gradients = self.send(BACKWARD, carry.pending)
+        if FORWARD in ops:
+            carry, y = self.forward(segment, carry, row)
+            if BACKWARD in ops:
+                gradients, y = lax.optimization_barrier((gradients, y))
+            activations = self.send(FORWARD, y)
+            carry = self.head(carry, y, row)
+        if BACKWARD in ops:
+            carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
+            with jax.named_scope(BACKWARD):
+                carry, dx = self.backward(segment, carry, row)
+            if FORWARD in ops:
+                activations, dx = lax.optimization_barrier((activations, dx))
+            with jax.named_scope(BACKWARD):
+                carry = self.embed_backward(carry, dx, row)._replace(pending=dx)
+        if FORWARD in ops:
+            carry = carry._replace(activations=self.receive(activations, row.activation_arrivals, carry.activations))
+        return carry
+
+    def mixed_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
+        """One operation on each rank, then the head, the embedding's backward and the sends, on all ranks.
+
+        No collective over `pipe` may run between the tick's loops over blocks. It would synchronize a rank that runs
+        the forward loop with a rank that runs the backward loop, and the tick would take as long as both. XLA's CPU
+        backend drops optimization barriers before it schedules, so data dependences order the tick instead: each loop
+        starts from the previous loop's iteration count, and the values to send depend on the final count.
+        """
+        ops = segment.ops
+        backward = INPUT if INPUT in ops else BACKWARD if BACKWARD in ops else None
+        y = dx = carry.pending
+        if FORWARD in ops:
+            carry, y = self.forward(segment, carry, row)
+        if backward:
+            with jax.named_scope(backward):
+                carry, dx = self.backward(segment, carry, row)
+        if WEIGHT in ops:
+            carry = self.weight_gradients(segment, carry, row)
+        ended = carry.iterations >= 0  # always True, but XLA cannot know it before the loops have ended
+        y, dx = jnp.where(ended, y, 0), jnp.where(ended, dx, 0)
+        if FORWARD in ops:
+            carry = self.head(carry, y, row)
+            received = self.send(FORWARD, y)
+            carry = carry._replace(activations=self.receive(received, row.activation_arrivals, carry.activations))
+        if backward:
+            with jax.named_scope(backward):
+                carry = self.embed_backward(carry, dx, row)
+            received = self.send(BACKWARD, dx)
+            carry = carry._replace(gradients=self.receive(received, row.gradient_arrivals, carry.gradients))
+        return carry
+
+    @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
+    def forward(self, segment: Segment, carry: Carry, row: TickRow) -> tuple[Carry, jax.Array]:
+        """The tick's forward, and on the first stage the embedding.
+
+        Returns the activation [samples, sequence, hidden] to send.
+        """
+        on = row.forward.on == 1
+        work = self.work(row.forward, carry, self.block_range(row.forward, segment))
+        x = self.constrain(carry.activations[row.forward.inbox])
+        first = on & (row.forward.first == 1)
+
+        def embed(zero, x):
+            microbatch = prevent_hoisting(zero, self.microbatch(row.embed.microbatch))
+            return jnp.where(first, self.constrain(self.functions.embed(self.shared, microbatch)), x)
+
+        iterations, x = _run_if("embed", row.embed, carry.iterations, embed, x)
+        x = self.constrain(x)
+        if self.options.poison_bubbles:
+            x = jnp.where(on, x, jnp.nan)
+        if self.collect is not None:
+            return carry._replace(iterations=iterations), self.constrain(self.stack.forward(x, work))
+        y, stash, iterations = self.stack.forward_stashing(x, work, iterations)
+        return carry._replace(stash=stash, iterations=iterations), self.constrain(y)
+
+    @jax.named_scope(FORWARD)
+    def head(self, carry: Carry, y: jax.Array, row: TickRow) -> Carry:
+        """The loss of the last stage's output `y` and its gradient, or the result of `collect`.
+
+        If all ranks share the head, other ranks feed zeros and discard their outputs.
+        """
+        last, index = (row.forward.on & row.forward.last) == 1, row.head.microbatch
+        inputs = (jnp.where(last, y, 0), self.microbatch(index))
+
+        def collect(zero, output):
+            result = self.collect(self.shared, *prevent_hoisting(zero, inputs))
+            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
+            return jax.tree.map(place, output, vary(result))
+
+        def loss_and_gradient(zero, state):
+            shared_gradients, losses, inbox = state
+            cotangent = jnp.where(last, self.cotangents[index], 0)
+            y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
+            loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
+            shared, dy = vjp(cotangent.astype(loss.dtype))
+            inbox = inbox.at[row.loss_gradient].set(self.constrain(dy))
+            losses = losses.at[index].add(jnp.where(last, loss, 0))
+            return _accumulate(shared_gradients, shared), losses, jax.vmap(self.constrain)(inbox)
+
+        if self.collect is not None:
+            iterations, output = _run_if("head", row.head, carry.iterations, collect, carry.output)
+            return carry._replace(output=output, iterations=iterations)
+        state = (carry.shared_gradients, carry.output, carry.gradients)
+        iterations, state = _run_if("head", row.head, carry.iterations, loss_and_gradient, state)
+        shared, output, gradients = state
+        return carry._replace(shared_gradients=shared, output=output, gradients=gradients, iterations=iterations)
+
+    def backward(self, segment: Segment, carry: Carry, row: TickRow) -> tuple[Carry, jax.Array]:
+        """The tick's backward: whole, one part, or I. Returns the gradient [samples, sequence, hidden] to send."""
+        operation, on, totals = row.backward, row.backward.on == 1, carry.block_gradients
+        dy = self.constrain(carry.gradients[operation.inbox])
+        work = self.work(operation, carry, self.block_range(operation, segment))
+        if self.schedule.paired:
+            dy = jnp.where(on, dy, jnp.nan) if self.options.poison_bubbles else dy
+            dx, totals, iterations = self.stack.backward(dy, work, totals, keep=on, iterations=carry.iterations)
+        elif self.schedule.split:
+            dx, totals, kept, iterations = self.stack.backward_input(dy, work, totals, carry.iterations)
+            carry = carry._replace(kept=kept)
+        else:
+            dy = jnp.where(on & (operation.part == 0), dy, carry.pending)
+            low, high = self.stack.part_bounds(operation.part, operation.parts)
+            work = dataclasses.replace(work, blocks=(low, jnp.where(on, high, low)))
+            dx, totals, iterations = self.stack.backward(dy, work, totals, iterations=carry.iterations)
+            carry = carry._replace(pending=self.constrain(dx))
+        return carry._replace(block_gradients=totals, iterations=iterations), self.constrain(dx)
+
+    def embed_backward(self, carry: Carry, dx: jax.Array, row: TickRow) -> Carry:
+        """The gradients of the embedding, in the tick in which the first stage completes a microbatch's backward.
+
+        If all ranks share the embedding, other ranks feed zeros.
+        """
+        complete = row.backward.part == row.backward.parts - 1
+        first = (row.backward.on == 1) & complete & (row.backward.first == 1)
+
+        def embed_backward(zero, shared_gradients):
+            inputs = jnp.where(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
+            cotangent, microbatch = prevent_hoisting(zero, inputs)
+            _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
+            return _accumulate(shared_gradients, vjp(cotangent)[0])
+
+        iterations, shared = _run_if(
+            "embed_backward", row.embed_backward, carry.iterations, embed_backward, carry.shared_gradients
+        )
+        return carry._replace(shared_gradients=shared, iterations=iterations)
+
+    @jax.named_scope(WEIGHT)
+    def weight_gradients(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
+        """The tick's W: the weight gradients that an earlier I did not compute."""
+        work = self.work(row.weight, carry, self.block_range(row.weight, segment))
+        totals, iterations = self.stack.backward_weight(carry.pending, work, carry.block_gradients, carry.iterations)
+        return carry._replace(block_gradients=totals, iterations=iterations)
+
+    @jax.named_scope("send")
+    def send(self, direction: str, value: jax.Array) -> list[jax.Array]:
+        """Sends [samples, sequence, hidden] along every route of a direction; returns what each route delivers."""
+        with set_xla_metadata(**SEND_STREAM):
+            return [
+                value if all(a == b for a, b in route) else self.constrain(lax.ppermute(value, "pipe", route))
+                for route in self.table.routes[direction]
+            ]
+
+    def receive(self, received: list[jax.Array], arrivals: tuple, inbox: jax.Array) -> jax.Array:
+        """Writes the value received by each route to its slot of the inbox [slots + 1, samples, sequence, hidden]."""
+        for slot, value in zip(arrivals, received, strict=True):
+            inbox = inbox.at[slot].set(value)
+        return jax.vmap(self.constrain)(inbox)
+
+    def microbatch(self, index) -> Tree:
+        """One microbatch of the batch, leaves [samples, ...]."""
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batch)
+
+    def block_range(self, operation: OperationRow, segment: Segment) -> tuple:
+        """(0, number of blocks to run): all blocks of the chunk, or none where the rank has no work.
+
+        A Python int if every rank runs all its blocks in every tick of the segment. XLA then runs the loop without
+        reading a predicate from the device.
+        """
+        always = self.schedule.paired and (segment.full or self.options.compute_bubbles)
+        return 0, self.per_chunk if always else operation.on * self.per_chunk
+
+    def work(self, operation: OperationRow, carry: Carry, blocks: tuple) -> ChunkWork:
+        """The arguments of the stack for one operation of a tick."""
+        return ChunkWork(
+            self.microbatch(operation.microbatch),
+            operation.chunk,
+            operation.stage,
+            StashRef(carry.stash, operation.stash, self.options.offload),
+            StashRef(carry.kept, operation.kept),
+            blocks,
+        )
+
+
+def _run_if(scope: str, row: EndRow, iterations: jax.Array, function: Callable, state: Tree) -> tuple[jax.Array, Tree]:
+    """`function(zero, state)` if `row.on` is 1, else `state`; as a loop, so that XLA updates the state in place.
+
+    Each loop of a tick starts from the previous loop's iteration count, so all ranks run them in the same order.
+    `function` must call `prevent_hoisting` on all that it reads: two hoisted collectives over the same ranks could run
+    at the same time, and XLA's CPU backend would take them for one collective because all have channel id 1.
+    """
+    with jax.named_scope(scope):
+        return counted_loop(iterations, row.on, lambda _, zero, state: function(zero, state), state)
+
+
+def _accumulate(total: Tree, new: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new)

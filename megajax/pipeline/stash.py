@@ -1,0 +1,74 @@
+"""The stash: a buffer for the values that forwards save for their backwards, in device or host memory.
+
+A buffer is a pytree of arrays [slots, blocks per chunk, ...]. A slot holds the values of one chunk on one microbatch,
+from the forward (or I) that writes them until the backward (or W) that reads them last; `slots.py` assigns the slots.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree = Any
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def empty_stash(slots: int, blocks: int, shapes: Tree, *, on_host: bool = False) -> Tree:
+    """A buffer of zeros.
+
+    Args:
+      slots: how many chunk activations it holds.
+      blocks: blocks in a chunk.
+      shapes: pytree of arrays or ShapeDtypeStruct, the values of one block: leaves [...] give [slots, blocks, ...].
+      on_host: allocates the buffer in host memory (`--offload-activations`).
+    """
+
+    def empty(leaf):
+        shape = (slots, blocks, *leaf.shape)
+        if not on_host:
+            return jnp.zeros(shape, leaf.dtype)
+        # A scalar is broadcast in host memory: XLA then allocates the buffer there and transfers nothing from the
+        # device.
+        return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
+
+    return jax.tree.map(empty, shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class StashRef:
+    """One slot of a stash.
+
+    Attributes:
+      buffer: pytree of [slots, blocks per chunk, ...], as `empty_stash` makes it.
+      slot: int32 scalar.
+      on_host: whether the buffer is in host memory. Each block's values are then transferred separately.
+    """
+
+    buffer: Tree
+    slot: Any
+    on_host: bool = False
+
+    def write(self, block, values: Tree) -> Tree:
+        """The buffer with one block's values [...] in this slot; XLA updates it in place."""
+
+        def write(whole, new):
+            if not self.on_host:
+                return whole.at[self.slot, block].set(new)
+            new = jax.device_put(new[None, None], HOST)
+            return lax.dynamic_update_slice(whole, new, (self.slot, block, *[0] * (new.ndim - 2)))
+
+        return jax.tree.map(write, self.buffer, values)
+
+    def read(self, block, zero=0) -> Tree:
+        """One block's values [...], in device memory; `zero` as in `loops.counted_loop`."""
+        slot = self.slot + zero
+
+        def read(whole):
+            if not self.on_host:
+                return whole[slot, block]
+            start = (slot, block, *[0] * (whole.ndim - 2))
+            return jax.device_put(lax.dynamic_slice(whole, start, (1, 1, *whole.shape[2:])), DEVICE)[0, 0]
+
+        return jax.tree.map(read, self.buffer)

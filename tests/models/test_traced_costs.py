@@ -1,0 +1,53 @@
+"""Costs found by tracing a block, against the transformer's formulas and against counts by hand."""
+
+import pytest
+
+from experiments import own_model
+from megajax.models.costs import Parameters, transformer_costs
+from megajax.models.traced_costs import traced_costs
+from tests import small
+from tests.models.configs import MODELS
+
+
+@MODELS
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_values_kept_by_a_transformer_are_the_formulas(config, mode, tensor):
+    traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)
+    sizes = {"samples": 3, "tensor": tensor}
+    assert traced.kept_bytes(mode, **sizes) == formula.kept_bytes(mode, **sizes)
+
+
+@MODELS
+def test_flops_and_parameters_of_a_transformer_are_the_formulas(config):
+    traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)
+    products = lambda costs: sum(one.inputs * one.outputs for one in costs.matmuls)  # noqa: E731
+    attention = 2 * config.sequence_length * config.hidden  # for a token: scores, and values
+    assert products(traced) == products(formula) + attention
+    assert traced.block == formula.block
+    assert traced.shared.total == formula.shared.total
+    assert traced.vocabulary_width == formula.vocabulary_width
+    assert [one.split for one in traced.matmuls if one.split] == [one.split for one in formula.matmuls]
+    assert (traced.layers, traced.hidden, traced.sequence_length) == (3, config.hidden, config.sequence_length)
+
+
+@MODELS
+def test_recomputed_matmuls_of_a_transformer(config):
+    """selective repeats queries times keys; full repeats all but the down projection (models/remat.py)."""
+    matmuls = traced_costs(small.build_model(config)).matmuls
+    assert [one.recomputed for one in matmuls].count(("selective", "full")) == 1
+    assert [one.recomputed for one in matmuls].count(("full",)) == len(matmuls) - 2
+    assert matmuls[-1].recomputed == ()
+
+
+def test_a_users_model():
+    """The denoiser: two matmuls of h x 4h; selective keeps the first one's result, full nothing but the input."""
+    costs = own_model.Denoiser(own_model.DenoiserConfig(width=32)).costs()
+    assert [(one.inputs, one.outputs, one.split) for one in costs.matmuls] == [(32, 128, "column"), (128, 32, "row")]
+    assert costs.block == Parameters(split=2 * 32 * 128) and costs.shared == Parameters(whole=32 * 32)
+    assert costs.parameters == 8 * 2 * 32 * 128 + 32 * 32
+    assert (costs.hidden, costs.sequence_length, costs.vocabulary) == (32, 1, 0)
+    assert costs.kept_bytes("full", samples=5) == 5 * 32 * 2
+    assert costs.kept_bytes("selective", samples=5, tensor=2) == 5 * (32 + 128 // 2) * 2
+    kept = {value.name: value.per_token for value in costs.kept_for_weights if "none" in value.modes}
+    assert kept == {"gradient of matmul 0": 128, "gradient of matmul 1": 32}

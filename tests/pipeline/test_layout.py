@@ -1,0 +1,74 @@
+"""The pipeline layout: which layers each rank stores, and how gradients are summed over the mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from megajax.pipeline.layout import (
+    MANUAL_AXES,
+    Specs,
+    from_pipeline_layout,
+    pipeline_spec,
+    reduce_gradients,
+    to_pipeline_layout,
+    vary,
+)
+from megajax.schedules.schedule import Schedule
+
+
+@pytest.mark.parametrize(
+    ("placement", "layers"),
+    [("loop", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]), ("v", [[[0, 1], [2, 3]], [[6, 7], [4, 5]]])],
+)
+def test_layers_of_two_chunks_on_two_ranks(placement, layers):
+    """[chunk][rank] lists of layers, as the module's docstring shows them."""
+    got = to_pipeline_layout({"w": np.arange(8)}, stages=2, chunks=2, placement=placement)
+    assert got["w"].tolist() == layers
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["loop", "v"]))
+def test_layers_are_where_the_schedule_places_their_stage(stages, chunks, layers, placement):
+    chunks = 2 if placement == "v" else chunks
+    canonical = np.arange(stages * chunks * layers * 3).reshape(-1, 3)
+    blocks = to_pipeline_layout(canonical, stages=stages, chunks=chunks, placement=placement)
+    assert blocks.shape == (chunks, stages, layers, 3)
+    schedule = Schedule("none", stages, 1, chunks, True, (), placement)
+    for stage in range(stages * chunks):
+        chunk, rank = schedule.home(stage)
+        np.testing.assert_array_equal(blocks[chunk, rank], canonical[stage * layers : (stage + 1) * layers])
+    np.testing.assert_array_equal(from_pipeline_layout(blocks, placement=placement), canonical)
+
+
+def test_the_sharding_of_a_leaf_in_pipeline_layout():
+    assert pipeline_spec(P(None, None, "tensor")) == P(None, "pipe", None, None, "tensor")
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 1)])
+def test_gradients_are_summed_over_the_axes_that_the_weight_is_not_sharded_over(mesh_shape):
+    """Shared weights: over data and pipe. Blocks: over data; as a reduce-scatter where the gradient is sharded over it."""
+    data, pipe = mesh_shape
+    mesh = jax.make_mesh((data, pipe, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    weights = {"blocks": {"whole": P(None, "pipe"), "zero1": P(None, "pipe")}, "shared": P()}
+    gradients = {"blocks": {"whole": P(None, "pipe"), "zero1": P(None, "pipe", None, "data")}, "shared": P()}
+    specs = Specs(weights, gradients)
+
+    def run(x):
+        factor = 1 + vary(jax.lax.axis_index("data") + 10 * jax.lax.axis_index("pipe"))  # differs on every device
+        one = {"blocks": {"whole": x, "zero1": x}, "shared": x[0, 0, 0]}
+        return reduce_gradients(jax.tree.map(lambda a: vary(a) * factor, one), specs)
+
+    x = jnp.arange(1 * pipe * 1 * 4, dtype=jnp.float32).reshape(1, pipe, 1, 4)
+    with jax.set_mesh(mesh):
+        out_specs = specs.manual.gradients
+        mapped = jax.shard_map(run, in_specs=P(None, "pipe"), out_specs=out_specs, axis_names=set(MANUAL_AXES))
+        got = jax.tree.map(np.asarray, jax.jit(mapped)(x))
+    factors = 1 + np.arange(data)[:, None] + 10 * np.arange(pipe)
+    want = np.asarray(x) * factors.sum(0)[:, None, None]
+    np.testing.assert_allclose(got["blocks"]["whole"], want)
+    np.testing.assert_allclose(got["blocks"]["zero1"], want)
+    np.testing.assert_allclose(got["shared"], (np.asarray(x)[0, :, 0] * factors.sum(0)[:, None]).sum(0))
