@@ -196,6 +196,8 @@ def parse(
         saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
     typed = saved | typed
     other = {name: typed.pop(name) for name in names}
+    if other["new_tokens"] is None:
+        other["new_tokens"] = (recipes or {}).get(other["model"], defaults).get("new_tokens", 0)
     other["imports"] = tuple(other["imports"])
     chosen = (recipes or {}).get(other["model"], defaults)
     given = {name: value for name, value in chosen.items() if name != "model"} | typed
@@ -223,7 +225,7 @@ def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, A
     share = train.steps * train.global_batch_size / (recipe["steps"] * recipe["global_batch_size"])
     names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in typed]
     scaled: dict[str, Any] = {name: round(share * recipe[name]) for name in names}
-    if "batch_ramp" in recipe and "batch_ramp" not in typed:
+    if recipe.get("batch_ramp") and "batch_ramp" not in typed:
         start, increment, samples = recipe["batch_ramp"]
         fits = start < train.global_batch_size and (train.global_batch_size - start) % increment == 0
         scaled["batch_ramp"] = (start, increment, max(1, round(share * samples))) if fits else ()
@@ -274,7 +276,11 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
     sample = parser.add_argument_group("the text generated at the end")
     sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
     sample.add_argument(
-        "--new-tokens", default=200, type=_whole, metavar="COUNT", help="tokens to add; 0 for none (default: 200)"
+        "--new-tokens",
+        default=None,
+        type=_whole,
+        metavar="COUNT",
+        help=f"tokens to add; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 with a recipe)",
     )
     sample.add_argument(
         "--temperature", default=0.8, type=_number, metavar="NUMBER", help="0 takes the likeliest (default: 0.8)"
