@@ -12,22 +12,7 @@ import sys
 
 from experiments import gpt3
 
-RECIPE = {
-    "model": "gpt2-medium",
-    "global_batch_size": 512,
-    "steps": 300_000,
-    "learning_rate": 1.5e-4,
-    "minimum_learning_rate": 1e-5,
-    "learning_rate_decay": "cosine",
-    "warmup_steps": 3000,
-    "weight_decay": 0.01,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "clip_norm": 1.0,
-    "recompute": "full",
-    "save_every": 5000,
-    "nonfinite": "skip",
-}
+RECIPE = {"model": "gpt2-medium", **gpt3.MEGATRON_2019, "new_tokens": 0}
 
 
 if __name__ == "__main__":

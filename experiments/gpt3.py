@@ -6,7 +6,7 @@ python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-
 python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 
-A model of GPT-3's paper comes with its recipe: 300 billion tokens, Adam, cosine, batch ramp-up (RECIPES).
+Every preset is trained with its paper's recipe (RECIPES); without --model, a toy with settings of its own (DEFAULTS).
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megajax.config import ConfigError, RunConfig
+from megajax.config import PRESETS, ConfigError, RunConfig
 from megajax.config.cli import Request, parse
+from megajax.config.presets import ALIASES
 from megajax.schedules.schedule import ScheduleError
 from megajax.schedules.simulate import simulate_lockstep
 
@@ -30,6 +31,7 @@ DEFAULTS = {
     "warmup_steps": 25,
     "beta2": 0.98,
     "validation_every": 1000,
+    "new_tokens": 200,
 }
 CPU_DEVICES = 8
 SEQUENCE = 2048  # tokens in a sample of GPT-3
@@ -60,6 +62,56 @@ def recipe(batch_tokens: float, learning_rate: float) -> dict[str, Any]:
     }
 
 
+def llama2(learning_rate: float) -> dict[str, Any]:
+    """Llama 2's training (2307.09288 section 2.2): 2 trillion tokens in batches of 4 million."""
+    return {
+        "global_batch_size": 1024,  # of 4,096 tokens
+        "steps": round(2e12 / (1024 * 4096)),
+        "learning_rate": learning_rate,
+        "learning_rate_decay": "cosine",
+        "warmup_steps": 2000,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-5,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+        "save_every": 500,
+        "nonfinite": "skip",
+    }
+
+
+# 1909.08053 section 4.2; its tables and GPT-2's paper have the same shapes of data: 1,024 tokens.
+MEGATRON_2019 = {
+    "global_batch_size": 512,
+    "steps": 300_000,
+    "learning_rate": 1.5e-4,
+    "minimum_learning_rate": 1e-5,
+    "learning_rate_decay": "cosine",
+    "warmup_steps": 3000,
+    "weight_decay": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "clip_norm": 1.0,
+    "recompute": "full",
+    "save_every": 5000,
+    "nonfinite": "skip",
+}
+# 2104.04473 table 1 gives the batch in samples; it times steps and does not train. Learning rate and tokens are GPT-3
+# 175B's, whose trend over sizes ends there.
+MEGATRON_2021 = {
+    "megatron-1.7b": 512,
+    "megatron-3.6b": 512,
+    "megatron-7.5b": 512,
+    "megatron-18.4b": 1024,
+    "megatron-39.1b": 1536,
+    "megatron-76.1b": 1792,
+    "megatron-145.6b": 2304,
+    "megatron-310.1b": 2160,
+    "megatron-529.6b": 2520,
+    "megatron-1008b": 3072,
+}
+
+
 # 2005.14165 table 2.1: batch in tokens, learning rate. The minimum is a tenth of it, as everywhere here.
 RECIPES = {
     "gpt3-125m": recipe(0.5e6, 6.0e-4),
@@ -70,7 +122,21 @@ RECIPES = {
     "gpt3-6.7b": recipe(2e6, 1.2e-4),
     "gpt3-13b": recipe(2e6, 1.0e-4),
     "gpt3-175b": recipe(3.2e6, 0.6e-4),
+    "llama2-7b": llama2(3e-4),
 }
+RECIPES |= {
+    name: {
+        **recipe(3.2e6, 0.6e-4),
+        "global_batch_size": batch,
+        "steps": round(300e9 / SEQUENCE / batch),
+        "batch_ramp": (),
+    }
+    for name, batch in MEGATRON_2021.items()
+}
+RECIPES |= {alias: RECIPES[name] for alias, name in ALIASES.items()}
+RECIPES |= {name: MEGATRON_2019 for name in PRESETS if name.startswith("gpt2") or name.endswith("-2019")}
+# Text is generated after the training of the toy only.
+RECIPES = {name: {**fields, "new_tokens": 0} for name, fields in RECIPES.items()}
 
 
 def main(
@@ -155,11 +221,11 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     on_cpu = devices[0].platform == "cpu"
     run = request.run(len(devices), "fp32" if on_cpu else "bf16")
     run.validate(len(devices))
-    tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
+    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
     check_vocabulary(run, tokenizer)
     prompt = tokenizer.encode(request.prompt)
     keeper = Keeper(run, request.output, tokenizer, request.others)
-    source = DataSource(**{field.name: getattr(request, field.name) for field in dataclasses.fields(DataSource)})
+    source = DataSource(**{field.name: getattr(run.data, field.name) for field in dataclasses.fields(DataSource)})
     batches, validation = source.loaders(run, tokenizer, run.total_samples)
     if run.train.batch_ramp:
         batches = RampedLoader(batches, run)
@@ -195,7 +261,7 @@ def check_vocabulary(run: RunConfig, tokenizer) -> None:
     if tokenizer.vocabulary > run.model.vocabulary:
         raise ConfigError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
-            f"{run.model.vocabulary}: type --vocabulary {tokenizer.vocabulary} or another --tokenizer"
+            f"{run.model.vocabulary}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
         )
 
 

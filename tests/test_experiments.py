@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from experiments import gpt2, gpt3
-from megajax.config import preset
+from megajax.config import PRESETS, preset
 from megajax.config.cli import parse
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -184,6 +184,26 @@ def test_a_short_run_of_a_recipe_is_the_recipe_in_small():
     run = parse("--model gpt3-1.3b --batch-ramp none".split(), "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16")
     assert run.train.batch_ramp == ()
     parse("--model gpt3-1.3b --global-batch-size 8".split(), "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16").validate(8)
+
+
+@pytest.mark.parametrize("model", [name for name in PRESETS if name != "tiny"])
+def test_no_published_model_is_trained_with_the_toys_settings(model):
+    request = parse(["--model", model], "", gpt3.DEFAULTS, gpt3.RECIPES)
+    run = request.run(1, "bf16")
+    run.validate(1)
+    assert run.train.learning_rate <= 6e-4 and run.train.global_batch_size * run.model.sequence_length >= 0.5e6
+    assert run.train.steps > 10_000 and request.output.save_every in (500, 5000) and request.sample is None
+
+
+def test_llama2_has_the_papers_recipe():
+    """2307.09288 section 2.2."""
+    run = parse(["--model", "llama2-7b"], "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16")
+    train, tokens = run.train, run.model.sequence_length
+    assert train.global_batch_size * tokens == pytest.approx(4e6, rel=0.05)
+    assert run.total_samples * tokens == pytest.approx(2e12, rel=1e-3)
+    assert (train.learning_rate, train.minimum_learning_rate) == (3e-4, pytest.approx(3e-5))
+    assert (train.beta1, train.beta2, train.epsilon, train.weight_decay, train.clip_norm) == (0.9, 0.95, 1e-5, 0.1, 1.0)
+    assert (train.warmup_steps, train.learning_rate_decay) == (2000, "cosine")
 
 
 @pytest.mark.parametrize("model", ["gpt2-medium", "megatron-2.5b-2019", "megatron-8.3b-2019"])

@@ -1,22 +1,19 @@
-"""What a run is, as plain data: one dataclass a file, each with its own validation. Nothing here imports jax."""
+"""The configuration of a run as plain data: one dataclass a file, each with its own validation. No jax here."""
 
+from megajax.config.data import DataConfig
 from megajax.config.errors import ConfigError, near, option
-from megajax.config.run import (
-    PRESETS,
-    LaunchConfig,
-    ModelConfig,
-    OutputConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    padded_vocabulary,
-    preset,
-    setting,
-)
+from megajax.config.launch import LaunchConfig
+from megajax.config.model import ModelConfig, padded_vocabulary
+from megajax.config.output import OutputConfig
+from megajax.config.parallel import ParallelConfig
+from megajax.config.presets import PRESETS, preset
+from megajax.config.run import RunConfig
+from megajax.config.train import TrainConfig
 
 __all__ = [
     "PRESETS",
     "ConfigError",
+    "DataConfig",
     "LaunchConfig",
     "ModelConfig",
     "OutputConfig",
@@ -27,5 +24,4 @@ __all__ = [
     "option",
     "padded_vocabulary",
     "preset",
-    "setting",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 from megajax.config import (
     PRESETS,
     ConfigError,
+    DataConfig,
     LaunchConfig,
     ModelConfig,
     OutputConfig,
@@ -21,11 +22,11 @@ from megajax.config import (
     near,
     preset,
 )
-from megajax.config.checks import check_values
-from megajax.config.launch_checks import check_launch, check_output
+from megajax.config.fields import check_fields
+from megajax.config.fields import metavar as metavar_of
 from megajax.config.toml import load_config
 from megajax.schedules.io import is_schedule_file, load
-from megajax.schedules.registry import find, names
+from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
@@ -41,7 +42,39 @@ DERIVED = {
 # Fields of a Request that are no options of their own.
 COMPOUND = ("given", "output", "launch")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
-SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig, "output": OutputConfig}
+SECTIONS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "train": TrainConfig,
+    "data": DataConfig,
+    "output": OutputConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A complete default configuration.
+
+    Attributes:
+      description: what `--help` prints first.
+      defaults: by field name, the experiment's values; "model" is the preset's name. The dataclasses' defaults fill the
+        rest.
+      recipes: by preset's name, the values in place of `defaults` for that model.
+    """
+
+    description: str
+    defaults: Mapping[str, Any]
+    recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """The text that is generated after the training."""
+
+    prompt: str
+    new_tokens: int
+    temperature: float
+    top_k: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +85,8 @@ class Request:
     output: OutputConfig
     launch: LaunchConfig
     model: str
+    imports: tuple[str, ...]
     devices: str | None
-    text: str | None
-    data_path: list[str] | None
-    train_data_path: list[str] | None
-    valid_data_path: list[str] | None
-    split: str | None
-    data_cache: str | None
-    reset_position_ids: bool
-    reset_attention_mask: bool
-    eod_mask_loss: bool
-    tokenizer: str
-    end_of_document: str | None
-    log_jsonl: str | None
     dry_shapes: bool
     prompt: str
     new_tokens: int
@@ -100,7 +122,15 @@ class Request:
         several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
         parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
-        return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
+        data = DataConfig(**self._given(DataConfig))
+        return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train), data, imports=self.imports)
+
+    @property
+    def sample(self) -> SampleConfig | None:
+        """The text to generate after the training; None: none."""
+        if self.new_tokens == 0:
+            return None
+        return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k)
 
     @property
     def others(self) -> dict[str, Any]:
@@ -131,27 +161,31 @@ def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
 
 def parse(
     arguments: Sequence[str] | None,
-    description: str,
-    defaults: Mapping[str, Any],
+    description: str | Experiment,
+    defaults: Mapping[str, Any] | None = None,
     recipes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Request:
     """Reads a command line.
 
     Args:
       arguments: the words after the program's name; None reads the process's own.
-      description: what `--help` says first.
-      defaults: by field name, what this experiment takes where the dataclasses' defaults do not suit it; "model" is the
-        preset's name.
-      recipes: by preset's name, what is taken in place of `defaults` for that model.
+      description: the experiment; or its description, with `defaults` and `recipes` as in `Experiment`.
 
     Raises:
       ConfigError: an option that does not exist, or a value that cannot be read.
-      ScheduleError: a schedule's file that cannot be read, or holds none.
+      ScheduleError: a schedule's file or a file to import that cannot be read.
     """
+    if isinstance(description, Experiment):
+        description, defaults, recipes = description.description, description.defaults, description.recipes
+    defaults = defaults or {}
+    first = _first_parser().parse_known_args(arguments)[0]
+    import_user_files(first.imports)  # before the options are checked: the files register schedules and models
     parser = _parser(description, defaults)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
-    file = _file_parser().parse_known_args(arguments)[0].config
-    saved = load_config(file, _known(names)) if file is not None else {}
+    saved = load_config(first.config, _known(names)) if first.config is not None else {}
+    import_user_files(saved.get("imports", ()))
+    if saved.get("clip_norm") == "none":
+        saved["clip_norm"] = None
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -162,16 +196,19 @@ def parse(
         saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
     typed = saved | typed
     other = {name: typed.pop(name) for name in names}
-    output, launch = (
-        config(**{name: typed.pop(name) for name in _names(config) if name in typed})
-        for config in (OutputConfig, LaunchConfig)
-    )
-    check_output(output)
-    check_launch(launch)
+    if other["new_tokens"] is None:
+        other["new_tokens"] = (recipes or {}).get(other["model"], defaults).get("new_tokens", 0)
+    other["imports"] = tuple(other["imports"])
     chosen = (recipes or {}).get(other["model"], defaults)
     given = {name: value for name, value in chosen.items() if name != "model"} | typed
+    output, launch = (
+        config(**{name: given.pop(name) for name in _names(config) if name in given})
+        for config in (OutputConfig, LaunchConfig)
+    )
+    output.validate()
+    launch.validate()
     plain = TrainConfig(**{name: given[name] for name in _names(TrainConfig) if name in given})
-    check_values(plain)  # a saved configuration may hold anything
+    check_fields(plain)  # before computing with them: a saved configuration may hold anything
     if chosen is not defaults:
         given |= _scaled(chosen, plain, typed)
     if "warmup_steps" not in typed:
@@ -188,7 +225,7 @@ def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, A
     share = train.steps * train.global_batch_size / (recipe["steps"] * recipe["global_batch_size"])
     names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in typed]
     scaled: dict[str, Any] = {name: round(share * recipe[name]) for name in names}
-    if "batch_ramp" in recipe and "batch_ramp" not in typed:
+    if recipe.get("batch_ramp") and "batch_ramp" not in typed:
         start, increment, samples = recipe["batch_ramp"]
         fits = start < train.global_batch_size and (train.global_batch_size - start) % increment == 0
         scaled["batch_ramp"] = (start, increment, max(1, round(share * samples))) if fits else ()
@@ -229,24 +266,21 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         metavar="WHERE",
         help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
     )
-    run.add_argument(
-        "--log-jsonl",
-        default=None,
-        metavar="FILE",
-        help="write one JSON object a step to FILE, replacing it; a resumed run goes on with it (default: "
-        "log.jsonl in --run-dir, if that is given)",
-    )
+    _add_imports(run)
     run.add_argument(
         "--dry-shapes",
         action="store_true",
         default=False,
         help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
     )
-    _add_data_options(parser.add_argument_group("data"))
     sample = parser.add_argument_group("the text generated at the end")
     sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
     sample.add_argument(
-        "--new-tokens", default=200, type=_whole, metavar="COUNT", help="tokens to add; 0 for none (default: 200)"
+        "--new-tokens",
+        default=None,
+        type=_whole,
+        metavar="COUNT",
+        help=f"tokens to add; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 with a recipe)",
     )
     sample.add_argument(
         "--temperature", default=0.8, type=_number, metavar="NUMBER", help="0 takes the likeliest (default: 0.8)"
@@ -255,6 +289,7 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
     )
     groups = {
+        "data": DataConfig,
         "layout": ParallelConfig,
         "training": TrainConfig,
         "model, in place of the preset's": ModelConfig,
@@ -278,47 +313,24 @@ def _add_config(group) -> None:
     )
 
 
-def _file_parser() -> argparse.ArgumentParser:
-    """Reads --config alone: what it says are the other options' defaults."""
+def _add_imports(group) -> None:
+    field = RunConfig.__dataclass_fields__["imports"]
+    group.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar=field.metadata["metavar"],
+        help=f"{field.metadata['help']} (default: none)",
+    )
+
+
+def _first_parser() -> argparse.ArgumentParser:
+    """Reads --config and --import, which decide what the other options may be and which defaults they have."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     _add_config(parser)
+    _add_imports(parser)
     return parser
-
-
-def _add_data_options(group) -> None:
-    """What is read, and how: the fields of megajax.data.source.DataSource, under Megatron-LM's names."""
-    group.add_argument("--text", default=None, metavar="FILE", help="text to train on (default: the bundled corpus)")
-    for name, use in (
-        ("data-path", "datasets to train and validate on, as megajax.data.preprocess or Megatron-LM writes them"),
-        ("train-data-path", "datasets to train on alone, in place of --data-path"),
-        ("valid-data-path", "datasets to validate on alone"),
-    ):
-        help_text = f"{use}: PREFIX, or a blend: WEIGHT PREFIX WEIGHT PREFIX ... (no weights: by size)"
-        group.add_argument(f"--{name}", default=None, nargs="+", metavar="PREFIX", help=help_text)
-    group.add_argument(
-        "--split", default=None, metavar="A,B,C", help="shares of training, validation, test (default: 969,30,1)"
-    )
-    group.add_argument(
-        "--data-cache", default=None, metavar="DIR", help="where sample indices are kept (default: beside the dataset)"
-    )
-    group.add_argument(
-        "--tokenizer",
-        default="byte",
-        metavar="NAME",
-        help="how text becomes tokens: byte, gpt2, or a file tokenizer.json, .model, vocab.txt (default: byte)",
-    )
-    group.add_argument(
-        "--end-of-document",
-        default=None,
-        metavar="TOKEN",
-        help="what ends documents in a tokenizer's file, if not usual",
-    )
-    for name, use in (
-        ("reset-position-ids", "positions begin at 0 in every document of a sample"),
-        ("reset-attention-mask", "tokens attend to their own document only"),
-        ("eod-mask-loss", "the token after an end of document is no label"),
-    ):
-        group.add_argument(f"--{name}", action="store_true", default=False, help=f"{use} (default: off)")
 
 
 def _names(config: type) -> list[str]:
@@ -332,7 +344,9 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     default = "the preset's" if from_preset else defaults.get(name, field.default)
     if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
         default = DERIVED[name].format(default=default)
-    if isinstance(default, tuple):
+    if default is None:
+        default = field.metadata["shown_default"] or "none"
+    elif isinstance(default, tuple):
         default = ",".join(map(str, default)) or "none"
     elif isinstance(default, bool):
         default = "on" if default else "off"
@@ -341,23 +355,39 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     if field.type is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
-    read, metavar = _readers()[field.type]
-    metavar = "|".join(map(str, field.metadata["choices"])) or metavar
-    group.add_argument(flag, type=read, metavar=metavar, help=text)
+    if field.metadata["list_style"] == "words":
+        group.add_argument(flag, nargs="+", action=_Words, metavar=metavar_of(field), help=text)
+        return
+    group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=text)
 
 
-def _readers() -> dict[Any, tuple[Callable[[str], Any], str]]:
-    """For each type a field may have: how its text is read, and what `--help` calls it."""
+class _Words(argparse.Action):
+    """Stores the words of an option as a tuple."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _readers() -> dict[Any, Callable[[str], Any]]:
+    """How the text of an option is read, for each type that a field may have."""
     return {
-        int: (_whole, "COUNT"),
-        int | None: (_whole, "COUNT"),
-        float: (_number, "NUMBER"),
-        float | None: (_number, "NUMBER"),
-        str: (str, "NAME"),
-        str | None: (str, "NAME"),
-        tuple[int, ...]: (_wholes, "COUNT,COUNT,..."),
-        tuple[str, ...]: (lambda text: tuple(text.split(",")), "NAME,NAME,..."),
+        int: _whole,
+        int | None: _whole_or_none,
+        float: _number,
+        float | None: _number_or_none,
+        str: str,
+        str | None: str,
+        tuple[int, ...]: _wholes,
+        tuple[str, ...]: lambda text: tuple(text.split(",")),
     }
+
+
+def _whole_or_none(text: str) -> int | None:
+    return None if text == "none" else _whole(text)
+
+
+def _number_or_none(text: str) -> float | None:
+    return None if text == "none" else _number(text)
 
 
 def _whole(text: str) -> int:

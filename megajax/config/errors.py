@@ -1,4 +1,4 @@
-"""Errors for people: each says what was given, what is legal, and what to type."""
+"""ConfigError, and the parts of its messages: each says what was given, what is legal, and which option to pass."""
 
 import difflib
 import math
@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what was given, what is legal and what to type."""
+    """A configuration that cannot run. The message says what was given, what is legal and which option to pass."""
 
 
 def option(name: str) -> str:
-    """The command-line option of a field: "global_batch_size" is typed "--global-batch-size"."""
+    """The command-line option of a field: "--global-batch-size" for "global_batch_size"."""
     return "--" + name.replace("_", "-")
 
 
 def near(given: str, names: Iterable[str]) -> str:
-    """What to say of a name that is not among `names`: the near matches, or all of them."""
+    """The part of a message about a name that is not among `names`: the near matches, or all of them."""
     names = tuple(names)
     matches = difflib.get_close_matches(given, names, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(names)}."
@@ -34,6 +34,6 @@ def multiples(step: int, beside: int) -> list[int]:
 
 
 def some(legal: list[int], beside: int) -> str:
-    """At most four of the legal values, those nearest to `beside`, as people list them: "1, 2 or 4"."""
+    """At most four of the legal values, those nearest to `beside`, as a list in prose: "1, 2 or 4"."""
     nearest = sorted(sorted(legal, key=lambda n: abs(n - beside))[:4])
     return " or ".join(filter(None, [", ".join(map(str, nearest[:-1])), str(nearest[-1])]))

@@ -1,9 +1,9 @@
-"""The published models, as rows: name -> fields of `megajax.config.ModelConfig`. No logic lives here.
-
-`megajax.config.PRESETS` is this table made into ModelConfigs. Parameter counts are checked in tests/config/test_config.py.
-"""
+"""The published models by name. Their parameter counts are checked in tests/config/test_presets.py."""
 
 from typing import Any
+
+from megajax.config.errors import ConfigError, near
+from megajax.config.model import ModelConfig
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int, dropout: float = 0.0) -> dict:
@@ -73,3 +73,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 ALIASES = {"gpt3-530b": "megatron-529.6b", "gpt3-1t": "megatron-1008b"}
+
+PRESETS: dict[str, ModelConfig] = {name: ModelConfig(name=name, **fields) for name, fields in MODELS.items()}
+PRESETS.update({alias: PRESETS[name] for alias, name in ALIASES.items()})
+
+
+def preset(name: str) -> ModelConfig:
+    """The published model called `name`.
+
+    Raises:
+        ConfigError: there is none; the message names the near matches.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"model = {name!r} is not a preset: {near(name, PRESETS)} Pass --model NAME.")
+    return PRESETS[name]

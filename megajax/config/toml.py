@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 import megajax
-from megajax.config import ConfigError, OutputConfig, RunConfig, near
+from megajax.config import ConfigError, DataConfig, OutputConfig, RunConfig, near
 
 HEADER = "# What this run was started with, all of it. Replay: --config {path}; what else is typed goes first.\n"
 
@@ -27,7 +27,9 @@ def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]
     Args:
       options: what is in none of the dataclasses (`Request.others`).
     """
-    tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train")}
+    tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train", "data")}
+    if run.train.clip_norm is None:
+        tables["train"]["clip_norm"] = "none"  # TOML has no null, and a name that is left out has its default
     del tables["model"]["name"]  # it is the preset's, which is in the options
     tables |= {"output": dataclasses.asdict(output), "options": dict(options)}
     given = {
@@ -69,6 +71,7 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give --config a file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration {path} is not TOML: {error}; compare a run's config.toml") from error
+    _map_format_1(tables)
     values: dict[str, Any] = {}
     for section, table in tables.items():
         if section not in known or not isinstance(table, dict):
@@ -78,6 +81,31 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
                 raise ConfigError(f"{path}: {name} in [{section}] is not known: {near(name, known[section])}")
             values[name] = tuple(value) if isinstance(value, list) else value
     return values
+
+
+# Format 1: where a name has moved. The values of `offload` and `block_matmuls` changed too.
+MOVED = {
+    ("train", "bad_step"): ("train", "nonfinite"),
+    ("train", "bad_steps_limit"): ("train", "nonfinite_limit"),
+    ("train", "block_matmuls"): ("train", "matmul_dtype"),
+    ("parallel", "offload"): ("parallel", "offload_activations"),
+    ("output", "keep"): ("output", "max_to_keep"),
+    ("options", "log_jsonl"): ("output", "log_jsonl"),
+    **{("options", field.name): ("data", field.name) for field in dataclasses.fields(DataConfig)},
+}
+VALUES_OF_FORMAT_1 = {"offload": {"none": False, "stash": True}, "block_matmuls": {"precision": None}}
+
+
+def _map_format_1(tables: dict[str, Any]) -> None:
+    """Renames what a file of format 1 calls otherwise, in place."""
+    for (section, old), (new_section, new) in MOVED.items():
+        table = tables.get(section)
+        if isinstance(table, dict) and old in table and isinstance(tables.setdefault(new_section, {}), dict):
+            value = table.pop(old)
+            if isinstance(value, str):
+                value = VALUES_OF_FORMAT_1.get(old, {}).get(value, value)
+            if value is not None:
+                tables[new_section].setdefault(new, value)
 
 
 def run_meta(run: RunConfig, tokenizer: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransfo
     State and arithmetic are fp32, as the parameters are.
     """
     return optax.chain(
-        optax.clip_by_global_norm(train.clip_norm),
+        optax.identity() if train.clip_norm is None else optax.clip_by_global_norm(train.clip_norm),
         optax.scale_by_adam(b1=train.beta1, b2=train.beta2, eps=train.epsilon, mu_dtype=jnp.float32),
         scale_by_samples(train, decay_mask),
     )

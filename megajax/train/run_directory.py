@@ -41,7 +41,7 @@ class Keeper:
         """
         self.run, self.output, self.meta = run, output, run_meta(run, tokenizer)
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
-        self.jsonl = options.get("log_jsonl")
+        self.jsonl = output.log_jsonl
         text = config_text(run, output, options)
         self.said = ["config    " + line for line in _summary(text)]
         self.checkpoints = self.profile = self.path = None

@@ -2,12 +2,15 @@
 
 import dataclasses
 import itertools
+import pathlib
 
 import pytest
 
-from megajax.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, preset
-from megajax.config.cli import mesh_for, parse
+from megajax.config import ConfigError, DataConfig, ModelConfig, OutputConfig, ParallelConfig, TrainConfig, preset
+from megajax.config.cli import Experiment, SampleConfig, mesh_for, parse
 from megajax.config.run_schedule import run_schedule
+from megajax.config.toml import config_text
+from megajax.schedules import registry
 from megajax.schedules.io import save
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import ScheduleError
@@ -76,7 +79,7 @@ def test_every_field_can_be_typed_and_is_in_the_help(part, field, capsys):
         text, value = text_and_value(field)
         assert getattr(getattr(run_of(f"{flag} {text}"), part), field.name) == value
     words = " ".join(help_text(capsys).split())
-    assert flag in words and field.metadata["help"].split()[0] in words
+    assert flag in words and " ".join(field.metadata["help"].split()) in words
 
 
 def test_the_help_says_every_default_and_how_to_start(capsys):
@@ -167,8 +170,54 @@ def test_precision_is_the_devices_unless_typed():
 def test_what_is_not_part_of_the_configuration():
     words = "--devices cpu:4 --text a.txt --tokenizer gpt2 --log-jsonl log --dry-shapes --prompt Hi --new-tokens 3 --top-k 2"
     request = parse(words.split(), "", DEFAULTS)
-    assert (request.devices, request.text, request.tokenizer, request.log_jsonl) == ("cpu:4", "a.txt", "gpt2", "log")
-    assert (request.dry_shapes, request.prompt, request.new_tokens, request.top_k) == (True, "Hi", 3, 2)
+    data = request.run(8, "fp32").data
+    assert (request.devices, data.text, data.tokenizer, request.output.log_jsonl) == ("cpu:4", "a.txt", "gpt2", "log")
+    assert (request.dry_shapes, request.sample) == (True, SampleConfig("Hi", 3, 0.8, 2))
+    assert parse(["--new-tokens", "0"], "", DEFAULTS).sample is None
+
+
+def test_a_recipe_also_decides_what_the_run_writes():
+    experiment = Experiment("", DEFAULTS, {"gpt2": {"steps": 100, "global_batch_size": 8, "save_every": 7}})
+    assert parse(["--model", "gpt2"], experiment).output.save_every == 7
+    assert parse(["--model", "gpt2", "--save-every", "9"], experiment).output.save_every == 9
+    assert parse([], experiment).output.save_every == OutputConfig().save_every
+
+
+def test_users_files_are_imported_before_the_options_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "SPECS", dict(registry.SPECS))
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from megajax.schedules.registry import find, register\n"
+        "@register('mine_of_cli')\ndef mine(stages, microbatches, chunks):\n"
+        "    return find('gpipe').generate(stages, microbatches, chunks)\n"
+    )
+    run = run_of(f"--import {path} --schedule mine_of_cli")
+    assert (run.imports, run.parallel.schedule, run.parallel.chunks) == ((str(path),), "mine_of_cli", 1)
+    run.validate(8)
+
+
+def test_clip_norm_can_be_off_and_is_saved_so(tmp_path):
+    run = run_of("--clip-norm none")
+    assert run.train.clip_norm is None
+    path = tmp_path / "config.toml"
+    path.write_text(config_text(run, OutputConfig(), {"model": "tiny"}))
+    assert run_of(f"--config {path}") == run
+
+
+def test_a_configuration_of_format_1_is_read():
+    """The file was written by the version of commit 74d2b5a."""
+    path = pathlib.Path(__file__).parent / "format_1.toml"
+    request = parse(["--config", str(path)], "", {"model": "gpt2"})
+    run = request.run(8, "fp32")
+    run.validate(8)
+    assert (run.train.nonfinite, run.train.nonfinite_limit, run.train.matmul_dtype) == ("skip", 7, None)
+    assert (run.parallel.offload_activations, request.output.max_to_keep, request.output.log_jsonl) == (
+        True,
+        5,
+        "a.jsonl",
+    )
+    assert run.data == DataConfig(data_path=("0.3", "a", "0.7", "b"), split="90,10,0", reset_position_ids=True)
+    assert (run.model, run.train.steps, run.parallel.pipe) == (dataclasses.replace(preset("tiny"), hidden=64), 11, 2)
 
 
 # Whatever a person may type wrong: the words, and what the one line must name.

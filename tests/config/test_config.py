@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from megajax.config import (
     PRESETS,
     ConfigError,
+    DataConfig,
+    LaunchConfig,
     ModelConfig,
+    OutputConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
@@ -19,6 +22,7 @@ from megajax.config import (
     preset,
 )
 
+CONFIGS = (ModelConfig, ParallelConfig, TrainConfig, DataConfig, OutputConfig, LaunchConfig)
 SMALL = {"layers": 8, "hidden": 96, "heads": 12, "vocabulary": 257, "sequence_length": 64}
 
 
@@ -173,7 +177,7 @@ def test_the_heads_and_widths_a_message_offers_are_legal(offered, heads):
     assume(offered * 2 % heads)
     with pytest.raises(ConfigError) as error:
         make_run(hidden=offered * 2, heads=heads).validate()
-    options = re.fullmatch(r".*: type --heads (.*), or --hidden (.*)\.", str(error.value)).groups()
+    options = re.fullmatch(r".*: pass --heads (.*), or --hidden (.*)\.", str(error.value)).groups()
     legal_heads, legal_hidden = ([int(number) for number in re.findall(r"\d+", numbers)] for numbers in options)
     assert legal_heads and legal_hidden
     for value in legal_heads:
@@ -281,7 +285,7 @@ def test_an_unknown_preset_names_the_near_ones():
 
 
 def test_every_field_has_help_and_one_option_of_its_own():
-    fields = [field for config in (ModelConfig, ParallelConfig, TrainConfig) for field in dataclasses.fields(config)]
+    fields = [field for config in CONFIGS for field in dataclasses.fields(config)]
     assert all(field.metadata["help"] for field in fields)
     options = [option(field.name) for field in fields]
     assert len(set(options)) == len(options)
@@ -289,6 +293,54 @@ def test_every_field_has_help_and_one_option_of_its_own():
 
 
 def test_defaults_of_named_fields_are_among_their_choices():
-    for config in (ModelConfig, ParallelConfig, TrainConfig):
+    for config in CONFIGS:
         for field in dataclasses.fields(config):
-            assert not field.metadata["choices"] or field.default in field.metadata["choices"]
+            names = field.metadata["choices"] + ((None,) if field.type == str | None else ())
+            assert not field.metadata["choices"] or field.default in names
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnModel:
+    """A model's configuration of a user's: no fields beyond the two that are needed, and a rule about its layout."""
+
+    name: str = "own"
+    layers: int = 6
+
+    def check_parallel(self, parallel: ParallelConfig) -> None:
+        if parallel.tensor > 1:
+            raise ConfigError("tensor is not supported: pass --tensor 1.")
+
+
+def test_a_users_model_is_checked_by_its_own_rules_and_the_general_ones():
+    train = TrainConfig(global_batch_size=8)
+    RunConfig(OwnModel(), ParallelConfig(pipe=2), train).validate(2)
+    with pytest.raises(ConfigError, match="tensor is not supported"):
+        RunConfig(OwnModel(), ParallelConfig(tensor=2), train).validate()
+    with pytest.raises(ConfigError, match="layers = 6 cannot be cut into"):
+        RunConfig(OwnModel(), ParallelConfig(pipe=4, schedule="1f1b"), train).validate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": "a", "data_path": ("b",)}, "--text and --data-path exclude one another"),
+        ({"valid_data_path": ("b",)}, "pass --train-data-path PREFIX"),
+        ({"split": "9,1,0"}, "pass --data-path PREFIX"),
+        ({"text": 3}, "text = 3 must be a text"),
+        ({"data_path": "b"}, "data_path = 'b' must be a list of texts"),
+        ({"eod_mask_loss": "no"}, "eod_mask_loss = 'no' must be True or False"),
+    ],
+)
+def test_illegal_data_options_are_refused_by_the_run(fields, message):
+    run = RunConfig(ModelConfig(**SMALL), ParallelConfig(), TrainConfig(), DataConfig(**fields))
+    with pytest.raises(ConfigError, match=message):
+        run.validate()
+
+
+def test_clipping_can_be_off():
+    make_run(clip_norm=None).validate()
+
+
+def test_whole_numbers_of_any_length_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match="seed = 1000.* must be a whole number, 0 or more and below 4294967296"):
+        TrainConfig(seed=10**400).validate()

@@ -24,7 +24,10 @@ WRONG = [
     ("--heads 0", ["heads = 0", "--heads"]),
     ("--kv-heads 3", ["kv_heads = 3", "--kv-heads"]),
     ("--seed -1", ["seed = -1", "--seed"]),
-    ("--seed 99999999999999999999", ["seed = 99999999999999999999", "4294967296", "--seed"]),
+    (
+        "--seed 99999999999999999999",
+        ["seed = 99999999999999999999", "0 or more and below 4294967296", "--seed"],
+    ),
     ("--steps 0", ["steps = 0", "1 or more"]),
     ("--steps -5", ["steps = -5", "1 or more"]),
     ("--steps 3 --warmup-steps 9", ["warmup_steps = 9", "--warmup-steps 0"]),
@@ -56,9 +59,9 @@ WRONG = [
         ["takes at least 4 microbatches on 2 stages, not 2", "size 16 or more"],
     ),
     ("--schedule zb_v --pipe 2 --chunks 1", ["zb_v has two chunks", "--chunks 2"]),
-    ("--unroll-blocks --zero 3", ["zero = 3", "leave --unroll-blocks out"]),
+    ("--unroll-blocks --zero 3", ["zero = 3", "omit --unroll-blocks"]),
     ("--unroll-blocks --schedule pipedream_2bw", ["pipedream_2bw", "omit --unroll-blocks"]),
-    ("--unroll-blocks --pipe 2 --chunks 2 --context 2", ["chunks = 2 and context", "leave --unroll-blocks out"]),
+    ("--unroll-blocks --pipe 2 --chunks 2 --context 2", ["chunks = 2 and context", "omit --unroll-blocks"]),
     ("--schedule pipedream_2bw --precision fp16", ["fp16", "--precision bf16"]),
 ]
 

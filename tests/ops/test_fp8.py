@@ -82,9 +82,9 @@ def test_training_comes_down_as_in_full_precision(mesh, schedule, chunks):
 
 
 def test_what_does_not_go_with_it_is_refused():
-    with pytest.raises(ConfigError, match="precision = fp16.* type --precision bf16"):
+    with pytest.raises(ConfigError, match="precision = fp16.* pass --precision bf16"):
         runs.make_run(train={"matmul_dtype": "fp8", "precision": "fp16"})
-    with pytest.raises(ConfigError, match="tensor_overlap = ring.* type --tensor-overlap none"):
+    with pytest.raises(ConfigError, match="tensor_overlap = ring.* pass --tensor-overlap none"):
         runs.make_run(train={"matmul_dtype": "fp8"}, tensor_overlap="ring")
 
 

@@ -138,8 +138,8 @@ def test_a_ramped_loader_gives_every_sample_once():
         ({"batch_ramp": (16, 4, 60)}, "does not get from 16"),
         ({"batch_ramp": (4, 4, 600)}, "the run has steps . global_batch_size = 160"),
         ({"batch_ramp": (3, 13, 60)}, "a batch of 3, which is not a multiple of 2.*--batch-ramp 2,2,60"),
-        ({"warmup_samples": 200}, "more than the 160 samples of the decay: type --warmup-samples 16"),
-        ({"cooldown_samples": 200}, "type --cooldown-samples 16"),
+        ({"warmup_samples": 200}, "more than the 160 samples of the decay: pass --warmup-samples 16"),
+        ({"cooldown_samples": 200}, "pass --cooldown-samples 16"),
         ({"steps": 2**28}, "below 2..31"),
     ],
 )
@@ -149,7 +149,7 @@ def test_what_cannot_be(fields, said):
         train = dataclasses.replace(train, batch_ramp=())
     with pytest.raises(ConfigError, match=said) as error:
         RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), train).validate()
-    assert "type --" in str(error.value)
+    assert "pass --" in str(error.value)
 
 
 def test_a_ramped_run_is_the_same_after_a_resume(tmp_path):

@@ -1,0 +1,61 @@
+"""The data: what a run reads, how text becomes tokens, what happens at the end of a document."""
+
+from dataclasses import dataclass
+
+from megajax.config.errors import ConfigError
+from megajax.config.fields import check_fields, setting
+
+BLEND = "PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ... (without weights: in proportion to size)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The data of a run. Names and meanings are Megatron-LM's."""
+
+    text: str | None = setting(None, "text file to train on", metavar="FILE", shown_default="the bundled corpus")
+    data_path: tuple[str, ...] | None = setting(
+        None,
+        f"indexed datasets to train and validate on, as megajax.data.preprocess or Megatron-LM writes them: {BLEND}",
+        metavar="PREFIX",
+        list_style="words",
+    )
+    train_data_path: tuple[str, ...] | None = setting(
+        None, "indexed datasets to train on only, as --data-path", metavar="PREFIX", list_style="words"
+    )
+    valid_data_path: tuple[str, ...] | None = setting(
+        None, "indexed datasets to validate on only, as --data-path", metavar="PREFIX", list_style="words"
+    )
+    split: str | None = setting(
+        None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default="969,30,1"
+    )
+    data_cache: str | None = setting(
+        None, "directory of the sample indices", metavar="DIR", shown_default="beside the dataset"
+    )
+    tokenizer: str = setting(
+        "byte", "byte, gpt2, or a file: tokenizer.json, SentencePiece's .model, or vocab.txt", metavar="NAME|FILE"
+    )
+    end_of_document: str | None = setting(
+        None, "token that ends documents", metavar="TOKEN", shown_default="the tokenizer's usual one"
+    )
+    reset_position_ids: bool = setting(False, "position ids restart at 0 in every document of a sample")
+    reset_attention_mask: bool = setting(False, "tokens attend only to their own document")
+    eod_mask_loss: bool = setting(False, "no loss on the prediction after an end-of-document token")
+
+    def validate(self) -> None:
+        """Checks the options by themselves; no file is opened.
+
+        Raises:
+            ConfigError: for the first field that is illegal, alone or with the others.
+        """
+        check_fields(self)
+        apart = {"--train-data-path": self.train_data_path, "--valid-data-path": self.valid_data_path}
+        sources = {"--text": self.text, "--data-path": self.data_path} | apart
+        given = [name for name, value in sources.items() if value]
+        if len(given) > 1 and not set(given) <= set(apart):
+            raise ConfigError(f"{' and '.join(given)} exclude one another: pass one of them.")
+        if given == ["--valid-data-path"]:
+            raise ConfigError("--valid-data-path needs training data too: pass --train-data-path PREFIX.")
+        if self.split is not None and not self.data_path:
+            raise ConfigError(
+                "--split divides --data-path, which is not given: pass --data-path PREFIX, or omit --split."
+            )

@@ -1,0 +1,132 @@
+"""The transformer: its shape, what is legal, and which layouts can split it."""
+
+import math
+from dataclasses import MISSING, dataclass
+
+from megajax.config.errors import ConfigError, divisors, multiples, option, some
+from megajax.config.fields import check_fields, setting
+from megajax.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer. The defaults are GPT's; llama's are in PRESETS["llama2-7b"]."""
+
+    name: str = setting("custom", "name of the model, as printed and as stored in checkpoints")
+    layers: int = setting(MISSING, "number of transformer blocks")
+    hidden: int = setting(MISSING, "width of the residual stream")
+    heads: int = setting(MISSING, "attention (query) heads; a head has hidden / heads elements")
+    kv_heads: int | None = setting(
+        None, "key and value heads; grouped-query attention if fewer than heads", shown_default="heads"
+    )
+    feedforward: int | None = setting(None, "inner width of the MLP", shown_default="4 * hidden")
+    vocabulary: int = setting(MISSING, "tokens the model knows, before padding (see padded_vocabulary)")
+    sequence_length: int = setting(MISSING, "tokens in a training sample")
+    dropout: float = setting(
+        0.0, "probability of dropping an element: embedding, attention and both block outputs", low=0, below=1
+    )
+    norm: str = setting("layernorm", "normalisation before attention, MLP and head", ("layernorm", "rmsnorm"))
+    activation: str = setting("gelu", "the MLP's nonlinearity; swiglu has a third, gating matrix", ("gelu", "swiglu"))
+    positions: str = setting("learned", "a learned table added to the embedding, or rotary", ("learned", "rotary"))
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies")
+    tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
+    biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
+    init_deviation: float = setting(0.02, "standard deviation of the initial weights")
+    norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of the keys and of the values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def feedforward_size(self) -> int:
+        """Inner width of the MLP."""
+        return 4 * self.hidden if self.feedforward is None else self.feedforward
+
+    @property
+    def parameters(self) -> int:
+        """Exact number of trainable parameters, with the vocabulary unpadded.
+
+        For a GPT this is 2104.04473 equation 2 plus the final layer norm's 2 * hidden, which that equation leaves out.
+        """
+        bias = int(self.biases)
+        norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
+        query_key_value = self.hidden + 2 * self.key_value_heads * self.head_size
+        attention = (self.hidden + bias) * query_key_value + (self.hidden + bias) * self.hidden
+        into_mlp = 2 if self.activation == "swiglu" else 1
+        mlp = into_mlp * (self.hidden + bias) * self.feedforward_size + (self.feedforward_size + bias) * self.hidden
+        position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
+        token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * (attention + mlp + 2 * norm) + position_table + token_tables + norm
+
+    def validate(self) -> None:
+        """Checks the model's own shape.
+
+        Raises:
+            ConfigError: for the first field that is illegal, alone or with the others.
+        """
+        check_fields(self)
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"hidden = {self.hidden} is not a multiple of heads = {self.heads}: "
+                f"pass --heads {some(divisors(self.hidden), self.heads)}, "
+                f"or --hidden {some(multiples(self.heads, self.hidden), self.hidden)}."
+            )
+        if self.heads % self.key_value_heads:
+            raise ConfigError(
+                f"kv_heads = {self.key_value_heads} does not divide heads = {self.heads}: "
+                f"pass --kv-heads {some(divisors(self.heads), self.key_value_heads)}."
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            even = [heads for heads in divisors(self.hidden) if self.hidden // heads % 2 == 0]
+            heads = f"--heads {some(even, self.heads)}, or " if even else ""
+            raise ConfigError(
+                f"positions = rotary rotates pairs of elements, but the head size hidden / heads = {self.hidden} / "
+                f"{self.heads} = {self.head_size} is odd: pass {heads}--positions learned."
+            )
+
+    def check_parallel(self, parallel: ParallelConfig) -> None:
+        """Checks that this model's arrays can be split as a layout asks; both are valid by themselves.
+
+        Tensor parallelism splits heads, MLP columns and, with sequence parallelism, the sequence. A context group splits
+        the sequence into two pieces a rank (see `megajax.ops.ring_attention`).
+
+        Raises:
+            ConfigError: for the first size that cannot be split.
+        """
+        split = {"heads": self.heads, "kv_heads": self.key_value_heads, "feedforward": self.feedforward_size}
+        if parallel.sequence_parallel:
+            split["sequence_length"] = self.sequence_length // parallel.context
+        legal = divisors(math.gcd(*split.values()))
+        for name, value in split.items():
+            if value % parallel.tensor:
+                instead = ", or --no-sequence-parallel" if name == "sequence_length" else ""
+                raise ConfigError(
+                    f"{name} = {value} cannot be split over tensor = {parallel.tensor}: "
+                    f"pass --tensor {some(legal, parallel.tensor)}, "
+                    f"or {option(name)} {some(multiples(parallel.tensor, value), value)}{instead}."
+                )
+        if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
+            legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
+            raise ConfigError(
+                f"sequence_length = {self.sequence_length} cannot be cut into 2 * context = {2 * parallel.context} "
+                f"pieces: pass --context {some(legal, parallel.context)}, or --sequence-length "
+                f"{some(multiples(2 * parallel.context, self.sequence_length), self.sequence_length)}."
+            )
+        if parallel.context > 1 and self.dropout > 0:
+            raise ConfigError(
+                f"dropout = {self.dropout}, but dropout masks are drawn for whole sequences and context = "
+                f"{parallel.context} splits them: pass --dropout 0 or --context 1."
+            )
+
+
+def padded_vocabulary(vocabulary: int, shares: int) -> int:
+    """The next multiple of lcm(128, shares): rows split evenly, and the logits' matmul has whole tiles."""
+    multiple = math.lcm(128, shares)
+    return -(-vocabulary // multiple) * multiple

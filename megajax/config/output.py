@@ -1,0 +1,55 @@
+"""The files that a run writes, and when it stops before its last step."""
+
+from dataclasses import dataclass
+
+from megajax.config.errors import ConfigError
+from megajax.config.fields import check_fields, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind, and when it stops before its end. Nothing here changes a number that it computes."""
+
+    run_dir: str | None = setting(
+        None, "directory for checkpoints, logs and configuration", metavar="DIR", shown_default="nothing is kept"
+    )
+    resume: str = setting(
+        "no",
+        "auto: resume from run_dir's newest checkpoint, if there is one; STEP: from that step's; DIR: from another run's",
+        metavar="no|auto|STEP|DIR",
+    )
+    save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
+    max_to_keep: int = setting(3, "newest checkpoints to keep")
+    keep_every: int | None = setting(
+        None, "also keep checkpoints whose step is a multiple of this", shown_default="none is kept for good"
+    )
+    exit_after_minutes: float | None = setting(
+        None, "save and exit with code 0 after this long", shown_default="at the end"
+    )
+    log_jsonl: str | None = setting(
+        None,
+        "write one JSON object a step to FILE, replacing it; a resumed run appends",
+        metavar="FILE",
+        shown_default="log.jsonl in --run-dir, if that is given",
+    )
+    tensorboard: bool = setting(True, "write run_dir/tensorboard")
+    profile: str | None = setting(
+        None, "write a jax.profiler trace of these steps to run_dir/profile", metavar="START:STOP"
+    )
+
+    def validate(self) -> None:
+        """Checks the values by themselves; no file is opened.
+
+        Raises:
+            ConfigError: for the first field that is illegal, alone or with the others.
+        """
+        check_fields(self)
+        if self.profile is not None:
+            start, _, stop = self.profile.partition(":")
+            if not (start.isdecimal() and stop.isdecimal() and 0 < int(start) < int(stop)):
+                raise ConfigError(f"profile = {self.profile!r} is not START:STOP, two steps: pass --profile 10:13.")
+        for name in ("profile", "exit_after_minutes", "keep_every"):
+            if getattr(self, name) is not None and self.run_dir is None:
+                raise ConfigError(f"{name} = {getattr(self, name)} has nowhere to write: pass --run-dir DIR too.")
+        if self.resume != "no" and self.run_dir is None:
+            raise ConfigError(f"resume = {self.resume} needs a directory: pass --run-dir DIR too.")

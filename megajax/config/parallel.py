@@ -1,0 +1,138 @@
+"""The layout: how the model and its batch are split over devices, and which schedule runs the pipeline."""
+
+from dataclasses import dataclass
+
+from megajax.config.errors import ConfigError
+from megajax.config.fields import check_fields, setting
+from megajax.config.schedule_rules import check_schedule
+from megajax.schedules.registry import names
+
+MESH_AXES = ("data", "pipe", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and its batch are split over data * context * pipe * tensor devices (2104.04473 section 3)."""
+
+    data: int = setting(1, "data-parallel replicas; each takes global_batch_size / data samples of a step")
+    pipe: int = setting(1, "pipeline stages (ranks) the layers are split over")
+    tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
+    context: int = setting(
+        1, "devices that share a sample's sequence (ring attention); neighbours on the mesh's data axis"
+    )
+    chunks: int = setting(
+        1, "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, any number for interleaved schedules, else 1"
+    )
+    schedule: str = setting(
+        "interleaved_1f1b",
+        f"order of the pipeline's forward and backward passes: {', '.join(names())}, or a schedule's file",
+        metavar="NAME|FILE.csv|FILE.json",
+    )
+    group_size: int | None = setting(
+        None, "interleaved_1f1b: microbatches that a chunk runs before the next chunk's turn", shown_default="pipe"
+    )
+    live_chunks: int | None = setting(
+        None, "auto: chunk activations that a rank may hold at once", shown_default="any number"
+    )
+    microbatch_size: int = setting(1, "samples in one forward pass of a replica")
+    sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")
+    vocab_parallel: str = setting(
+        "pipe",
+        "devices that share embedding and head: all of pipe * tensor, or, as in Megatron-LM, the tensor group of the first "
+        "and last stage",
+        ("pipe", "tensor"),
+    )
+    zero: int = setting(
+        0,
+        "state sharded over data-parallel replicas: 0 none; 1 optimizer state and fp32 weights; 3 weights and gradients "
+        "too",
+        (0, 1, 3),
+    )
+    recompute: str = setting(
+        "selective",
+        "activations that the backward pass recomputes: none, those of the attention core (selective), or the whole "
+        "block's (full)",
+        ("none", "selective", "full"),
+    )
+    recompute_blocks: int = setting(1, "full recompute: blocks recomputed together, with one input stashed for all")
+    unroll_blocks: bool = setting(
+        False, "store each block's weights as separate arrays, so that matmuls need not copy them; compiles far longer"
+    )
+    offload_activations: bool = setting(
+        False, "keep the stashed activations in host memory, transferred block by block"
+    )
+    attention: str = setting(
+        "auto",
+        "implementation of attention; auto: cudnn where the GPU supports it for the model's heads, else xla",
+        ("auto", "xla", "cudnn"),
+    )
+    tensor_overlap: str = setting(
+        "none",
+        "ring: split the matmuls of a tensor group so that their communication, round a ring, overlaps them",
+        ("none", "ring"),
+    )
+    axis_order: tuple[str, ...] = setting(
+        ("data", "pipe", "tensor"),
+        "mesh axes, outermost first; neighbours on the last one get the fastest links",
+        metavar="AXIS,AXIS,AXIS",
+    )
+
+    @property
+    def vocabulary_shares(self) -> int:
+        """Devices that the token tables' rows are split over."""
+        return self.tensor * (self.pipe if self.vocab_parallel == "pipe" else 1)
+
+    @property
+    def devices(self) -> int:
+        """Devices the mesh needs."""
+        return self.data * self.context * self.pipe * self.tensor
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        """The options for which a block communicates round a ring of devices."""
+        tensor = self.tensor_overlap == "ring" and self.tensor > 1
+        return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
+
+    def validate(self) -> None:
+        """Checks the layout by itself; what a model demands of it is `ModelConfig.check_parallel`.
+
+        Raises:
+            ConfigError: for the first field that is illegal, alone or with the others.
+        """
+        check_fields(self)
+        if sorted(self.axis_order) != sorted(MESH_AXES):
+            raise ConfigError(
+                f"axis_order = {','.join(map(str, self.axis_order))} must hold {', '.join(MESH_AXES)} once each, "
+                f"outermost first: pass --axis-order {','.join(MESH_AXES)}."
+            )
+        check_schedule(self)
+        if self.chunks > 1 and self.pipe == 1:
+            raise ConfigError(
+                f"chunks = {self.chunks} interleaves pipeline stages, but pipe = 1 is a single stage: "
+                "pass --chunks 1, or --pipe 2 or more."
+            )
+        if self.recompute_blocks > 1 and self.recompute != "full":
+            raise ConfigError(
+                f"recompute_blocks = {self.recompute_blocks} is for recompute full, not {self.recompute}: pass "
+                "--recompute full, or omit --recompute-blocks."
+            )
+        if self.tensor_overlap == "ring" and not self.sequence_parallel:
+            raise ConfigError(
+                "tensor_overlap = ring sends parts of the sequence, but sequence_parallel = False does not split it: "
+                "pass --sequence-parallel or --tensor-overlap none."
+            )
+        _check_unroll(self)
+
+
+def _check_unroll(parallel: ParallelConfig) -> None:
+    """Options that cannot be used when each block's weights are arrays of their own."""
+    reasons = {
+        "zero = 3": (parallel.zero == 3, "which gathers, and so copies, a block's weights whenever the block runs"),
+        f"chunks = {parallel.chunks} and {' and '.join(parallel.rings)}": (
+            parallel.chunks > 1 and parallel.rings,
+            "because ranks that run different chunks would participate in the same ring",
+        ),
+    }
+    for field, (given, reason) in reasons.items():
+        if parallel.unroll_blocks and given:
+            raise ConfigError(f"unroll_blocks does not work with {field}, {reason}: omit --unroll-blocks.")

@@ -1,0 +1,145 @@
+"""The optimisation: batch, optimizer, learning rate, precision."""
+
+from dataclasses import dataclass
+
+from megajax.config.errors import ConfigError
+from megajax.config.fields import check_fields, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimisation: batch, AdamW, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
+
+    global_batch_size: int = setting(64, "samples in a step, over all replicas and microbatches")
+    batch_ramp: tuple[int, ...] = setting(
+        (),
+        "batch size ramp-up: from START by INCREMENT to global_batch_size, each size for an equal share of the first "
+        "SAMPLES (2104.04473); none: global_batch_size from the first step",
+        metavar="START,INCREMENT,SAMPLES",
+    )
+    steps: int = setting(
+        200, "steps of global_batch_size to train for; with a batch_ramp, the same samples in more steps"
+    )
+    learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
+    minimum_learning_rate: float = setting(6e-5, "learning rate at the end of the decay", low=0)
+    learning_rate_decay: str = setting(
+        "cosine",
+        "shape of the decay after the warm-up; wsd stays at the peak until a cool-down at the end",
+        ("cosine", "linear", "constant", "inverse_square_root", "wsd"),
+    )
+    warmup_steps: int = setting(
+        20, "steps of global_batch_size in which the learning rate rises linearly from zero", low=0
+    )
+    warmup_samples: int | None = setting(
+        None, "the warm-up in samples, in place of warmup_steps", low=0, shown_default="warmup_steps"
+    )
+    decay_samples: int | None = setting(None, "samples until the end of the decay", shown_default="the whole run")
+    cooldown_samples: int | None = setting(
+        None, "wsd: samples of the cool-down", low=0, shown_default="a tenth of the decay"
+    )
+    cooldown: str = setting("linear", "wsd: shape of the cool-down", ("linear", "cosine", "exponential", "square_root"))
+    weight_decay: float = setting(0.1, "AdamW's decoupled decay; biases and norms are not decayed", low=0)
+    start_weight_decay: float | None = setting(
+        None, "weight decay at the first step, ramped to weight_decay over the run", low=0, shown_default="weight_decay"
+    )
+    weight_decay_ramp: str = setting("linear", "shape of the weight decay's ramp", ("linear", "cosine"))
+    beta1: float = setting(0.9, "Adam's decay of the mean gradient", low=0, below=1)
+    beta2: float = setting(0.95, "Adam's decay of the mean squared gradient", low=0, below=1)
+    epsilon: float = setting(1e-8, "added to the root of Adam's mean square")
+    clip_norm: float | None = setting(
+        1.0, "largest global norm of the gradient; larger gradients are scaled down; none: no clipping"
+    )
+    # jax's keys take 32 bits and would silently drop the rest.
+    seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples", low=0, below=2**32)
+    precision: str = setting(
+        "bf16", "data type of the forward and backward pass; weights stay fp32", ("bf16", "fp32", "fp16")
+    )
+    matmul_dtype: str | None = setting(
+        None,
+        "data type of the matmuls with the blocks' weights; fp8: E4M3 forward, E5M2 for gradients (install megajax[fp8])",
+        ("bf16", "fp8"),
+        shown_default="--precision's",
+    )
+    initial_loss_scale: float = setting(65536.0, "fp16: initial loss scale")
+    loss_scale_window: int = setting(1000, "fp16: steps without overflow after which the loss scale doubles")
+    nonfinite: str = setting(
+        "stop",
+        "bf16 and fp32: what to do when the loss or gradient is not finite: stop the run, or skip the batch",
+        ("stop", "skip"),
+    )
+    nonfinite_limit: int = setting(20, "consecutive skipped steps that stop the run, in any precision")
+    spike_deviations: float = setting(
+        8.0, "a loss this many standard deviations above the mean of the last 100 steps is flagged"
+    )
+    log_every: int = setting(10, "steps between two lines of the log")
+    validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
+    validation_batches: int = setting(8, "global batches in a validation; 0: no validation", low=0)
+
+    def validate(self) -> None:
+        """Checks batch, learning rate and precision by themselves.
+
+        Raises:
+            ConfigError: for the first field that is illegal, alone or with the others.
+        """
+        check_fields(self)
+        self._check_learning_rate()
+        self._check_batch_ramp()
+        if self.matmul_dtype == "bf16" != self.precision:
+            raise ConfigError(
+                f"matmul_dtype = bf16 does not work with precision = {self.precision}: omit --matmul-dtype."
+            )
+        if self.matmul_dtype == "fp8" and self.precision == "fp16":
+            raise ConfigError(
+                "matmul_dtype = fp8 does not work with precision = fp16, in which sums of scaled products overflow: "
+                "pass --precision bf16."
+            )
+
+    def _check_learning_rate(self) -> None:
+        if self.warmup_steps > self.steps:
+            raise ConfigError(
+                f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}: "
+                f"pass --warmup-steps {self.steps // 10}, or --steps with a larger number."
+            )
+        total = self.steps * self.global_batch_size
+        if total >= 2**31:
+            most = 2**31 // self.global_batch_size - 1
+            raise ConfigError(f"steps * global_batch_size = {total} samples must be below 2**31: pass --steps {most}.")
+        warmup, decay = self.warmup_samples or 0, self.decay_samples or total
+        if warmup > decay:
+            raise ConfigError(
+                f"warmup_samples = {warmup} is more than the {decay} samples of the decay: "
+                f"pass --warmup-samples {decay // 10}."
+            )
+        if (self.cooldown_samples or 0) > decay:
+            raise ConfigError(
+                f"cooldown_samples = {self.cooldown_samples} is more than the {decay} samples of the decay: "
+                f"pass --cooldown-samples {decay // 10}."
+            )
+        if self.minimum_learning_rate > self.learning_rate:
+            raise ConfigError(
+                f"minimum_learning_rate = {self.minimum_learning_rate} is above learning_rate = {self.learning_rate}: "
+                f"pass --minimum-learning-rate {self.learning_rate / 10:g}, or a larger --learning-rate."
+            )
+
+    def _check_batch_ramp(self) -> None:
+        """START,INCREMENT,SAMPLES reach the global batch within the run; which batches a layout takes is run.py's."""
+        if not self.batch_ramp:
+            return
+        shown = ",".join(map(str, self.batch_ramp))
+        if len(self.batch_ramp) != 3 or not all(type(n) is int and n > 0 for n in self.batch_ramp):
+            raise ConfigError(
+                f"batch_ramp = {shown} must be three whole numbers above 0: pass --batch-ramp START,INCREMENT,SAMPLES."
+            )
+        start, increment, samples = self.batch_ramp
+        batch, total = self.global_batch_size, self.steps * self.global_batch_size
+        if start >= batch or (batch - start) % increment:
+            raise ConfigError(
+                f"batch_ramp = {shown} does not get from {start} to global_batch_size = {batch} in steps of "
+                f"{increment}: pass --batch-ramp {increment},{increment},{samples} and a --global-batch-size that is a "
+                "multiple of it."
+            )
+        if samples > total:
+            raise ConfigError(
+                f"batch_ramp = {shown} takes {samples} samples, but the run has steps * global_batch_size = {total}: "
+                f"pass --batch-ramp {start},{increment},{total // 10 or 1}, or more --steps."
+            )
