@@ -3,6 +3,7 @@
 from megajax.config.errors import ConfigError, near, option
 from megajax.config.run import (
     PRESETS,
+    DataConfig,
     LaunchConfig,
     ModelConfig,
     OutputConfig,
@@ -17,6 +18,7 @@ from megajax.config.run import (
 __all__ = [
     "PRESETS",
     "ConfigError",
+    "DataConfig",
     "LaunchConfig",
     "ModelConfig",
     "OutputConfig",

@@ -12,6 +12,7 @@ from typing import Any
 from megajax.config import (
     PRESETS,
     ConfigError,
+    DataConfig,
     LaunchConfig,
     ModelConfig,
     OutputConfig,
@@ -44,6 +45,25 @@ SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConf
 
 
 @dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A complete default configuration, with recipes by model."""
+
+    description: str
+    defaults: Mapping[str, Any]
+    recipes: Mapping[str, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """The text that is generated after the training."""
+
+    prompt: str
+    new_tokens: int
+    temperature: float
+    top_k: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """What is to be run: the configuration's fields that are known, and the options that are no part of it."""
 
@@ -63,7 +83,6 @@ class Request:
     eod_mask_loss: bool
     tokenizer: str
     end_of_document: str | None
-    log_jsonl: str | None
     dry_shapes: bool
     prompt: str
     new_tokens: int
@@ -98,7 +117,15 @@ class Request:
         several = parallel.get("schedule", "interleaved_1f1b") in SEVERAL_CHUNKS and parallel["pipe"] > 1
         parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
         train = {"precision": precision} | self._given(TrainConfig)
-        return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train))
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataConfig)}
+        return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train), DataConfig(**data))
+
+    @property
+    def sample(self) -> SampleConfig | None:
+        """The text to generate after the training; None: none."""
+        if not self.new_tokens:
+            return None
+        return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k)
 
     @property
     def others(self) -> dict[str, Any]:
@@ -129,8 +156,8 @@ def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
 
 def parse(
     arguments: Sequence[str] | None,
-    description: str,
-    defaults: Mapping[str, Any],
+    description: str | Experiment,
+    defaults: Mapping[str, Any] | None = None,
     recipes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Request:
     """Reads a command line.
@@ -146,6 +173,8 @@ def parse(
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file that cannot be read, or holds none.
     """
+    if isinstance(description, Experiment):
+        description, defaults, recipes = description.description, description.defaults, description.recipes
     parser = _parser(description, defaults)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     file = _file_parser().parse_known_args(arguments)[0].config
@@ -226,13 +255,6 @@ def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentP
         default=None,
         metavar="WHERE",
         help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
-    )
-    run.add_argument(
-        "--log-jsonl",
-        default=None,
-        metavar="FILE",
-        help="write one JSON object a step to FILE, replacing it; a resumed run goes on with it (default: "
-        "log.jsonl in --run-dir, if that is given)",
     )
     run.add_argument(
         "--dry-shapes",

@@ -16,6 +16,7 @@ from megajax.config.presets import ALIASES, MODELS
 __all__ = [
     "PRESETS",
     "ConfigError",
+    "DataConfig",
     "LaunchConfig",
     "ModelConfig",
     "OutputConfig",
@@ -206,7 +207,7 @@ class TrainConfig:
     beta1: float = setting(0.9, "Adam's decay of the mean gradient")
     beta2: float = setting(0.95, "Adam's decay of the mean squared gradient")
     epsilon: float = setting(1e-8, "added to the root of Adam's mean square")
-    clip_norm: float = setting(1.0, "largest global norm of the gradient; a larger one is scaled down to it")
+    clip_norm: float | None = setting(1.0, "largest global norm of the gradient; a larger one is scaled down to it")
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples")
     precision: str = setting("bf16", "type of the forward and backward; weights stay fp32", ("bf16", "fp32", "fp16"))
     matmul_dtype: str | None = setting(
@@ -229,6 +230,23 @@ class TrainConfig:
     validation_batches: int = setting(8, "global batches in a validation")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The data of a run. Names and meanings are Megatron-LM's."""
+
+    text: str | None = None
+    data_path: tuple[str, ...] | None = None
+    train_data_path: tuple[str, ...] | None = None
+    valid_data_path: tuple[str, ...] | None = None
+    split: str | None = None
+    data_cache: str | None = None
+    tokenizer: str = "byte"
+    end_of_document: str | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that decides what a run computes."""
@@ -236,6 +254,7 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig
     train: TrainConfig
+    data: DataConfig = DataConfig()
 
     @property
     def total_samples(self) -> int:
@@ -271,6 +290,10 @@ class OutputConfig:
     max_to_keep: int = setting(3, "newest checkpoints to keep")
     keep_every: int | None = setting(None, "checkpoints of steps that are multiples of this are kept for good")
     exit_after_minutes: float | None = setting(None, "save and exit with code 0 after so long; not given: at the end")
+    log_jsonl: str | None = setting(
+        None,
+        "write one JSON object a step to this file, replacing it; a resumed run appends (not given: log.jsonl in run_dir)",
+    )
     tensorboard: bool = setting(True, "write run_dir/tensorboard")
     profile: str | None = setting(None, "START:STOP: write a jax.profiler trace of these steps to run_dir/profile")
 

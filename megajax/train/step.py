@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import RunConfig
 from megajax.config.run_schedule import run_schedule
+from megajax.data.loader import PADDING
 from megajax.models import gpt
 from megajax.models.remat import grouped
 from megajax.models.transformer import RESIDUAL
@@ -100,7 +101,10 @@ class Training:
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(
-            self._train_step, in_shardings=(state, batch), out_shardings=(state, replicated), donate_argnums=0
+            self._train_step,
+            in_shardings=(state, batch, replicated),
+            out_shardings=(state, replicated),
+            donate_argnums=0,
         )
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
@@ -118,18 +122,26 @@ class Training:
         with jax.set_mesh(self.mesh):
             return self._init()
 
-    def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update; `state` is used up. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
+    takes_hold = True  # whether `train_step` takes `hold`
+
+    def train_step(
+        self, state: TrainState, batch: Tree, hold: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update; `state` is donated. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
 
         Where the loss or the gradient is not finite nothing is updated but the loss scale, and skipped is 1.
+
+        Args:
+          hold: int32 scalar; where it is not 0 the returned state equals `state`, the loss scale included. The loop passes
+            the `skipped` of the step before, which it has not read yet.
         """
         with jax.set_mesh(self.mesh):
-            return self._train(state, self.place(batch))
+            return self._train(state, self.place(batch), hold)
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
         with jax.set_mesh(self.mesh):
-            return self._train.lower(state, batch).compile()
+            return self._train.lower(state, batch, None).compile()
 
     def loss_and_gradients(
         self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
@@ -190,17 +202,22 @@ class Training:
         params = initial_params(self.run, jax.random.key(self.run.train.seed), self.schedule.placement)
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
-    def _train_step(self, state: TrainState, batch: Tree):
+    def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array | None):
         scale = state.loss_scale.scale
         loss, gradients = self._loss_and_gradients(state.params, batch, scale)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
-        return self._update(state, gradients, loss, batch)
+        new, metrics = self._update(state, gradients, loss, batch)
+        if hold is not None:
+            new = jax.tree.map(lambda n, o: jnp.where(hold == 0, n, o), new, state)
+        return new, metrics
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is left out where `gradients` are not finite or not `ready`; and metrics."""
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         batch_size = batch["sample"].size
+        if self.run.train.batch_ramp:  # some batches are padded, see data/ramp.py
+            batch_size = (batch["sample"] != PADDING).sum(dtype=jnp.int32)
         updates, optimizer_state = self.optimizer.update(
             gradients, state.optimizer_state, state.params, batch_size=batch_size
         )
@@ -307,6 +324,8 @@ class ContinuousTraining(Training):
         self.pipeline = pipedream_2bw.Continuous(self.functions, *sizes, mesh, **self.layout)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
+
+    takes_hold = False
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `Training.train_step`; a state with nothing in flight, fresh or restored, begins with an empty pipeline."""
