@@ -34,7 +34,6 @@ from megajax.train.run_directory import Profiler
 from megajax.train.step import Training, TrainState
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event of a compiled program
-NO_HOLD = np.int32(0)
 Batch = Mapping[str, Any]
 
 
@@ -161,7 +160,7 @@ class Loop:
         while True:
             if step is None:
                 self.compiled_before = self.compilations.count
-                step = self._dispatch(batch, self.progress.step + 1, self.progress.samples, NO_HOLD)
+                step = self._dispatch(batch, self.progress.step + 1, self.progress.samples, None)
             is_last = step.samples >= self.run_config.total_samples
             stop = None if is_last or not self.hooks.preemption else self.hooks.preemption.after(step.number)
             following, ahead = None, None

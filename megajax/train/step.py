@@ -106,6 +106,7 @@ class Training:
             out_shardings=(state, replicated),
             donate_argnums=0,
         )
+        self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
@@ -133,15 +134,15 @@ class Training:
 
         Args:
           hold: int32 scalar; where it is not 0 the returned state equals `state`, the loss scale included. The loop passes
-            the `skipped` of the step before, which it has not read yet.
+            the `skipped` of the step before, which it has not read yet. None: 0.
         """
         with jax.set_mesh(self.mesh):
-            return self._train(state, self.place(batch), hold)
+            return self._train(state, self.place(batch), self._no_hold() if hold is None else hold)
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
         with jax.set_mesh(self.mesh):
-            return self._train.lower(state, batch, None).compile()
+            return self._train.lower(state, batch, jax.ShapeDtypeStruct((), np.int32)).compile()
 
     def loss_and_gradients(
         self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
@@ -202,14 +203,12 @@ class Training:
         params = initial_params(self.run, jax.random.key(self.run.train.seed), self.schedule.placement)
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
-    def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array | None):
+    def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
         scale = state.loss_scale.scale
         loss, gradients = self._loss_and_gradients(state.params, batch, scale)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
         new, metrics = self._update(state, gradients, loss, batch)
-        if hold is not None:
-            new = jax.tree.map(lambda n, o: jnp.where(hold == 0, n, o), new, state)
-        return new, metrics
+        return jax.tree.map(lambda n, o: jnp.where(hold == 0, n, o), new, state), metrics
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is left out where `gradients` are not finite or not `ready`; and metrics."""
@@ -217,7 +216,7 @@ class Training:
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         batch_size = batch["sample"].size
         if self.run.train.batch_ramp:  # some batches are padded, see data/ramp.py
-            batch_size = (batch["sample"] != PADDING).sum(dtype=jnp.int32)
+            batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
         updates, optimizer_state = self.optimizer.update(
             gradients, state.optimizer_state, state.params, batch_size=batch_size
         )

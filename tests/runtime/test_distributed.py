@@ -141,7 +141,7 @@ def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
     got = rows(tmp_path / "run")
     assert got[0]["step"] == 5  # of another run's log there is nothing here
     np.testing.assert_allclose([row["loss"] for row in got[:1]], losses(alone)[4:5], rtol=1e-2)
-    assert "SIGTERM received: saving and leaving" in found[0].out
+    assert "SIGTERM received: saving a checkpoint and stopping" in found[0].out
     assert manager.complete_steps(tmp_path / "run" / "checkpoints") == [got[-1]["step"]]
 
 
