@@ -141,7 +141,7 @@ def test_a_new_run_replaces_the_log(tmp_path):
 
 
 def test_tensorboard_has_the_same_values(tmp_path):
-    """Read back from the event files, NaN included; a resumed run's events tell TensorBoard from which step to drop the old ones."""
+    """Read back from the event files, NaN included; a resumed run's events say which old ones to drop."""
     for after, steps in ((0, range(1, 4)), (2, range(3, 5))):
         board = TensorBoard(tmp_path, after=after)
         for step in steps:
