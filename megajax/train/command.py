@@ -60,7 +60,7 @@ def train(request: Request) -> int:
 
 def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
-    from megajax.generate import check_sampling
+    from megajax.train.sampling import check_sampling
     from megajax.runtime.mesh import start_devices
     from megajax.train.trainer import Trainer
 
@@ -82,7 +82,7 @@ def sample_text(trainer, state, sample) -> str:
     """The sample's prompt and the model's continuation of it."""
     import numpy as np
 
-    from megajax.generate import generate
+    from megajax.train.sampling import generate
 
     prompt = trainer.tokenizer.encode(sample.prompt)
     ids = generate(

@@ -1,7 +1,7 @@
-"""What a run's learning rate, weight decay and batch size are after so many samples. Everything scales in samples.
+"""The learning rate and weight decay of a run, as functions of the samples trained on.
 
-Megatron-LM's rules, at Megatron's values, with one difference: a rate is taken at the *end* of its update, n = the
-samples of all updates so far and of this one. So the first update already moves (Megatron's has learning rate 0), and
+Megatron-LM's formulas and values, with one difference: a rate is evaluated at the *end* of its update, n = the samples of
+all updates so far and of this one. So the first update already changes the weights (Megatron's has learning rate 0), and
 the last one has exactly the minimum. Samples of skipped steps do not count.
 """
 
@@ -48,7 +48,7 @@ def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
 
 
 def _fall(shape: str, x: jax.Array) -> jax.Array:
-    """From 1 at x = 0 to 0 at x = 1."""
+    """Falls from 1 at x = 0 to 0 at x = 1."""
     if shape == "linear":
         return 1 - x
     if shape == "cosine":

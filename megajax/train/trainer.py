@@ -179,15 +179,13 @@ def check_vocabulary(run: RunConfig, tokenizer: Any) -> None:
 class UserBatches:
     """Batches of the user's, as `Prefetch` reads them, with their sizes checked."""
 
-    def __init__(self, data: Batches, run: RunConfig):
-        """`data`: see `Trainer`."""
-        self.data, self.run = data, run
+    def __init__(self, data: Batches, run: RunConfig, consumed_samples: int = 0):
+        """`data`: see `Trainer`; `consumed_samples`: where the batch that `global_batch_size` describes starts."""
+        self.data, self.run, self.global_batch_size = data, run, batch_size(run.train, consumed_samples)
 
     def at(self, consumed_samples: int) -> "UserBatches":
-        """The batches from a sample on; `global_batch_size` is the size of the first."""
-        at = UserBatches(self.data, self.run)
-        at.global_batch_size = batch_size(self.run.train, consumed_samples)
-        return at
+        """The batches from a sample on."""
+        return UserBatches(self.data, self.run, consumed_samples)
 
     def batch(self, consumed_samples: int) -> Batch:
         """The batch that starts with sample `consumed_samples`.

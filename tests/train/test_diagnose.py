@@ -81,7 +81,7 @@ def test_the_layer_whose_output_overflows_is_named(training, params, layer):
     text = explain(training, changed(params, overflow))
     assert text == (
         "microbatch 1 of 4, sample 0 of the run: "
-        f"the output of layer {layer} is not finite, what goes into it and its weights are"
+        f"the output of layer {layer} is not finite; its input and its weights are"
     )
 
 
@@ -95,8 +95,8 @@ def test_a_gradient_that_overflows_is_named(training, params):
     assert text.startswith("microbatch 1 of 4, sample 0 of the run: the forward is finite, the gradient of ")
 
 
-def test_a_step_that_was_fine_after_all(training, params):
-    assert explain(training, params) == "the same step, taken again, is finite: look at the hardware"
+def test_a_step_that_is_finite_when_run_again(training, params):
+    assert explain(training, params) == "the same step, run again, is finite: check the hardware"
 
 
 class Poisoned(RampedLoader):

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and batch size against Megatron-LM's formulas, written out here, and hand-worked values."""
+"""Learning rate, weight decay and batch size against Megatron-LM's formulas, reimplemented here, and values by hand."""
 
 import dataclasses
 import math
@@ -75,7 +75,7 @@ def test_learning_rate_is_megatrons(shape, length):
     np.testing.assert_allclose(got, [megatron(train, int(n)) for n in samples], rtol=2e-5, atol=1e-9)
 
 
-def test_a_run_ends_at_the_minimum_and_its_first_update_moves():
+def test_a_run_ends_at_the_minimum_and_its_first_update_has_a_learning_rate():
     for shape in SHAPES:
         train = dataclasses.replace(TRAIN, **shape)
         assert float(lr_schedule.learning_rate(train, 8)) == pytest.approx(1e-3)  # a tenth of the warm-up is done
@@ -86,7 +86,7 @@ def test_a_run_ends_at_the_minimum_and_its_first_update_moves():
 
 @pytest.mark.parametrize(("ramp", "middle"), [("linear", 0.06), ("cosine", 0.06)])
 def test_weight_decay_ramps_over_the_run(ramp, middle):
-    """0.02 to 0.1; both ramps are half way in the middle, a quarter on they are 1/4 and (1 - cos(pi/4)) / 2 on."""
+    """0.02 to 0.1: both ramps are half way in the middle; after a quarter, 1/4 and (1 - cos(pi/4)) / 2 of the way."""
     train = dataclasses.replace(TRAIN, start_weight_decay=0.02, weight_decay=0.1, weight_decay_ramp=ramp)
     quarter = 0.25 if ramp == "linear" else (1 - math.sqrt(0.5)) / 2
     got = [float(lr_schedule.weight_decay(train, n)) for n in (0, 200, 400, 800, 900)]
@@ -166,7 +166,7 @@ def test_a_ramped_run_is_the_same_after_a_resume(tmp_path):
 
 
 def test_a_skipped_step_does_not_advance_the_rates(tmp_path):
-    """fp16 with a scale that overflows at first: the loader goes on, the learning rate waits."""
+    """fp16 with a scale that overflows at first: the loader advances, the learning rate does not."""
     run = runs.make_run((1, 1, 1), schedule="1f1b", steps=8, train={"precision": "fp16", "initial_loss_scale": 2.0**22})
     result = runs.go(run, tmp_path)
     skipped = np.array([row["skipped"] for row in result.rows])
