@@ -60,8 +60,8 @@ def train(request: Request) -> int:
 
 def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
-    from megajax.train.sampling import check_sampling
     from megajax.runtime.mesh import start_devices
+    from megajax.train.sampling import check_sampling
     from megajax.train.trainer import Trainer
 
     sample = request.sample
