@@ -142,7 +142,7 @@ class RunDirectory:
 
 
 def _metadata(run: RunConfig, tokenizer: Any | None) -> dict[str, Any]:
-    """What every checkpoint of a run stores beside its progress, as JSON: version, configuration, tokenizer."""
+    """What every checkpoint of a run stores with its progress, as JSON: version, configuration, tokenizer."""
     if tokenizer is not None:
         return run_meta(run, tokenizer)
     none = {"name": "none", "hash": ""}

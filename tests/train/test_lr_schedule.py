@@ -127,7 +127,7 @@ def test_a_ramped_loader_gives_every_sample_once():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"batch_ramp": (4, 4)}, "three whole numbers"),
         ({"batch_ramp": (0, 4, 10)}, "three whole numbers"),
@@ -140,11 +140,11 @@ def test_a_ramped_loader_gives_every_sample_once():
         ({"steps": 2**28}, "below 2..31"),
     ],
 )
-def test_what_cannot_be(fields, said):
+def test_illegal_rates_and_ramps_are_refused(fields, message):
     train = dataclasses.replace(RAMPED, **fields)
     if "batch_ramp" not in fields:
         train = dataclasses.replace(train, batch_ramp=())
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), train).validate()
     assert "type --" in str(error.value)
 

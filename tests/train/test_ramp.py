@@ -47,7 +47,7 @@ def test_98_batch_sizes_take_eight_programs_and_little_waste(pipe):
 
 
 def test_the_chosen_sizes_are_the_best_of_all_choices():
-    """Against all pairs of programs beside the largest, by hand."""
+    """Compared with every pair of programs in addition to the largest."""
     run = ramped_run()
     sizes, bubble = list(range(2, 25, 2)), 1
 
