@@ -64,6 +64,7 @@ class Trainer:
         validation_data: Batches | None = None,
         rules: Any = None,
         devices: Sequence[jax.Device] | None = None,
+        command_options: Mapping[str, Any] | None = None,
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
@@ -76,6 +77,7 @@ class Trainer:
           validation_data: the same of validation batches, if `data` is given; None: no validation.
           rules: the sharding rules; None: the model's.
           devices: None: all that jax has.
+          command_options: options of the command line that are in none of the dataclasses, for the run's config.toml.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
@@ -90,7 +92,7 @@ class Trainer:
             self._batches = UserBatches(data, run)
             self._validation = UserBatches(validation_data, run) if validation_data is not None else None
             self._data_description = [f"batches of {type(data).__name__}"]
-        self.directory = RunDirectory(run, output, self.tokenizer)
+        self.directory = RunDirectory(run, output, self.tokenizer, command_options)
         self.mesh = make_mesh(run.parallel, devices)
         choices = {name: value for name, value in {"model": model, "rules": rules}.items() if value is not None}
         self.training = make_training(run, self.mesh, **choices)
