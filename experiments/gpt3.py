@@ -9,17 +9,14 @@ python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dr
 Every preset is trained with its paper's recipe (RECIPES); without --model, a toy with settings of its own (DEFAULTS).
 """
 
-import dataclasses
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megajax.config import PRESETS, ConfigError, RunConfig
-from megajax.config.cli import Request, parse
+from megajax.config import PRESETS
+from megajax.config.cli import Experiment
 from megajax.config.presets import ALIASES
-from megajax.schedules.schedule import ScheduleError
-from megajax.schedules.simulate import simulate_lockstep
+from megajax.train import command
 
 # What suits eight fake devices on two cores: under three minutes, and the loss visibly falls.
 DEFAULTS = {
@@ -33,7 +30,6 @@ DEFAULTS = {
     "validation_every": 1000,
     "new_tokens": 200,
 }
-CPU_DEVICES = 8
 SEQUENCE = 2048  # tokens in a sample of GPT-3
 
 
@@ -153,136 +149,7 @@ def main(
       defaults: what this experiment trains if nothing is typed.
       recipes: by model, what is taken in place of `defaults`.
     """
-    try:
-        request = parse(arguments, description or "", defaults, recipes)
-        return dry_shapes(request) if request.dry_shapes else train(request)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-
-
-def dry_shapes(request: Request) -> int:
-    """Prints every parameter's shape, sharding and bytes, on whatever mesh was asked for."""
-    from megajax.runtime.mesh import start_devices
-    from megajax.train.shapes import describe_shapes
-
-    start_devices("cpu")
-    run = request.run(request.devices_needed or CPU_DEVICES, "bf16")
-    run.validate()
-    print(describe_shapes(run))
-    return 0
-
-
-def train(request: Request) -> int:
-    """Brings up the devices, and trains on them."""
-    # Imported here: jax may start only after the number of devices is known.
-    import jax
-
-    from megajax.runtime import distributed
-
-    started = time.monotonic()
-    count = distributed.start(request.launch)
-    watch = distributed.Watch(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr))
-    try:
-        code = train_on_devices(request, count, watch, started)
-        watch.close()
-        return code
-    except (ConfigError, ScheduleError) as error:
-        watch.fail(str(error), code=2)
-        raise
-    except jax.errors.JaxRuntimeError as error:
-        watch.lost(error)
-        raise
-
-
-def train_on_devices(request: Request, process_count: int, watch, started: float) -> int:
-    """Trains, validates, and shows a text that the model wrote."""
-    import numpy as np
-
-    from megajax.data.prefetch import Prefetch
-    from megajax.data.ramp import RampedLoader
-    from megajax.data.source import DataSource
-    from megajax.data.source import describe as describe_data
-    from megajax.data.tokenizers import load_tokenizer
-    from megajax.estimate.gpus import device_peak
-    from megajax.generate import check_sampling, generate
-    from megajax.runtime.mesh import make_mesh, start_devices
-    from megajax.runtime.preemption import Stop
-    from megajax.train.loop import Companions
-    from megajax.train.loop import train as train_loop
-    from megajax.train.run_directory import Keeper
-    from megajax.train.step import make_training
-
-    check_sampling(request.new_tokens, request.temperature, request.top_k)
-    devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
-    on_cpu = devices[0].platform == "cpu"
-    run = request.run(len(devices), "fp32" if on_cpu else "bf16")
-    run.validate(len(devices))
-    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
-    check_vocabulary(run, tokenizer)
-    prompt = tokenizer.encode(request.prompt)
-    keeper = Keeper(run, request.output, tokenizer, request.others)
-    source = DataSource(**{field.name: getattr(run.data, field.name) for field in dataclasses.fields(DataSource)})
-    batches, validation = source.loaders(run, tokenizer, run.total_samples)
-    if run.train.batch_ramp:
-        batches = RampedLoader(batches, run)
-    training = make_training(run, make_mesh(run.parallel, devices))
-    peak = device_peak(devices, run.train.precision)
-    begin = keeper.begin(training)
-    with keeper.log(begin) as log, Stop(request.output.exit_after_minutes, started) as stop:
-        data = describe_data(batches.samples, run.total_samples)
-        for line in (*describe(run, training.schedule, training.attention, devices, peak, data), *keeper.said):
-            log.message(line)
-        companions = Companions(keeper.checkpoints, stop, keeper.profile, watch)
-        with Prefetch(batches, training.batch_sharding) as ahead:
-            state = train_loop(training, ahead, validation, log, peak, begin=begin, companions=companions)
-        log.message(f"waited {ahead.waited:.2f} s for data, the first batch included")
-        keeper.close(log)
-        if request.new_tokens and not stop.reason:
-            ids = generate(
-                training.next_token_logits,
-                state.params,
-                np.array([prompt if len(prompt) else [tokenizer.end_of_document]]),
-                request.new_tokens,
-                context=run.model.sequence_length,
-                temperature=request.temperature,
-                top_k=request.top_k,
-                seed=run.train.seed,
-            )
-            log.message(f"\na sample, continuing {request.prompt!r}:\n{tokenizer.decode(ids[0])}")
-    return 0
-
-
-def check_vocabulary(run: RunConfig, tokenizer) -> None:
-    """Raises ConfigError where the tokenizer has ids that the model does not know."""
-    if tokenizer.vocabulary > run.model.vocabulary:
-        raise ConfigError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
-            f"{run.model.vocabulary}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
-        )
-
-
-def describe(run: RunConfig, schedule, attention, devices, peak, data: list[str]) -> list[str]:
-    """What is about to run, in a few lines; `data` has one for each dataset."""
-    model, parallel, train = run.model, run.parallel, run.train
-    bubble = simulate_lockstep(schedule).bubble
-    shared = f"context {parallel.context} x " if parallel.context > 1 else ""
-    return [
-        f"model     {model.name}: {model.parameters:,} parameters, {model.layers} layers, hidden {model.hidden}, "
-        f"{model.heads} heads, {model.sequence_length} tokens a sample",
-        f"mesh      data {parallel.data} x {shared}pipe {parallel.pipe} x tensor {parallel.tensor} on {len(devices)} "
-        f"{devices[0].device_kind} devices, {train.precision}, sequence parallel "
-        f"{'on' if parallel.sequence_parallel and parallel.tensor > 1 else 'off'}, recompute {parallel.recompute}",
-        f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
-        f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
-        f"{parallel.microbatch_size}: bubble {bubble:.1%} of the ideal time, {len(schedule.ticks)} ticks",
-        f"steps     {train.steps} of {train.global_batch_size} samples",
-        *(f"data      {line}" for line in data),
-        f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}): what MFU is a share of",
-    ]
+    return command.main(Experiment(description or "", defaults, recipes), arguments)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,36 @@
-"""megajax: Megatron-style training of large transformers in JAX, one jitted program per step."""
+"""megajax: training of large transformers in JAX with tensor, pipeline and data parallelism, one jitted program a step.
+
+The names below are imported on first use: `import megajax` imports neither jax nor numpy.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "ConfigError": "megajax.config",
+    "DataConfig": "megajax.config",
+    "LaunchConfig": "megajax.config",
+    "ModelConfig": "megajax.config",
+    "OutputConfig": "megajax.config",
+    "ParallelConfig": "megajax.config",
+    "RunConfig": "megajax.config",
+    "TrainConfig": "megajax.config",
+    "preset": "megajax.config",
+    "Schedule": "megajax.schedules.schedule",
+    "Trainer": "megajax.train.trainer",
+}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str):
+    """Imports a public name on its first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'megajax' has no attribute {name!r}: it exports {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,4 +1,4 @@
-"""The front door as people use it: in a process of its own, from the command line."""
+"""The experiments from the command line: options, error lines, recipes, a short run, a replay."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_help_shows_every_option_with_its_default(capsys):
 
 
 def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
-    """The saved file alone gives the same run; what is typed beside it goes first; a resume is said."""
+    """The saved file alone replays the run; options take precedence over it; a resume is reported."""
     words = "--devices cpu:1 --layers 1 --hidden 32 --sequence-length 16 --global-batch-size 8 --microbatch-size 4"
     words += " --new-tokens 0 --validation-batches 0 --steps 4 --log-every 1 --batch-ramp 4,4,8"
     assert gpt3.main([*words.split(), "--run-dir", str(tmp_path / "a")]) == 0
@@ -127,7 +127,7 @@ def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[train]\nsteps = ", "is not TOML"),
         ("[train]\nstpes = 3", "stpes in [train] is not known: did you mean steps"),
@@ -136,13 +136,13 @@ def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
         (None, "cannot read the configuration"),
     ],
 )
-def test_a_wrong_configuration_is_one_clear_line(tmp_path, capsys, text, said):
+def test_a_wrong_configuration_is_one_clear_line(tmp_path, capsys, text, message):
     path = tmp_path / "run.toml"
     if text is not None:
         path.write_text(text)
     assert gpt3.main(["--devices", "cpu:8", "--config", str(path)]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 # 2005.14165 table 2.1: batch in tokens and learning rate; 300 billion tokens for all of them.
@@ -174,7 +174,7 @@ def test_gpt3_has_the_papers_recipe(model):
     assert 4e9 <= train.batch_ramp[2] * tokens * 1.001 and train.batch_ramp[2] * tokens <= 12.01e9
 
 
-def test_a_short_run_of_a_recipe_is_the_recipe_in_small():
+def test_a_short_run_scales_the_lengths_of_its_recipe():
     run = parse("--model gpt3-1.3b --steps 1000".split(), "", gpt3.DEFAULTS, gpt3.RECIPES).run(8, "bf16")
     run.validate(8)
     whole = gpt3.RECIPES["gpt3-1.3b"]

@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from megajax.checkpoint import checksums
-from megajax.runtime.distributed import meet
+from megajax.runtime.distributed import gather_problems
 
 TEMPORARY = ".unfinished"  # ends the name of a checkpoint that is not whole yet
 
@@ -70,7 +70,7 @@ def _together(name: str, work: Callable[[], None]) -> None:
         work()
     except Exception as error:
         own = error
-    problems = meet(name, reason_of(own) if own else None)
+    problems = gather_problems(name, reason_of(own) if own else None)
     if own:
         raise own
     for process, problem in problems.items():

@@ -8,6 +8,8 @@ from megajax.config import ConfigError
 from megajax.data.boundaries import Boundaries
 from megajax.data.gpt_samples import Samples
 
+PADDING = 2**32 - 1  # the number, in a batch's "sample", of a sample that pads a smaller batch: its weights are 0
+
 
 class TokenSamples:
     """Windows of a token stream, in a new random order each epoch.
@@ -54,6 +56,7 @@ class Loader:
         microbatches: int,
         boundaries: Boundaries | None = None,
         vocabulary: int | None = None,
+        padded_microbatches: int | None = None,
     ):
         """`microbatches` must divide `global_batch_size`.
 
@@ -63,22 +66,34 @@ class Loader:
           microbatches: that it is cut into.
           boundaries: what the end of a document within a sample does; None is nothing.
           vocabulary: token ids must be below it; None is not checked.
+          padded_microbatches: number of microbatches that a batch has with those of weight 0 at its end; None: no padding.
         """
         self.samples, self.global_batch_size, self.microbatches = samples, global_batch_size, microbatches
         self.boundaries, self.vocabulary = boundaries, vocabulary
+        self.padded_microbatches = padded_microbatches or microbatches
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """(microbatches, samples of each)."""
-        return self.microbatches, self.global_batch_size // self.microbatches
+        """(microbatches with padding, samples of each)."""
+        return self.padded_microbatches, self.global_batch_size // self.microbatches
+
+    def numbers(self, consumed_samples: int) -> np.ndarray:
+        """int64 [microbatches, samples]: the samples of the batch that starts there, PADDING after the last."""
+        numbers = np.full(self.batch_shape, PADDING)
+        numbers[: self.microbatches] = consumed_samples + np.arange(self.global_batch_size).reshape(
+            self.microbatches, -1
+        )
+        return numbers
 
     def at(self, consumed_samples: int) -> "Loader":
         """The loader of the batch that begins there: this one. Where the batch size grows, there are several."""
         return self
 
-    def resized(self, global_batch_size: int, microbatches: int) -> "Loader":
+    def resized(self, global_batch_size: int, microbatches: int, padded_microbatches: int | None = None) -> "Loader":
         """A loader of the same samples in batches of another size."""
-        return Loader(self.samples, global_batch_size, microbatches, self.boundaries, self.vocabulary)
+        return Loader(
+            self.samples, global_batch_size, microbatches, self.boundaries, self.vocabulary, padded_microbatches
+        )
 
     def batch(self, consumed_samples: int) -> dict[str, np.ndarray]:
         """The batch that begins with sample `consumed_samples` of the run.
@@ -90,8 +105,8 @@ class Loader:
           sequence_length], and sample uint32 [microbatches, samples], the samples' numbers in the run. With boundaries
           also what `Boundaries.of` gives.
         """
-        numbers = consumed_samples + np.arange(self.global_batch_size)
-        return {name: array.reshape(*self.batch_shape, *array.shape[1:]) for name, array in self.rows(numbers).items()}
+        rows = self.rows(self.numbers(consumed_samples).reshape(-1))
+        return {name: array.reshape(*self.batch_shape, *array.shape[1:]) for name, array in rows.items()}
 
     def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by their numbers in the run, int [rows]: as `batch`, each array [rows, ...].
@@ -99,7 +114,8 @@ class Loader:
         Raises:
           ConfigError: there is no such sample, or a token id is not in the vocabulary.
         """
-        windows = np.stack([self.samples.window(int(number)) for number in numbers])
+        padding = numbers == PADDING
+        windows = np.stack([self.samples.window(0 if number == PADDING else int(number)) for number in numbers])
         if self.vocabulary is not None and not 0 <= windows.min() <= windows.max() < self.vocabulary:
             bad = windows[(windows < 0) | (windows >= self.vocabulary)][0]
             raise ConfigError(
@@ -107,9 +123,12 @@ class Loader:
                 "tokenizer; type the vocabulary that it needs after --vocabulary"
             )
         tokens = windows[:, :-1]
-        return {
+        rows = {
             "tokens": tokens,
             "labels": windows[:, 1:],
             "weights": np.ones(tokens.shape, np.float32),
             "sample": numbers.astype(np.uint32),
         } | (self.boundaries.of(tokens) if self.boundaries else {})
+        if padding.any():
+            rows["weights"] = np.where(padding[:, None], np.float32(0), rows["weights"])
+        return rows

@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 
 from megajax.data.loader import Loader
 
@@ -60,8 +59,11 @@ class Prefetch:
 
 def place_batch(loader: Loader, consumed_samples: int, sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
     """One batch on the devices. Devices that hold the same samples, of a pipeline or tensor group, share one reading."""
-    microbatches, samples = loader.batch_shape
-    numbers = consumed_samples + np.arange(loader.global_batch_size).reshape(microbatches, samples)
+    if not hasattr(loader, "rows"):  # batches of the user's, which are read whole
+        batch = loader.batch(consumed_samples)
+        place = lambda array: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)  # noqa: E731
+        return {name: place(array) for name, array in batch.items()}
+    numbers = loader.numbers(consumed_samples)
     parts = {}
     for index in sharding.addressable_devices_indices_map(numbers.shape).values():
         if _key(index) not in parts:

@@ -1,56 +1,101 @@
-"""When a run stops before its end: a signal, or time is up. All processes stop after the same step."""
+"""When a run stops before its last step: at a signal, or when its time is up. All processes stop after the same step.
 
+Several processes agree through jax's coordination service, in a thread of their own, so a step costs neither a collective
+nor a transfer to the host. A process that has a reason to stop publishes it. Every process's thread sees it within
+a second, publishes the step that its main thread has reached, and waits at a barrier for the others; while it does, the main
+thread does not start another step. The run stops after the step that follows the latest of these: no process has
+started it, and all of them will.
+"""
+
+import contextlib
 import signal
+import threading
 import time
 
-import jax
-import numpy as np
+from megajax.runtime.compat import coordination_service
 
-from megajax.runtime.compat import multihost_utils
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM and Kubernetes send them before they kill
+REQUEST, REACHED = "megajax/stop/request", "megajax/stop/reached"
+INTERVAL = 1.0  # seconds between two looks at the coordination service
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM and Kubernetes send before they kill
 
+class Preemption:
+    """Collects reasons to stop; used as `with Preemption(...) as preemption`, in the main thread.
 
-class Stop:
-    """Collects reasons to stop; used as `with Stop(...) as stop`, in the main thread. A step is never interrupted."""
+    A step is never interrupted.
+    """
 
     def __init__(self, minutes: float | None = None, started: float | None = None):
         """A run without a reason to stop yet.
 
         Args:
           minutes: how long the run may take.
-          started: `time.monotonic()` when it began; now, if None.
+          started: `time.monotonic()` when it started; now, if None.
         """
         self._deadline = None
         if minutes is not None:
             self._deadline = (time.monotonic() if started is None else started) + 60 * minutes
         self._minutes, self._signal, self._previous = minutes, 0, {}
-        self.reason: str | None = None
+        self.reason: str | None = None  # why the run stopped; None as long as it has not
+        joined = coordination_service()  # jax.process_count() would start the devices
+        self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
+        self._agreement = threading.Lock()  # held by the thread while the processes agree on the step
+        self._reached, self._last, self._agreed_reason = 0, None, None
+        self._closed = threading.Event()
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "Preemption":
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
+        if self._count > 1:
+            threading.Thread(target=self._poll, daemon=True, name="preemption").start()
         return self
 
     def __exit__(self, *exception) -> None:
+        self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number, frame) -> None:
         self._signal = int(number)
 
-    def agreed(self) -> str | None:
-        """The reason for all processes to stop now, None to go on. To be called by all of them after the same step.
+    def _own_reason(self) -> str | None:
+        """This process's reason to stop."""
+        if self._signal:
+            return f"{signal.Signals(self._signal).name} received"
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return f"--exit-after-minutes {self._minutes:g} are over"
+        return None
 
-        One process's signal stops them all; with several processes this is a sum over them, a small one.
+    def after(self, step: int) -> str | None:
+        """Why the run must stop after `step`; None: it continues.
+
+        Every process calls it once for each step, after the step's dispatch and before that of the next.
         """
-        out_of_time = self._deadline is not None and time.monotonic() >= self._deadline
-        code = self._signal or (-1 if out_of_time else 0)
-        if jax.process_count() > 1:
-            codes = multihost_utils.process_allgather(np.int32(code))
-            code = int(codes[np.argmax(np.abs(codes))])
-        if code > 0:
-            self.reason = f"{signal.Signals(code).name} received"
-        elif code < 0:
-            self.reason = f"--exit-after-minutes {self._minutes:g} are over"
+        if self._count == 1:
+            self.reason = self._own_reason()
+            return self.reason
+        with self._agreement:
+            self._reached = step
+            if self._last is not None and step >= self._last:
+                self.reason = self._agreed_reason
         return self.reason
+
+    def _poll(self) -> None:
+        """The thread: publishes this process's reason, looks for any process's, and agrees on the last step."""
+        published = False
+        while not self._closed.wait(INTERVAL):
+            with contextlib.suppress(Exception):  # not found, or process 0 is gone, which is the watchdog's business
+                if not published and (reason := self._own_reason()):
+                    self._client.key_value_set(REQUEST, reason, allow_overwrite=True)
+                    published = True
+                self._client.key_value_try_get(REQUEST)
+                self._agree()
+                return
+
+    def _agree(self) -> None:
+        with self._agreement:
+            self._client.key_value_set(f"{REACHED}/{self._id}", str(self._reached), allow_overwrite=True)
+            self._client.wait_at_barrier(REACHED, 1000 * 3600)
+            # A process publishes its reason before it arrives at the barrier: all read the same one here.
+            self._agreed_reason = self._client.key_value_try_get(REQUEST)
+            self._last = 1 + max(int(step) for _, step in self._client.key_value_dir_get(f"{REACHED}/"))

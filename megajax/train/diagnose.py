@@ -1,8 +1,8 @@
-"""What broke a step: the first microbatch and sample, and the first parameter or layer, that is not finite.
+"""Explains a step that is not finite: the first microbatch and sample, and the first parameter or layer, that are not.
 
-Called when a step has been skipped, with the parameters as they were: nothing of this runs in a good step. Samples are
-searched by halves: a batch filled with copies of some of them goes through the step's own program, so a batch of n takes
-log2(n) passes. Layers likewise, with a forward in which the blocks from some layer on do nothing.
+Called after a step was skipped, with the parameters that it had; no part of it runs in other steps. The sample is found by
+bisection: a batch filled with copies of half of the samples runs through the step's own program, so a batch of n takes
+log2(n) passes. The layer likewise, by forward passes in which the blocks from some layer on are the identity.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import is_block, named
+from megajax.data.loader import PADDING
 from megajax.pipeline import layout
 from megajax.train.step import Training
 
@@ -36,12 +37,12 @@ def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -
     def bad(samples: np.ndarray) -> bool:
         return bool(_broken_by(training, params, _copies(batch, samples), scale))
 
-    count = batch["sample"].size
+    count = int((np.asarray(batch["sample"]) != PADDING).sum())
     if not bad(np.arange(count)):
-        return "the same step, taken again, is finite: look at the hardware"
+        return "the same step, run again, is finite: check the hardware"
     sample = _first(np.arange(count), bad)
     if sample is None:
-        return "no sample alone does it: their gradients overflow when they are added up"
+        return "no single sample causes it: the sum of their gradients overflows"
     each = batch["sample"].shape[1]
     number = int(batch["sample"].reshape(-1)[sample])
     where = f"microbatch {sample // each + 1} of {count // each}, sample {number} of the run: "
@@ -50,7 +51,7 @@ def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -
 
 
 def _forward_or_backward(training: Training, params: Tree, batch: Tree, scale: float) -> str:
-    """The first layer whose output is not finite, or the first gradient on the way back."""
+    """The first layer whose output is not finite, or the first gradient of the backward pass."""
     layers = training.run.model.layers
     weights = np.asarray(batch["weights"])
     if not np.isfinite(weights).all():
@@ -63,7 +64,7 @@ def _forward_or_backward(training: Training, params: Tree, batch: Tree, scale: f
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if finite(middle) else (low, middle)
-        return f"the output of layer {high - 1} is not finite, what goes into it and its weights are"
+        return f"the output of layer {high - 1} is not finite; its input and its weights are"
     broken = _broken_by(training, params, batch, scale)
     if broken == ["loss"]:
         return "every layer's output is finite, the loss is not"
@@ -76,7 +77,7 @@ def _more(names: list[str]) -> str:
 
 
 def _copies(batch: Tree, samples: np.ndarray) -> Tree:
-    """A batch of the same shape filled with copies of some samples, in turn."""
+    """A batch of the same shape filled with copies of some samples, repeated in order."""
     count = batch["sample"].size
     chosen = np.resize(samples, count)
     flat = {name: a.reshape(count, *a.shape[2:])[chosen] for name, a in batch.items()}
@@ -92,9 +93,9 @@ def _first(samples: np.ndarray, bad: Callable[[np.ndarray], bool]) -> int | None
 
 
 def _broken_by(training: Training, params: Tree, batch: Tree, scale: float) -> list[str]:
-    """What is not finite: "loss", and gradients in the order of the backward."""
+    """The names of what is not finite: "loss", and gradients in the order of the backward pass."""
     if not np.asarray(batch["weights"]).any():
-        return []  # no token counts, so the mean over tokens is 0/0 and says nothing
+        return []  # all tokens have weight 0: the mean loss is 0 / 0
     loss, gradients = training.loss_and_gradients(params, batch, scale=scale)
     return ([] if np.isfinite(float(loss)) else ["loss"]) + not_finite(training, gradients)
 
@@ -102,7 +103,7 @@ def _broken_by(training: Training, params: Tree, batch: Tree, scale: float) -> l
 def not_finite(training: Training, tree: Tree) -> list[str]:
     """The leaves of a tree like the parameters with an element that is not finite: head, last layer to first, rest.
 
-    A leaf of blocks is named for each layer: "layer 3, attention/qkv/kernel".
+    A leaf of blocks is named once for each layer: "layer 3, attention/qkv/kernel".
     """
     sharding, placement = NamedSharding(training.mesh, P()), training.schedule.placement
     with jax.set_mesh(training.mesh):
@@ -132,7 +133,7 @@ def _flags(leaves: dict[str, jax.Array], placement: str) -> dict[str, jax.Array]
 
 
 def stream_is_finite(training: Training, params: Tree, batch: Tree) -> Callable[[int], bool]:
-    """A function that says whether the residual stream is finite after the first so many blocks, for a whole batch."""
+    """Returns a function of n: whether the residual stream of a whole batch is finite after the first n blocks."""
     functions, group = training.functions, training.run.parallel.recompute_blocks
 
     def block(weights, x, microbatch, layer):

@@ -1,6 +1,7 @@
-"""What a run says: a progress bar on a terminal or plain lines elsewhere, and each step's record in files.
+"""The log of a run: a progress bar on a terminal or plain lines elsewhere, and each step's record in files.
 
-A step's record never leaves a number out because it is NaN or infinite: those are the numbers one looks for.
+A step's record contains NaN and infinite values, which are the ones to look for. Its rates are None where the step's time
+includes a compilation.
 """
 
 import collections
@@ -21,15 +22,20 @@ from megajax.config import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """What turns a step's seconds into rates."""
+    """Computes rates from the seconds of a step."""
 
     tokens_per_step: int
     flops_per_step: float  # model FLOPs: forward and backward once, no recompute, whole global batch
     devices: int
     peak_flops: float  # FLOP/s of one device in the run's precision
 
-    def rates(self, seconds: float) -> dict[str, float]:
-        """tokens_per_second of the whole mesh; TFLOP/s and model FLOPs utilization (MFU, a fraction) of one device."""
+    def rates(self, seconds: float, compiled: bool = False) -> dict[str, float | None]:
+        """tokens_per_second of the whole mesh; TFLOP/s and model FLOPs utilization (MFU, a fraction) of one device.
+
+        All are None for a step that `compiled`: its seconds measure the compiler.
+        """
+        if compiled:
+            return dict.fromkeys(("tokens_per_second", "tflops_per_device", "mfu"))
         flops_per_second = self.flops_per_step / seconds / self.devices
         return {
             "tokens_per_second": self.tokens_per_step / seconds,
@@ -48,17 +54,19 @@ def step_record(
     batch: int,
     skipped_steps: int = 0,
     bad_steps: int = 0,
-) -> dict[str, float]:
-    """The record of one step, in the order in which it is written.
+    compiled: bool = False,
+) -> dict[str, float | None]:
+    """The record of one step, with its fields in the order in which they are written.
 
     Args:
       step: 1 for the first step of the run.
       metrics: scalars of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, skipped.
       samples: samples consumed at the end of this step.
-      seconds: wall-clock seconds of the step; the first of a process includes compilation.
-      batch: samples of this step.
+      seconds: wall-clock seconds of the step.
+      batch: samples of this step, without padding.
       skipped_steps: steps of the run that were skipped, this one included.
       bad_steps: steps of the run whose loss was not finite, this one included.
+      compiled: whether a compilation fell into the step's seconds.
     """
     return {
         "step": step,
@@ -72,12 +80,13 @@ def step_record(
         "batch": batch,
         "samples": samples,
         "step_seconds": seconds,
-        **throughput.rates(seconds),
+        "compiled": int(compiled),
+        **throughput.rates(seconds, compiled),
     }
 
 
-def to_json(record: Mapping[str, float]) -> str:
-    """One line of strict JSON; NaN and infinities become "nan", "inf", "-inf", which `float()` reads back."""
+def to_json(record: Mapping[str, float | None]) -> str:
+    """One line of strict JSON; NaN and infinities become "nan", "inf", "-inf", which `float()` accepts; None is null."""
     finite = {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -86,20 +95,20 @@ def to_json(record: Mapping[str, float]) -> str:
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """A destination of records."""
 
-    def write(self, record: Mapping[str, float]) -> None:
-        """Takes one step's record."""
+    def write(self, record: Mapping[str, float | None]) -> None:
+        """Writes one step's record."""
 
     def close(self) -> None:
-        """Takes no more."""
+        """Ends the file."""
 
 
 class JsonLines:
-    """A file with one JSON object a step, written through at once so that a killed run keeps its log."""
+    """A file with one JSON object a step, flushed after each line, so a killed run keeps its log."""
 
     def __init__(self, path: str | pathlib.Path, after: int = 0):
-        """Opens the file, anew or to go on after step `after`: what it has of later steps is dropped.
+        """Opens the file: empty, or to continue after step `after`, in which case lines of later steps are dropped.
 
         Raises:
           ConfigError: the file cannot be written.
@@ -115,7 +124,7 @@ class JsonLines:
 
     @staticmethod
     def _until(path: pathlib.Path, after: int) -> str:
-        """The file's lines up to a step; a line that was cut short by a kill is dropped too."""
+        """The file's lines up to a step, without a line that a kill has truncated."""
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
@@ -136,8 +145,8 @@ class TensorBoard:
     """The same records as TensorBoard scalars, by step; `samples` is one of them."""
 
     def __init__(self, directory: str | pathlib.Path, after: int = 0):
-        """Opens a new event file; TensorBoard drops what older ones have of steps later than `after`."""
-        from tensorboardX import SummaryWriter  # takes a while to import, and not every process needs it
+        """Opens a new event file; TensorBoard drops the older files' events of steps after `after`."""
+        from tensorboardX import SummaryWriter  # slow to import, and not every process needs it
         from tensorboardX.proto.summary_pb2 import Summary
 
         purge = after + 1 if after else None
@@ -147,16 +156,20 @@ class TensorBoard:
         self._summary = Summary
 
     def write(self, record: Mapping[str, float]) -> None:
-        # All in one event: `add_scalar` for each would be most of what a step's logging costs.
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in record.items() if name != "step"]
+        # One event for all scalars: `add_scalar` for each would be most of the cost of logging a step.
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in record.items()
+            if name != "step" and value is not None
+        ]
         self._writer.file_writer.add_summary(self._summary(value=values), int(record["step"]))
 
     def close(self) -> None:
         self._writer.close()
 
 
-class Spikes:
-    """Finds losses far above those before them."""
+class SpikeDetector:
+    """Finds losses far above the preceding ones."""
 
     def __init__(self, deviations: float, window: int = 100, least: int = 20):
         """Compares with the mean and standard deviation of the last `window` finite losses, once there are `least`."""
@@ -164,11 +177,13 @@ class Spikes:
         self._losses: collections.deque[float] = collections.deque(maxlen=window)
 
     def flag(self, step: int, loss: float) -> str | None:
-        """What to say of a step's loss, None if nothing."""
+        """A warning about a step's loss; None if there is none."""
         text = None
         if math.isfinite(loss):
             if len(self._losses) >= self.least:
-                mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+                mean = statistics.fmean(self._losses)
+                # statistics.pstdev computes with fractions, which took a quarter of the loop's time.
+                deviation = math.sqrt(statistics.fmean([(one - mean) ** 2 for one in self._losses]))
                 above = (loss - mean) / max(deviation, 1e-3 * abs(mean), 1e-12)
                 if above > self.deviations:
                     text = f"step {step}: loss spike: {loss:.4f} is {above:.1f} standard deviations above {mean:.4f}"
@@ -177,7 +192,9 @@ class Spikes:
 
 
 def describe_numbers(record: Mapping[str, float]) -> str:
-    """The loss and the rates of a step in words: what a person watches."""
+    """The loss and the rates of a step, for a person to watch."""
+    if record["compiled"]:
+        return f"loss {record['loss']:.4f}  (with compilation)"
     return (
         f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"{record['tflops_per_device']:.3g} TFLOP/s and {record['mfu']:.1%} MFU per device"
@@ -185,7 +202,7 @@ def describe_numbers(record: Mapping[str, float]) -> str:
 
 
 def describe_line(record: Mapping[str, float], steps: int) -> str:
-    """One plain line for a step, all of its numbers in it."""
+    """One plain line with all numbers of a step."""
     return (
         f"step {record['step']}/{steps}  {describe_numbers(record)}  grad norm {record['grad_norm']:.3g}  "
         f"learning rate {record['learning_rate']:.3g}  loss scale {record['loss_scale']:g}  "
@@ -195,7 +212,7 @@ def describe_line(record: Mapping[str, float], steps: int) -> str:
 
 
 def warning(record: Mapping[str, float]) -> str | None:
-    """What must not pass unseen in a step: a skipped step, or a loss or gradient that is not finite."""
+    """A warning for a skipped step, or for a loss or gradient that is not finite; None if there is none."""
     if record["skipped"]:
         scale = f"; loss scale {record['loss_scale']:g}" if record["loss_scale"] != 1 else ""
         loss = "" if math.isfinite(record["loss"]) else f"loss is {record['loss']}, "
@@ -226,9 +243,9 @@ class RunLog:
           steps: the number of steps of the whole run.
           every: plain lines are printed for the first and last step and for each multiple of this; the progress bar and
             the sinks have every step.
-          console: where to show; standard output if None.
-          sinks: where to write records; closed at the end.
-          file: gets all plain lines too, with the time, whatever the console shows; closed at the end.
+          console: of the progress bar or lines; standard output if None.
+          sinks: destinations of the records; closed at the end.
+          file: receives all plain lines with their time, also when the console shows a bar; closed at the end.
         """
         self.steps = steps
         self.every = every
@@ -237,7 +254,6 @@ class RunLog:
         self._bar: Progress | None = None
         self._shown = 0.0
         self._first: int | None = None
-        self._compiling = False
 
     def __enter__(self) -> "RunLog":
         return self
@@ -258,28 +274,26 @@ class RunLog:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._file.flush()
 
-    def compiling(self) -> None:
-        """Says why the first step takes long; its rates will be marked as what they are."""
-        self._compiling = True
+    def compiling(self, step: int, program: str = "the first step") -> None:
+        """Shows why `step` will take long."""
         if self.console.is_terminal:
-            self._show(0, "compiling the first step")
+            self._show(step - 1, f"compiling {program}")
         else:
-            self.message("compiling the first step")
+            self.message(f"compiling {program}")
 
     def step(self, record: Mapping[str, float]) -> None:
         """Shows and writes one step's record."""
         for sink in self._sinks:
             sink.write(record)
-        note = "  (with compilation)" if self._compiling else ""
-        self._shown, self._compiling = (0.0 if note else self._shown), False
+        self._shown = 0.0 if record["compiled"] else self._shown
         self._first = self._first or int(record["step"])
         is_due = record["step"] in (self._first, self.steps) or record["step"] % self.every == 0
         if self.console.is_terminal:
-            self._show(int(record["step"]), describe_numbers(record) + note)
+            self._show(int(record["step"]), describe_numbers(record))
             if is_due:
-                self._to_file(describe_line(record, self.steps) + note)
+                self._to_file(describe_line(record, self.steps))
         elif is_due:
-            self.message(describe_line(record, self.steps) + note)
+            self.message(describe_line(record, self.steps))
         if text := warning(record):
             self.message(f"warning: {text}")
         if record["step"] >= self.steps:
@@ -297,7 +311,7 @@ class RunLog:
             self._bar = Progress(*columns, console=self.console, auto_refresh=False)
             self._bar.add_task("", total=self.steps)
             self._bar.start()
-        # Drawing takes longer than a small step's share of overhead: ten times a second is enough.
+        # Drawing takes longer than all other logging of a step: ten times a second is enough.
         due = time.monotonic() - self._shown > 0.1 or done >= self.steps
         self._shown = time.monotonic() if due else self._shown
         self._bar.update(self._bar.task_ids[0], completed=done, description=text, refresh=due)

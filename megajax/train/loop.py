@@ -1,191 +1,309 @@
-"""Training, from the first step to the sampled text; read it top to bottom."""
+"""The training loop: read `Loop.run` top to bottom.
+
+Step N + 1 is dispatched before the metrics of step N are read, so the devices never wait for the host:
+
+    host      dispatch 1 | dispatch 2 | read 1, log 1 | dispatch 3 | read 2, log 2 | ...
+    devices              | step 1 ------------------- | step 2 ------------------- | ...
+
+Where something needs the state after step N itself (validation, a checkpoint, the last step, an edge of the profiled
+steps, the compilation of a new program), step N + 1 is dispatched only after that. When step N is not finite, the
+compiled step N + 1 leaves the state unchanged (`hold` of `Training.train_step`), and is dispatched again after the host
+has dealt with step N: results are those of a loop that reads each step's metrics at once.
+"""
 
 import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import ConfigError, RunConfig
-from megajax.data.loader import Loader
-from megajax.data.ramp import RampedLoader
+from megajax.data.ramp import batch_size
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Peak
-from megajax.runtime.distributed import Watch
-from megajax.runtime.preemption import Stop
+from megajax.runtime.preemption import Preemption
+from megajax.runtime.watchdog import Watchdog
 from megajax.train import diagnose
-from megajax.train.logging import RunLog, Spikes, Throughput, step_record
-from megajax.train.profile import Profile
+from megajax.train.logging import RunLog, SpikeDetector, Throughput, step_record
+from megajax.train.run_directory import Profiler
 from megajax.train.step import Training, TrainState
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event of a compiled program
+Batch = Mapping[str, Any]
+
+
+class Batches(Protocol):
+    """The training data: `data.prefetch.Prefetch`, a `Loader`, or an object of the user's."""
+
+    def batch(self, consumed_samples: int) -> Batch:
+        """The batch that starts with sample `consumed_samples`: arrays [microbatches, samples, ...]."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Companions:
-    """What a run may have beside its training; None for what it does not."""
+class TrainerHooks:
+    """Optional companions of a training loop; None for each that a run does without."""
 
     checkpoints: Checkpoints | None = None
-    stop: Stop | None = None
-    profile: Profile | None = None
-    watch: Watch | None = None
+    preemption: Preemption | None = None
+    profiler: Profiler | None = None
+    watchdog: Watchdog | None = None
 
-    def be_patient(self, step: int) -> None:
-        """What comes now may take longer than a step."""
-        if self.watch:
-            self.watch.enter(step, patient=True)
-
-
-ALONE = Companions()
+    def suspend_watchdog(self, step: int) -> None:
+        """The work that follows has no time limit."""
+        if self.watchdog:
+            self.watchdog.suspend(step)
 
 
-def throughput_of(run: RunConfig, peak: Peak, batch: int | None = None) -> Throughput:
-    """What turns the times of steps of `batch` samples, or of full ones, into tokens/s, TFLOP/s and MFU."""
-    share = (batch or run.train.global_batch_size) / run.train.global_batch_size
+NO_HOOKS = TrainerHooks()
+
+
+class CompilationCounter:
+    """Counts the programs that this process compiles; used as `with CompilationCounter() as compilations`."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __enter__(self) -> "CompilationCounter":
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **details) -> None:
+        self.count += event == COMPILED
+
+
+def throughput_of(run: RunConfig, peak: Peak, batch: int) -> Throughput:
+    """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and MFU."""
+    share = batch / run.train.global_batch_size
     return Throughput(
-        tokens_per_step=round(share * run.train.global_batch_size * run.model.sequence_length),
+        tokens_per_step=batch * getattr(run.model, "sequence_length", 1),
         flops_per_step=share * flops_per_step(run),
         devices=run.parallel.devices,
         peak_flops=peak.flops,
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class DispatchedStep:
+    """A step that the devices execute or have executed, and whose metrics the host has not read."""
+
+    number: int
+    size: int  # samples, without padding
+    samples: int  # consumed at its end
+    batch: Batch
+    metrics: Mapping[str, jax.Array]
+    dispatched: float  # time.perf_counter()
+    is_new: bool  # the first with a batch of this shape: dispatching it compiled a program
+
+
 def train(
     training: Training,
-    batches: Loader | RampedLoader,
-    validation: Loader,
+    batches: Batches,
+    validation: Any,
     log: RunLog,
     peak: Peak,
     *,
-    begin: tuple[TrainState, Progress] | None = None,
-    companions: Companions = ALONE,
-    explain=diagnose.explain,
-) -> TrainState:
+    resume: tuple[TrainState, Progress] | None = None,
+    hooks: TrainerHooks = NO_HOOKS,
+    explain: Callable[..., str] = diagnose.explain,
+) -> tuple[TrainState, dict[str, float | None]]:
     """Runs all steps, with a validation every `validation_every` of them and after the last.
 
-    Saves every `save_every` steps, at the end, and where the run stops before it: `companions.stop.reason` says why.
+    Saves a checkpoint every `save_every` steps, at the end, and where the run stops early: `hooks.preemption.reason` says
+    why it did.
 
     Args:
-      begin: the state to go on from and where it is in the run; a fresh one if None.
+      validation: a `Loader` of validation batches; None: no validation.
+      resume: the state to resume from and its progress; None: initialise a new one.
       explain: (training, params, batch, loss scale) -> why a step is not finite.
 
+    Returns:
+      The state after the last step, and that step's record (see `logging.step_record`).
+
     Raises:
-      ConfigError: the loss or a gradient stopped being finite and `nonfinite` is "stop" (in fp16 that is how the loss
-        scale finds its size: the step is skipped), or did so in `nonfinite_limit` steps in a row.
+      ConfigError: the loss or a gradient was not finite and `nonfinite` is "stop" (in fp16 an overflow is a normal part
+        of the search for a loss scale: the step is skipped), or was not finite in `nonfinite_limit` steps in a row.
     """
-    run, (checkpoints, stop) = training.run, (companions.checkpoints, companions.stop)
-    throughput = functools.cache(functools.partial(throughput_of, run, peak))
-    spikes, in_a_row, compiled = Spikes(run.train.spike_deviations), 0, set()
-    log.compiling()
-    state, at = begin or (training.init_state(), Progress())
-    while at.samples < run.total_samples:
-        before, batch = at, batches.batch(at.samples)
-        size = batch["sample"].size
-        state, metrics, seconds = _step(training, state, batch, before.step + 1, companions, size not in compiled)
-        compiled.add(size)
+    with CompilationCounter() as compilations:
+        return Loop(training, batches, validation, log, peak, hooks, explain, compilations).run(resume)
+
+
+class Loop:
+    """What the loop keeps between steps."""
+
+    def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, explain, compilations):
+        """See `train`."""
+        self.training, self.run_config, self.batches, self.validation = training, training.run, batches, validation
+        self.log, self.hooks, self.explain, self.compilations = log, hooks, explain, compilations
+        self.throughput = functools.cache(functools.partial(throughput_of, training.run, peak))
+        self.spikes = SpikeDetector(training.run.train.spike_deviations)
+        self.state: TrainState | None = None  # after all dispatched steps
+        self.progress = Progress()  # after all steps whose metrics have been read
+        self.record: dict[str, float | None] = {}
+        self.skipped_in_a_row = 0
+        self.shapes: set[tuple] = set()  # of the batches that a program has been compiled for
+        self.window_start, self.compiled_before = 0.0, 0  # end of the last step whose metrics have been read
+
+    def run(self, resume: tuple[TrainState, Progress] | None) -> tuple[TrainState, dict[str, float | None]]:
+        """All steps."""
+        self.state, self.progress = resume or (self.training.init_state(), Progress())
+        if self.progress.samples >= self.run_config.total_samples:
+            return self.state, self.record
+        batch, step = self.batches.batch(self.progress.samples), None
+        while True:
+            if step is None:
+                self.compiled_before = self.compilations.count
+                step = self._dispatch(batch, self.progress.step + 1, self.progress.samples, None)
+            is_last = step.samples >= self.run_config.total_samples
+            stop = None if is_last or not self.hooks.preemption else self.hooks.preemption.after(step.number)
+            following, ahead = None, None
+            if not (is_last or stop):
+                following = self._batch_after(step)
+                if self._may_dispatch_after(step, following):
+                    ahead = self._dispatch(following, step.number + 1, step.samples, step.metrics["skipped"])
+            if not self._finish(step):
+                ahead = None  # it has left the state unchanged
+            self._validate_and_save(step, is_last or stop, stop)
+            if is_last or stop:
+                return self.state, self.record
+            batch, step = following, ahead
+
+    def _batch_after(self, step: DispatchedStep) -> Batch:
+        """The next batch; waits for the data while `step` runs."""
+        try:
+            return self.batches.batch(step.samples)
+        except ConfigError:
+            self._finish(step)
+            raise
+
+    def _may_dispatch_after(self, step: DispatchedStep, following: Batch) -> bool:
+        """Whether the next step may be dispatched while `step` runs."""
+        edge = self.hooks.profiler and self.hooks.profiler.is_edge(step.number + 1)
+        needs_state = edge or self._validation_due(step) or self._save_due(step)
+        return self.training.takes_hold and not needs_state and shapes_of(following) in self.shapes
+
+    def _validation_due(self, step: DispatchedStep) -> bool:
+        return step.number % self.run_config.train.validation_every == 0
+
+    def _save_due(self, step: DispatchedStep) -> bool:
+        return bool(self.hooks.checkpoints) and step.number % self.hooks.checkpoints.output.save_every == 0
+
+    def _dispatch(self, batch: Batch, number: int, consumed: int, hold) -> DispatchedStep:
+        """Gives the devices a step; returns before they have executed it."""
+        shapes, size = shapes_of(batch), batch_size(self.run_config.train, consumed)
+        is_new = shapes not in self.shapes
+        if is_new:
+            self.hooks.suspend_watchdog(number)
+            self.log.compiling(number, f"a step of {size} samples" if self.shapes else "the first step")
+            self.shapes.add(shapes)
+        if self.hooks.profiler:
+            self.hooks.profiler.before(number)
+        dispatched = time.perf_counter()
+        arguments = (hold,) if self.training.takes_hold else ()
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            self.state, metrics = self.training.train_step(self.state, batch, *arguments)
+        return DispatchedStep(number, size, consumed + size, batch, metrics, dispatched, is_new)
+
+    def _finish(self, step: DispatchedStep) -> bool:
+        """Waits for the end of a step, logs it, and deals with it if it was skipped; returns whether it was not."""
+        if self.hooks.watchdog:
+            (self.hooks.watchdog.suspend if step.is_new else self.hooks.watchdog.enter)(step.number)
+        metrics = jax.device_get(dict(step.metrics))
+        now, before = time.perf_counter(), self.progress
+        seconds, self.window_start = now - max(step.dispatched, self.window_start), now
+        compiled, self.compiled_before = self.compilations.count > self.compiled_before, self.compilations.count
         skipped, loss = int(metrics["skipped"]), float(metrics["loss"])
         bad = before.bad + (not math.isfinite(loss))
-        at = Progress(before.step + 1, before.samples + size, before.skipped + skipped, bad)
-        record = step_record(
-            at.step,
+        self.progress = Progress(step.number, step.samples, before.skipped + skipped, bad)
+        self.record = step_record(
+            step.number,
             metrics,
-            at.samples,
+            step.samples,
             seconds,
-            throughput(size),
-            batch=size,
-            skipped_steps=at.skipped,
-            bad_steps=at.bad,
+            self.throughput(step.size),
+            batch=step.size,
+            skipped_steps=self.progress.skipped,
+            bad_steps=bad,
+            compiled=compiled,
         )
-        log.step(record)
-        if companions.profile and (text := companions.profile.after(at.step)):
-            log.message(text)
-        in_a_row = in_a_row + 1 if skipped else 0
-        if skipped and (reason := _why(training, state, batch, metrics, in_a_row, explain)):
-            _go_on_or_stop(
-                run, record, reason, in_a_row, log, functools.partial(_save, log, checkpoints, training, state, before)
-            )
-        if text := spikes.flag(at.step, loss):
-            log.message(f"warning: {text}")
-        is_last = at.samples >= run.total_samples
-        if checkpoints:
-            for text in checkpoints.poll():
-                log.message(text)
-        if at.step % run.train.validation_every == 0 or is_last:
-            companions.be_patient(at.step)
-            _validate(training, state, validation, at.step, log)
-        if stop and not is_last and stop.agreed():
-            log.message(f"step {at.step}: {stop.reason}: saving and leaving")
-            is_last = True
-        if checkpoints and (is_last or at.step % checkpoints.output.save_every == 0):
-            companions.be_patient(at.step)
-            _save(log, checkpoints, training, state, at, wait=is_last)
-        if is_last:
-            break
-    return state
+        self.log.step(self.record)
+        if self.hooks.profiler and (text := self.hooks.profiler.after(step.number)):
+            self.log.message(text)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self._explain_or_stop(step, metrics, before)
+        if text := self.spikes.flag(step.number, loss):
+            self.log.message(f"warning: {text}")
+        return not skipped
+
+    def _explain_or_stop(self, step: DispatchedStep, metrics: Mapping[str, Any], before: Progress) -> None:
+        """Logs why a step was skipped; stops the run if `nonfinite` says so, or if it happens again and again.
+
+        An overflow in fp16, a normal part of its search for a loss scale, needs no explanation.
+        """
+        config, too_often = self.run_config.train, self.skipped_in_a_row >= self.run_config.train.nonfinite_limit
+        if config.precision == "fp16" and math.isfinite(metrics["loss"]) and not too_often:
+            return
+        self.hooks.suspend_watchdog(step.number)
+        reason = self.explain(self.training, self.state.params, step.batch, float(metrics["loss_scale"]))
+        self.log.message(f"warning: step {step.number}: {reason}")
+        if not too_often and (config.nonfinite == "skip" or config.precision == "fp16"):
+            return
+        self._save(before, wait=True)
+        why = f"{self.skipped_in_a_row} steps in a row" if too_often else "training stops before it spoils the weights"
+        raise ConfigError(
+            f"step {step.number}: loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}: not finite ({reason}); "
+            f"{why}. Try a lower --learning-rate or a lower --clip-norm, or --nonfinite skip to skip such batches."
+        )
+
+    def _validate_and_save(self, step: DispatchedStep, ends: Any, stop: str | None) -> None:
+        """Between two steps: messages of saves that have ended, and a validation and a checkpoint where they are due."""
+        for text in self.hooks.checkpoints.poll() if self.hooks.checkpoints else []:
+            self.log.message(text)
+        if self.validation is not None and (self._validation_due(step) or (ends and not stop)):
+            self.hooks.suspend_watchdog(step.number)
+            if (loss := validation_loss(self.training, self.state, self.validation)) is not None:
+                text = f"validation loss {loss:.4f} per token, perplexity {np.exp(loss):.4g}"
+                self.log.message(f"step {step.number}: {text}")
+        if stop:
+            self.log.message(f"step {step.number}: {stop}: saving a checkpoint and stopping")
+        if self.hooks.checkpoints and (ends or self._save_due(step)):
+            self.hooks.suspend_watchdog(step.number)
+            self._save(self.progress, wait=bool(ends))
+
+    def _save(self, progress: Progress, *, wait: bool) -> None:
+        """Starts a save, and waits for its end if no step follows.
+
+        Raises:
+          ConfigError: the run's last save failed.
+        """
+        checkpoints = self.hooks.checkpoints
+        if checkpoints is None:
+            return
+        messages = checkpoints.save(self.training, self.state, progress)
+        messages += checkpoints.wait() if wait else []
+        for text in messages:
+            self.log.message(text)
+        if wait and checkpoints.failed:
+            raise ConfigError(messages[-1].removeprefix("warning: "))
 
 
-def _step(training: Training, state: TrainState, batch, step: int, companions: Companions, is_new: bool):
-    """One step and its wall-clock seconds, with compilation where its batch size `is_new`; metrics are on the host."""
-    if companions.profile:
-        companions.profile.before(step)
-    if companions.watch:
-        companions.watch.enter(step, patient=is_new)
-    start = time.perf_counter()
-    with jax.profiler.StepTraceAnnotation("train", step_num=step):
-        state, metrics = training.train_step(state, batch)
-        metrics = jax.device_get(metrics)
-    return state, metrics, time.perf_counter() - start
+def shapes_of(batch: Batch) -> tuple:
+    """A step is compiled once for each value of this."""
+    return tuple((name, array.shape) for name, array in batch.items())
 
 
-def _why(training: Training, state: TrainState, batch, metrics, in_a_row: int, explain) -> str | None:
-    """What broke the step; None for an overflow in fp16, which is a normal part of its search for a loss scale."""
-    normal = training.run.train.precision == "fp16" and math.isfinite(metrics["loss"])
-    if normal and in_a_row < training.run.train.nonfinite_limit:
-        return None
-    return explain(training, state.params, batch, float(metrics["loss_scale"]))
-
-
-def _go_on_or_stop(run: RunConfig, record, reason: str, in_a_row: int, log: RunLog, save) -> None:
-    """Says what broke a step; stops the run if that is what was asked for, or it happens again and again."""
-    log.message(f"warning: step {record['step']}: {reason}")
-    too_often = in_a_row >= run.train.nonfinite_limit
-    if not too_often and (run.train.nonfinite == "skip" or run.train.precision == "fp16"):
-        return
-    save(wait=True)
-    why = f"{in_a_row} steps in a row" if too_often else "training stops before it spoils the weights"
-    raise ConfigError(
-        f"step {record['step']}: loss {record['loss']:g}, gradient norm {record['grad_norm']:g}: not finite ({reason}); "
-        f"{why}. Try a lower --learning-rate or a lower --clip-norm, or --nonfinite skip to pass over such batches."
-    )
-
-
-def _save(log: RunLog, checkpoints: Checkpoints | None, training: Training, state, at: Progress, *, wait: bool) -> None:
-    """Starts a save, and waits for its end if nothing comes after it.
-
-    Raises:
-      ConfigError: the last save of the run failed.
-    """
-    if checkpoints is None:
-        return
-    said = checkpoints.save(training, state, at)
-    said += checkpoints.wait() if wait else []
-    for text in said:
-        log.message(text)
-    if wait and checkpoints.failed:
-        raise ConfigError(said[-1].removeprefix("warning: "))
-
-
-def _validate(training: Training, state: TrainState, validation: Loader, step: int, log: RunLog) -> None:
-    loss = validation_loss(training, state, validation)
-    if loss is not None:
-        log.message(f"step {step}: validation loss {loss:.4f} per token, perplexity {np.exp(loss):.4g}")
-
-
-def validation_loss(training: Training, state: TrainState, validation: Loader) -> float | None:
+def validation_loss(training: Training, state: TrainState, validation: Any) -> float | None:
     """Mean loss over the validation set's first `validation_batches` global batches; None if there are to be none.
 
-    A set smaller than that is gone through once, in whole batches, but at least one.
+    A set smaller than that is read once, in whole batches, but at least one.
     """
     available = max(1, validation.samples.count // validation.global_batch_size)
     count = min(training.run.train.validation_batches, available)

@@ -1,14 +1,14 @@
-"""What a run's learning rate, weight decay and batch size are after so many samples. Everything scales in samples.
+"""The learning rate and weight decay of a run, as functions of the samples trained on.
 
-Megatron-LM's rules, at Megatron's values, with one difference: a rate is taken at the *end* of its update, n = the
-samples of all updates so far and of this one. So the first update already moves (Megatron's has learning rate 0), and
+Megatron-LM's formulas and values, with one difference: a rate is evaluated at the *end* of its update, n = the samples of
+all updates so far and of this one. So the first update already changes the weights (Megatron's has learning rate 0), and
 the last one has exactly the minimum. Samples of skipped steps do not count.
 """
 
 import jax
 import jax.numpy as jnp
 
-from megajax.config import RunConfig, TrainConfig
+from megajax.config import TrainConfig
 
 
 def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
 
 
 def _fall(shape: str, x: jax.Array) -> jax.Array:
-    """From 1 at x = 0 to 0 at x = 1."""
+    """Falls from 1 at x = 0 to 0 at x = 1."""
     if shape == "linear":
         return 1 - x
     if shape == "cosine":
@@ -65,32 +65,3 @@ def weight_decay(train: TrainConfig, samples: jax.Array) -> jax.Array:
         return jnp.float32(train.weight_decay)
     done = jnp.clip(jnp.asarray(samples).astype(jnp.float32) / (train.steps * train.global_batch_size), 0, 1)
     return train.weight_decay + (train.start_weight_decay - train.weight_decay) * _fall(train.weight_decay_ramp, done)
-
-
-def batch_size(train: TrainConfig, consumed: int) -> int:
-    """The batch of the step that begins after `consumed` samples.
-
-    START,INCREMENT,SAMPLES: the (global batch - START) / INCREMENT smaller sizes get an equal share of SAMPLES each.
-    """
-    if not train.batch_ramp:
-        return train.global_batch_size
-    start, increment, samples = train.batch_ramp
-    sizes = (train.global_batch_size - start) // increment
-    return min(train.global_batch_size, start + consumed * sizes // samples * increment)
-
-
-def batch_sizes(train: TrainConfig) -> list[int]:
-    """Every batch size of a run, ascending: the step is compiled once for each."""
-    if not train.batch_ramp:
-        return [train.global_batch_size]
-    start, increment, _ = train.batch_ramp
-    return list(range(start, train.global_batch_size + 1, increment))
-
-
-def steps_left(run: RunConfig, consumed: int) -> int:
-    """Steps from `consumed` samples to the end of the run; the last one may go past it."""
-    steps, ramp_end = 0, run.train.batch_ramp[2] if run.train.batch_ramp else 0
-    while consumed < min(ramp_end, run.total_samples):
-        consumed += batch_size(run.train, consumed)
-        steps += 1
-    return steps + max(0, -(-(run.total_samples - consumed) // run.train.global_batch_size))

@@ -1,4 +1,4 @@
-"""The optimizer: clip by global norm, AdamW with a decay mask, rates that are functions of the samples trained on."""
+"""The optimizer: clipping by global norm, AdamW with a decay mask, rates that are functions of the samples trained on."""
 
 from typing import Any, NamedTuple
 
@@ -11,23 +11,24 @@ from megajax.train.lr_schedule import learning_rate, weight_decay
 
 
 class SamplesState(NamedTuple):
-    """What rates are a function of."""
+    """The argument of the learning rate and weight decay."""
 
-    samples: jax.Array  # int32 scalar: samples of all updates made; those of skipped steps do not count
+    samples: jax.Array  # int32 scalar: samples of all updates; those of skipped steps do not count
 
 
 def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
-    """The gradient transformation of a run; `update(gradients, state, params)` gives what to add to the parameters.
+    """The gradient transformation of a run; `update(gradients, state, params)` returns the addends to the parameters.
 
-    `update` takes `batch_size` too, the samples that the gradients are of; a full batch if it is left out.
+    `update` also takes `batch_size`, the number of samples that the gradients are of; default: a full batch.
 
     Args:
       decay_mask: tree of bool like the parameters, True where weight decay applies (`PipelineModel.decay_mask`). It cannot
-        be read off the arrays: block parameters carry leading axes for chunk, rank and layer, so a bias is not 1-D.
+        be inferred from the arrays: block parameters have leading axes for chunk, rank and layer, so a bias is not 1-D.
 
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.
-    State and arithmetic are fp32, as the parameters are.
+    `clip_norm` None does not clip. State and arithmetic are fp32, as the parameters are.
     """
+    # `identity` keeps the state's structure, so that a checkpoint can be resumed with and without clipping.
     return optax.chain(
         optax.identity() if train.clip_norm is None else optax.clip_by_global_norm(train.clip_norm),
         optax.scale_by_adam(b1=train.beta1, b2=train.beta2, eps=train.epsilon, mu_dtype=jnp.float32),
@@ -56,10 +57,10 @@ def _state_of(optimizer_state: Any, kind: type) -> Any:
 
 
 def updates_made(optimizer_state: Any) -> jax.Array:
-    """int32 scalar: how many updates this state has been through."""
+    """int32 scalar: the number of updates that led to this state."""
     return _state_of(optimizer_state, optax.ScaleByAdamState).count
 
 
 def samples_trained(optimizer_state: Any) -> jax.Array:
-    """int32 scalar: the samples of those updates, which is what the rates are functions of."""
+    """int32 scalar: the samples of those updates, of which the rates are functions."""
     return _state_of(optimizer_state, SamplesState).samples

@@ -1,7 +1,7 @@
-"""Number formats: what a step computes in, and the loss scale that keeps fp16 gradients from vanishing.
+"""Number formats: the dtype that a step computes in, and the loss scale that keeps fp16 gradients from underflow.
 
-Parameters, gradient accumulators and optimizer state are always fp32; the precision names the format of the matmuls
-and activations. bf16 has fp32's range and needs no loss scale. fp16 does: its smallest number is 6e-8.
+Parameters, gradient accumulators and optimizer state are always fp32; the precision is the dtype of matmuls and
+activations. bf16 has fp32's exponent range and needs no loss scale; fp16 does: its smallest positive number is 6e-8.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ def compute_dtype(precision: str) -> jnp.dtype:
       ConfigError: any other name.
     """
     if precision not in DTYPES:
-        raise ConfigError(f"precision {precision!r} is unknown; type one of {', '.join(DTYPES)}")
+        raise ConfigError(f"precision {precision!r} is unknown; pass --precision with one of {', '.join(DTYPES)}")
     return jnp.dtype(DTYPES[precision])
 
 
@@ -37,36 +37,36 @@ def all_finite(tree: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ScaleRules:
-    """When a dynamic loss scale moves. What has a default has Megatron-LM's; it starts at 2**32 with a window of 1000."""
+    """When a dynamic loss scale changes. The defaults are Megatron-LM's, which starts at 2**32 with a window of 1000."""
 
     initial: float
     window: int  # good steps in a row until the scale grows
     minimum: float = 1.0
     growth: float = 2.0  # factor after `window` good steps in a row
-    backoff: float = 0.5  # factor after an overflow, once the hysteresis is used up
-    hysteresis: int = 2  # overflows until the scale shrinks; refilled only when the scale grows
+    backoff: float = 0.5  # factor after an overflow, once the hysteresis is exhausted
+    hysteresis: int = 2  # overflows until the scale shrinks; reset only when the scale grows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The loss scale as a pytree to be carried through training steps and checkpoints.
+    """The loss scale as a pytree that is part of the training state and of checkpoints.
 
-    The loss is multiplied by `scale` before the backward pass, the gradients are divided by it after, in fp32. A step
-    whose gradients are not finite must be skipped by whoever takes it; `update` only moves the scale.
+    The loss is multiplied by `scale` before the backward pass; the gradients are divided by it after it, in fp32. `update`
+    only changes the scale: the caller skips a step whose gradients are not finite.
     """
 
     scale: jax.Array  # fp32 scalar
-    good_steps: jax.Array  # int32 scalar: finite steps in a row since the scale last moved up or a step overflowed
-    overflows_left: jax.Array  # int32 scalar: what is left of the hysteresis
+    good_steps: jax.Array  # int32 scalar: consecutive finite steps since the scale last grew or a step overflowed
+    overflows_left: jax.Array  # int32 scalar: the rest of the hysteresis
     rules: ScaleRules | None = dataclasses.field(metadata={"static": True}, default=None)  # None: constant scale
 
     def update(self, finite: jax.Array) -> "LossScale":
         """The scale for the next step.
 
-        A good step counts towards the window; when the window is full the scale grows and the hysteresis refills. An
-        overflow empties the window and uses up hysteresis; with none left, this and every further overflow shrink the
-        scale, down to the minimum.
+        A finite step counts towards the window; when the window is full the scale grows and the hysteresis is reset. An
+        overflow empties the window and decrements the hysteresis; once that is 0, this and every further overflow shrink
+        the scale, down to the minimum.
 
         Args:
           finite: boolean scalar, whether this step's gradients were all finite.
@@ -89,14 +89,14 @@ class LossScale:
 
 
 def make_loss_scale(train: TrainConfig) -> LossScale:
-    """The loss scale a run starts with: dynamic for fp16, constant 1 for bf16 and fp32."""
+    """The initial loss scale of a run: dynamic for fp16, constant 1 for bf16 and fp32."""
     if train.precision != "fp16":
         return LossScale(scale=jnp.float32(1), good_steps=jnp.int32(0), overflows_left=jnp.int32(0))
     return dynamic_loss_scale(ScaleRules(initial=train.initial_loss_scale, window=train.loss_scale_window))
 
 
 def dynamic_loss_scale(rules: ScaleRules) -> LossScale:
-    """A loss scale at its start, with full hysteresis."""
+    """An initial loss scale with full hysteresis."""
     return LossScale(
         scale=jnp.float32(rules.initial),
         good_steps=jnp.int32(0),

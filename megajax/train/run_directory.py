@@ -1,13 +1,14 @@
-"""A run's directory: its configuration, checkpoints, logs and traces, and what of an earlier run is gone on with.
+"""A run's directory: its configuration, checkpoints, logs and traces.
 
-RUN_DIR/config.toml     what the run was started with; --config replays it
-        checkpoints/    see manager.py
+RUN_DIR/config.toml     the configuration that the run was started with; --config replays it
+        checkpoints/    see checkpoint/manager.py
         log.jsonl       one object a step
-        tensorboard/    the same
-        logs/           what each process said, process_0.log and on
-        profile/        traces of --profile
+        tensorboard/    the same records
+        logs/           the log lines of each process, process_0.log and so on
+        profile/        traces of --profile, one directory for each process
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,75 +16,116 @@ from typing import Any
 import jax
 from rich.console import Console
 
+import megajax
 from megajax.checkpoint import manager, reader
 from megajax.checkpoint.manager import Checkpoints, Progress
-from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.config import PRESETS, ConfigError, OutputConfig, RunConfig
 from megajax.config.toml import config_text, run_meta, save_config
+from megajax.data.ramp import steps_left
 from megajax.train.logging import JsonLines, RunLog, Sink, TensorBoard
-from megajax.train.lr_schedule import steps_left
-from megajax.train.profile import Profile
 from megajax.train.step import Training, TrainState
 
 
-class Keeper:
-    """What a run keeps, and where; nothing at all without a `run_dir`.
+class Profiler:
+    """Writes a jax.profiler trace of steps START to STOP - 1; open it with TensorBoard, XProf or Perfetto.
 
-    Attributes:
-      checkpoints, profile: for the loop; None if there are none.
-      said: lines for the log's beginning.
+    The schedule's operations have their names in it (pipeline/executor.py).
     """
 
-    def __init__(self, run: RunConfig, output: OutputConfig, tokenizer: Any, options: Mapping[str, Any]):
-        """Makes the directory, saves the configuration, and finds the checkpoint to go on from.
+    def __init__(self, steps: str, directory: str | pathlib.Path):
+        """`steps` is "START:STOP"; each process writes a directory of its own."""
+        self.start, self.stop = map(int, steps.split(":"))
+        self.directory = pathlib.Path(directory) / f"process_{jax.process_index()}"
+        self.running = False
+
+    def is_edge(self, step: int) -> bool:
+        """Whether the trace starts or ends just before `step`."""
+        return step in (self.start, self.stop)
+
+    def before(self, step: int) -> None:
+        """Starts the trace if `step` is the first in it."""
+        if self.start <= step < self.stop and not self.running:
+            jax.profiler.start_trace(str(self.directory))
+            self.running = True
+
+    def after(self, step: int) -> str | None:
+        """Ends the trace if `step` was the last in it; returns a message with its path."""
+        if self.running and step + 1 >= self.stop:
+            return self.close()
+        return None
+
+    def close(self) -> str | None:
+        """Ends the trace, if one is being recorded: a run may stop inside it."""
+        if not self.running:
+            return None
+        self.running = False
+        jax.profiler.stop_trace()
+        return f"profile   steps {self.start} to {self.stop - 1} in {self.directory}"
+
+
+class RunDirectory:
+    """The files of one run; without `run_dir` in its OutputConfig there are none but an optional log.jsonl.
+
+    Attributes:
+      checkpoints, profiler: for the loop; None without a directory.
+      messages: lines for the start of the log.
+    """
+
+    def __init__(
+        self, run: RunConfig, output: OutputConfig, tokenizer: Any | None, options: Mapping[str, Any] | None = None
+    ):
+        """Creates the directory, saves the configuration, and finds the checkpoint to resume from.
+
+        Args:
+          tokenizer: whose hash is stored in every checkpoint; None if the run reads its own batches.
+          options: options of the command line that belong to no dataclass, for config.toml.
 
         Raises:
           ConfigError: the directory cannot be written, or has checkpoints although `resume` is "no".
         """
-        self.run, self.output, self.meta = run, output, run_meta(run, tokenizer)
+        self.run, self.output, self.meta = run, output, _metadata(run, tokenizer)
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
         self.jsonl = output.log_jsonl
-        text = config_text(run, output, options)
-        self.said = ["config    " + line for line in _summary(text)]
-        self.checkpoints = self.profile = self.path = None
+        self.messages = ["config    " + line for line in changed_fields(run, output)]
+        self.checkpoints = self.profiler = self._resumed_path = None
         if self.directory is None:
             return
-        self.path, said = manager.choose(self.directory / "checkpoints", output.resume)
-        self.said += [said] if said else []
+        self._resumed_path, message = manager.choose(self.directory / "checkpoints", output.resume)
+        self.messages += [message] if message else []
         self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta)
         if jax.process_index() == 0:
-            save_config(self.directory / "config.toml", text)
+            save_config(self.directory / "config.toml", config_text(run, output, options or {}))
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")
         if output.profile:
-            self.profile = Profile(output.profile, self.directory / "profile")
+            self.profiler = Profiler(output.profile, self.directory / "profile")
 
-    def begin(self, training: Training) -> tuple[TrainState, Progress] | None:
-        """The state to go on from; None for a fresh one.
+    def resume(self, training: Training) -> tuple[TrainState, Progress] | None:
+        """The state to resume from and its progress; None for a new run.
 
         Raises:
           ConfigError: the checkpoint is damaged, or of another model.
         """
-        if self.path is None:
+        if self._resumed_path is None:
             return None
-        state, at, said = reader.load(self.path, training, self.meta["tokenizer"])
-        self.said += said
-        self.said += [f"resume    after step {at.step}, {at.samples:,} samples, {at.skipped} skipped steps"]
-        self.said += ["resume    " + text for text in self.checkpoints.set_aside(after=at.step)]
-        return state, at
+        state, progress, messages = reader.load(self._resumed_path, training, self.meta["tokenizer"])
+        after = f"after step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped steps"
+        self.messages += [*messages, f"resume    {after}"]
+        self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
+        return state, progress
 
-    def log(self, begin: tuple[TrainState, Progress] | None) -> RunLog:
-        """The run's log: on process 0's console, in files where there are to be some."""
-        at = begin[1] if begin else Progress()
+    def open_log(self, progress: Progress) -> RunLog:
+        """The log of a run that starts at `progress`: on process 0's console, and in the directory's files."""
         sinks: list[Sink] = []
         is_first = jax.process_index() == 0
         if self.jsonl and is_first:
-            sinks.append(JsonLines(self.jsonl, after=at.step))
+            sinks.append(JsonLines(self.jsonl, after=progress.step))
         if self.directory and self.output.tensorboard and is_first:
-            sinks.append(TensorBoard(self.directory / "tensorboard", after=at.step))
+            sinks.append(TensorBoard(self.directory / "tensorboard", after=progress.step))
         console = None if is_first else Console(quiet=True)
-        steps = at.step + steps_left(self.run, at.samples)
-        return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._own_log())
+        steps = progress.step + steps_left(self.run, progress.samples)
+        return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._process_log())
 
-    def _own_log(self):
+    def _process_log(self):
         if self.directory is None:
             return None
         path = self.directory / "logs" / f"process_{jax.process_index()}.log"
@@ -93,20 +135,33 @@ class Keeper:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; give --run-dir a writable directory") from error
 
-    def close(self, log: RunLog) -> None:
-        """Ends what is under way."""
-        if self.profile and (text := self.profile.close()):
-            log.message(text)
-        for text in self.checkpoints.close() if self.checkpoints else []:
-            log.message(text)
+    def close(self) -> list[str]:
+        """Ends the trace, and waits for the save in progress; returns their messages."""
+        traced = self.profiler.close() if self.profiler else None
+        return ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
 
 
-def _summary(text: str) -> list[str]:
-    """A configuration in one line a section."""
+def _metadata(run: RunConfig, tokenizer: Any | None) -> dict[str, Any]:
+    """What every checkpoint of a run stores with its progress, as JSON: version, configuration, tokenizer."""
+    if tokenizer is not None:
+        return run_meta(run, tokenizer)
+    none = {"name": "none", "hash": ""}
+    return {"megajax": megajax.__version__, "config": dataclasses.asdict(run), "tokenizer": none}
+
+
+def changed_fields(run: RunConfig, output: OutputConfig) -> list[str]:
+    """One line for each section of a configuration with the fields that differ from their defaults (a preset's, if any)."""
     lines = []
-    for line in filter(None, text.splitlines()):
-        if line.startswith("["):
-            lines.append(f"{line.strip('[]')}:")
-        else:
-            lines[-1] += " " + " ".join(line.split()).replace(" = ", "=", 1)
+    sections = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)} | {"output": output}
+    for section, config in sections.items():
+        if not dataclasses.is_dataclass(config):
+            continue
+        preset = PRESETS.get(getattr(config, "name", None)) if section == "model" else None
+        changed = [
+            f"{field.name}={getattr(config, field.name)!r}"
+            for field in dataclasses.fields(config)
+            if getattr(config, field.name) != (getattr(preset, field.name) if preset else field.default)
+        ]
+        if changed:
+            lines.append(f"{section}: " + " ".join(changed))
     return lines

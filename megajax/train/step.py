@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.run_schedule import run_schedule
+from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, model_context, model_rules, model_shapes
 from megajax.models.interface import PipelineModel, model_class
 from megajax.models.remat import grouped
@@ -103,8 +104,12 @@ class Training:
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(
-            self._train_step, in_shardings=(state, batch), out_shardings=(state, replicated), donate_argnums=0
+            self._train_step,
+            in_shardings=(state, batch, replicated),
+            out_shardings=(state, replicated),
+            donate_argnums=0,
         )
+        self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
@@ -120,19 +125,27 @@ class Training:
         with jax.set_mesh(self.mesh):
             return self._init()
 
-    def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+    takes_hold = True  # whether `train_step` takes `hold`
+
+    def train_step(
+        self, state: TrainState, batch: Tree, hold: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; `state` is donated. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
 
         If the loss or the gradient is not finite only the loss scale is updated, and skipped is 1. "tokens" is the batch's
         `loss_weight`.
+
+        Args:
+          hold: int32 scalar; where it is not 0 the returned state equals `state`, the loss scale included. The loop passes
+            the `skipped` of the step before, which it has not read yet. None: 0.
         """
         with jax.set_mesh(self.mesh):
-            return self._train(state, self.place(batch))
+            return self._train(state, self.place(batch), self._no_hold() if hold is None else hold)
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
         """The compiled step, to read its memory and communication; arguments may be jax.ShapeDtypeStruct."""
         with jax.set_mesh(self.mesh):
-            return self._train.lower(state, batch).compile()
+            return self._train.lower(state, batch, jax.ShapeDtypeStruct((), np.int32)).compile()
 
     def loss_and_gradients(
         self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
@@ -199,11 +212,11 @@ class Training:
         params = initial_params(shapes, self.run.parallel, key, placement)
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
-    def _train_step(self, state: TrainState, batch: Tree):
+    def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
         scale = state.loss_scale.scale
         loss, gradients = self._loss_and_gradients(state.params, batch, scale)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
-        return self._update(state, gradients, loss, batch)
+        return self._update(state, gradients, loss, batch, ready=hold == 0)
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
@@ -211,6 +224,8 @@ class Training:
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         microbatches, samples = _leading_sizes(batch)
         batch_size = microbatches * samples
+        if self.run.train.batch_ramp and "sample" in batch:  # some batches are padded, see data/ramp.py
+            batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
         updates, optimizer_state = self.optimizer.update(
             gradients, state.optimizer_state, state.params, batch_size=batch_size
         )
@@ -219,7 +234,9 @@ class Training:
             state,
             params=keep(optax.apply_updates(state.params, updates), state.params),
             optimizer_state=keep(optimizer_state, state.optimizer_state),
-            loss_scale=state.loss_scale.update(finite),
+            loss_scale=jax.tree.map(
+                lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale
+            ),
         )
         metrics = {
             "loss": loss,
@@ -354,6 +371,8 @@ class ContinuousTraining(Training):
         self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         self._train = jax.jit(self._train_step, donate_argnums=0)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
+
+    takes_hold = False
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `Training.train_step`; a state with nothing in flight, fresh or restored, starts with an empty pipeline."""

@@ -86,7 +86,7 @@ def test_a_signal_saves_and_exits(tmp_path, number=signal.SIGTERM):
     start = time.monotonic()
     assert run.wait() == 0, run.err
     assert time.monotonic() - start < 10  # a step takes milliseconds, the first save about a second
-    assert f"{number.name} received: saving and leaving" in run.out
+    assert f"{number.name} received: saving a checkpoint and stopping" in run.out
     last = rows(tmp_path / "run")[-1]["step"]
     assert manager.complete_steps(tmp_path / "run" / "checkpoints") == [last]
     assert f"step {last}: checkpoint saved" in run.out

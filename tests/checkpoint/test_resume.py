@@ -35,7 +35,7 @@ def half(tmp_path_factory):
     directory = tmp_path_factory.mktemp("half")
     training = training_on(chunks=2)
     result = runs.go(training.run, directory, training=training, stop=runs.StopAfter(HALF), save_every=1000)
-    assert "step 20: the test says so: saving and leaving" in result.text
+    assert "step 20: the test says so: saving a checkpoint and stopping" in result.text
     assert len(result.rows) == HALF
     return directory
 

@@ -1,4 +1,4 @@
-"""Several processes: how they find each other, that they train as one does, and what a dead or hung one leads to."""
+"""Runs of several processes: start-up, same losses as one process, stops, failed saves, dead and hung processes."""
 
 import resource
 import signal
@@ -10,7 +10,8 @@ import pytest
 
 from megajax.checkpoint import manager, reader
 from megajax.config import ConfigError, LaunchConfig
-from megajax.runtime.distributed import EXIT_PEER, Place, find_place
+from megajax.runtime.distributed import Place, find_place
+from megajax.runtime.watchdog import EXIT_PEER
 from tests.train.front_door import Run, rows
 
 SLURM = {
@@ -49,25 +50,25 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "environment", "place"), PLACES, ids=range(len(PLACES)))
-def test_the_place_among_the_processes(typed, environment, place):
-    assert find_place(LaunchConfig(**typed), environment) == place
+@pytest.mark.parametrize(("given", "environment", "place"), PLACES, ids=range(len(PLACES)))
+def test_the_place_among_the_processes(given, environment, place):
+    assert find_place(LaunchConfig(**given), environment) == place
 
 
 @pytest.mark.parametrize(
-    ("typed", "environment", "said"),
+    ("given", "environment", "message"),
     [
         ({"launcher": "slurm"}, {}, "launcher = slurm needs SLURM_NTASKS and SLURM_PROCID: start with srun"),
-        ({"launcher": "mpi"}, OMPI, "give --coordinator"),
-        ({}, OMPI, "give --coordinator"),
+        ({"launcher": "mpi"}, OMPI, "pass --coordinator"),
+        ({}, OMPI, "pass --coordinator"),
         ({"launcher": "kubernetes"}, {"JOB_COMPLETION_INDEX": "0"}, "scripts/kubernetes.yaml"),
         ({"launcher": "flags"}, {}, "--coordinator, --processes and --process-id"),
-        ({}, KUBERNETES | {"JOB_COMPLETION_INDEX": "4"}, "process 4 of 4: they count from 0"),
+        ({}, KUBERNETES | {"JOB_COMPLETION_INDEX": "4"}, "process 4 of 4: processes count from 0"),
     ],
 )
-def test_what_is_missing_is_said(typed, environment, said):
-    with pytest.raises(ConfigError, match=said):
-        find_place(LaunchConfig(**typed), environment)
+def test_missing_variables_are_named(given, environment, message):
+    with pytest.raises(ConfigError, match=message):
+        find_place(LaunchConfig(**given), environment)
 
 
 def free_port() -> int:
@@ -76,6 +77,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+# With this the learning rate of a step does not depend on --steps.
+RATE = "--learning-rate-decay constant --warmup-steps 1"
 MESH = "--data 2 --pipe 2 --tensor 2 --global-batch-size 8 --microbatch-size 2 --layers 4 --chunks 2"
 
 
@@ -95,7 +98,7 @@ def start(path, count: int, words: str, **environment) -> list[Run]:
 def alone(tmp_path_factory):
     """One process with eight devices."""
     path = tmp_path_factory.mktemp("alone")
-    run = Run(path, f"{MESH} --devices cpu:8 --steps 8 --save-every 4 --keep-every 4 --run-dir {path}/run")
+    run = Run(path, f"{MESH} {RATE} --devices cpu:8 --steps 8 --save-every 4 --keep-every 4 --run-dir {path}/run")
     assert run.wait() == 0, run.err
     return path
 
@@ -106,7 +109,7 @@ def losses(path):
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_train_as_one_does(alone, tmp_path, count):
-    """2x4 and 4x2 devices against 1x8; one log of the run, one of each process; and their checkpoint is one process's."""
+    """2x4 and 4x2 devices against 1x8; one log of the run and one of each process; the same checkpoint as one process's."""
     found = start(
         tmp_path, count, f"--steps 8 --save-every 4 --run-dir {tmp_path}/run --config {alone}/run/config.toml"
     )
@@ -123,8 +126,13 @@ def test_several_processes_train_as_one_does(alone, tmp_path, count):
 
 @pytest.mark.slow
 def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
-    """Two go on from what one wrote, found by SLURM's variables; SIGTERM to the second saves, and both leave with 0."""
-    words = f"--devices cpu:4 --steps 2000 --resume {alone}/run/checkpoints/step_00000004 --run-dir {tmp_path}/run"
+    """Two processes, started by SLURM's variables, resume from one process's checkpoint; SIGTERM to the second stops both.
+
+    The learning rate is constant after the warm-up, so that the losses of the long run are those of the short one.
+    """
+    words = (
+        f"{RATE} --devices cpu:4 --steps 2000 --resume {alone}/run/checkpoints/step_00000004 --run-dir {tmp_path}/run"
+    )
     slurm = {
         "SLURM_JOB_ID": str(free_port()),
         "SLURM_STEP_NODELIST": "localhost",
@@ -139,15 +147,18 @@ def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
     found[1].process.send_signal(signal.SIGTERM)
     assert [run.wait() for run in found] == [0, 0], [run.err for run in found]
     got = rows(tmp_path / "run")
-    assert got[0]["step"] == 5  # of another run's log there is nothing here
-    np.testing.assert_allclose([row["loss"] for row in got[:1]], losses(alone)[4:5], rtol=1e-2)
-    assert "SIGTERM received: saving and leaving" in found[0].out
+    assert got[0]["step"] == 5  # the other run's log is not copied
+    np.testing.assert_allclose([row["loss"] for row in got[:4]], losses(alone)[4:], rtol=1e-6)
+    logs = [(tmp_path / "run" / "logs" / f"process_{i}.log").read_text() for i in range(2)]
+    last = f"step {got[-1]['step']}: SIGTERM received: saving a checkpoint and stopping"
+    assert all(last in log for log in logs)
+    assert "SIGTERM received: saving a checkpoint and stopping" in found[0].out
     assert manager.complete_steps(tmp_path / "run" / "checkpoints") == [got[-1]["step"]]
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_on_one_process_fails_on_all_and_training_goes_on(tmp_path):
-    """The second process may not write large files for a while, as with a full disk of its own."""
+def test_a_save_that_fails_on_one_process_fails_on_all_and_training_continues(tmp_path):
+    """For a while the second process must not write large files, as if its own disk were full."""
     found = start(tmp_path, 2, f"--steps 100000 --save-every 20 --max-to-keep 2 --run-dir {tmp_path}/run")
     checkpoints = tmp_path / "run" / "checkpoints"
     found[0].until(lambda: manager.complete_steps(checkpoints))
@@ -177,11 +188,11 @@ def test_a_dead_or_hung_process_ends_the_job(tmp_path, victim, number):
     found = start(tmp_path, 2, PEER.format(tmp_path))
     found[0].until(lambda: len(rows(tmp_path / "run")) > 5)
     found[victim].process.send_signal(number)
-    begin = time.monotonic()
+    start_of_wait = time.monotonic()
     other = found[1 - victim]
     try:
         code = other.wait(60)
-        taken = time.monotonic() - begin
+        taken = time.monotonic() - start_of_wait
     finally:
         found[victim].process.kill()
     assert taken < 8 + 15
@@ -191,10 +202,12 @@ def test_a_dead_or_hung_process_ends_the_job(tmp_path, victim, number):
         assert len(messages) == 1 and f"process 1 on {socket.gethostname()}" in messages[0]
         assert "Traceback" not in other.err
     else:
-        assert code != 0 and "process 0" in other.err or "distributed service" in other.err
+        # The watchdog names process 0, unless jax's own client notices first, and aborts.
+        assert code != 0
+        assert "process 0 (127.0.0.1:" in other.err or "JAX distributed service" in other.err
 
 
-def test_an_error_of_one_process_ends_all_and_is_told_once(tmp_path):
+def test_an_error_of_one_process_ends_all_and_is_printed_once(tmp_path):
     """The second process's tokenizer does not exist."""
     port = free_port()
     flags = f"{MESH} --devices cpu:4 --coordinator 127.0.0.1:{port} --processes 2"
@@ -210,9 +223,9 @@ def test_an_error_of_one_process_ends_all_and_is_told_once(tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_others_that_do_not_come(tmp_path, process):
+def test_others_that_do_not_connect(tmp_path, process):
     words = f"--coordinator 127.0.0.1:{free_port()} --processes 2 --process-id {process} --start-timeout 3"
     run = Run(tmp_path, f"{MESH} {words}")
     assert run.wait(90) == 2
-    assert f"error: process {process} of 2 did not meet the others at 127.0.0.1:" in run.err
-    assert "Traceback" not in run.err and "they did not come within 3 s" in run.err
+    assert f"error: process {process} of 2 did not connect to the others at 127.0.0.1:" in run.err
+    assert "Traceback" not in run.err and "not all of them started within 3 s" in run.err

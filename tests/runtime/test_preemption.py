@@ -1,13 +1,18 @@
-"""Reasons to stop, in this process; tests/checkpoint/test_kill.py has the front door."""
+"""Reasons to stop, in this process; tests/checkpoint/test_kill.py tests them on the command."""
 
 import os
+import random
 import signal
+import threading
+import time
+import types
 
 import pytest
 
 from megajax.checkpoint import manager
 from megajax.data.ramp import RampedLoader
-from megajax.runtime.preemption import SIGNALS, Stop
+from megajax.runtime import preemption
+from megajax.runtime.preemption import SIGNALS, Preemption
 from tests import small
 from tests.train import runs
 
@@ -20,7 +25,7 @@ def training():
 
 
 class Signalling(RampedLoader):
-    """Sends this process a signal while it makes the batch of the fourth step."""
+    """Sends this process a signal while it prepares the batch of the fourth step."""
 
     number = signal.SIGUSR1
 
@@ -35,23 +40,97 @@ def test_a_signal_ends_the_run_after_the_step(tmp_path, training, number):
     loader = Signalling(runs.loader_of(training.run), training.run)
     loader.number = number
     before = [signal.getsignal(number) for number in SIGNALS]
-    with Stop() as stop:
+    with Preemption() as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop, loader=loader)
     assert stop.reason == f"{number.name} received"
-    assert f"step 4: {number.name} received: saving and leaving" in result.text
+    assert f"step 4: {number.name} received: saving a checkpoint and stopping" in result.text
     assert len(result.rows) == 4 and manager.complete_steps(tmp_path / "checkpoints") == [4]
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_time_is_up(tmp_path, training):
-    with Stop(minutes=1e-6) as stop:
+    with Preemption(minutes=1e-6) as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop)
-    assert "step 1: --exit-after-minutes 1e-06 are over: saving and leaving" in result.text
+    assert "step 1: --exit-after-minutes 1e-06 are over: saving a checkpoint and stopping" in result.text
     assert manager.complete_steps(tmp_path / "checkpoints") == [1]
 
 
 def test_a_run_that_ends_has_no_reason(tmp_path, training):
-    with Stop(minutes=10) as stop:
+    with Preemption(minutes=10) as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop)
     assert stop.reason is None and len(result.rows) == 9
     assert manager.complete_steps(tmp_path / "checkpoints") == [9]
+
+
+class Service:
+    """jax's coordination service, for threads that stand for processes."""
+
+    def __init__(self, count: int):
+        self.values, self.lock, self.barrier = {}, threading.Lock(), threading.Barrier(count)
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.lock:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+
+    def key_value_try_get(self, key):
+        with self.lock:
+            if key not in self.values:
+                raise RuntimeError(f"NOT_FOUND: {key}")
+            return self.values[key]
+
+    def key_value_dir_get(self, prefix):
+        with self.lock:
+            return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+    def wait_at_barrier(self, name, timeout_in_ms):
+        self.barrier.wait(30)
+
+
+@pytest.mark.parametrize("signalled", [(0,), (2,), (0, 1)])
+@pytest.mark.parametrize("seed", range(5))
+def test_processes_agree_on_the_step_after_which_they_stop(monkeypatch, signalled, seed):
+    """Three loops that dispatch a step ahead; a step's metrics arrive when all processes have dispatched it."""
+    count, delays = 3, random.Random(seed)
+    service, collectives, stopped = Service(count), [threading.Barrier(count) for _ in range(5000)], {}
+    joined = {"client": service, "num_processes": count}
+    monkeypatch.setattr(preemption, "INTERVAL", 0.01)
+
+    def process(number: int) -> None:
+        monkeypatch.setattr(
+            preemption, "coordination_service", lambda: types.SimpleNamespace(process_id=number, **joined)
+        )
+        stop = Preemption()
+        created.release()
+        threading.Thread(target=stop._poll, daemon=True).start()
+        for step in range(1, 5000):
+            if number in signalled and step == 10 + number:
+                stop._receive(signal.SIGTERM, None)
+            reason = stop.after(step)
+            if step > 1 and not reason:
+                collectives[step - 1].wait(30)  # the metrics of the step before
+            time.sleep(0.002 * delays.random())
+            if reason:
+                stopped[number] = step, reason
+                return
+
+    created, threads = threading.Semaphore(0), []
+    for number in range(count):
+        threads.append(threading.Thread(target=process, args=(number,)))
+        threads[-1].start()
+        created.acquire()
+    for thread in threads:
+        thread.join(60)
+    assert len(stopped) == count and len(set(stopped.values())) == 1, stopped
+    step, reason = stopped[0]
+    assert step >= 10 and reason == "SIGTERM received"
+
+
+def test_a_run_that_is_not_stopped_asks_no_device(monkeypatch):
+    """Several processes: `after` makes no call of the service either; only the thread does."""
+    asked = []
+    service = types.SimpleNamespace(client=asked, process_id=0, num_processes=4)
+    monkeypatch.setattr(preemption, "coordination_service", lambda: service)
+    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("jax was asked"))
+    stop = Preemption(minutes=10)
+    assert [stop.after(step) for step in range(1, 100)] == [None] * 99

@@ -1,4 +1,4 @@
-"""The front door in a process of its own, with a model that compiles in seconds: for signals, kills, many processes."""
+"""Runs `python -m experiments.gpt3` in a process of its own with a model that compiles in seconds."""
 
 import json
 import os
@@ -12,22 +12,22 @@ SMALL = (
     "--layers 2 --hidden 16 --heads 2 --sequence-length 16 --global-batch-size 4 --microbatch-size 2 "
     "--new-tokens 0 --validation-batches 0 --log-every 10"
 )
-# Gloo's threads write over one another's lines: "[Gloo] Rank 3 is connected to 3 peer ranks. Expected number ... is : 3", so
-# that a line may be nothing but one's last number.
+# Gloo's threads interleave their lines "[Gloo] Rank 3 is connected to 3 peer ranks. Expected number ... is : 3", so a line
+# may consist of the last number only.
 NOISE = ("cudart_stub", "absl::InitializeLog", "[Gloo]", "peer ranks", "is : ")
 
 
 class Run:
-    """A started front door; its output is in files of the directory."""
+    """A running command; its output is in files of the directory."""
 
     def __init__(self, directory: pathlib.Path, words: str, name: str = "run", **environment: str):
-        """Starts it on a short text and with `words`, everything else as in SMALL."""
+        """Starts it on a short text with the options `words`, and otherwise those of SMALL."""
         text = directory / "text.txt"
         text.write_text("All the world's a stage, and all the men and women merely players. " * 100)
         inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
         inherited |= {
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),  # a test starts the same programs again and again
+            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),  # tests compile the same programs many times
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         command = [sys.executable, "-m", "experiments.gpt3", "--text", str(text), *SMALL.split(), *words.split()]
@@ -37,12 +37,12 @@ class Run:
 
     @property
     def out(self) -> str:
-        """Standard output, without what gloo says of its connections."""
+        """Standard output, without gloo's messages about its connections."""
         return self._quiet(0)
 
     @property
     def err(self) -> str:
-        """Standard error without what jax says of missing GPUs."""
+        """Standard error, without jax's messages about missing GPUs."""
         return self._quiet(1)
 
     def _quiet(self, index: int) -> str:
@@ -66,7 +66,7 @@ class Run:
 
 
 def rows(directory: pathlib.Path) -> list[dict]:
-    """The run's records; the last line may be cut short."""
+    """The run's records; the last line may be truncated."""
     found = []
     for line in (directory / "log.jsonl").read_text().splitlines() if (directory / "log.jsonl").exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer in this process: a tiny model, random tokens, a directory."""
+"""Whole runs of the loop in this process, with a tiny model, random tokens and a run directory."""
 
 import dataclasses
 import io
@@ -13,8 +13,8 @@ from megajax.config import OutputConfig, RunConfig
 from megajax.data.loader import Loader, TokenSamples
 from megajax.data.ramp import RampedLoader
 from megajax.estimate.gpus import Peak
-from megajax.train.loop import Companions, train
-from megajax.train.run_directory import Keeper
+from megajax.train.loop import TrainerHooks, train
+from megajax.train.run_directory import RunDirectory
 from megajax.train.step import Training, TrainState
 from tests import small
 
@@ -24,7 +24,7 @@ TOKENS = np.random.default_rng(5).integers(0, MODEL.vocabulary, 16 * 200 + 1)
 
 
 class Letters:
-    """A tokenizer as small as the model."""
+    """A tokenizer with the vocabulary of the tiny model."""
 
     name, vocabulary, end_of_document = "letters", MODEL.vocabulary, 0
 
@@ -37,7 +37,7 @@ class Letters:
 
 @dataclasses.dataclass
 class Result:
-    """What a run left."""
+    """What a run returned and wrote."""
 
     state: TrainState
     text: str
@@ -70,31 +70,33 @@ def go(
     tokenizer=None,
     **output,
 ) -> Result:
-    """Runs as experiments/gpt3.py does, from the beginning or from what `resume` says, to the end or a stop."""
+    """Runs as `Trainer.fit` does, from step 0 or from what `resume` says, to the end or a stop."""
     training = training or small.training_of(run)
-    keeper = Keeper(run, OutputConfig(run_dir=str(directory), **output), tokenizer or Letters(), {})
+    files = RunDirectory(run, OutputConfig(run_dir=str(directory), **output), tokenizer or Letters())
     batches = loader or RampedLoader(loader_of(run), run)
     validation = Loader(TokenSamples(TOKENS, run.model.sequence_length, None), small.BATCH, run.microbatches)
-    begin, text = keeper.begin(training), io.StringIO()
-    log = keeper.log(begin)
+    resume, text = files.resume(training), io.StringIO()
+    log = files.open_log(resume[1] if resume else Progress())
     log.console = Console(file=text, width=300)
     with log:
-        for line in keeper.said:
+        for line in files.messages:
             log.message(line)
-        companions = Companions(keeper.checkpoints, stop, keeper.profile)
-        state = train(training, batches, validation, log, Peak(1e12, "published"), begin=begin, companions=companions)
-        keeper.close(log)
+        hooks = TrainerHooks(files.checkpoints, stop, files.profiler)
+        peak = Peak(1e12, "published")
+        state, _ = train(training, batches, validation, log, peak, resume=resume, hooks=hooks)
+        for line in files.close():
+            log.message(line)
     rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
     return Result(state, text.getvalue(), rows)
 
 
 class StopAfter:
-    """A `Stop` whose reason comes after a number of steps."""
+    """A `Preemption` whose reason comes after a number of steps of this process."""
 
     def __init__(self, steps: int):
         self.steps, self.reason = steps, None
 
-    def agreed(self) -> str | None:
+    def after(self, step: int) -> str | None:
         self.steps -= 1
         self.reason = "the test says so" if self.steps == 0 else None
         return self.reason

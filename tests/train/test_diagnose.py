@@ -1,4 +1,4 @@
-"""A step that is not finite is explained: the microbatch and sample, the layer, the parameter."""
+"""Explanations of a step that is not finite: the microbatch and sample, the layer, the parameter."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from megajax.checkpoint import manager
 from megajax.config import ConfigError
 from megajax.data.ramp import RampedLoader
 from megajax.train import diagnose
-from megajax.train.logging import Spikes
+from megajax.train.logging import SpikeDetector
 from tests import small
 from tests.train import runs
 
@@ -78,10 +78,10 @@ def test_the_layer_whose_output_overflows_is_named(training, params, layer):
         params["blocks"]["feedforward"]["down"]["bias"][layer] = 3e38
         params["blocks"]["attention"]["output"]["bias"][layer] = 3e38
 
-    said = explain(training, changed(params, overflow))
-    assert said == (
+    text = explain(training, changed(params, overflow))
+    assert text == (
         "microbatch 1 of 4, sample 0 of the run: "
-        f"the output of layer {layer} is not finite, what goes into it and its weights are"
+        f"the output of layer {layer} is not finite; its input and its weights are"
     )
 
 
@@ -91,12 +91,12 @@ def test_a_gradient_that_overflows_is_named(training, params):
     def steepen(params):
         params["shared"]["head"]["norm"]["scale"] *= 50
 
-    said = explain(training, changed(params, steepen), scale=3e38)
-    assert said.startswith("microbatch 1 of 4, sample 0 of the run: the forward is finite, the gradient of ")
+    text = explain(training, changed(params, steepen), scale=3e38)
+    assert text.startswith("microbatch 1 of 4, sample 0 of the run: the forward is finite, the gradient of ")
 
 
-def test_a_step_that_was_fine_after_all(training, params):
-    assert explain(training, params) == "the same step, taken again, is finite: look at the hardware"
+def test_a_step_that_is_finite_when_run_again(training, params):
+    assert explain(training, params) == "the same step, run again, is finite: check the hardware"
 
 
 class Poisoned(RampedLoader):
@@ -117,7 +117,7 @@ NAMED = "microbatch 2 of 4, sample 38 of the run: the loss weights in the data a
 
 
 def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
-    """And changes nothing: the run goes on as if the batch had not been there."""
+    """And changes nothing: the run continues as if the batch had not been in the data."""
     skipping = copy.copy(training)  # with the same compiled step
     run = dataclasses.replace(training.run, train=dataclasses.replace(training.run.train, nonfinite="skip"))
     skipping.run = run
@@ -135,19 +135,36 @@ def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
     np.testing.assert_array_equal(rest.losses[3:], result.losses[3:])
 
 
+def test_a_skipped_step_leaves_what_a_loop_without_dispatch_ahead_leaves(training, tmp_path):
+    """The step after it, which the devices already had, is run again: same losses, same state, same counts."""
+    results = []
+    for name, ahead in (("ahead", True), ("one by one", False)):
+        skipping = copy.copy(training)
+        skipping.run = dataclasses.replace(
+            training.run, train=dataclasses.replace(training.run.train, nonfinite="skip")
+        )
+        if not ahead:
+            skipping.takes_hold = False
+        results.append(runs.go(skipping.run, tmp_path / name, training=skipping, loader=loader_of(training)))
+    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "mfu", "compiled")
+    rows = [[{k: v for k, v in row.items() if k not in times} for row in result.rows] for result in results]
+    assert rows[0] == rows[1] and rows[0][2]["skipped"] == 1 and len(rows[0]) == 12
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, result.state) for result in results))
+
+
 def test_or_stops_the_run_with_the_state_before_it_saved(training, tmp_path):
     with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--nonfinite skip"):
         runs.go(training.run, tmp_path, training=training, loader=loader_of(training))
     assert manager.complete_steps(tmp_path / "checkpoints") == [2]
-    result = runs.go(training.run, tmp_path, training=training, resume="auto")  # with the batch mended
+    result = runs.go(training.run, tmp_path, training=training, resume="auto")  # with a good batch
     assert [row["step"] for row in result.rows] == list(range(1, 13))
 
 
 def test_a_loss_spike_is_flagged():
-    spikes, random = Spikes(8.0), np.random.default_rng(0)
+    spikes, random = SpikeDetector(8.0), np.random.default_rng(0)
     for step in range(1, 200):
         assert spikes.flag(step, 3 - 0.001 * step + 0.02 * random.normal()) is None
-    assert spikes.flag(200, math.nan) is None  # that has a report of its own
+    assert spikes.flag(200, math.nan) is None  # has a warning of its own
     text = spikes.flag(201, 4.5)
     assert text.startswith("step 201: loss spike: 4.5000 is ") and "standard deviations above 2.8" in text
-    assert Spikes(8.0).flag(1, 100.0) is None  # nothing to compare with
+    assert SpikeDetector(8.0).flag(1, 100.0) is None  # nothing to compare with

@@ -1,4 +1,4 @@
-"""What a run says: nothing left out, on a terminal, in a file and where neither is."""
+"""The log of a run, complete on a terminal, in files and on redirected output."""
 
 import io
 import json
@@ -26,14 +26,17 @@ FIELDS = [
     "batch",
     "samples",
     "step_seconds",
+    "compiled",
     "tokens_per_second",
     "tflops_per_device",
     "mfu",
 ]
 
 
-def record(step: int = 1, **metrics):
-    return step_record(step, METRICS | metrics, samples=32 * step, seconds=0.5, throughput=THROUGHPUT, batch=32)
+def record(step: int = 1, compiled: bool = False, **metrics):
+    return step_record(
+        step, METRICS | metrics, samples=32 * step, seconds=0.5, throughput=THROUGHPUT, batch=32, compiled=compiled
+    )
 
 
 def log_of(tmp_path, *, terminal: bool, steps: int = 25, every: int = 10):
@@ -49,7 +52,7 @@ def test_rates_are_per_second_and_per_device():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_file_has_every_step_whatever_the_console_shows(tmp_path, terminal):
+def test_the_file_has_every_step_on_any_console(tmp_path, terminal):
     log, _, path = log_of(tmp_path, terminal=terminal)
     with log:
         for step in range(1, 26):
@@ -63,7 +66,7 @@ def test_the_file_has_every_step_whatever_the_console_shows(tmp_path, terminal):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_numbers_that_are_none_stay_in_the_file_and_are_warned_of(tmp_path, name, bad):
+def test_values_that_are_not_finite_are_written_and_warned_of(tmp_path, name, bad):
     log, text, path = log_of(tmp_path, terminal=False)
     with log:
         log.step(record(3, **{name: bad}))
@@ -73,7 +76,7 @@ def test_numbers_that_are_none_stay_in_the_file_and_are_warned_of(tmp_path, name
     assert f"warning: step 3: {name} is {bad}" in text.getvalue()
 
 
-def test_a_skipped_step_is_warned_of(tmp_path):
+def test_a_skipped_step_has_a_warning(tmp_path):
     log, text, path = log_of(tmp_path, terminal=False)
     with log:
         log.step(record(3, skipped=1, grad_norm=math.inf, loss_scale=65536.0))
@@ -81,7 +84,7 @@ def test_a_skipped_step_is_warned_of(tmp_path):
     assert json.loads(path.read_text())["skipped"] == 1
 
 
-def test_plain_lines_come_for_the_first_the_last_and_every_tenth_step(tmp_path):
+def test_plain_lines_show_the_first_the_last_and_every_tenth_step(tmp_path):
     log, text, _ = log_of(tmp_path, terminal=False)
     with log:
         for step in range(1, 26):
@@ -96,28 +99,33 @@ def test_plain_lines_come_for_the_first_the_last_and_every_tenth_step(tmp_path):
 def test_a_terminal_shows_a_bar_with_loss_and_rates(tmp_path):
     log, text, _ = log_of(tmp_path, terminal=True)
     with log:
-        log.compiling()
+        log.compiling(1)
         for step in range(1, 26):
             log.step(record(step))
-        log.message("[bold] is no markup here")
+        log.message("[bold] is not markup")
     shown = text.getvalue()
-    for part in ("compiling", "25/25", "loss 2.5000", "8,192 tokens/s", "40.0% MFU", "[bold] is no markup here"):
+    for part in ("compiling", "25/25", "loss 2.5000", "8,192 tokens/s", "40.0% MFU", "[bold] is not markup"):
         assert part in shown
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_rates_of_the_step_that_compiles_are_marked(tmp_path, terminal):
-    log, text, _ = log_of(tmp_path, terminal=terminal, every=1)
+def test_a_step_that_compiled_is_marked_and_has_no_rates(tmp_path, terminal):
+    log, text, path = log_of(tmp_path, terminal=terminal, every=1)
     with log:
-        log.compiling()
-        log.step(record(1))
-        assert "(with compilation)" in text.getvalue()
-        before = len(text.getvalue())
-        log.step(record(2))
-        assert "(with compilation)" not in text.getvalue()[before:]
+        for step, compiled in ((1, True), (2, False), (3, True)):
+            before = len(text.getvalue())
+            log.step(record(step, compiled=compiled))
+            shown = text.getvalue()[before:]
+            assert ("(with compilation)" in shown) == compiled
+            if compiled or not terminal:  # the bar is drawn ten times a second
+                assert ("tokens/s" in shown) != compiled
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["compiled"] for row in rows] == [1, 0, 1]
+    assert [row["tokens_per_second"] for row in rows] == [None, 8192, None]
+    assert [row["mfu"] for row in rows] == [None, 0.4, None]
 
 
-def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path):
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="cannot write the log .*No such file.*--log-jsonl"):
         JsonLines(tmp_path / "missing" / "log.jsonl")
     with pytest.raises(ConfigError, match="--log-jsonl"):
@@ -133,7 +141,7 @@ def test_a_new_run_replaces_the_log(tmp_path):
 
 
 def test_tensorboard_has_the_same_values(tmp_path):
-    """Read back from the event files, NaN included; a resumed run's events say from where the old ones are void."""
+    """Read back from the event files, NaN included; a resumed run's events say which old ones to drop."""
     for after, steps in ((0, range(1, 4)), (2, range(3, 5))):
         board = TensorBoard(tmp_path, after=after)
         for step in steps:
@@ -152,7 +160,7 @@ def test_tensorboard_has_the_same_values(tmp_path):
 
 
 def read_events(path):
-    """The records of an event file: length (8 bytes), its sum (4), the event, its sum (4)."""
+    """The records of an event file: length (8 bytes), its checksum (4), the event, its checksum (4)."""
     data, place = path.read_bytes(), 0
     while place < len(data):
         (length,) = struct.unpack("<Q", data[place : place + 8])

@@ -1,4 +1,4 @@
-"""The loop: which samples it takes, when it validates, when it stops. The model is one number, pulled to the data."""
+"""The loop: which samples it takes, when it dispatches, validates and stops. The model is one number, the mean token."""
 
 import dataclasses
 import io
@@ -13,18 +13,29 @@ from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, 
 from megajax.data.loader import Loader, TokenSamples
 from megajax.estimate.gpus import Peak
 from megajax.train.logging import RunLog
-from megajax.train.loop import train
+from megajax.train.loop import TrainerHooks, train
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import TrainState
 
 MODEL = ModelConfig(layers=1, hidden=4, heads=1, vocabulary=50, sequence_length=4)
+TOKENS = np.random.default_rng(0).integers(0, 50, 4 * 100 + 1)
+
+
+BATCH = 4
 
 
 class MeanTraining:
-    """Learns the mean token by gradient descent; the gradient of the steps in `broken` is NaN."""
+    """Learns the mean token by gradient descent; the gradient of the steps in `broken` is NaN.
+
+    Attributes:
+      taken: samples of the steps that were not held.
+      events: ("dispatch", first sample) of every step, ("validate", samples taken); the log adds ("log", step).
+    """
+
+    takes_hold = True
 
     def __init__(self, run: RunConfig, broken: tuple[int, ...] = ()):
-        self.run, self.broken, self.taken, self.evaluated = run, broken, [], []
+        self.run, self.broken, self.taken, self.evaluated, self.events = run, broken, [], [], []
 
     def init_state(self) -> TrainState:
         return TrainState({"mean": jnp.float32(0)}, (), make_loss_scale(self.run.train))
@@ -32,46 +43,124 @@ class MeanTraining:
     def loss(self, params, batch):
         return jnp.mean((params["mean"] - batch["labels"]) ** 2)
 
-    def train_step(self, state: TrainState, batch):
-        self.taken += batch["sample"].ravel().tolist()
+    def train_step(self, state: TrainState, batch, hold):
+        first = int(batch["sample"].ravel()[0])
+        self.events.append(("dispatch", first // BATCH + 1))
         loss, gradient = jax.value_and_grad(self.loss)(state.params, batch)
-        norm = jnp.nan if len(self.taken) // self.run.train.global_batch_size in self.broken else gradient["mean"]
+        norm = jnp.nan if first // BATCH + 1 in self.broken else gradient["mean"]
         finite = jnp.isfinite(norm)
         params = {"mean": jnp.where(finite, state.params["mean"] - 0.25 * norm, state.params["mean"])}
         metrics = {"loss": loss, "grad_norm": abs(norm), "learning_rate": 0.25, "skipped": 1 - finite}
-        scale = state.loss_scale
-        state = dataclasses.replace(state, params=params, loss_scale=scale.update(finite))
-        return state, metrics | {"loss_scale": scale.scale}
+        metrics["loss_scale"] = state.loss_scale.scale
+        if hold is not None and int(hold):
+            return state, metrics
+        self.taken += batch["sample"].ravel().tolist()
+        return dataclasses.replace(state, params=params, loss_scale=state.loss_scale.update(finite)), metrics
 
     def evaluate(self, params, batch):
         self.evaluated.append((len(self.taken), batch["sample"].ravel().tolist()))
+        self.events.append(("validate", len(self.taken) // BATCH))
         return self.loss(params, batch)
 
 
-def run_loop(broken=(), validation_windows: int = 12, **settings):
-    """(training, final state, what was printed) of 10 steps of 4 samples."""
-    settings = {"global_batch_size": 4, "steps": 10, "warmup_steps": 0, "precision": "fp32"} | settings
+class EventLog(RunLog):
+    """Adds the steps that it logs to a training's events."""
+
+    events: list
+
+    def step(self, record):
+        self.events.append(("log", record["step"]))
+        super().step(record)
+
+
+def run_loop(broken=(), validation_windows: int = 12, preemption=None, explain=None, **settings):
+    """(training, final state, printed text) of 10 steps of 4 samples."""
+    settings = {"global_batch_size": BATCH, "steps": 10, "warmup_steps": 0, "precision": "fp32"} | settings
     run = RunConfig(MODEL, ParallelConfig(), TrainConfig(**settings))
     run.validate()
     training = MeanTraining(run, broken)
-    tokens = np.random.default_rng(0).integers(0, 50, 4 * 100 + 1)
-    batches = Loader(TokenSamples(tokens, 4, 0), 4, run.microbatches)
-    validation = Loader(TokenSamples(tokens[: 4 * validation_windows + 1], 4, None), 4, run.microbatches)
+    batches = Loader(TokenSamples(TOKENS, 4, 0), BATCH, run.microbatches)
+    validation = Loader(TokenSamples(TOKENS[: 4 * validation_windows + 1], 4, None), BATCH, run.microbatches)
     text = io.StringIO()
-    with RunLog(run.train.steps, console=Console(file=text, width=200)) as log:
-        explain = lambda *step: "because it was asked to"  # noqa: E731
-        state = train(training, batches, validation, log, Peak(1e12, "published"), explain=explain)
+    with EventLog(run.train.steps, console=Console(file=text, width=200)) as log:
+        log.events = training.events
+        explain = explain or (lambda *step: "because the test says so")
+        hooks = TrainerHooks(preemption=preemption)
+        peak = Peak(1e12, "published")
+        state, record = train(training, batches, validation, log, peak, hooks=hooks, explain=explain)
+    assert record["step"] == training.events[-1][1] or training.evaluated
     return training, state, text.getvalue()
+
+
+def expected_mean(skipped=()) -> float:
+    """The parameter after 10 steps, in numpy."""
+    samples, mean = TokenSamples(TOKENS, 4, 0), np.float32(0)
+    for step in range(10):
+        labels = np.stack([samples.window(BATCH * step + i)[1:] for i in range(BATCH)])
+        mean -= 0 if step + 1 in skipped else 0.25 * 2 * np.mean(mean - labels)
+    return mean
+
+
+def test_a_step_is_dispatched_before_the_metrics_of_the_last_one_are_read():
+    training, _, _ = run_loop(validation_batches=0)
+    inner = [event for n in range(2, 10) for event in (("dispatch", n + 1), ("log", n))]
+    assert training.events == [("dispatch", 1), ("dispatch", 2), ("log", 1), *inner, ("log", 10)]
+
+
+def test_but_not_before_a_validation_of_the_state_between_them():
+    training, _, _ = run_loop(validation_every=4, validation_batches=1)
+    place = training.events.index(("validate", 4))
+    assert training.events[place - 3 : place + 3] == [
+        ("dispatch", 4),
+        ("log", 3),
+        ("log", 4),
+        ("validate", 4),
+        ("dispatch", 5),
+        ("dispatch", 6),
+    ]
+
+
+def test_a_step_after_a_skipped_one_is_dispatched_again():
+    """It was dispatched before the host knew, and left the state unchanged."""
+    seen = []
+    explain = lambda training, params, batch, scale: (  # noqa: E731
+        seen.append((float(params["mean"]), batch["sample"].ravel().tolist())) or "because"
+    )
+    training, state, text = run_loop(broken=(3, 4, 10), nonfinite="skip", validation_batches=0, explain=explain)
+    dispatched = [number for kind, number in training.events if kind == "dispatch"]
+    assert dispatched == [1, 2, 3, 4, 4, 5, 5, 6, 7, 8, 9, 10]
+    assert [number for kind, number in training.events if kind == "log"] == list(range(1, 11))
+    assert training.taken == list(range(40))
+    assert float(state.params["mean"]) == pytest.approx(expected_mean(skipped=(3, 4, 10)), rel=1e-5)
+    assert [samples for _, samples in seen] == [[8, 9, 10, 11], [12, 13, 14, 15], [36, 37, 38, 39]]
+    assert seen[0][0] == seen[1][0]  # explained with the parameters that the step had
+    assert text.count("step skipped") == 3
+
+
+def test_a_stop_ends_the_run_after_the_step_that_was_dispatched():
+    class StopAfter4:
+        reason, asked = None, []
+
+        def after(self, step):
+            self.asked.append(step)
+            self.reason = "the test says so" if step == 4 else None
+            return self.reason
+
+    preemption = StopAfter4()
+    training, _, text = run_loop(preemption=preemption, validation_batches=0)
+    assert preemption.asked == [1, 2, 3, 4]  # once for each step, in order: several processes rely on it
+    assert training.taken == list(range(16)) and training.events[-1] == ("log", 4)
+    assert "step 4: the test says so: saving a checkpoint and stopping" in text
 
 
 def test_it_learns_and_takes_every_sample_once_in_order():
     training, state, text = run_loop()
     assert training.taken == list(range(40))
-    assert state.params["mean"] == pytest.approx(24.5, abs=5)
+    assert state.params["mean"] == pytest.approx(expected_mean(), rel=1e-5)
     assert text.count("step 10/10") == 1
 
 
-def test_validation_comes_every_few_steps_and_after_the_last():
+def test_validation_runs_every_few_steps_and_after_the_last():
     training, _, text = run_loop(validation_every=4, validation_batches=2)
     assert [taken for taken, _ in training.evaluated] == [16, 16, 32, 32, 40, 40]
     assert [samples for _, samples in training.evaluated[:2]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -79,7 +168,7 @@ def test_validation_comes_every_few_steps_and_after_the_last():
 
 
 @pytest.mark.parametrize(("windows", "batches", "count"), [(12, 8, 3), (2, 8, 1), (12, 2, 2), (12, 0, 0)])
-def test_a_small_validation_set_is_gone_through_once(windows, batches, count):
+def test_a_small_validation_set_is_read_once(windows, batches, count):
     training, _, _ = run_loop(validation_windows=windows, validation_batches=batches)
     assert len(training.evaluated) == count
 

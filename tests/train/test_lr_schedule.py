@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and batch size against Megatron-LM's formulas, written out here, and hand-worked values."""
+"""Learning rate, weight decay and batch size against Megatron-LM's formulas, reimplemented here, and values by hand."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
+from megajax.data import ramp
 from megajax.data.loader import Loader, TokenSamples
 from megajax.data.ramp import RampedLoader
 from megajax.train import lr_schedule
@@ -74,7 +75,7 @@ def test_learning_rate_is_megatrons(shape, length):
     np.testing.assert_allclose(got, [megatron(train, int(n)) for n in samples], rtol=2e-5, atol=1e-9)
 
 
-def test_a_run_ends_at_the_minimum_and_its_first_update_moves():
+def test_a_run_ends_at_the_minimum_and_its_first_update_has_a_learning_rate():
     for shape in SHAPES:
         train = dataclasses.replace(TRAIN, **shape)
         assert float(lr_schedule.learning_rate(train, 8)) == pytest.approx(1e-3)  # a tenth of the warm-up is done
@@ -85,7 +86,7 @@ def test_a_run_ends_at_the_minimum_and_its_first_update_moves():
 
 @pytest.mark.parametrize(("ramp", "middle"), [("linear", 0.06), ("cosine", 0.06)])
 def test_weight_decay_ramps_over_the_run(ramp, middle):
-    """0.02 to 0.1; both ramps are half way in the middle, a quarter on they are 1/4 and (1 - cos(pi/4)) / 2 on."""
+    """0.02 to 0.1: both ramps are half way in the middle; after a quarter, 1/4 and (1 - cos(pi/4)) / 2 of the way."""
     train = dataclasses.replace(TRAIN, start_weight_decay=0.02, weight_decay=0.1, weight_decay_ramp=ramp)
     quarter = 0.25 if ramp == "linear" else (1 - math.sqrt(0.5)) / 2
     got = [float(lr_schedule.weight_decay(train, n)) for n in (0, 200, 400, 800, 900)]
@@ -98,22 +99,18 @@ RAMPED = dataclasses.replace(TRAIN, global_batch_size=16, batch_ramp=(4, 4, 60),
 
 def test_batch_ramp_is_that_of_2104():
     """4, 8, 12 for a third of 60 samples each, then 16: start + int(consumed / (60 / 3)) * increment."""
-    sizes = {consumed: lr_schedule.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
+    sizes = {consumed: ramp.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
     assert sizes == {0: 4, 19: 4, 20: 8, 39: 8, 40: 12, 59: 12, 60: 16, 1000: 16}
-    assert lr_schedule.batch_sizes(RAMPED) == [4, 8, 12, 16]
-    assert lr_schedule.batch_size(TRAIN, 5) == 8 and lr_schedule.batch_sizes(TRAIN) == [8]
+    assert ramp.batch_sizes(RAMPED) == [4, 8, 12, 16]
+    assert ramp.batch_size(TRAIN, 5) == 8 and ramp.batch_sizes(TRAIN) == [8]
     consumed, sizes = 0, []
     while consumed < 160:
-        sizes.append(lr_schedule.batch_size(RAMPED, consumed))
+        sizes.append(ramp.batch_size(RAMPED, consumed))
         consumed += sizes[-1]
     assert sizes == [4] * 5 + [8] * 3 + [12] * 2 + [16] * 6
     run = RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), RAMPED)
     run.validate()
-    assert (
-        lr_schedule.steps_left(run, 0) == 16
-        and lr_schedule.steps_left(run, 20) == 11
-        and lr_schedule.steps_left(run, 160) == 0
-    )
+    assert ramp.steps_left(run, 0) == 16 and ramp.steps_left(run, 20) == 11 and ramp.steps_left(run, 160) == 0
 
 
 def test_a_ramped_loader_gives_every_sample_once():
@@ -130,7 +127,7 @@ def test_a_ramped_loader_gives_every_sample_once():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"batch_ramp": (4, 4)}, "three whole numbers"),
         ({"batch_ramp": (0, 4, 10)}, "three whole numbers"),
@@ -143,11 +140,11 @@ def test_a_ramped_loader_gives_every_sample_once():
         ({"steps": 2**28}, "below 2..31"),
     ],
 )
-def test_what_cannot_be(fields, said):
+def test_illegal_rates_and_ramps_are_refused(fields, message):
     train = dataclasses.replace(RAMPED, **fields)
     if "batch_ramp" not in fields:
         train = dataclasses.replace(train, batch_ramp=())
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), train).validate()
     assert "pass --" in str(error.value)
 
@@ -169,7 +166,7 @@ def test_a_ramped_run_is_the_same_after_a_resume(tmp_path):
 
 
 def test_a_skipped_step_does_not_advance_the_rates(tmp_path):
-    """fp16 with a scale that overflows at first: the loader goes on, the learning rate waits."""
+    """fp16 with a scale that overflows at first: the loader advances, the learning rate does not."""
     run = runs.make_run((1, 1, 1), schedule="1f1b", steps=8, train={"precision": "fp16", "initial_loss_scale": 2.0**22})
     result = runs.go(run, tmp_path)
     skipped = np.array([row["skipped"] for row in result.rows])

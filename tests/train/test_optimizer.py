@@ -1,5 +1,6 @@
-"""AdamW, clipping and the decay mask, against the papers' formulas written out in numpy. Rates: test_rates.py."""
+"""AdamW, clipping and the decay mask, against the papers' formulas in numpy. Rates: test_lr_schedule.py."""
 
+import dataclasses
 import math
 
 import jax
@@ -42,10 +43,12 @@ def rate(update: int, train: TrainConfig) -> float:
     return train.minimum_learning_rate + span * (1 + math.cos(math.pi * done)) / 2
 
 
-@pytest.mark.parametrize("gradient_scale", [1e-3, 10.0], ids=["unclipped", "clipped"])
-def test_updates_are_adamw_with_clipping_and_mask(gradient_scale):
+@pytest.mark.parametrize(
+    ("gradient_scale", "clip_norm"), [(1e-3, 1.0), (10.0, 1.0), (10.0, None)], ids=["small", "clipped", "clipping off"]
+)
+def test_updates_are_adamw_with_clipping_and_mask(gradient_scale, clip_norm):
     """1711.05101 algorithm 2; clipping by the norm over all leaves together."""
-    optimizer = make_optimizer(TRAIN, MASK)
+    optimizer = make_optimizer(dataclasses.replace(TRAIN, clip_norm=clip_norm), MASK)
     params = random_tree(0, 1.0)
     state = optimizer.init(params)
     expected = jax.tree.leaves(jax.tree.map(np.float64, params))
@@ -60,7 +63,7 @@ def test_updates_are_adamw_with_clipping_and_mask(gradient_scale):
 
         leaves = [np.float64(g) for g in jax.tree.leaves(gradients)]
         norm = math.sqrt(sum((g**2).sum() for g in leaves))
-        leaves = [g * min(1.0, TRAIN.clip_norm / norm) for g in leaves]
+        leaves = [g * min(1.0, (clip_norm or math.inf) / norm) for g in leaves]
         for i, (gradient, decayed) in enumerate(zip(leaves, jax.tree.leaves(MASK), strict=True)):
             first[i] = TRAIN.beta1 * first[i] + (1 - TRAIN.beta1) * gradient
             second[i] = TRAIN.beta2 * second[i] + (1 - TRAIN.beta2) * gradient**2
@@ -70,6 +73,13 @@ def test_updates_are_adamw_with_clipping_and_mask(gradient_scale):
             expected[i] = expected[i] - rate(update, TRAIN) * change
     for got, want in zip(jax.tree.leaves(params), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+def test_a_state_does_not_depend_on_whether_gradients_are_clipped():
+    """So a run can be resumed with and without clipping."""
+    params = random_tree(0, 1.0)
+    states = [make_optimizer(dataclasses.replace(TRAIN, clip_norm=c), MASK).init(params) for c in (1.0, None)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
 def test_gradients_zero_and_no_decay_change_nothing_but_decayed_leaves():

@@ -1,4 +1,4 @@
-"""What the trainer itself costs: Python and logging a step, and how little a save keeps the training waiting."""
+"""Overhead of the trainer: Python and logging per step, and how long a save blocks training."""
 
 import io
 import threading
@@ -16,9 +16,9 @@ from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig,
 from megajax.config.toml import run_meta
 from megajax.data.loader import Loader, TokenSamples
 from megajax.estimate.gpus import Peak
-from megajax.runtime.preemption import Stop
-from megajax.train.loop import Companions, train
-from megajax.train.run_directory import Keeper
+from megajax.runtime.preemption import Preemption
+from megajax.train.loop import TrainerHooks, train
+from megajax.train.run_directory import RunDirectory
 from tests import small
 from tests.train import runs
 
@@ -28,37 +28,39 @@ STEPS = 1000
 class Instant:
     """A training whose steps take no time."""
 
+    takes_hold = True
+
     def __init__(self, run: RunConfig):
         self.run = run
 
     def init_state(self):
         return None
 
-    def train_step(self, state, batch):
+    def train_step(self, state, batch, hold):
         return state, {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0}
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_step_costs_less_than_a_millisecond(tmp_path, terminal):
-    """1% of a 100 ms step, in processor time: loop, line or bar, JSON, TensorBoard, log file, signals, loader."""
+    """1% of a step of 100 ms, in processor time: loop, line or bar, JSON, TensorBoard, log file, signals, loader."""
     model = ModelConfig(layers=1, hidden=4, heads=1, vocabulary=50, sequence_length=16)
     run = RunConfig(model, ParallelConfig(), TrainConfig(steps=STEPS, global_batch_size=4, validation_batches=0))
     samples = TokenSamples(np.arange(16 * 500) % 50, 16, 0)
-    keeper = Keeper(run, OutputConfig(run_dir=str(tmp_path), save_every=10**6), runs.Letters(), {})
-    log = keeper.log(None)
+    log = RunDirectory(run, OutputConfig(run_dir=str(tmp_path), save_every=10**6), runs.Letters()).open_log(Progress())
     log.console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
     loader = Loader(samples, 4, 4)
-    with log, Stop(minutes=1000) as stop:
-        begin = time.process_time()
-        train(Instant(run), loader, loader, log, Peak(1e12, "published"), companions=Companions(stop=stop))
-        taken = (time.process_time() - begin) / STEPS
+    with log, Preemption(minutes=1000) as preemption:
+        start = time.process_time()
+        hooks = TrainerHooks(preemption=preemption)
+        train(Instant(run), loader, loader, log, Peak(1e12, "published"), hooks=hooks)
+        taken = (time.process_time() - start) / STEPS
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == STEPS
     print(f"{1e3 * taken:.3f} ms a step")
     assert taken < 1e-3
 
 
-def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
-    """A save returns before anything of it is on the disk, and what is written then is the state as it was."""
+def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
+    """A save returns before any file is written, and what is written is the state at that time."""
     run = runs.make_run((1, 1, 1), schedule="1f1b")
     training = small.training_of(run)
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(run, runs.Letters()))
@@ -67,12 +69,12 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     keep.wait()
     may_write = threading.Event()
     monkeypatch.setattr(manager, "write", lambda *arguments: (may_write.wait(60), writer.write(*arguments)))
-    for step in (2, 3):  # the later one's copies are in the memory of the earlier one's
+    for step in (2, 3):  # the second save copies into the memory of the first one's copies
         state, _ = training.train_step(state, batch)
         kept = jax.tree.map(np.array, state)
         assert keep.save(training, state, Progress(step=step)) == []
         for _ in range(3):
-            state, _ = training.train_step(state, batch)  # uses the saved state's memory up
+            state, _ = training.train_step(state, batch)  # donates the saved state
             assert keep.poll() == [] and not list(tmp_path.glob(f"step_{step:08d}*"))
         may_write.set()
         assert f"step {step}: checkpoint saved" in keep.wait()[0]
@@ -83,8 +85,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     keep.close()
 
 
-def test_a_save_keeps_the_training_waiting_for_less_than_a_tenth_of_it(tmp_path):
-    """Of a hundred megabytes, really written, with nothing else to do; the best of five: a machine has slow spells."""
+def test_a_save_blocks_training_for_less_than_a_tenth_of_its_time(tmp_path):
+    """100 MB written to disk with nothing else running; the best of five saves, as the machine may be busy."""
     found = measure(MODELS[100], jax.devices()[:1], tmp_path, saves=6, steps=False)
     taken, waited, _ = min(found["rest"], key=lambda row: row[1] / row[0])
     print(f"{found['bytes'] / 1e6:.0f} MB: waited {waited:.3f} s of {taken:.2f} s")

@@ -1,4 +1,4 @@
-"""Sampling: windows, temperature, top_k and seeds, with small models whose answers are known."""
+"""Sampling: windows, temperature, top_k and seeds, with small models whose outputs are known."""
 
 import jax
 import jax.numpy as jnp
@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.generate import choose, generate
+from megajax.train.sampling import choose, generate
 
 VOCABULARY = 11
 
 
 def successor(params, tokens, position):
-    """A model that is sure that t is followed by t + `params`."""
+    """A model that predicts t + `params` after t with certainty."""
     return 50.0 * jax.nn.one_hot((tokens[:, position] + params) % VOCABULARY, VOCABULARY)
 
 
 def causal_sum(params, tokens, position):
-    """A model that looks at its whole context: the next token is the sum of all tokens up to `position`."""
+    """A model of its whole context: the next token is the sum of all tokens up to `position`."""
     seen = jnp.where(jnp.arange(tokens.shape[1]) <= position, jnp.asarray(tokens), 0)
     return 50.0 * jax.nn.one_hot(seen.sum(1) % VOCABULARY, VOCABULARY)
 
@@ -27,7 +27,7 @@ def test_greedy_follows_the_model_and_keeps_the_prompt():
     assert text.tolist() == [[1, 2, 5, 8, 0, 3], [5, 0, 3, 6, 9, 1]]
 
 
-def test_the_window_holds_the_end_of_a_long_text():
+def test_the_window_is_the_end_of_a_long_text():
     context, prompt = 3, [[1, 2, 4, 1]]
     text = generate(causal_sum, None, np.array(prompt), 6, context=context, temperature=0)[0].tolist()
     expected = list(prompt[0])
@@ -60,12 +60,12 @@ def frequencies(logits, temperature, top_k, draws=4000):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_from_the_softmax_at_a_temperature(temperature):
+def test_tokens_are_sampled_from_the_softmax_at_a_temperature(temperature):
     logits = jnp.array([0.0, 1.0, 2.0, -1.0])
     np.testing.assert_allclose(frequencies(logits, temperature, None), jax.nn.softmax(logits / temperature), atol=0.03)
 
 
-def test_top_k_leaves_only_the_most_likely():
+def test_top_k_samples_only_the_most_likely():
     logits = jnp.array([0.0, 1.0, 2.0, -1.0])
     seen = frequencies(logits, 1.0, 2)
     assert seen[0] == seen[3] == 0
@@ -82,6 +82,6 @@ def test_top_k_leaves_only_the_most_likely():
         (np.ones((1, 2)), {"top_k": 0}, "top_k"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(prompt, options, word):
+def test_illegal_arguments_are_refused(prompt, options, word):
     with pytest.raises(ConfigError, match=word):
         generate(successor, 1, prompt, 2, context=4, **options)

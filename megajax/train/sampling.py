@@ -1,4 +1,4 @@
-"""Continuing a text with a trained model: one token at a time, the whole context recomputed for each (no KV cache)."""
+"""Text generation with a trained model: one token at a time, recomputing the whole context for each (no KV cache)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ NextTokenLogits = Callable[[Any, jax.Array, int], jax.Array]
 
 
 def choose(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """Draws a token from each row of logits.
+    """Samples a token from each row of logits.
 
     Args:
       logits: [n, vocabulary].
@@ -33,15 +33,15 @@ def choose(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | N
 
 
 def check_sampling(new_tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raises ConfigError for what `generate` cannot do; worth asking before a long training, not after it."""
+    """Raises ConfigError for arguments that `generate` does not accept; called before the training, not after it."""
     if new_tokens < 0:
-        raise ConfigError(f"new_tokens = {new_tokens} must be 0 or more: type --new-tokens 200")
+        raise ConfigError(f"new_tokens = {new_tokens} must be 0 or more: pass --new-tokens 200")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(
-            f"temperature = {temperature} must be 0 (the likeliest token) or more: type --temperature 0.8"
+            f"temperature = {temperature} must be 0 (the most likely token) or more: pass --temperature 0.8"
         )
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k = {top_k} leaves no token to draw: type --top-k 40, or leave it out")
+        raise ConfigError(f"top_k = {top_k} leaves no token to sample: pass --top-k 40, or omit it")
 
 
 def generate(
@@ -57,16 +57,16 @@ def generate(
 ) -> np.ndarray:
     """Continues every prompt by `new_tokens` tokens.
 
-    The model always sees a window of `context` tokens, so that it is compiled once: while the text is shorter, what lies
-    behind it is padding that a causal model does not look at; once it is longer, the window holds its end.
+    The model's input is always a window of `context` tokens, so it is compiled once. A shorter text is padded at its end,
+    which a causal model does not attend to; of a longer text, the window is the end.
 
     Args:
       next_token_logits: (params, tokens int32 [n, context], position) -> logits [n, vocabulary] of the token that
         follows the one at `position`.
       prompts: int32 [n, prompt length], at least one token.
       context: the model's sequence length.
-      temperature: 0 is greedy; smaller is surer.
-      top_k: draw among the k most likely tokens only; None draws among all.
+      temperature: 0 is greedy; smaller values favour likely tokens.
+      top_k: sample among the k most likely tokens only; None: among all.
       seed: the same seed gives the same text.
 
     Returns:

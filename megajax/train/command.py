@@ -1,0 +1,158 @@
+"""The command of an experiment: `main` parses the command line, starts processes and devices, trains, and samples a text.
+
+Exit codes: 0; 2 for a user's mistake, printed as one line; 3 when another process ended the run (runtime/watchdog.py); 130
+after Ctrl-C. jax is imported only after the command line has been read, as its devices are chosen before it starts.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+
+from megajax.config import ConfigError, RunConfig
+from megajax.config.cli import Experiment, Request, parse
+from megajax.schedules.schedule import ScheduleError
+
+CPU_DEVICES = 8  # without GPUs, and without --devices and degrees of parallelism
+
+
+def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
+    """Runs an experiment; returns the process's exit code.
+
+    Args:
+      experiment: its default configuration.
+      arguments: of the command line; None: the process's own.
+    """
+    try:
+        request = parse(arguments, experiment)
+        if request.dry_shapes:
+            return print_shapes(request)
+        return train(request)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+
+
+def train(request: Request) -> int:
+    """Connects the processes and trains; an error of one process ends all."""
+    import jax
+
+    from megajax.runtime import distributed
+    from megajax.runtime.watchdog import Watchdog
+
+    started = time.monotonic()
+    count = distributed.start(request.launch)
+    watchdog = Watchdog(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr))
+    try:
+        train_on_devices(request, count, watchdog, started)
+        watchdog.close()
+        return 0
+    except (ConfigError, ScheduleError) as error:
+        watchdog.fail(str(error), code=2)
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        watchdog.peer_lost(error)
+        raise
+
+
+def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
+    """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
+    from megajax.runtime.mesh import start_devices
+    from megajax.train.sampling import check_sampling
+    from megajax.train.trainer import Trainer
+
+    sample = request.sample
+    if sample:
+        check_sampling(sample.new_tokens, sample.temperature, sample.top_k)
+    devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
+    run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
+    trainer = Trainer(run, output=request.output, devices=devices, command_options=request.others)
+    result = trainer.fit(watchdog, started)
+    if sample and not result.stopped:
+        watchdog.suspend(run.train.steps)
+        text = sample_text(trainer, result.state, sample)
+        if is_first_process():
+            print(f"\na sample, continuing {sample.prompt!r}:\n{text}")
+
+
+def sample_text(trainer, state, sample) -> str:
+    """The sample's prompt and the model's continuation of it."""
+    import numpy as np
+
+    from megajax.train.sampling import generate
+
+    prompt = trainer.tokenizer.encode(sample.prompt)
+    ids = generate(
+        trainer.training.next_token_logits,
+        state.params,
+        np.array([prompt if len(prompt) else [trainer.tokenizer.end_of_document]]),
+        sample.new_tokens,
+        context=trainer.run.model.sequence_length,
+        temperature=sample.temperature,
+        top_k=sample.top_k,
+        seed=trainer.run.train.seed,
+    )
+    return trainer.tokenizer.decode(ids[0])
+
+
+def is_first_process() -> bool:
+    """Whether this process prints for all."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def print_shapes(request: Request) -> int:
+    """`--dry-shapes`: prints every parameter's shape, sharding and bytes; the mesh's devices are not needed."""
+    from megajax.runtime.mesh import start_devices
+
+    start_devices("cpu")
+    run = request.run(request.devices_needed or CPU_DEVICES, "bf16")
+    run.validate()
+    print(describe_shapes(run))
+    return 0
+
+
+def describe_shapes(run: RunConfig) -> str:
+    """A table of all parameters (shape as stored, sharding, bytes on one device) and the bytes of a device's state.
+
+    Stored shapes of blocks are [chunks, pipe, layers per chunk, ...]. Bytes are of the fp32 parameters; AdamW's two
+    moments and the gradient accumulators have the same shapes and shardings.
+    """
+    import jax
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+    from megajax.models.context import model_rules, model_shapes
+    from megajax.pipeline.parameters import initial_params, parameter_specs
+    from megajax.runtime.mesh import AXES
+
+    parallel = run.parallel
+    sizes = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
+    mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    model = model_shapes(run)
+    shapes = jax.eval_shape(lambda key: initial_params(model, parallel, key), jax.random.key(0))
+    specs = parameter_specs(model, parallel, model_rules(run)).stored
+    rows = [("parameter", "shape", "sharding", "bytes per device")]
+    total = 0
+    for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
+        bytes_here = math.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) * shape.dtype.itemsize
+        total += bytes_here
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_here:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
+        for row in rows
+    ]
+    mesh_shown = f"data {sizes[0]} x pipe {parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} devices"
+    return "\n".join(
+        [
+            f"{run.model.name}: {run.model.parameters:,} parameters on {mesh_shown}",
+            *lines,
+            f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "
+            f"{total / 1e9:.3f} GB of gradients: {4 * total / 1e9:.3f} GB",
+        ]
+    )

@@ -1,0 +1,207 @@
+"""`Trainer`: a run from its configuration to its final state, with checkpoints, resume, logs, validation and profiling.
+
+    from megajax import DataConfig, ModelConfig, ParallelConfig, RunConfig, Trainer, TrainConfig, preset
+
+    run = RunConfig(preset("tiny"), ParallelConfig(data=4, pipe=2, tensor=1), TrainConfig(steps=100))
+    result = Trainer(run).fit()
+    print(result.metrics["loss"])
+
+`experiments/own_model.py` trains a model and batches of the user's.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
+from megajax.data.prefetch import Prefetch
+from megajax.data.ramp import RampedLoader, batch_size
+from megajax.data.source import DataSource
+from megajax.data.source import describe as describe_data
+from megajax.data.tokenizers import load_tokenizer
+from megajax.estimate.hardware import device_peak
+from megajax.runtime.mesh import make_mesh
+from megajax.runtime.preemption import Preemption
+from megajax.runtime.watchdog import Watchdog
+from megajax.schedules.simulate import simulate_lockstep
+from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
+from megajax.train.run_directory import RunDirectory
+from megajax.train.step import TrainState, make_training
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run returns.
+
+    Attributes:
+      state: parameters (fp32, sharded, blocks in pipeline layout), optimizer state, loss scale.
+      metrics: the record of the last step (`logging.step_record`): loss, grad_norm, samples, ...; empty if none was left.
+      stopped: why the run stopped before its last step; None if it did not.
+    """
+
+    state: TrainState
+    metrics: Mapping[str, float | None]
+    stopped: str | None = None
+
+
+class Trainer:
+    """Trains a run's model on its devices.
+
+    Attributes:
+      run, mesh, training: the configuration, the device mesh, and the compiled programs.
+      tokenizer: of the run's text; None with batches of the user's.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        output: OutputConfig = OutputConfig(),  # noqa: B008 (frozen)
+        model: type | None = None,
+        data: Batches | None = None,
+        validation_data: Batches | None = None,
+        rules: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+        command_options: Mapping[str, Any] | None = None,
+    ):
+        """Validates the configuration and builds the programs; nothing is compiled before the first step.
+
+        Args:
+          run: what to train, on which mesh, how long, on which data.
+          output: the files that the run writes, and when it stops early.
+          model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
+          data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
+            ...] with the run's batch size; None: `run.data`.
+          validation_data: the same of validation batches, if `data` is given; None: no validation.
+          rules: the sharding rules; None: the model's.
+          devices: None: all that jax has.
+          command_options: options of the command line that are in none of the dataclasses, for the run's config.toml.
+
+        Raises:
+          ConfigError: the configuration is not legal, or its data cannot be read.
+        """
+        devices = jax.devices() if devices is None else devices
+        run.validate(len(devices))
+        self.run, self.output = run, output
+        self.tokenizer = None
+        if data is None:
+            self._open_data()
+        else:
+            self._batches = UserBatches(data, run)
+            self._validation = UserBatches(validation_data, run) if validation_data is not None else None
+            self._data_description = [f"batches of {type(data).__name__}"]
+        self.directory = RunDirectory(run, output, self.tokenizer, command_options)
+        self.mesh = make_mesh(run.parallel, devices)
+        choices = {name: value for name, value in {"model": model, "rules": rules}.items() if value is not None}
+        self.training = make_training(run, self.mesh, **choices)
+
+    def _open_data(self) -> None:
+        """Tokenizer, training and validation batches of the configuration's data."""
+        settings = self.run.data
+        source = DataSource(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(DataSource)})
+        self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
+        check_vocabulary(self.run, self.tokenizer)
+        batches, self._validation = source.loaders(self.run, self.tokenizer, self.run.total_samples)
+        self._batches = RampedLoader(batches, self.run) if self.run.train.batch_ramp else batches
+        self._data_description = describe_data(batches.samples, self.run.total_samples)
+
+    def fit(self, watchdog: Watchdog | None = None, started: float | None = None) -> Result:
+        """Trains until the last step, or until a signal or `output.exit_after_minutes`; resumes first if `output` says so.
+
+        Call it in the main thread, which receives the signals.
+
+        Args:
+          watchdog: ends the job if another process dies or hangs.
+          started: `time.monotonic()` from which `exit_after_minutes` counts; None: now.
+
+        Raises:
+          ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
+            checkpoint could not be written, or a step was not finite (see `loop.train`).
+        """
+        peak = device_peak(self.mesh.devices.flatten().tolist(), self.run.train.precision)
+        resume = self.directory.resume(self.training)
+        minutes = self.output.exit_after_minutes
+        with (
+            self.directory.open_log(resume[1] if resume else Progress()) as log,
+            Preemption(minutes, started) as preemption,
+        ):
+            for line in (*self.describe(peak), *self.directory.messages):
+                log.message(line)
+            hooks = TrainerHooks(self.directory.checkpoints, preemption, self.directory.profiler, watchdog)
+            with Prefetch(self._batches, self.training.batch_sharding) as batches:
+                state, metrics = train(self.training, batches, self._validation, log, peak, resume=resume, hooks=hooks)
+            log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
+            for text in self.directory.close():
+                log.message(text)
+        return Result(state, metrics, preemption.reason)
+
+    def describe(self, peak) -> list[str]:
+        """The run in a few lines: model, mesh, attention, schedule, data, and the peak FLOP/s that MFU refers to."""
+        run, model, parallel = self.run, self.run.model, self.run.parallel
+        schedule, attention, devices = self.training.schedule, self.training.attention, self.mesh.devices
+        size = ""
+        if isinstance(model, ModelConfig):
+            size = f", hidden {model.hidden}, {model.heads} heads, {model.sequence_length} tokens a sample"
+        context = f"context {parallel.context} x " if parallel.context > 1 else ""
+        sequence_parallel = "on" if parallel.sequence_parallel and parallel.tensor > 1 else "off"
+        return [
+            f"model     {model.name}: {count_parameters(self.training):,} parameters, {model.layers} layers{size}",
+            f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on {devices.size} "
+            f"{devices.flat[0].device_kind} devices, {run.train.precision}, sequence parallel {sequence_parallel}, "
+            f"recompute {parallel.recompute}",
+            f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
+            f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
+            f"{parallel.microbatch_size}: bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "
+            f"{len(schedule.ticks)} ticks",
+            f"steps     {run.train.steps} of {run.train.global_batch_size} samples",
+            *(f"data      {line}" for line in self._data_description),
+            f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers",
+        ]
+
+
+def count_parameters(training: Any) -> int:
+    """Trainable parameters of the run's model, for a transformer without the vocabulary's padding."""
+    if isinstance(training.run.model, ModelConfig):
+        return training.run.model.parameters
+    return sum(leaf.size for leaf in jax.tree.leaves(training.state_shapes.params))
+
+
+def check_vocabulary(run: RunConfig, tokenizer: Any) -> None:
+    """Raises ConfigError if the tokenizer has ids beyond the model's vocabulary."""
+    known = getattr(run.model, "vocabulary", None)
+    if known is not None and tokenizer.vocabulary > known:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
+            f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
+        )
+
+
+class UserBatches:
+    """Batches of the user's, as `Prefetch` reads them, with their sizes checked."""
+
+    def __init__(self, data: Batches, run: RunConfig, consumed_samples: int = 0):
+        """`data`: see `Trainer`; `consumed_samples`: where the batch that `global_batch_size` describes starts."""
+        self.data, self.run, self.global_batch_size = data, run, batch_size(run.train, consumed_samples)
+
+    def at(self, consumed_samples: int) -> "UserBatches":
+        """The batches from a sample on."""
+        return UserBatches(self.data, self.run, consumed_samples)
+
+    def batch(self, consumed_samples: int) -> Batch:
+        """The batch that starts with sample `consumed_samples`.
+
+        Raises:
+          ConfigError: an array does not have the run's microbatches and samples.
+        """
+        batch = self.data.batch(consumed_samples)
+        each = self.run.parallel.microbatch_size * self.run.parallel.data
+        expected = (batch_size(self.run.train, consumed_samples) // each, each)
+        for name, array in batch.items():
+            if tuple(array.shape[:2]) != expected:
+                raise ConfigError(
+                    f"batch({consumed_samples})[{name!r}] has shape {tuple(array.shape)}, and the run's batches have "
+                    f"[{expected[0]} microbatches, {expected[1]} samples, ...]: return arrays of that shape"
+                )
+        return batch

@@ -1,0 +1,68 @@
+"""`Trainer`: data and batches of the user's, a run directory, resume, validation."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.train.trainer import Trainer
+from tests import small
+from tests.train import runs
+
+TRAIN = {"steps": 6, "warmup_steps": 1, "log_every": 1, "validation_batches": 0}
+
+
+class Batches:
+    """The random tokens, as a class of the user's would return them."""
+
+    def __init__(self, run: RunConfig, shape: tuple[int, ...] = ()):
+        self.loader, self.shape, self.asked = runs.loader_of(run), shape, []
+
+    def batch(self, consumed_samples: int) -> dict:
+        self.asked.append(consumed_samples)
+        batch = self.loader.batch(consumed_samples)
+        return {name: a.reshape(self.shape + a.shape[2:]) for name, a in batch.items()} if self.shape else batch
+
+
+def make_run(mesh=(1, 1, 1)) -> RunConfig:
+    return runs.make_run(
+        mesh, schedule="1f1b", train=TRAIN, model=dataclasses.replace(small.MODEL, layers=2, hidden=16)
+    )
+
+
+def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, capsys):
+    run = make_run()
+    batches = Batches(run)
+    whole = Trainer(run, data=batches, devices=jax.devices()[:1]).fit()
+    assert batches.asked[:6] == [small.BATCH * step for step in range(6)]
+    assert whole.metrics["step"] == 6 and whole.stopped is None and whole.metrics["samples"] == 6 * small.BATCH
+    assert "batches of Batches" in capsys.readouterr().out
+    output = OutputConfig(run_dir=str(tmp_path), exit_after_minutes=1e-6, tensorboard=False)
+    part = Trainer(run, data=Batches(run), output=output, devices=jax.devices()[:1]).fit()
+    assert part.metrics["step"] == 1 and part.stopped == "--exit-after-minutes 1e-06 are over"
+    output = dataclasses.replace(output, exit_after_minutes=None, resume="auto")
+    rest = Trainer(run, data=Batches(run), output=output, devices=jax.devices()[:1]).fit()
+    assert rest.metrics["loss"] == whole.metrics["loss"]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), rest.state.params, whole.state.params
+    )
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    again = Trainer(run, data=Batches(run), output=output, devices=jax.devices()[:1]).fit()
+    assert again.metrics == {} and again.stopped is None  # no step was left
+
+
+def test_batches_of_another_shape_are_refused_in_one_line():
+    run = make_run()
+    trainer = Trainer(run, data=Batches(run, shape=(2, 8)), devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"has shape \(2, 8.*\[4 microbatches, 4 samples, ...\]") as error:
+        trainer.fit()
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_devices_are_refused_before_anything_is_built():
+    with pytest.raises(ConfigError):
+        Trainer(make_run((2, 1, 1)), data=Batches(make_run()), devices=jax.devices()[:1])
