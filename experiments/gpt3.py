@@ -136,8 +136,8 @@ def train_on_devices(request: Request, process_count: int, watch, started: float
     """Trains, validates, and shows a text that the model wrote."""
     import numpy as np
 
+    from megajax.data.loader import RampedLoader
     from megajax.data.prefetch import Prefetch
-    from megajax.data.ramp import RampedLoader
     from megajax.data.source import DataSource
     from megajax.data.source import describe as describe_data
     from megajax.data.tokenizers import load_tokenizer

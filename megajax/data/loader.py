@@ -1,12 +1,47 @@
-"""Samples to batches: the order of samples is a function of the seed, the state one integer, samples consumed."""
+"""Batches of samples. The order of samples is a function of the seed; the state is one integer, samples consumed."""
 
+import dataclasses
 import functools
 
 import numpy as np
 
-from megajax.config import ConfigError
-from megajax.data.boundaries import Boundaries
+from megajax.config import ConfigError, RunConfig, TrainConfig
 from megajax.data.gpt_samples import Samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundaries:
+    """Each is off by default, as in Megatron: a sample is one text, whatever it was cut from.
+
+    Attributes:
+      end_of_document: id of the token that ends a document and still belongs to it.
+      reset_positions: positions begin at 0 in every document.
+      reset_attention: a token attends to its own document only.
+      mask_loss: what follows an end of document is no label: the next document's first token cannot be known.
+    """
+
+    end_of_document: int
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_loss: bool = False
+
+    def of(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """What a batch has beside its tokens int [b, s]; every array is [b, s].
+
+        Returns:
+          weights float32; positions int32, if they are reset; document int32, the number of the token's document within
+          its sample, if attention is reset.
+        """
+        ends = tokens == self.end_of_document
+        batch = {"weights": np.where(ends & self.mask_loss, 0, 1).astype(np.float32)}
+        begins = np.zeros_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        if self.reset_positions:
+            place = np.arange(tokens.shape[1], dtype=np.int32)
+            batch["positions"] = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+        if self.reset_attention:
+            batch["document"] = np.cumsum(begins, axis=1, dtype=np.int32)
+        return batch
 
 
 class TokenSamples:
@@ -113,3 +148,41 @@ class Loader:
             "weights": np.ones(tokens.shape, np.float32),
             "sample": numbers.astype(np.uint32),
         } | (self.boundaries.of(tokens) if self.boundaries else {})
+
+
+def batch_size(train: TrainConfig, consumed: int) -> int:
+    """The batch of the step that begins after `consumed` samples.
+
+    START,INCREMENT,SAMPLES: the (global batch - START) / INCREMENT smaller sizes get an equal share of SAMPLES each.
+    """
+    if not train.batch_ramp:
+        return train.global_batch_size
+    start, increment, samples = train.batch_ramp
+    sizes = (train.global_batch_size - start) // increment
+    return min(train.global_batch_size, start + consumed * sizes // samples * increment)
+
+
+def batch_sizes(train: TrainConfig) -> list[int]:
+    """Every batch size of a run, ascending: the step is compiled once for each."""
+    if not train.batch_ramp:
+        return [train.global_batch_size]
+    start, increment, _ = train.batch_ramp
+    return list(range(start, train.global_batch_size + 1, increment))
+
+
+class RampedLoader:
+    """A `Loader` for each batch size of a run; which one is next follows from the samples consumed, the only state."""
+
+    def __init__(self, loader: Loader, run: RunConfig):
+        """Takes the loader of full batches; cuts every batch into microbatches of the run's size."""
+        at_once = run.parallel.microbatch_size * run.parallel.data
+        self.train, self.samples = run.train, loader.samples
+        self.loaders = {size: loader.resized(size, size // at_once) for size in batch_sizes(run.train)}
+
+    def at(self, consumed_samples: int) -> Loader:
+        """The loader of the batch that begins with sample `consumed_samples`."""
+        return self.loaders[batch_size(self.train, consumed_samples)]
+
+    def batch(self, consumed_samples: int) -> dict[str, np.ndarray]:
+        """See `Loader.batch`."""
+        return self.at(consumed_samples).batch(consumed_samples)

@@ -3,10 +3,9 @@
 import dataclasses
 
 from megajax.config import ConfigError, RunConfig
-from megajax.data.blending import Blend, split_bounds
-from megajax.data.boundaries import Boundaries
-from megajax.data.gpt_samples import BlendedSamples, GPTSamples, Samples, check_number
-from megajax.data.loader import Loader, TokenSamples
+from megajax.data.blending import Blend, BlendedSamples, split_bounds
+from megajax.data.gpt_samples import GPTSamples, Samples, check_number
+from megajax.data.loader import Boundaries, Loader, TokenSamples
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import Tokenizer
 

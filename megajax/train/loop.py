@@ -10,8 +10,7 @@ import numpy as np
 
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import ConfigError, RunConfig
-from megajax.data.loader import Loader
-from megajax.data.ramp import RampedLoader
+from megajax.data.loader import Loader, RampedLoader
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.hardware import Peak
 from megajax.runtime.distributed import Watch
@@ -85,7 +84,7 @@ def train(
         state, metrics, seconds = _step(training, state, batch, before.step + 1, companions, size not in compiled)
         compiled.add(size)
         skipped, loss = int(metrics["skipped"]), float(metrics["loss"])
-        bad = before.bad + (not math.isfinite(loss))
+        bad = before.nonfinite + (not math.isfinite(loss))
         at = Progress(before.step + 1, before.samples + size, before.skipped + skipped, bad)
         record = step_record(
             at.step,
@@ -95,7 +94,7 @@ def train(
             throughput(size),
             batch=size,
             skipped_steps=at.skipped,
-            bad_steps=at.bad,
+            bad_steps=at.nonfinite,
         )
         log.step(record)
         if companions.profile and (text := companions.profile.after(at.step)):
@@ -168,7 +167,7 @@ def _save(log: RunLog, checkpoints: Checkpoints | None, training: Training, stat
     """
     if checkpoints is None:
         return
-    said = checkpoints.save(training, state, at)
+    said = checkpoints.save(training.state_layout, state, at)
     said += checkpoints.wait() if wait else []
     for text in said:
         log.message(text)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import RunConfig, TrainConfig
+from megajax.data.loader import batch_size
 
 
 def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
@@ -65,26 +66,6 @@ def weight_decay(train: TrainConfig, samples: jax.Array) -> jax.Array:
         return jnp.float32(train.weight_decay)
     done = jnp.clip(jnp.asarray(samples).astype(jnp.float32) / (train.steps * train.global_batch_size), 0, 1)
     return train.weight_decay + (train.start_weight_decay - train.weight_decay) * _fall(train.weight_decay_ramp, done)
-
-
-def batch_size(train: TrainConfig, consumed: int) -> int:
-    """The batch of the step that begins after `consumed` samples.
-
-    START,INCREMENT,SAMPLES: the (global batch - START) / INCREMENT smaller sizes get an equal share of SAMPLES each.
-    """
-    if not train.batch_ramp:
-        return train.global_batch_size
-    start, increment, samples = train.batch_ramp
-    sizes = (train.global_batch_size - start) // increment
-    return min(train.global_batch_size, start + consumed * sizes // samples * increment)
-
-
-def batch_sizes(train: TrainConfig) -> list[int]:
-    """Every batch size of a run, ascending: the step is compiled once for each."""
-    if not train.batch_ramp:
-        return [train.global_batch_size]
-    start, increment, _ = train.batch_ramp
-    return list(range(start, train.global_batch_size + 1, increment))
 
 
 def steps_left(run: RunConfig, consumed: int) -> int:

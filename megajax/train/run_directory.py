@@ -64,7 +64,7 @@ class Keeper:
         """
         if self.path is None:
             return None
-        state, at, said = reader.load(self.path, training, self.meta["tokenizer"])
+        state, at, said = reader.load(self.path, self.run, training.state_layout, self.meta["tokenizer"])
         self.said += said
         self.said += [f"resume    after step {at.step}, {at.samples:,} samples, {at.skipped} skipped steps"]
         self.said += ["resume    " + text for text in self.checkpoints.set_aside(after=at.step)]

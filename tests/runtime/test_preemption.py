@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from megajax.checkpoint import manager
-from megajax.data.ramp import RampedLoader
+from megajax.data.loader import RampedLoader
 from megajax.runtime.preemption import SIGNALS, Stop
 from tests import small
 from tests.train import runs

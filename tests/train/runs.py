@@ -10,8 +10,7 @@ from rich.console import Console
 
 from megajax.checkpoint.manager import Progress
 from megajax.config import OutputConfig, RunConfig
-from megajax.data.loader import Loader, TokenSamples
-from megajax.data.ramp import RampedLoader
+from megajax.data.loader import Loader, RampedLoader, TokenSamples
 from megajax.estimate.hardware import Peak
 from megajax.train.loop import Companions, train
 from megajax.train.run_directory import Keeper

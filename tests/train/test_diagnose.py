@@ -10,7 +10,7 @@ import pytest
 
 from megajax.checkpoint import manager
 from megajax.config import ConfigError
-from megajax.data.ramp import RampedLoader
+from megajax.data.loader import RampedLoader
 from megajax.train import diagnose
 from megajax.train.logging import Spikes
 from tests import small

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
-from megajax.data.loader import Loader, TokenSamples
-from megajax.data.ramp import RampedLoader
+from megajax.data import loader as data_loader
+from megajax.data.loader import Loader, RampedLoader, TokenSamples
 from megajax.train import lr_schedule
 from tests import small
 from tests.train import runs
@@ -98,13 +98,13 @@ RAMPED = dataclasses.replace(TRAIN, global_batch_size=16, batch_ramp=(4, 4, 60),
 
 def test_batch_ramp_is_that_of_2104():
     """4, 8, 12 for a third of 60 samples each, then 16: start + int(consumed / (60 / 3)) * increment."""
-    sizes = {consumed: lr_schedule.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
+    sizes = {consumed: data_loader.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
     assert sizes == {0: 4, 19: 4, 20: 8, 39: 8, 40: 12, 59: 12, 60: 16, 1000: 16}
-    assert lr_schedule.batch_sizes(RAMPED) == [4, 8, 12, 16]
-    assert lr_schedule.batch_size(TRAIN, 5) == 8 and lr_schedule.batch_sizes(TRAIN) == [8]
+    assert data_loader.batch_sizes(RAMPED) == [4, 8, 12, 16]
+    assert data_loader.batch_size(TRAIN, 5) == 8 and data_loader.batch_sizes(TRAIN) == [8]
     consumed, sizes = 0, []
     while consumed < 160:
-        sizes.append(lr_schedule.batch_size(RAMPED, consumed))
+        sizes.append(data_loader.batch_size(RAMPED, consumed))
         consumed += sizes[-1]
     assert sizes == [4] * 5 + [8] * 3 + [12] * 2 + [16] * 6
     run = RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), RAMPED)
