@@ -139,7 +139,7 @@ class Loader:
             bad = windows[(windows < 0) | (windows >= self.vocabulary)][0]
             raise ConfigError(
                 f"the data has token id {bad}, the model knows 0 to {self.vocabulary - 1}: it was made with another "
-                "tokenizer; type the vocabulary that it needs after --vocabulary"
+                "tokenizer; pass the vocabulary that it needs after --vocabulary"
             )
         tokens = windows[:, :-1]
         return {

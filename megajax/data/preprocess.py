@@ -111,7 +111,7 @@ def encode_blocks(blocks: Iterable[Block], recipe: Recipe, workers: int) -> Iter
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise ConfigError(
-            "a worker process was killed, probably for want of memory: type fewer --workers, or cut very long documents"
+            "a worker process was killed, probably for want of memory: pass fewer --workers, or cut very long documents"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -276,7 +276,7 @@ class _Report:
         """Counts a block, and shows its bad lines while there are few."""
         for line in result.bad:
             if self.fatal:
-                raise ConfigError(f"{line}; mend it, or type --bad-lines skip. Nothing was written.")
+                raise ConfigError(f"{line}; mend it, or pass --bad-lines skip. Nothing was written.")
             self.bad += 1
             if self.bad <= BAD_LINES_SHOWN:
                 self.progress.print(f"skipped {line}", markup=False, highlight=False)

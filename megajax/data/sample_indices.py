@@ -170,7 +170,7 @@ def cached_arrays(
         except OSError as error:
             raise ConfigError(
                 f"cannot store the sample index in {folder}: {error.strerror or error}; "
-                "type --data-cache DIR with a folder that can be written to"
+                "pass --data-cache DIR with a folder that can be written to"
             ) from None
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))}
 

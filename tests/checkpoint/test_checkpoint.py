@@ -195,7 +195,7 @@ def test_another_tokenizer_is_refused(written, training):
             return super().encode(text[::-1])
 
     assert tokenizer_hash(Other()) != tokenizer_hash(runs.Letters())
-    with pytest.raises(ConfigError, match="trained with tokenizer letters .hash .*, and this one is letters"):
+    with pytest.raises(ConfigError, match="trained with tokenizer letters .hash .*, and this run.s is letters"):
         load(newest(written), training, Other())
 
 

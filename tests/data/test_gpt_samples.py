@@ -88,7 +88,7 @@ def test_a_damaged_index_is_not_built_on(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="type --data-cache DIR"):
+    with pytest.raises(ConfigError, match="pass --data-cache DIR"):
         whole(write(tmp_path / "a", [[1] * 9]), cache=tmp_path / "file")
 
 
