@@ -10,8 +10,8 @@ with asynchronous saving, `max_to_keep`, `keep_period`, `step_prefix` and `clean
 deletes checkpoints as this package does, and blocks training for as short a time. It was not taken, because
 
 * with two processes, one of which cannot write, both wait for `timeout_secs` (measured: 60.6 s at 60; the default is 1,200)
-  and then report "Barrier timed out" instead of the file system's error. Here both report the error within a second. A
-  short timeout would fail large saves that are merely slow;
+  and then report "Barrier timed out" instead of the file system's error. Here both report the
+  error when the write fails (tests/runtime/test_distributed.py). A short timeout would fail large saves that are slow;
 * the directory of the save that failed stays until the next start and keeps the disk full;
 * restoring does not notice every damaged file (checksums.py).
 """
