@@ -50,7 +50,7 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
     rows = []
     for step in range(1, saves + 1):
         begin = time.perf_counter()
-        keep.save(training, state, Progress(step=step))
+        keep.save(training.state_layout, state, Progress(step=step))
         waited, taken_steps = time.perf_counter() - begin, 0
         while steps and not keep.poll():
             state, metrics = training.train_step(state, batch)

@@ -160,7 +160,7 @@ def _same_index(folder: pathlib.Path, prefix: pathlib.Path) -> bool:
 
 def blend_rows(folder: pathlib.Path, options) -> list[dict]:
     """The order of 10 M samples."""
-    from megajax.data.blend_order import blend_order
+    from megajax.data.blending import blend_order
 
     rows = []
     for datasets in (2, 10, 100):

@@ -1,1 +1,1 @@
-"""Checkpoints: written asynchronously and atomically, checked, and read on any mesh."""
+"""Checkpoints: written asynchronously and atomically, verified by checksums, and restored on any mesh."""

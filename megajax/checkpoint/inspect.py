@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without the run: `python -m megajax.checkpoint.manager inspect DIR [--verify] [--arrays]`."""
+"""Shows what a checkpoint contains, without the run: `python -m megajax.checkpoint.inspect DIR [--verify] [--arrays]`."""
 
 import argparse
 import math
@@ -16,18 +16,17 @@ from megajax.runtime.mesh import start_devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what a run's directory, or a checkpoint's, holds; returns 0, or 2 if something is wrong with it."""
-    parser = argparse.ArgumentParser(prog="python -m megajax.checkpoint.manager", description=__doc__)
-    inspect = parser.add_subparsers(required=True, metavar="inspect").add_parser("inspect", help="show what is in DIR")
-    inspect.add_argument("directory", metavar="DIR", help="a run's directory, its checkpoints', or one checkpoint's")
-    inspect.add_argument("--verify", action="store_true", help="read every file and compare its sum")
-    inspect.add_argument("--arrays", action="store_true", help="list every array of the newest: name, shape, bytes")
-    values = parser.parse_args(arguments)
-    start_devices("cpu")  # orbax asks jax which process this is; no GPU is needed for that
+    """Prints the checkpoints in a directory; returns 0, or 2 if one cannot be read or, with --verify, is damaged."""
+    parser = argparse.ArgumentParser(prog="python -m megajax.checkpoint.inspect", description=__doc__)
+    parser.add_argument("directory", metavar="DIR", help="a run's directory, its checkpoints/, or one checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
+    options = parser.parse_args(arguments)
+    start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
     try:
-        paths = _checkpoints(pathlib.Path(values.directory).absolute())
-        sound = [_show(path, values.verify) for path in paths]
-        for line in _arrays(paths[-1]) if values.arrays else []:
+        paths = _checkpoints(pathlib.Path(options.directory).absolute())
+        sound = [_show(path, options.verify) for path in paths]
+        for line in _arrays(paths[-1]) if options.arrays else []:
             print(line)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,23 +44,21 @@ def _checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _show(path: pathlib.Path, verify: bool) -> bool:
-    """Prints one checkpoint's lines; whether it is sound, as far as that was looked at."""
+    """Prints one checkpoint's lines; returns False if `verify` finds a damaged file."""
     meta = read_meta(path)
     model, parallel, train = (meta["config"][part] for part in ("model", "parallel", "train"))
-    at = meta["progress"]
+    progress, tokenizer = meta["progress"], meta["tokenizer"]
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int)
     print(f"{path}")
-    print(f"  step {at['step']}, {at['samples']:,} samples, {at['skipped']} skipped; {format_size(size)}, saved {when}")
     print(
-        f"  {model['name']}: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads, vocabulary "
-        f"{model['vocabulary']}, {model['sequence_length']} tokens; tokenizer {meta['tokenizer']['name']} "
-        f"({meta['tokenizer']['hash']})"
+        f"  step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped; {format_size(size)}, "
+        f"saved {saved}"
     )
-    print(
-        f"  written on data {parallel['data']} x pipe {parallel['pipe']} x tensor {parallel['tensor']}, "
-        f"{parallel['schedule']}, {train['precision']}; megajax {meta['megajax']}"
-    )
+    print(f"  {model.get('name')}: {sizes}; tokenizer {tokenizer['name']} ({tokenizer['hash']})")
+    mesh = " x ".join(f"{axis} {parallel.get(axis)}" for axis in ("data", "pipe", "tensor"))
+    print(f"  written on {mesh}, {parallel.get('schedule')}, {train.get('precision')}; megajax {meta['megajax']}")
     if not verify:
         return True
     found = checksums.problems(path)
@@ -74,10 +71,14 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
 
 def _arrays(path: pathlib.Path) -> list[str]:
     rows: list[tuple[str, Any]] = list(layout.named(arrays_in(path)).items())
-    width = max(len(name) for name, _ in rows)
+    width = max((len(name) for name, _ in rows), default=0)
     lines = [
         f"  {name.ljust(width)}  {array.dtype}{list(array.shape)}  {math.prod(array.shape) * array.dtype.itemsize:,}"
         for name, array in rows
     ]
     total = sum(math.prod(array.shape) * array.dtype.itemsize for _, array in rows)
     return [*lines, f"  {len(rows)} arrays, {format_size(total)}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

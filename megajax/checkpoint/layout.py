@@ -1,11 +1,12 @@
-"""Training state as a checkpoint stores it: plain named arrays, blocks in canonical layer order, whatever the mesh.
+"""Converts training state between its sharding on devices and the checkpoint's: named arrays in canonical layer order.
 
-A name is the leaf's path without positions in tuples: "params/blocks/attention/qkv/kernel", "optimizer_state/mu/...". A
-leaf with "blocks" in its path is dealt over chunks and ranks on devices (pipeline/layout.py) and [layers, ...] in a
-checkpoint. Both directions go leaf by leaf on the devices, sharded: no host and no device ever holds a whole leaf that
-is split, and the extra memory on a device is one leaf's part.
+A name is the leaf's path without indices into tuples: "params/blocks/attention/qkv/kernel", "optimizer_state/mu/...". A
+leaf with "blocks" in its path is [chunks, pipe, layers per chunk, ...] on devices (pipeline/layout.py) and [layers, ...]
+in a checkpoint. Both conversions run leaf by leaf on the devices and stay sharded: no host and no device holds a whole
+leaf that is sharded, and the extra memory on a device is its shard of one leaf.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -18,6 +19,21 @@ from jax.sharding import PartitionSpec as P
 from megajax.pipeline import layout
 
 Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The training state of a run on its mesh: what saving and loading need to know of it.
+
+    Attributes:
+      shapes: jax.ShapeDtypeStruct leaves: the part of the state that is stored.
+      shardings: NamedSharding leaves, of the same structure.
+      placement: of the blocks over pipeline ranks, "loop" or "v" (pipeline/layout.py).
+    """
+
+    shapes: Tree
+    shardings: Tree
+    placement: str
 
 
 def named(tree: Tree) -> dict[str, Any]:
@@ -34,7 +50,7 @@ def _name(path) -> str:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a/b": 1} to {"a": {"b": 1}}: how other tools want to see a checkpoint."""
+    """{"a/b": 1} to {"a": {"b": 1}}, the structure in which other tools read a checkpoint."""
     root: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, last = name.split("/")
@@ -46,7 +62,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_block(name: str) -> bool:
-    """Whether a leaf has an axis of layers."""
+    """Whether the leaf has an axis of layers."""
     return "blocks" in name.split("/")
 
 
@@ -59,12 +75,14 @@ def canonical_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Where the canonical form of a leaf lies while it is written or read: no device holds what another one does.
+    """The sharding of a leaf in canonical order while it is written or read: without replicas, as far as axes divide.
 
-    Layers are split over what the dealt axes were split over, and the mesh axes over which the leaf is replicated each
-    split the largest axis that they divide. So a checkpoint is copied, written and read once, by all devices together.
+    The axis of layers takes the mesh axes of the three pipeline axes it replaces. Each mesh axis over which the leaf is
+    replicated then shards the largest axis that it divides. So every element is copied, written and read once, and all
+    devices share the work.
 
     Args:
+      name: of the leaf.
       shape: of the leaf on devices.
       sharding: of the leaf on devices.
     """
@@ -87,32 +105,38 @@ def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedShardin
 
 
 @partial(jax.jit, static_argnames=("block", "placement", "sharding"), donate_argnames="into", keep_unused=True)
-def _gather(leaf: jax.Array, into: jax.Array | None, block: bool, placement: str, sharding: NamedSharding) -> jax.Array:
-    """The leaf in canonical order, in the memory of `into` if that is given: XLA sees a donated array of its shape."""
+def _to_layers(
+    leaf: jax.Array, into: jax.Array | None, block: bool, placement: str, sharding: NamedSharding
+) -> jax.Array:
+    """The leaf in canonical order. `into`, an array of the result's shape, is donated: XLA reuses its memory."""
     whole = layout.from_pipeline_layout(leaf, placement=placement) if block else leaf
     return jax.lax.with_sharding_constraint(whole, sharding)
 
 
-@partial(jax.jit, static_argnames=("pieces", "placement", "sharding"))
-def _deal(leaf: jax.Array, pieces: tuple[int, int] | None, placement: str, sharding: NamedSharding) -> jax.Array:
-    if pieces is not None:
-        leaf = layout.to_pipeline_layout(leaf, chunks=pieces[0], stages=pieces[1], placement=placement)
+@partial(jax.jit, static_argnames=("stages", "placement", "sharding"))
+def _to_pipeline(leaf: jax.Array, stages: tuple[int, int] | None, placement: str, sharding: NamedSharding) -> jax.Array:
+    """The leaf as on devices; `stages` is (chunks, pipe) for a leaf of blocks."""
+    if stages is not None:
+        leaf = layout.to_pipeline_layout(leaf, chunks=stages[0], stages=stages[1], placement=placement)
     return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
 def to_canonical(state: Tree, placement: str, into: Mapping[str, jax.Array] | None = None) -> dict[str, jax.Array]:
-    """Copies of all leaves in the hosts' memory, each process with its devices' parts; `state` can be used up after.
+    """Copies all leaves to host memory, each process its devices' shards; `state` may be donated afterwards.
 
-    On a GPU a leaf is put in order on the devices, then copied out while the next one is put in order. The call waits for
-    that. A copy of the whole state on the devices would wait for nothing, but takes as much memory again as the state's
-    share of a device, when a step is under way that takes all there is; and what is waited for is short: bytes go over
-    PCIe ten times as fast as to storage.
+    On a GPU a leaf is reordered on the devices, then copied to the host while the next one is reordered. The call returns
+    when all copies are complete. A copy of the whole state on the devices would return at once, but doubles the state's
+    memory while a step runs that may need all of it. The wait is short: PCIe is ten times as fast as storage.
 
     Args:
-      state: a training state.
+      state: a pytree of arrays.
       placement: of its blocks.
-      into: copies of an earlier call, which are used up. On CPU devices their memory is used again: what the system gives
-        out anew it clears page by page, five times as slow as the copy. (A GPU's host memory is kept by its allocator.)
+      into: the result of an earlier call, which is donated. CPU devices reuse its memory: the operating system zeroes
+        newly allocated memory page by page, which takes five times as long as the copy. (On GPUs the allocator of host
+        memory keeps it.)
+
+    Returns:
+      The copies by name.
     """
     copies, before, into = {}, None, into or {}
     for name, leaf in named(state).items():
@@ -121,9 +145,9 @@ def to_canonical(state: Tree, placement: str, into: Mapping[str, jax.Array] | No
         old = into.get(name)
         fits = on_host and old is not None and old.shape == canonical_shape(name, leaf.shape)
         fits = fits and old.sharding.is_equivalent_to(sharding, old.ndim)
-        copy = _gather(leaf, old if fits else None, is_block(name), placement, sharding)
+        copy = _to_layers(leaf, old if fits else None, is_block(name), placement, sharding)
         if on_host:
-            before = copy  # CPU devices that are in several collectives at once can hang
+            before = copy  # CPU devices that run several collectives at once can deadlock
         else:
             copy = jax.device_put(copy, copy.sharding.with_memory_kind("pinned_host"))
         jax.block_until_ready(before)
@@ -131,16 +155,15 @@ def to_canonical(state: Tree, placement: str, into: Mapping[str, jax.Array] | No
     return copies
 
 
-def from_canonical(copies: dict[str, jax.Array], like: Tree, shardings: Tree, placement: str) -> Tree:
-    """The inverse of `to_canonical`, for any mesh; the copies are used up.
+def from_canonical(copies: dict[str, jax.Array], target: StateLayout) -> Tree:
+    """The inverse of `to_canonical`, for any mesh; removes each copy from the dictionary when its leaf is complete.
 
     Args:
-      copies: by name, arrays laid out by `canonical_sharding`.
-      like: the state's structure and shapes.
-      shardings: where its leaves belong.
+      copies: by name, arrays sharded by `canonical_sharding`.
+      target: the layout of the result.
     """
     leaves = []
-    for (name, leaf), sharding in zip(named(like).items(), jax.tree.leaves(shardings), strict=True):
-        pieces = tuple(leaf.shape[:2]) if is_block(name) else None
-        leaves.append(jax.block_until_ready(_deal(copies.pop(name), pieces, placement, sharding)))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    for (name, leaf), sharding in zip(named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True):
+        stages = tuple(leaf.shape[:2]) if is_block(name) else None
+        leaves.append(jax.block_until_ready(_to_pipeline(copies.pop(name), stages, target.placement, sharding)))
+    return jax.tree.unflatten(jax.tree.structure(target.shapes), leaves)

@@ -1,19 +1,17 @@
-"""Checkpoints: written beside the training (writing.py), whole or not at all, and read on any mesh (restore.py).
+"""The checkpoints of a run: starts asynchronous saves, deletes old checkpoints, and chooses the one to resume from.
 
-    RUN_DIR/checkpoints/step_00000040/   state/    every array of the state, blocks in canonical layer order
-                                         meta/     step, samples, configuration, tokenizer, as JSON
-                                         digests/  a sum of every file
+    RUN_DIR/checkpoints/step_00000040/   state/      all arrays of the training state, blocks in canonical layer order
+                                         meta/       step, samples, configuration and tokenizer, as JSON
+                                         checksums/  size and CRC-32 of every file
 
-A checkpoint has its name only when all of it is on the disk; until then the name ends in what STALE lists. Weights and
-optimizer state are read back on another mesh, schedule, number of chunks or of processes.
-
-    python -m megajax.checkpoint.manager inspect DIR [--verify] [--arrays]
+A checkpoint is atomic: until it is complete, the name of its directory ends in ".unfinished". Weights and optimizer state
+can be restored on another mesh, schedule, number of chunks or of processes. `python -m megajax.checkpoint.inspect` shows
+what a checkpoint contains. writer.py says why this is not orbax's CheckpointManager.
 """
 
 import dataclasses
 import pathlib
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,36 +20,34 @@ from typing import Any
 import jax
 
 from megajax.checkpoint import layout
-from megajax.checkpoint.writer import TEMPORARY, hush, reason_of, write
+from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.metadata import FORMAT, Progress
+from megajax.checkpoint.writer import TEMPORARY, reason_of, silence_tracebacks, write
 from megajax.config import ConfigError, OutputConfig
 from megajax.runtime.compat import multihost_utils
-from megajax.train.step import Training, TrainState
 
-FORMAT = 1
 NAME = "step_{:08d}"
-STALE = (TEMPORARY, ".deleting")  # what may be left of a save or a deletion that was killed
+DELETING = ".deleting"
+STALE = (TEMPORARY, DELETING)  # suffixes of what a save or a deletion leaves behind when it is killed
 ASIDE = ".set-aside"
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where a run is: what is not in the arrays."""
-
-    step: int = 0  # steps taken, skipped ones included
-    samples: int = 0  # samples consumed, those of skipped steps included: the whole state of the loader
-    skipped: int = 0  # steps skipped
-    bad: int = 0  # steps whose loss was not finite
-
-
 class Checkpoints:
-    """The checkpoints of one run: starts saves, says how they ended, and deletes the old ones."""
+    """The checkpoints of one run: starts saves, reports their results, and deletes old checkpoints.
+
+    Attributes:
+      output: how often to save (`save_every`, for the caller) and what to keep.
+      failed: whether the last save failed.
+      blocked: seconds for which the last `save` kept the training waiting.
+    """
 
     def __init__(self, directory: str | pathlib.Path, output: OutputConfig, meta: Mapping[str, Any]):
-        """Prepares the directory.
+        """Creates the directory, and deletes what killed saves have left in it.
 
         Args:
-          directory: holds one directory a checkpoint; made if need be.
-          meta: what is stored beside each state: the configuration and the tokenizer.
+          directory: contains one directory for each checkpoint.
+          output: see above.
+          meta: stored beside each state: megajax's version, the configuration and the tokenizer.
 
         Raises:
           ConfigError: the directory cannot be written.
@@ -59,40 +55,51 @@ class Checkpoints:
         self.directory, self.output, self.meta = pathlib.Path(directory).absolute(), output, dict(meta)
         if jax.process_index() == 0:
             _make_writable(self.directory)
-        hush()
+        silence_tracebacks()
         self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
-        self._pending: tuple[int, float, Future] | None = None  # step, when its save began, the save
-        self._saves, self._arrays = 0, None  # how many there were; what the last one wrote, if its memory is used again
-        self.failed = False  # whether the last save failed
-        self.blocked = 0.0  # seconds that the last save kept the training waiting
+        self._pending: tuple[int, float, Future] | None = None  # step, start time, and result of the save in progress
+        self._saves, self._bytes = 0, 0
+        self._arrays: dict[str, jax.Array] | None = None  # the last save's copies, where their memory is reused
+        self.failed = False
+        self.blocked = 0.0
 
-    def save(self, training: Training, state: TrainState, progress: Progress) -> list[str]:
-        """Starts a save; the state may be used up as soon as this returns. Returns what there is to say.
+    def save(self, target: StateLayout, state: Any, progress: Progress) -> list[str]:
+        """Starts a save; `state` may be donated as soon as this returns.
 
-        What blocks is the copy to the hosts' memory, and a save that has not ended yet. All else is the writer's.
+        Blocks for the copy to host memory and for a save that is still in progress. The writer's thread does the rest.
+
+        Args:
+          target: the state's layout. Leaves of `state` that it does not have are not stored.
+          state: the training state.
+          progress: its position in the run.
+
+        Returns:
+          Messages about the save before this one.
         """
-        said = self.wait()
+        messages = self.wait()
         path = self.directory / NAME.format(progress.step)
         if path.exists():
-            return said
+            return messages
         start = time.time()
-        carried = dataclasses.replace(state, in_flight=())
-        arrays = layout.to_canonical(carried, training.schedule.placement, into=self._arrays)
-        self._arrays = arrays if training.mesh.devices.flat[0].platform == "cpu" else None
+        stored = layout.named(target.shapes)
+        leaves = {name: leaf for name, leaf in layout.named(state).items() if name in stored}
+        arrays = layout.to_canonical(leaves, target.placement, into=self._arrays)
+        device = next(iter(next(iter(leaves.values())).sharding.device_set))
+        self._arrays = arrays if device.platform == "cpu" else None
         meta = self.meta | {"format": FORMAT, "progress": dataclasses.asdict(progress), "time": start}
         self._bytes = sum(leaf.nbytes for leaf in arrays.values())
         self._saves += 1
         save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}")
         self._pending = (progress.step, start, save)
         self.blocked = time.time() - start
-        return said
+        return messages
 
     def poll(self) -> list[str]:
-        """What there is to say of a save that has ended since the last call; does not wait."""
+        """Messages about a save that has ended since the last call; does not wait."""
         return self.wait() if self._pending and self._pending[2].done() else []
 
     def wait(self) -> list[str]:
-        """Waits for the save that is under way. Returns what there is to say of it."""
+        """Waits for the save in progress; returns messages about it."""
         if self._pending is None:
             return []
         (step, start, save), self._pending = self._pending, None
@@ -101,17 +108,17 @@ class Checkpoints:
         return [self._failure(step, error) if error else self._success(step, time.time() - start)]
 
     def close(self) -> list[str]:
-        """Waits for all that is under way."""
-        said = self.wait()
+        """Waits for the save and the deletions in progress; returns messages about the save."""
+        messages = self.wait()
         self._writer.shutdown()
         self._deleter.shutdown()
-        return said
+        return messages
 
     def _success(self, step: int, seconds: float) -> str:
         if jax.process_index() == 0:
             for old in self._superfluous():
-                gone = old.rename(old.with_name(old.name + STALE[1]))
-                self._deleter.submit(shutil.rmtree, gone, ignore_errors=True)
+                renamed = old.rename(old.with_name(old.name + DELETING))
+                self._deleter.submit(shutil.rmtree, renamed, ignore_errors=True)
         size, waited = format_size(self._bytes), self.blocked
         return f"step {step}: checkpoint saved, {size} in {seconds:.1f} s (training waited {waited:.2f} s)"
 
@@ -121,29 +128,29 @@ class Checkpoints:
         return [self.directory / NAME.format(step) for step in steps if not every or step % every]
 
     def _failure(self, step: int, error: BaseException) -> str:
-        self._arrays = None  # a thread of orbax may still be at them
+        self._arrays = None  # a thread of orbax may still read them
         if jax.process_index() == 0:
             _remove_stale(self.directory)
         steps = complete_steps(self.directory)
-        before = f"the newest is of step {steps[-1]}" if steps else "there is none yet"
+        newest = f"the newest is of step {steps[-1]}" if steps else "there is none yet"
         return (
             f"warning: step {step}: checkpoint NOT saved in {self.directory}: {reason_of(error)} "
-            f"({format_size(_free(self.directory))} free, a checkpoint takes up to {format_size(self._bytes)}); {before}"
+            f"({format_size(_free(self.directory))} free, a checkpoint takes up to {format_size(self._bytes)}); {newest}"
         )
 
     def set_aside(self, after: int) -> list[str]:
-        """Renames the checkpoints of steps after `after`: a run that goes on from there will write them anew."""
-        said = []
+        """Renames the checkpoints of steps after `after`: a run that resumes from there will write those steps again."""
+        messages = []
         for step in complete_steps(self.directory):
             if step > after:
                 path = self.directory / NAME.format(step)
                 aside = path.with_name(f"{path.name}{ASIDE}-{int(time.time())}")
                 if jax.process_index() == 0:
                     path.rename(aside)
-                said.append(f"the checkpoint of step {step} is now called {aside.name}")
+                messages.append(f"the checkpoint of step {step} is now called {aside.name}")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints set aside")
-        return said
+        return messages
 
 
 def complete_steps(directory: str | pathlib.Path) -> list[int]:
@@ -153,10 +160,17 @@ def complete_steps(directory: str | pathlib.Path) -> list[int]:
 
 
 def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | None, str]:
-    """The checkpoint that `resume` (see OutputConfig) names, None to begin anew; and what to say of it.
+    """Finds the checkpoint to resume from.
+
+    Args:
+      directory: the run's checkpoints.
+      resume: see OutputConfig.
+
+    Returns:
+      The checkpoint's directory, None to start from step 0; and a message, empty if there is nothing to say.
 
     Raises:
-      ConfigError: there is none of that name, or `resume` is "no" and a run has left some.
+      ConfigError: `resume` names no checkpoint, or is "no" and the directory has checkpoints.
     """
     directory = pathlib.Path(directory).absolute()
     steps = complete_steps(directory)
@@ -164,18 +178,18 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
     if resume == "no":
         if steps:
             raise ConfigError(
-                f"{directory} has checkpoints already (steps {shown}): type --resume auto to go on from step "
-                f"{steps[-1]}, or another --run-dir to begin anew"
+                f"{directory} has checkpoints already (steps {shown}): pass --resume auto to resume from step "
+                f"{steps[-1]}, or another --run-dir to start from step 0"
             )
         return None, ""
     if resume == "auto":
         if not steps:
-            return None, f"resume    no checkpoint in {directory} yet: from the beginning"
+            return None, f"resume    no checkpoint in {directory} yet: starting from step 0"
         return directory / NAME.format(steps[-1]), f"resume    from step {steps[-1]}, the newest in {directory}"
     if resume.isdecimal():
         if int(resume) not in steps:
             there = f"there are those of steps {shown}" if steps else "there are none"
-            raise ConfigError(f"no checkpoint of step {resume} in {directory}: {there}; type --resume auto")
+            raise ConfigError(f"no checkpoint of step {resume} in {directory}: {there}; pass --resume auto")
         return directory / NAME.format(int(resume)), f"resume    from step {resume} in {directory}"
     for other in (pathlib.Path(resume).absolute(), pathlib.Path(resume).absolute() / "checkpoints"):
         if steps := complete_steps(other):
@@ -183,7 +197,7 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
         if (other / "state").is_dir():
             return other, f"resume    from {other}"
     raise ConfigError(
-        f"resume = {resume!r} is neither auto, nor a step, nor a directory with a checkpoint: type --resume auto"
+        f"resume = {resume!r} is neither auto, nor a step, nor a directory with a checkpoint: pass --resume auto"
     )
 
 
@@ -194,7 +208,7 @@ def _make_writable(directory: pathlib.Path) -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}; type --run-dir DIR") from error
+        raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}; pass --run-dir DIR") from error
     _remove_stale(directory)
 
 
@@ -212,14 +226,9 @@ def _free(directory: pathlib.Path) -> int:
 
 
 def format_size(count: float) -> str:
+    """Bytes with three digits and a decimal unit: 1.23 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-if __name__ == "__main__":
-    from megajax.checkpoint.inspect import main
-
-    sys.exit(main())

@@ -1,42 +1,40 @@
-"""Reading checkpoints: on any mesh, schedule, number of chunks or of processes; never another model's, nor a damaged one."""
+"""Restores checkpoints on any mesh, schedule, number of chunks or of processes; refuses damaged ones and other models'."""
 
-import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from megajax.checkpoint import checksums, layout
-from megajax.checkpoint.manager import FORMAT, Progress, complete_steps
+from megajax.checkpoint import checksums, layout, metadata
+from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.manager import complete_steps
+from megajax.checkpoint.metadata import Progress
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, RunConfig, near, padded_vocabulary
 from megajax.runtime.compat import multihost_utils
-from megajax.train.step import Training, TrainState
 
-# These do not decide what the arrays mean, so a run may go on with others.
-FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")
+Tree = Any
 
 
 def read_meta(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON beside a state.
+    """The metadata beside a checkpoint's arrays, as `metadata.parse` returns it.
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: it cannot be read, is not megajax's, or is of a newer format.
     """
     try:
-        meta = ocp.JsonCheckpointHandler().restore(path / "meta", ocp.args.JsonRestore())
+        return metadata.parse(ocp.JsonCheckpointHandler().restore(path / "meta", ocp.args.JsonRestore()))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not a whole checkpoint: {reason_of(error)}{_instead(path)}") from error
-    if meta["format"] > FORMAT:
-        raise ConfigError(f"{path} was written by a newer megajax ({meta['megajax']}): install that one")
-    return meta
+        raise ConfigError(f"{path} is not a complete megajax checkpoint: {reason_of(error)}{_earlier(path)}") from error
 
 
 def verify(path: pathlib.Path) -> None:
-    """Raises ConfigError for a checkpoint with damaged files, on all processes alike; each looks at its share."""
+    """Raises ConfigError on all processes if any file is damaged; each process verifies its share of the files."""
     found = checksums.problems(path, (jax.process_index(), jax.process_count()))
     count = len(found)
     if jax.process_count() > 1:
@@ -44,66 +42,48 @@ def verify(path: pathlib.Path) -> None:
     if count:
         first = found[0] if found else "found by another process, see its log"
         more = f" and {count - 1} more" if count > 1 else ""
-        raise ConfigError(f"checkpoint {path} is damaged: {first}{more}{_instead(path)}")
+        raise ConfigError(f"checkpoint {path} is damaged: {first}{more}{_earlier(path)}")
 
 
 def load(
-    path: pathlib.Path, training: Training, tokenizer: Mapping[str, Any]
-) -> tuple[TrainState, Progress, list[str]]:
-    """Reads a checkpoint for a run's mesh: the state, where the run was, and what to say.
+    path: pathlib.Path, run: RunConfig, target: StateLayout, tokenizer: Mapping[str, Any]
+) -> tuple[Tree, Progress, list[str]]:
+    """Restores a checkpoint for a run.
+
+    Args:
+      path: the checkpoint's directory.
+      run: the configuration of the run that resumes.
+      target: the layout of its state.
+      tokenizer: name and hash of its tokenizer.
+
+    Returns:
+      The state, the position in the run, and messages that say what differs from the run that wrote it.
 
     Raises:
       ConfigError: it is damaged, or of another model or tokenizer.
     """
     meta = read_meta(path)
-    said = compare(meta, training.run, tokenizer, path)
+    messages = compare(meta, run, tokenizer, path)
     verify(path)
-    return _restore(path, training), Progress(**meta["progress"]), said
+    return _restore(path, run, target), meta["progress"], messages
 
 
 def compare(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any], path: pathlib.Path) -> list[str]:
-    """What differs between a checkpoint and a run that is allowed to.
-
-    Raises:
-      ConfigError: what is not allowed to differ does; all of it is named.
-    """
-    was, now = meta["config"], dataclasses.asdict(run)
-    differing = _differences(was["model"], now["model"], leave_out=FREE_MODEL_FIELDS)
-    if differing:
-        raise ConfigError(
-            f"checkpoint {path} is of another model ({was['model']['name']}): " + ", ".join(differing) + "; give the "
-            "options it was trained with, or another --run-dir"
-        )
-    if dict(meta["tokenizer"]) != dict(tokenizer):
-        raise ConfigError(
-            f"checkpoint {path} was trained with tokenizer {meta['tokenizer']['name']} (hash {meta['tokenizer']['hash']}), "
-            f"and this one is {tokenizer['name']} (hash {tokenizer['hash']}): type --tokenizer {meta['tokenizer']['name']}, "
-            "or give the same tokenizer files"
-        )
-    said = []
-    for part, title in (("parallel", "laid out anew"), ("train", "trained on differently")):
-        if differing := _differences(was[part], now[part]):
-            said.append(f"resume    {title}: " + ", ".join(differing))
-    return said
+    """`metadata.differences`, with the checkpoint's path in its errors."""
+    try:
+        return metadata.differences(meta, run, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint {path} {error}") from None
 
 
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any], leave_out: Sequence[str] = ()) -> list[str]:
-    plain = lambda value: tuple(value) if isinstance(value, list) else value  # noqa: E731
-    return [
-        f"{name} was {was.get(name)}, is {now.get(name)}"
-        for name in dict.fromkeys([*was, *now])
-        if name not in leave_out and plain(was.get(name)) != plain(now.get(name))
-    ]
-
-
-def _restore(path: pathlib.Path, training: Training) -> TrainState:
-    like, shardings = training.state_shapes, training.state_sharding
-    handler = ocp.PyTreeCheckpointHandler()
+def _restore(path: pathlib.Path, run: RunConfig, target: StateLayout) -> Tree:
     stored = layout.named(arrays_in(path))
     wanted, arguments = {}, {}
-    for (name, leaf), sharding in zip(layout.named(like).items(), jax.tree.leaves(shardings), strict=True):
+    for (name, leaf), sharding in zip(
+        layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
+    ):
         shape = layout.canonical_shape(name, leaf.shape)
-        _check_shape(path, name, stored, shape, training.run)
+        _check_shape(path, name, stored, shape, run)
         wanted[name] = 0
         arguments[name] = ocp.ArrayRestoreArgs(
             sharding=layout.canonical_sharding(name, leaf.shape, sharding),
@@ -113,37 +93,42 @@ def _restore(path: pathlib.Path, training: Training) -> TrainState:
         )
     try:
         restore = ocp.args.PyTreeRestore(layout.nest(wanted), restore_args=layout.nest(arguments))
-        copies = layout.named(handler.restore(path / "state", args=restore))
+        copies = layout.named(ocp.PyTreeCheckpointHandler().restore(path / "state", args=restore))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_instead(path)}") from error
-    return layout.from_canonical(copies, like, shardings, training.schedule.placement)
+        raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error
+    return layout.from_canonical(copies, target)
 
 
-def arrays_in(path: pathlib.Path) -> Any:
-    """The tree of what is stored: shape and dtype of each array."""
+def arrays_in(path: pathlib.Path) -> Tree:
+    """The nested dictionary of the stored arrays' shapes and dtypes.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
     try:
         return ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_instead(path)}") from error
+        raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error
 
 
 def _check_shape(path, name: str, stored: Mapping[str, Any], shape: tuple[int, ...], run: RunConfig) -> None:
-    """The stored array is this one, but for the padding of the vocabulary, which depends on the mesh."""
+    """Checks that the stored array has `shape`, except for the padding of the vocabulary, which depends on the mesh."""
     if name not in stored:
         raise ConfigError(f"checkpoint {path} has no {name}: {near(name, stored)}")
-    vocabulary = run.model.vocabulary
-    for had, have in zip(stored[name].shape, shape, strict=True):
-        padding = min(had, have) >= vocabulary and have == padded_vocabulary(vocabulary, run.parallel.vocabulary_shares)
-        if had != have and not padding:
-            raise ConfigError(f"checkpoint {path}: {name} has shape {tuple(stored[name].shape)}, this run's {shape}")
+    found, vocabulary = tuple(stored[name].shape), getattr(run.model, "vocabulary", None)
+    padded = vocabulary and padded_vocabulary(vocabulary, run.parallel.vocabulary_shares)
+    fits = len(found) == len(shape) and all(
+        had == have or (padded and have == padded and min(had, have) >= vocabulary)
+        for had, have in zip(found, shape, strict=True)
+    )
+    if not fits:
+        raise ConfigError(f"checkpoint {path}: {name} has shape {found}, this run's {shape}")
 
 
-def _instead(path: pathlib.Path) -> str:
-    """The offer of the checkpoint before this one."""
+def _earlier(path: pathlib.Path) -> str:
+    """The end of an error message that names the checkpoint before this one."""
     steps = complete_steps(path.parent)
     earlier = [step for step in steps if path.name.startswith("step_") and step < int(path.name[5:13])]
-    return (
-        f"; the one before it is of step {earlier[-1]}: type --resume {earlier[-1]}"
-        if earlier
-        else "; there is no other"
-    )
+    if not earlier:
+        return "; there is no earlier checkpoint"
+    return f"; the one before it is of step {earlier[-1]}: pass --resume {earlier[-1]}"

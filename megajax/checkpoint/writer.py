@@ -1,10 +1,19 @@
-"""Writes one checkpoint: beside the training, by all processes together, whole or not at all.
+"""Writes one checkpoint: asynchronously, by all processes together, and atomically.
 
-All of it runs in a thread of its own: making directories, compressing, writing, summing, naming. So nothing in it may be a
-collective of devices: those are the main thread's, which has a step's under way, and two threads' would come in another
-order on another process, and hang. The processes meet at jax's coordination service instead, and bring along what went
-wrong: a disk that is full for one of them fails the save on all of them, at once. (orbax's own Checkpointer begins on the
-main thread, and where one process fails the others wait for it for minutes. So only its handlers are used.)
+All of it runs in the writer's thread: directories, compression, files, checksums, the final name. So it contains no device
+collective: the main thread has those of a training step in flight, and with two threads their order could differ between
+processes, which deadlocks. The processes synchronise through jax's coordination service instead, and exchange their errors
+there: a disk that is full on one host fails the save on all of them at once.
+
+Of orbax only the handlers are used, which write and read arrays. Its `CheckpointManager` (tried: orbax-checkpoint 0.12.8
+with asynchronous saving, `max_to_keep`, `keep_period`, `step_prefix` and `cleanup_tmp_directories`) names, retains and
+deletes checkpoints as this package does, and blocks training for as short a time. It was not taken, because
+
+* with two processes, one of which cannot write, both wait for `timeout_secs` (measured: 60.6 s at 60; the default is 1,200)
+  and then report "Barrier timed out" instead of the file system's error. Here both report the
+  error when the write fails (tests/runtime/test_distributed.py). A short timeout would fail large saves that are slow;
+* the directory of the save that failed stays until the next start and keeps the disk full;
+* restoring does not notice every damaged file (checksums.py).
 """
 
 import logging
@@ -23,48 +32,49 @@ from etils import epath
 from megajax.checkpoint import checksums
 from megajax.runtime.distributed import gather_problems
 
-TEMPORARY = ".unfinished"  # ends the name of a checkpoint that is not whole yet
+TEMPORARY = ".unfinished"  # suffix of the directory of a checkpoint that is not complete
 
 
 def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -> None:
-    """Writes a checkpoint to `path`, which is there when all of it is on the disk, and not before.
+    """Writes a checkpoint; `path` exists only when all of it is on the disk.
 
     Args:
-      arrays: the nested arrays; each process writes what its devices hold.
-      meta: what is stored beside them, as JSON.
-      name: of this attempt, the same on all processes and never used before.
+      path: the checkpoint's directory.
+      arrays: nested dictionaries of arrays; each process writes its devices' shards.
+      meta: stored beside them, as JSON.
+      name: of this attempt: the same on all processes, and unique in the run.
 
     Raises:
-      Exception: whatever a file system, a library or another process makes of a failed write.
+      Exception: the error of the file system, of a library or of another process.
     """
     is_first = jax.process_index() == 0
-    part = path.with_name(path.name + TEMPORARY)
-    state, about = (epath.Path(part / name) for name in ("state", "meta"))  # orbax's kind of path
+    unfinished = path.with_name(path.name + TEMPORARY)
+    state, about = (epath.Path(unfinished / part) for part in ("state", "meta"))  # orbax's path type
     handler = ocp.PyTreeCheckpointHandler()
 
-    def make():
+    def make_directories():
         if is_first:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             state.mkdir(parents=True)
             about.mkdir()
 
     def write_own():
         handler.save(state, args=ocp.args.PyTreeSave(arrays))
-        checksums.write_own(part, jax.process_index())
+        checksums.write_own(unfinished, jax.process_index())
 
-    def give_name():
+    def finish():
         if is_first:
             handler.finalize(state)
             ocp.JsonCheckpointHandler().save(about, args=ocp.args.JsonSave(meta))
-            checksums.write_rest(part)
-            part.rename(path)
+            checksums.write_rest(unfinished)
+            unfinished.rename(path)
 
-    for work in (make, write_own, give_name):
-        _together(f"{name}/{work.__name__}", work)
+    for work in (make_directories, write_own, finish):
+        _on_all_processes(f"{name}/{work.__name__}", work)
 
 
-def _together(name: str, work: Callable[[], None]) -> None:
-    """Does this process's part, waits for the others', and raises if one of them has failed."""
+def _on_all_processes(name: str, work: Callable[[], None]) -> None:
+    """Does this process's part, waits for the others, and raises if any of them has failed."""
     own = None
     try:
         work()
@@ -77,31 +87,31 @@ def _together(name: str, work: Callable[[], None]) -> None:
         raise OSError(f"process {process}: {problem}")
 
 
-def hush() -> None:
-    """Silences what libraries say of a failed write, for each of its arrays: `reason_of` says it in one line.
+def silence_tracebacks() -> None:
+    """Silences the messages that libraries print for each array of a failed write; `reason_of` is the one line shown.
 
-    The rest of a write's arrays come to an end after it has failed, when there is nobody to tell.
+    The other arrays' writes end after the save has failed, when nothing waits for their errors.
     """
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_no_echo)
+        logging.getLogger(name).addFilter(_is_other_message)
     warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
     if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _unless_late
+        sys.unraisablehook = _ignore_closed_loop
 
 
-def _is_no_echo(record: logging.LogRecord) -> bool:
+def _is_other_message(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else ""
     text = f"{record.getMessage()} {error}"
     return TEMPORARY not in text and "exception was never retrieved" not in text
 
 
-def _unless_late(problem) -> None:
+def _ignore_closed_loop(problem) -> None:
     if str(problem.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(problem)
 
 
 def reason_of(error: BaseException) -> str:
-    """The end of a library's message, where what happened stands, on one line."""
+    """The end of a library's message, which names the cause, on one line of at most 300 characters."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
     text = re.split(r" \[(?:tensorstore_spec|os_error_code)=", text)[0].rsplit('": ', 1)[-1]
     return text if len(text) <= 300 else "..." + text[-300:]

@@ -1,17 +1,14 @@
-"""Samples of indexed datasets, in Megatron's order: one dataset's, or a blend's."""
+"""Samples of one indexed dataset, in Megatron's order."""
 
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.blend_order import blend_order, exhaustive_order
-from megajax.data.index_cache import cached_arrays
 from megajax.data.indexed import IndexedDataset
-from megajax.data.sample_index import SampleIndex, build_sample_index
+from megajax.data.sample_indices import SampleIndex, build_sample_index, cached_arrays
 
 
 class Samples(Protocol):
@@ -95,41 +92,6 @@ class GPTSamples:
         return np.concatenate(spans, dtype=np.int32, casting="same_kind")
 
 
-class BlendedSamples:
-    """Samples of several datasets, mixed by weight."""
-
-    def __init__(self, parts: Sequence[GPTSamples], weights: Sequence[float] | None, samples: int | None):
-        """Fixes the order; nothing is stored, it takes a second for 10 M samples.
-
-        Args:
-          parts: the datasets.
-          weights: of each, above 0; None is the number of its samples.
-          samples: how many to draw; None draws every sample of every part once.
-
-        Raises:
-          ConfigError: more samples are drawn from a part than it has.
-        """
-        self.parts, self.sequence_length = parts, parts[0].sequence_length
-        sizes = np.array([part.count for part in parts], np.int64)
-        if samples is None:
-            self.dataset, self.sample = exhaustive_order(sizes)
-        else:
-            self.dataset, self.sample = blend_order(normalised(sizes if weights is None else weights), samples)
-        self.count = len(self.dataset)
-        self.drawn = np.bincount(self.dataset, minlength=len(parts))
-        for part, drawn in zip(parts, self.drawn.tolist(), strict=True):
-            if drawn > part.count:
-                raise ConfigError(
-                    f"the blend draws {drawn} samples from {part.dataset.prefix}, which has {part.count}: give it a lower "
-                    "weight in --data-path, or more data"
-                )
-
-    def window(self, index: int) -> np.ndarray:
-        """int32 [sequence_length + 1]; `Samples.window`."""
-        check_number(index, self.count)
-        return self.parts[self.dataset[index]].window(int(self.sample[index]))
-
-
 def check_number(index: int, count: int) -> None:
     """Raises ConfigError for a sample that there is not: a blend by size ends when all is drawn."""
     if not 0 <= index < count:
@@ -137,9 +99,3 @@ def check_number(index: int, count: int) -> None:
             f"the run asks for sample {index:,} of {count:,}: lower --steps or --global-batch-size, give more data, or "
             "weights after --data-path (a blend with weights repeats its datasets)"
         )
-
-
-def normalised(weights: Sequence[float]) -> np.ndarray:
-    """Weights divided by their sum, float64: the same bits as Megatron's."""
-    weights = np.array(weights, np.float64)
-    return weights / np.sum(weights)

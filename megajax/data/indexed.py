@@ -250,7 +250,7 @@ class IndexedWriter:
         self._code, self._bin_path, self._idx_path = codes[0], *pair_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if path.exists() and not overwrite:
-                raise ConfigError(f"{path} is there already: type --overwrite to replace it, or another --output")
+                raise ConfigError(f"{path} is there already: pass --overwrite to replace it, or another --output")
         self.sequences, self.documents, self.tokens = 0, 0, 0
         self._unfinished = self._bin_path.with_name(self._bin_path.name + ".unfinished")
         try:

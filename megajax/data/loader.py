@@ -1,14 +1,49 @@
-"""Samples to batches: the order of samples is a function of the seed, the state one integer, samples consumed."""
+"""Batches of samples. The order of samples is a function of the seed; the state is one integer, samples consumed."""
 
+import dataclasses
 import functools
 
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.boundaries import Boundaries
 from megajax.data.gpt_samples import Samples
 
 PADDING = 2**32 - 1  # the number, in a batch's "sample", of a sample that pads a smaller batch: its weights are 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundaries:
+    """Each is off by default, as in Megatron: a sample is one text, whatever it was cut from.
+
+    Attributes:
+      end_of_document: id of the token that ends a document and still belongs to it.
+      reset_positions: positions begin at 0 in every document.
+      reset_attention: a token attends to its own document only.
+      mask_loss: what follows an end of document is no label: the next document's first token cannot be known.
+    """
+
+    end_of_document: int
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_loss: bool = False
+
+    def of(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """What a batch has beside its tokens int [b, s]; every array is [b, s].
+
+        Returns:
+          weights float32; positions int32, if they are reset; document int32, the number of the token's document within
+          its sample, if attention is reset.
+        """
+        ends = tokens == self.end_of_document
+        batch = {"weights": np.where(ends & self.mask_loss, 0, 1).astype(np.float32)}
+        begins = np.zeros_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        if self.reset_positions:
+            place = np.arange(tokens.shape[1], dtype=np.int32)
+            batch["positions"] = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+        if self.reset_attention:
+            batch["document"] = np.cumsum(begins, axis=1, dtype=np.int32)
+        return batch
 
 
 class TokenSamples:
@@ -120,7 +155,7 @@ class Loader:
             bad = windows[(windows < 0) | (windows >= self.vocabulary)][0]
             raise ConfigError(
                 f"the data has token id {bad}, the model knows 0 to {self.vocabulary - 1}: it was made with another "
-                "tokenizer; type the vocabulary that it needs after --vocabulary"
+                "tokenizer; pass the vocabulary that it needs after --vocabulary"
             )
         tokens = windows[:, :-1]
         rows = {

@@ -3,10 +3,9 @@
 import dataclasses
 
 from megajax.config import ConfigError, RunConfig
-from megajax.data.blending import Blend, split_bounds
-from megajax.data.boundaries import Boundaries
-from megajax.data.gpt_samples import BlendedSamples, GPTSamples, Samples, check_number
-from megajax.data.loader import Loader, TokenSamples
+from megajax.data.blending import Blend, BlendedSamples, split_bounds
+from megajax.data.gpt_samples import GPTSamples, Samples, check_number
+from megajax.data.loader import Boundaries, Loader, TokenSamples
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import Tokenizer
 
@@ -46,7 +45,7 @@ class DataSource:
             name for name, words in ({"--text": self.text, "--data-path": self.data_path} | apart).items() if words
         ]
         if len(given) > 1 and not set(given) <= set(apart):
-            raise ConfigError(f"{' and '.join(given)} exclude one another: type one of them")
+            raise ConfigError(f"{' and '.join(given)} exclude one another: pass one of them")
         if given == ["--valid-data-path"]:
             raise ConfigError("--valid-data-path needs --train-data-path beside it")
         if self.split is not None and not self.data_path:
@@ -76,7 +75,7 @@ class DataSource:
         if self.train_data_path:
             if validation and not self.valid_data_path:
                 raise ConfigError(
-                    "--train-data-path leaves nothing to validate on: type --valid-data-path PREFIX, or "
+                    "--train-data-path leaves nothing to validate on: pass --valid-data-path PREFIX, or "
                     "--validation-batches 0"
                 )
             valid = Blend.parse(self.valid_data_path).whole(validation, *settings) if validation else None
@@ -86,7 +85,7 @@ class DataSource:
         for name, part, needed in (("training", bounds[0], 1), ("validation", bounds[1], validation)):
             if part is None and needed:
                 remedy = " or --validation-batches 0" * (name == "validation")
-                raise ConfigError(f"--split {split} leaves nothing for {name}: type another split{remedy}")
+                raise ConfigError(f"--split {split} leaves nothing for {name}: pass another split{remedy}")
         blend = Blend.parse(self.data_path)
         valid = blend.samples(bounds[1], validation, *settings) if validation else None
         return blend.samples(bounds[0], max(1, training), *settings), valid

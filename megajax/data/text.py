@@ -9,14 +9,15 @@ import zlib
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.data.corpus import kind_of
 from megajax.data.tokenizers import Tokenizer
 
 
 def load_documents(path: str | None = None) -> list[str]:
-    """The documents of a file: one per line's "text" in a .jsonl, else the whole file as one; .gz is unpacked.
+    """The documents of a file: the "text" of each line of a .jsonl, .json or .ndjson; of another file, the whole text.
 
     Args:
-      path: None is the bundled plays and poems (megajax/data/text/SOURCE.md).
+      path: a file, which may be a .gz; None is the bundled plays and poems (megajax/data/text/SOURCE.md).
 
     Raises:
       ConfigError: the file cannot be read, is empty, is not UTF-8, or a line of it is not a JSON object with a text.
@@ -44,7 +45,7 @@ def load_documents(path: str | None = None) -> list[str]:
 
 
 def _documents(name: str, text: str) -> list[str]:
-    if not name.endswith(".jsonl"):
+    if kind_of(name, "file") != "jsonl":
         return [text]
     documents = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 and others inside a string

@@ -140,7 +140,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     if ending not in FILES:
         if name not in TOKENIZERS:
             raise ConfigError(
-                f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Type --tokenizer NAME, or a file: "
+                f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Pass --tokenizer NAME, or a file: "
                 f"{', '.join(f'FILE{end}' for end in FILES)}."
             )
         if end_of_document is not None:
@@ -170,7 +170,7 @@ def _end_of_document(name: str, wanted: str | None, token_to_id) -> int:
         if token_to_id(token) is not None:
             return token_to_id(token)
     missing = f"none of {', '.join(ENDS)}" if wanted is None else f"no token {wanted!r}"
-    raise ConfigError(f"tokenizer {name} has {missing} to end documents with: type --end-of-document TOKEN")
+    raise ConfigError(f"tokenizer {name} has {missing} to end documents with: pass --end-of-document TOKEN")
 
 
 def _packaged(name: str) -> str:

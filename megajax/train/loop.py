@@ -220,7 +220,7 @@ class Loop:
         seconds, self.window_start = now - max(step.dispatched, self.window_start), now
         compiled, self.compiled_before = self.compilations.count > self.compiled_before, self.compilations.count
         skipped, loss = int(metrics["skipped"]), float(metrics["loss"])
-        bad = before.bad + (not math.isfinite(loss))
+        bad = before.nonfinite + (not math.isfinite(loss))
         self.progress = Progress(step.number, step.samples, before.skipped + skipped, bad)
         self.record = step_record(
             step.number,
@@ -287,7 +287,7 @@ class Loop:
         checkpoints = self.hooks.checkpoints
         if checkpoints is None:
             return
-        messages = checkpoints.save(self.training, self.state, progress)
+        messages = checkpoints.save(self.training.state_layout, self.state, progress)
         messages += checkpoints.wait() if wait else []
         for text in messages:
             self.log.message(text)

@@ -107,7 +107,9 @@ class RunDirectory:
         """
         if self._resumed_path is None:
             return None
-        state, progress, messages = reader.load(self._resumed_path, training, self.meta["tokenizer"])
+        state, progress, messages = reader.load(
+            self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
+        )
         after = f"after step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped steps"
         self.messages += [*messages, f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]

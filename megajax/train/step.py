@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, RunConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.data.loader import PADDING
@@ -113,6 +114,11 @@ class Training:
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """What saving and loading checkpoints need to know of the state."""
+        return StateLayout(self.state_shapes, self.state_sharding, self.schedule.placement)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""

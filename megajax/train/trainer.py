@@ -21,7 +21,7 @@ from megajax.data.ramp import RampedLoader, batch_size
 from megajax.data.source import DataSource
 from megajax.data.source import describe as describe_data
 from megajax.data.tokenizers import load_tokenizer
-from megajax.estimate.hardware import device_peak
+from megajax.estimate.gpus import device_peak
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog

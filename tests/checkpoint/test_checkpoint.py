@@ -47,7 +47,7 @@ def written(training, state, tmp_path_factory):
     directory = tmp_path_factory.mktemp("written") / "checkpoints"
     keep = Checkpoints(directory, OutputConfig(), run_meta(training.run, runs.Letters()))
     for step in (3, 6):
-        keep.save(training, state, Progress(step=step, samples=16 * step, skipped=1))
+        keep.save(training.state_layout, state, Progress(step=step, samples=16 * step, skipped=1))
     assert "step 6: checkpoint saved" in keep.close()[-1]
     return directory
 
@@ -58,7 +58,9 @@ def copy(written, tmp_path):
 
 
 def load(path, training, tokenizer=None):
-    return reader.load(path, training, run_meta(training.run, tokenizer or runs.Letters())["tokenizer"])
+    return reader.load(
+        path, training.run, training.state_layout, run_meta(training.run, tokenizer or runs.Letters())["tokenizer"]
+    )
 
 
 def newest(directory) -> pathlib.Path:
@@ -68,7 +70,7 @@ def newest(directory) -> pathlib.Path:
 def test_weights_are_stored_as_the_model_makes_them(training, tmp_path):
     """Read by orbax alone, knowing nothing of meshes: layer by layer what `PipelineModel.init` returns."""
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
-    keep.save(training, training.init_state(), Progress())
+    keep.save(training.state_layout, training.init_state(), Progress())
     keep.close()
     tree = ocp.PyTreeCheckpointHandler().restore(newest(tmp_path) / "state")
     want = jax.jit(training.model.init)(jax.random.key(training.run.train.seed))
@@ -107,11 +109,11 @@ def test_a_vocabulary_padded_otherwise(tmp_path):
     three = small.training_of(runs.make_run((1, 1, 3), model=model, steps=4))
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(two.run, runs.Letters()))
     first = two.init_state()
-    keep.save(two, first, Progress(step=1))
+    keep.save(two.state_layout, first, Progress(step=1))
     keep.wait()
     state, _, _ = load(newest(tmp_path), three)
     assert state.params["shared"]["embedding"]["tokens"].shape[0] == 384
-    keep.save(three, state, Progress(step=2))
+    keep.save(three.state_layout, state, Progress(step=2))
     keep.close()
     back, _, _ = load(newest(tmp_path), two)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, back)
@@ -121,7 +123,7 @@ def test_newest_and_every_kth_are_kept(training, state, tmp_path):
     output = OutputConfig(run_dir="x", max_to_keep=2, keep_every=4)
     keep = Checkpoints(tmp_path, output, run_meta(training.run, runs.Letters()))
     for step in range(1, 8):
-        keep.save(training, state, Progress(step=step))
+        keep.save(training.state_layout, state, Progress(step=step))
     keep.close()
     assert manager.complete_steps(tmp_path) == [4, 6, 7]
     assert sorted(path.name[:13] for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (4, 6, 7)]
@@ -150,7 +152,7 @@ def test_a_damaged_file_is_found_named_and_the_one_before_offered(copy, training
     for file in files:
         intact = file.read_bytes()
         DAMAGE[damage](file)
-        with pytest.raises(ConfigError, match="type --resume 3") as error:
+        with pytest.raises(ConfigError, match="pass --resume 3") as error:
             load(path, training)
         assert str(file.relative_to(path)) in str(error.value) and "\n" not in str(error.value)
         file.parent.mkdir(exist_ok=True)
@@ -160,11 +162,11 @@ def test_a_damaged_file_is_found_named_and_the_one_before_offered(copy, training
 
 def test_damaged_sums_and_metadata_are_found_too(copy, training):
     path = newest(copy)
-    for file in [*(path / "digests").iterdir(), path / "meta" / "metadata"]:
+    for file in [*(path / "checksums").iterdir(), path / "meta" / "metadata"]:
         intact = file.read_bytes()
         for damage in DAMAGE.values():
             damage(file)
-            with pytest.raises(ConfigError, match="type --resume 3"):
+            with pytest.raises(ConfigError, match="pass --resume 3"):
                 load(path, training)
             file.write_bytes(intact)
     load(path, training)
@@ -173,7 +175,7 @@ def test_damaged_sums_and_metadata_are_found_too(copy, training):
 def test_there_is_no_other_to_offer(copy, training):
     shutil.rmtree(copy / "step_00000003")
     (newest(copy) / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(ConfigError, match="manifest.ocdbt: missing; there is no other"):
+    with pytest.raises(ConfigError, match="manifest.ocdbt: missing; there is no earlier checkpoint"):
         load(newest(copy), training)
 
 
@@ -192,7 +194,7 @@ def test_another_tokenizer_is_refused(written, training):
             return super().encode(text[::-1])
 
     assert tokenizer_hash(Other()) != tokenizer_hash(runs.Letters())
-    with pytest.raises(ConfigError, match="trained with tokenizer letters .hash .*, and this one is letters"):
+    with pytest.raises(ConfigError, match="trained with tokenizer letters .hash .*, and this run.s is letters"):
         load(newest(written), training, Other())
 
 
@@ -200,14 +202,14 @@ def test_what_may_differ_is_said(written):
     other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
     meta = reader.read_meta(newest(written))
     said = reader.compare(meta, other, meta["tokenizer"], newest(written))
-    assert said[0].startswith("resume    laid out anew: data was 2, is 8, pipe was 2, is 1")
-    assert said[1] == "resume    trained on differently: learning_rate was 0.003, is 0.001"
+    assert said[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
+    assert said[1] == "resume    training options differ: learning_rate was 0.003, is 0.001"
 
 
 def test_which_checkpoint_is_taken(copy, tmp_path):
     assert manager.choose(tmp_path / "new", "no") == (None, "")
     path, said = manager.choose(tmp_path / "new", "auto")
-    assert path is None and "from the beginning" in said
+    assert path is None and "starting from step 0" in said
     path, said = manager.choose(copy, "auto")
     assert path.name == "step_00000006" and "from step 6, the newest" in said
     assert manager.choose(copy, "3")[0].name == "step_00000003"
@@ -217,7 +219,7 @@ def test_which_checkpoint_is_taken(copy, tmp_path):
     (copy / f"step_00000009{writer.TEMPORARY}").mkdir()  # a save that was killed
     assert manager.choose(copy, "auto")[0] == path
     for resume, said in [
-        ("no", "--resume auto to go on from step 6"),
+        ("no", "--resume auto to resume from step 6"),
         ("5", "steps 3, 6"),
         ("/nowhere", "--resume auto"),
     ]:
@@ -238,13 +240,13 @@ def test_what_a_kill_left_is_swept_and_later_checkpoints_are_set_aside(copy, tra
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_read_only_directory(tmp_path, training):
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="cannot write checkpoints to .*Permission denied; type --run-dir"):
+    with pytest.raises(ConfigError, match="cannot write checkpoints to .*Permission denied; pass --run-dir"):
         Checkpoints(tmp_path / "checkpoints", OutputConfig(), {})
 
 
 def test_a_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write checkpoints to .*file.*; type --run-dir"):
+    with pytest.raises(ConfigError, match="cannot write checkpoints to .*file.*; pass --run-dir"):
         Checkpoints(tmp_path / "file" / "checkpoints", OutputConfig(), {})
 
 
@@ -254,7 +256,7 @@ def test_a_disk_that_refuses_to_write(copy, training, state, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        keep.save(training, state, Progress(step=9))
+        keep.save(training.state_layout, state, Progress(step=9))
         said = keep.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -264,7 +266,7 @@ def test_a_disk_that_refuses_to_write(copy, training, state, caplog):
         assert part in said[0]
     assert manager.complete_steps(copy) == [3, 6]
     assert [path.name for path in copy.iterdir() if writer.TEMPORARY in path.name] == []  # the space is given back
-    keep.save(training, state, Progress(step=12))
+    keep.save(training.state_layout, state, Progress(step=12))
     assert "step 12: checkpoint saved" in keep.close()[0] and not keep.failed
     load(newest(copy), training)
 
@@ -275,22 +277,22 @@ def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monk
     full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(writer, "meet", full)
-        keep.save(training, state, Progress(step=9))
+        keep.save(training.state_layout, state, Progress(step=9))
         (said,) = keep.wait()
     assert "step 9: checkpoint NOT saved" in said and "process 1: No space left on device (" in said
     assert list(tmp_path.iterdir()) == []
-    keep.save(training, state, Progress(step=9))
+    keep.save(training.state_layout, state, Progress(step=9))
     assert "step 9: checkpoint saved" in keep.close()[0]
     load(newest(tmp_path), training)
 
 
 def test_inspect(written, capsys):
-    assert inspect.main(["inspect", str(written), "--verify", "--arrays"]) == 0
+    assert inspect.main([str(written), "--verify", "--arrays"]) == 0
     out = capsys.readouterr().out
     for part in (
         "step_00000003",
         "step 6, 96 samples, 1 skipped",
-        "test: 8 layers, hidden 32, 4 heads, vocabulary 61, 16 tokens; tokenizer letters",
+        "test: layers 8, hidden 32, heads 4, vocabulary 61, sequence_length 16; tokenizer letters",
         "written on data 2 x pipe 2 x tensor 2, zb_v, fp32",
         "params/blocks/attention/qkv/kernel",
         "float32[8, 32, 4, 3, 8]",
@@ -301,7 +303,7 @@ def test_inspect(written, capsys):
 
 def test_inspect_names_what_is_damaged(copy, capsys):
     (newest(copy) / "state" / "manifest.ocdbt").write_bytes(b"")
-    assert inspect.main(["inspect", str(copy), "--verify"]) == 2
+    assert inspect.main([str(copy), "--verify"]) == 2
     assert "DAMAGED: state/manifest.ocdbt: 0 bytes" in capsys.readouterr().out
-    assert inspect.main(["inspect", "/nowhere"]) == 2
+    assert inspect.main(["/nowhere"]) == 2
     assert "there is no checkpoint in /nowhere" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
             run.process.send_signal(signal.SIGKILL)
             run.process.wait()
             during_save += unfinished(checkpoints)
-        said = f"from step {newest[0]}, the newest" if newest else "from the beginning"
+        said = f"from step {newest[0]}, the newest" if newest else "starting from step 0"
         assert said in run.out
         for step in manager.complete_steps(checkpoints):
             assert checksums.problems(checkpoints / manager.NAME.format(step)) == []

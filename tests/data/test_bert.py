@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
-from megajax.data.bert_index import mt19937_64
+from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces, mt19937_64
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.tokenizers import load_tokenizer
 from tests.data import make_golden as made

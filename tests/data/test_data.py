@@ -56,6 +56,13 @@ def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("ending", [".json", ".ndjson", ".jsonl", ".ndjson.gz"])
+def test_lines_of_json_by_every_name_that_preprocessing_reads(tmp_path, ending):
+    path, content = tmp_path / f"a{ending}", b'{"text": "one"}\n{"text": "two"}\n'
+    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+    assert load_documents(str(path)) == ["one", "two"]
+
+
 def test_reading_odd_but_legal_files(tmp_path):
     lines, marked = tmp_path / "a.jsonl", tmp_path / "b.txt"
     lines.write_bytes('{"text": "one\u2028\x85more"}\r\n\n{"text": "two"}\n'.encode())

@@ -7,11 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from megajax.data.blend_order import blend_order, exhaustive_order
-from megajax.data.blending import Blend, split_bounds
-from megajax.data.boundaries import Boundaries
-from megajax.data.gpt_samples import BlendedSamples, GPTSamples, normalised
+from megajax.data.blending import Blend, BlendedSamples, blend_order, exhaustive_order, normalised, split_bounds
+from megajax.data.gpt_samples import GPTSamples
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.loader import Boundaries
 from tests.data import make_golden as made
 
 GOLDEN = json.loads(made.GOLDEN.read_text())

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data.blend_order import blend_order, exhaustive_order
-from megajax.data.blending import Blend, split_bounds
-from megajax.data.gpt_samples import BlendedSamples, GPTSamples
-from megajax.data.index_cache import cached_arrays
+from megajax.data.blending import Blend, BlendedSamples, blend_order, exhaustive_order, split_bounds
+from megajax.data.gpt_samples import GPTSamples
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.sample_indices import cached_arrays
 
 
 def write(prefix, documents) -> IndexedDataset:
@@ -46,7 +45,7 @@ def test_samples_tile_the_shuffled_documents(tmp_path_factory, lengths, length, 
 
 def test_the_example_of_the_description(tmp_path):
     """Lengths 5, 3, 7, 4 laid as 2, 0, 3, 1, by hand, for samples of 4."""
-    from megajax.data.sample_index import _lay
+    from megajax.data.sample_indices import _lay
 
     index = _lay(np.array([5, 3, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32), 0, 4, 4)
     assert index.tolist() == [[0, 0], [0, 4], [1, 1], [2, 0], [3, 0]]
@@ -89,7 +88,7 @@ def test_a_damaged_index_is_not_built_on(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="type --data-cache DIR"):
+    with pytest.raises(ConfigError, match="pass --data-cache DIR"):
         whole(write(tmp_path / "a", [[1] * 9]), cache=tmp_path / "file")
 
 
@@ -144,8 +143,8 @@ def test_wrong_guesses_change_nothing(monkeypatch):
     """The lanes' guessed starts only save time."""
     weights = np.array([0.5, 0.3, 0.2])
     right = blend_order(weights, 3000)
-    monkeypatch.setattr("megajax.data.blend_order._rounded", lambda w, turns: np.outer(turns, [0, 0, 1.0]))
-    monkeypatch.setattr("megajax.data.blend_order.RUN_UP", 0)
+    monkeypatch.setattr("megajax.data.blending._rounded", lambda w, turns: np.outer(turns, [0, 0, 1.0]))
+    monkeypatch.setattr("megajax.data.blending.RUN_UP", 0)
     for ours, wanted in zip(blend_order(weights, 3000), right, strict=True):
         np.testing.assert_array_equal(ours, wanted)
 

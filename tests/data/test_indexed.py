@@ -148,7 +148,7 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_what_is_there_is_not_overwritten(pair):
-    with pytest.raises(ConfigError, match="is there already: type --overwrite"):
+    with pytest.raises(ConfigError, match="is there already: pass --overwrite"):
         IndexedWriter(pair, np.uint16)
     with IndexedWriter(pair, np.int32, overwrite=True) as writer:
         writer.add_document([70000])

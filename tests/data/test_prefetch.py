@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.data.blending import Blend
-from megajax.data.boundaries import Boundaries
 from megajax.data.indexed import IndexedWriter
-from megajax.data.loader import Loader
+from megajax.data.loader import Boundaries, Loader
 from megajax.data.prefetch import Prefetch, place_batch
 from megajax.data.source import DataSource
 from megajax.data.tokenizers import load_tokenizer

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from megajax.config import ConfigError
 from megajax.data import corpus
 from megajax.data.corpus import Block, documents_of, read_blocks, split_sentences
-from megajax.data.encode import Recipe, encode_block
 from megajax.data.indexed import IndexedDataset, IndexedWriter
-from megajax.data.preprocess import main
+from megajax.data.preprocess import Recipe, encode_block, main
 from megajax.data.tokenizers import load_tokenizer
 
 LINES = b'{"text": "one", "title": "A"}\n\n{"text": ""}\n{"text": "two\\u2028", "title": "B"}'

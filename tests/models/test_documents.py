@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.data.boundaries import Boundaries
+from megajax.data.loader import Boundaries
 from megajax.models.interface import mean_loss
 from tests import small
 

@@ -1,0 +1,177 @@
+"""The JSON stored beside a checkpoint's arrays: progress, configuration and tokenizer.
+
+Format 2 is written. Format 1 (megajax before the options --nonfinite, --matmul-dtype and --offload-activations) is read:
+`parse` renames its fields. `differences` compares a checkpoint's configuration with that of the run that resumes from it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megajax.config import ConfigError, RunConfig
+
+FORMAT = 2
+
+# A run may resume with other values of these fields: they do not change what the arrays mean.
+FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")
+UNREPORTED_DATA_FIELDS = ("data_cache",)  # a folder of stored indices: it does not change the samples
+REPORTED = {"parallel": "resharded", "train": "training options differ", "data": "data differ"}
+
+REQUIRED = {
+    "format": int,
+    "megajax": str,
+    "time": float,
+    "progress": dict,
+    "config": dict,
+    "tokenizer": dict,
+}
+REQUIRED_PARTS = {
+    "progress": {"step": int, "samples": int, "skipped": int, "nonfinite": int},
+    "config": {"model": dict, "parallel": dict, "train": dict},
+    "tokenizer": {"name": str, "hash": str},
+}
+
+# Format 1: (section, old name) -> (new name, old value -> new value).
+RENAMED = {
+    ("parallel", "offload"): ("offload_activations", {"none": False, "stash": True}),
+    ("train", "block_matmuls"): ("matmul_dtype", {"precision": None, "fp8": "fp8"}),
+    ("train", "bad_step"): ("nonfinite", {}),
+    ("train", "bad_steps_limit"): ("nonfinite_limit", {}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The position of a run: the part of its state that is not in the arrays.
+
+    Attributes:
+      step: steps taken, skipped ones included.
+      samples: samples consumed, those of skipped steps included. This is the whole state of the data loader.
+      skipped: steps whose update was skipped.
+      nonfinite: steps whose loss was not finite.
+    """
+
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+    nonfinite: int = 0
+
+
+def parse(raw: Any) -> dict[str, Any]:
+    """Metadata of any format up to FORMAT, with the fields of FORMAT; `progress` becomes a `Progress`.
+
+    Args:
+      raw: the decoded JSON.
+
+    Raises:
+      ConfigError: the metadata is of a newer format.
+      ValueError: it is not a megajax checkpoint's metadata; the message names the first field that is wrong.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"its metadata is a JSON {type(raw).__name__}, not an object")
+    version = raw.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        writer = raw.get("megajax", "unknown")
+        raise ConfigError(
+            f"checkpoint format {version} was written by a newer megajax ({writer}) and this one reads formats up to "
+            f"{FORMAT}: install megajax {writer}"
+        )
+    meta = _from_format_1(raw) if version == 1 else dict(raw)
+    _check_fields(meta, REQUIRED, "")
+    for section, fields in REQUIRED_PARTS.items():
+        _check_fields(meta[section], fields, f"{section}.")
+    return meta | {"progress": Progress(**{name: meta["progress"][name] for name in REQUIRED_PARTS["progress"]})}
+
+
+def _check_fields(table: Mapping[str, Any], fields: Mapping[str, type], prefix: str) -> None:
+    for name, kind in fields.items():
+        if name not in table:
+            raise ValueError(f"its metadata has no {prefix}{name}")
+        number = kind is float and isinstance(table[name], int)
+        if (not isinstance(table[name], kind) and not number) or isinstance(table[name], bool):
+            found = type(table[name]).__name__
+            raise ValueError(f"{prefix}{name} in its metadata is a {found}, not a {kind.__name__}")
+
+
+def _from_format_1(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Renames the fields of format 1; what is not as format 1 writes it is left for `_check_fields` to find."""
+    meta = dict(raw)
+    if isinstance(meta.get("progress"), dict):
+        progress = dict(meta["progress"])
+        if "bad" in progress:
+            progress["nonfinite"] = progress.pop("bad")
+        meta["progress"] = progress
+    if isinstance(meta.get("config"), dict):
+        config = {name: dict(part) if isinstance(part, dict) else part for name, part in meta["config"].items()}
+        for (section, old), (new, values) in RENAMED.items():
+            part = config.get(section)
+            if isinstance(part, dict) and old in part:
+                value = part.pop(old)
+                part[new] = values.get(value, value)
+        meta["config"] = config
+    return meta
+
+
+def differences(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any]) -> list[str]:
+    """Compares a checkpoint with the run that resumes from it.
+
+    Args:
+      meta: as `parse` returns it.
+      run: the configuration of the run that resumes.
+      tokenizer: name and hash of its tokenizer.
+
+    Returns:
+      One line for each section that differs and may: mesh and schedule, training options, data.
+
+    Raises:
+      ConfigError: the model or the tokenizer differs; the message names every field that does.
+    """
+    was = meta["config"]
+    differing = _differing(was["model"], run.model, leave_out=FREE_MODEL_FIELDS)
+    if differing:
+        raise ConfigError(
+            f"is of another model ({was['model'].get('name')}): " + ", ".join(differing) + "; pass the options it was "
+            "trained with, or another --run-dir"
+        )
+    stored = meta["tokenizer"]
+    if stored["hash"] != tokenizer["hash"]:
+        raise ConfigError(
+            f"was trained with tokenizer {stored['name']} (hash {stored['hash']}), and this run's is {tokenizer['name']} "
+            f"(hash {tokenizer['hash']}): pass --tokenizer {stored['name']}, or the same tokenizer files"
+        )
+    messages = []
+    for section, title in REPORTED.items():
+        # A checkpoint of format 1 has no section for the data, and a run without data options reads its own batches.
+        if section in was and hasattr(run, section):
+            leave_out = UNREPORTED_DATA_FIELDS if section == "data" else ()
+            if differing := _differing(was[section], getattr(run, section), leave_out, ignore_unknown=True):
+                messages.append(f"resume    {title}: " + ", ".join(differing))
+    return messages
+
+
+def _differing(
+    was: Mapping[str, Any], now: Any, leave_out: Sequence[str] = (), ignore_unknown: bool = False
+) -> list[str]:
+    """Fields of a stored section that differ from those of the dataclass `now`.
+
+    A field that the checkpoint does not have is younger than the checkpoint, so it had its default value.
+    """
+    missing = dataclasses.MISSING
+    defaults = {
+        field.name: field.default if field.default_factory is missing else field.default_factory()
+        for field in dataclasses.fields(now)
+    }
+    current = dataclasses.asdict(now)
+    names = list(current) if ignore_unknown else list(dict.fromkeys([*was, *current]))
+    found = []
+    for name in names:
+        before, after = was.get(name, defaults.get(name)), current.get(name)
+        if name not in leave_out and _plain(before) != _plain(after):
+            shown = "not stored" if before is missing else before
+            found.append(f"{name} was {shown}, is {after}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """JSON has lists only; a tuple equals the list of its elements."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
