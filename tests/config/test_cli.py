@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import re
 
 import pytest
 
@@ -80,6 +81,21 @@ def test_every_field_can_be_typed_and_is_in_the_help(part, field, capsys):
         assert getattr(getattr(run_of(f"{flag} {text}"), part), field.name) == value
     words = " ".join(help_text(capsys).split())
     assert flag in words and " ".join(field.metadata["help"].split()) in words
+
+
+def test_the_help_starts_with_the_ten_options_most_used_and_lists_each_once(capsys):
+    groups = re.split(r"\n(?=[a-z][^\n]*:\n)", help_text(capsys))
+    first = next(group for group in groups if group.startswith("most used:"))
+    assert len(re.findall(r"^  --", first, re.M)) == 10
+    flags = re.findall(r"^  (--[a-z0-9-]+)", "\n".join(groups), re.M)
+    assert len(flags) == len(set(flags))
+    formats = {
+        "--profile START:STOP",
+        "--coordinator HOST:PORT",
+        "--split A,B,C",
+        "--batch-ramp START,INCREMENT,SAMPLES",
+    }
+    assert all(f"  {form}" in "\n".join(groups) for form in formats)
 
 
 def test_the_help_says_every_default_and_how_to_start(capsys):
