@@ -19,7 +19,7 @@ from megajax.config import (
     TrainConfig,
     preset,
 )
-from megajax.config.fields import check_fields
+from megajax.config.fields import check_field, check_fields
 from megajax.config.options import describe_unknown, first_parser, make_parser, option_names
 from megajax.config.toml import load_config
 from megajax.schedules.io import is_schedule_file, load
@@ -174,9 +174,10 @@ def parse(
     parser = make_parser(description, defaults, program)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
-    import_user_files(saved.get("imports", ()))
     if saved.get("clip_norm") == "none":
         saved["clip_norm"] = None
+    _check_saved(saved)
+    import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -209,6 +210,22 @@ def parse(
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
     return Request(given=given, output=output, launch=launch, **other)
+
+
+def _check_saved(saved: Mapping[str, Any]) -> None:
+    """Checks the values of a saved configuration, which may have any type: fields by their rules, others by their type."""
+    fields = {name: field for config in SECTIONS.values() for name, field in config.__dataclass_fields__.items()}
+    for name, value in saved.items():
+        if name in fields and name != "model":
+            check_field(fields[name], value)
+    types = {"dry_shapes": bool, "new_tokens": int, "top_k": int, "temperature": (int, float), "imports": tuple}
+    for name in {field.name for field in dataclasses.fields(Request)} - set(COMPOUND):
+        legal, value = types.get(name, str), saved.get(name)
+        if value is not None and (not isinstance(value, legal) or (isinstance(value, bool) and legal is not bool)):
+            kind = {bool: "true or false", str: "a text", tuple: "a list"}.get(legal, "a number")
+            raise ConfigError(f"{name} = {value!r} in the configuration must be {kind}: change it in the file.")
+    if not all(isinstance(path, str) for path in saved.get("imports", ())):
+        raise ConfigError(f"imports = {saved['imports']!r} in the configuration must be a list of texts.")
 
 
 def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
         tables = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give --config a file") from error
+    except RecursionError as error:
+        raise ConfigError(f"the configuration {path} is nested too deeply; compare a run's config.toml") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration {path} is not TOML: {error}; compare a run's config.toml") from error
     _map_format_1(tables)
