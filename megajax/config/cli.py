@@ -143,7 +143,7 @@ def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
         tensor = 2 if device_count % 2 == 0 else 1
         mesh = {"data": 1, "pipe": 2 if device_count // tensor % 2 == 0 else 1, "tensor": tensor}
     rest = mesh["pipe"] * mesh["tensor"]
-    if "data" not in given and rest > 0 and device_count % rest == 0:
+    if "data" not in given and 0 < rest <= device_count and device_count % rest == 0:
         mesh["data"] = device_count // rest
     return mesh
 
