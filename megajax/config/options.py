@@ -114,7 +114,7 @@ def _add_config(group) -> None:
         "--config",
         default=None,
         metavar="FILE",
-        help="replay a run from its config.toml; what else is typed is taken in place of what it says (default: none)",
+        help="replay a run from its config.toml; other options take precedence over it (default: none)",
     )
 
 
