@@ -12,7 +12,9 @@ import tomli_w
 import megajax
 from megajax.config import ConfigError, DataConfig, OutputConfig, RunConfig, near
 
-HEADER = "# The complete configuration of this run. Replay: --config {path}; options on the command line take precedence.\n"
+HEADER = (
+    "# The complete configuration of this run. Replay: --config {path}; options on the command line take precedence.\n"
+)
 
 # Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
 PROBE = (
