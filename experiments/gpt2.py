@@ -11,9 +11,11 @@ python -m experiments.gpt2 --model megatron-8.3b-2019 --heads 24 --data 64 --ten
 import sys
 
 from experiments import gpt3
+from megajax.config.cli import Experiment
 
 RECIPE = {"model": "gpt2-medium", **gpt3.MEGATRON_2019, "new_tokens": 0}
+EXPERIMENT = Experiment(__doc__ or "", RECIPE, program="python -m experiments.gpt2")
 
 
 if __name__ == "__main__":
-    sys.exit(gpt3.main(description=__doc__, defaults=RECIPE, recipes={}))
+    sys.exit(gpt3.main(experiment=EXPERIMENT))

@@ -10,7 +10,7 @@ Every preset is trained with its paper's recipe (RECIPES); without --model, a to
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megajax.config import PRESETS
@@ -135,21 +135,17 @@ RECIPES |= {name: MEGATRON_2019 for name in PRESETS if name.startswith("gpt2") o
 RECIPES = {name: {**fields, "new_tokens": 0} for name, fields in RECIPES.items()}
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    description: str | None = __doc__,
-    defaults: Mapping[str, Any] = DEFAULTS,
-    recipes: Mapping[str, Mapping[str, Any]] = RECIPES,
-) -> int:
-    """Runs an experiment; returns the process's exit code: 0, or 2 for an error in what was asked.
+EXPERIMENT = Experiment(__doc__ or "", DEFAULTS, RECIPES, program="python -m experiments.gpt3")
+
+
+def main(arguments: Sequence[str] | None = None, experiment: Experiment = EXPERIMENT) -> int:
+    """Runs an experiment; returns the process's exit code: 0, or 2 for a user's mistake.
 
     Args:
       arguments: the words of the command line; the process's own if None.
-      description: what `--help` says first.
-      defaults: what this experiment trains if nothing is typed.
-      recipes: by model, what is taken in place of `defaults`.
+      experiment: its default configuration.
     """
-    return command.main(Experiment(description or "", defaults, recipes), arguments)
+    return command.main(experiment, arguments)
 
 
 if __name__ == "__main__":

@@ -220,5 +220,5 @@ def test_gpt2_has_the_first_papers_recipe(model):
 
 
 def test_gpt2_starts(capsys):
-    assert gpt3.main(["--dry-shapes", "--data", "64"], gpt2.__doc__, gpt2.RECIPE, {}) == 0
+    assert gpt3.main(["--dry-shapes", "--data", "64"], gpt2.EXPERIMENT) == 0
     assert "gpt2-medium: 354,823,168 parameters on data 64 x pipe 1 x tensor 1 = 64 devices" in capsys.readouterr().out

@@ -4,13 +4,11 @@ The help of an option is its field's. What is not given comes from the experimen
 what is wrong is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
 """
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megajax.config import (
-    PRESETS,
     ConfigError,
     DataConfig,
     LaunchConfig,
@@ -19,26 +17,15 @@ from megajax.config import (
     ParallelConfig,
     RunConfig,
     TrainConfig,
-    near,
     preset,
 )
-from megajax.config.fields import check_fields
-from megajax.config.fields import metavar as metavar_of
+from megajax.config.fields import check_field, check_fields
+from megajax.config.options import describe_unknown, first_parser, make_parser, option_names
 from megajax.config.toml import load_config
 from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
-# Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
-DERIVED = {
-    "data": "the devices left by --context, --pipe and --tensor",
-    "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
-    "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
-    "chunks": "2 for schedules that may have it, on 2 or more stages if the layers can be cut so, else 1; a file's",
-    "warmup_steps": "{default}, or a tenth of --steps if that is less",
-    "minimum_learning_rate": "a tenth of --learning-rate",
-    "precision": "bf16 on GPUs, fp32 on CPUs",
-}
 # Fields of a Request that are no options of their own.
 COMPOUND = ("given", "output", "launch")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
@@ -60,11 +47,13 @@ class Experiment:
       defaults: by field name, the experiment's values; "model" is the preset's name. The dataclasses' defaults fill the
         rest.
       recipes: by preset's name, the values in place of `defaults` for that model.
+      program: the command as `--help` prints it, "python -m experiments.gpt3"; None: the file's name.
     """
 
     description: str
     defaults: Mapping[str, Any]
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    program: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +128,7 @@ class Request:
         return {name: getattr(self, name) for name in names}
 
     def _given(self, config: type) -> dict[str, Any]:
-        return {name: self.given[name] for name in _names(config) if name in self.given}
+        return {name: self.given[name] for name in option_names(config) if name in self.given}
 
 
 def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
@@ -154,7 +143,7 @@ def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
         tensor = 2 if device_count % 2 == 0 else 1
         mesh = {"data": 1, "pipe": 2 if device_count // tensor % 2 == 0 else 1, "tensor": tensor}
     rest = mesh["pipe"] * mesh["tensor"]
-    if "data" not in given and rest > 0 and device_count % rest == 0:
+    if "data" not in given and 0 < rest <= device_count and device_count % rest == 0:
         mesh["data"] = device_count // rest
     return mesh
 
@@ -175,21 +164,24 @@ def parse(
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file or a file to import that cannot be read.
     """
+    program = None
     if isinstance(description, Experiment):
+        program = description.program
         description, defaults, recipes = description.description, description.defaults, description.recipes
     defaults = defaults or {}
-    first = _first_parser().parse_known_args(arguments)[0]
+    first = first_parser().parse_known_args(arguments)[0]
     import_user_files(first.imports)  # before the options are checked: the files register schedules and models
-    parser = _parser(description, defaults)
+    parser = make_parser(description, defaults, program)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
-    import_user_files(saved.get("imports", ()))
     if saved.get("clip_norm") == "none":
         saved["clip_norm"] = None
+    _check_saved(saved)
+    import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise ConfigError(_unknown(unknown[0], parser))
+        raise ConfigError(describe_unknown(unknown[0], parser))
     typed = vars(values)
     del typed["config"]
     if any(axis in typed for axis in MESH_FIELDS):  # a mesh that is typed is a whole one
@@ -202,12 +194,12 @@ def parse(
     chosen = (recipes or {}).get(other["model"], defaults)
     given = {name: value for name, value in chosen.items() if name != "model"} | typed
     output, launch = (
-        config(**{name: given.pop(name) for name in _names(config) if name in given})
+        config(**{name: given.pop(name) for name in option_names(config) if name in given})
         for config in (OutputConfig, LaunchConfig)
     )
     output.validate()
     launch.validate()
-    plain = TrainConfig(**{name: given[name] for name in _names(TrainConfig) if name in given})
+    plain = TrainConfig(**{name: given[name] for name in option_names(TrainConfig) if name in given})
     check_fields(plain)  # before computing with them: a saved configuration may hold anything
     if chosen is not defaults:
         given |= _scaled(chosen, plain, typed)
@@ -218,6 +210,22 @@ def parse(
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
     return Request(given=given, output=output, launch=launch, **other)
+
+
+def _check_saved(saved: Mapping[str, Any]) -> None:
+    """Checks the values of a saved configuration, which may have any type: fields by their rules, others by their type."""
+    fields = {name: field for config in SECTIONS.values() for name, field in config.__dataclass_fields__.items()}
+    for name, value in saved.items():
+        if name in fields and name != "model":
+            check_field(fields[name], value)
+    types = {"dry_shapes": bool, "new_tokens": int, "top_k": int, "temperature": (int, float), "imports": tuple}
+    for name in {field.name for field in dataclasses.fields(Request)} - set(COMPOUND):
+        legal, value = types.get(name, str), saved.get(name)
+        if value is not None and (not isinstance(value, legal) or (isinstance(value, bool) and legal is not bool)):
+            kind = {bool: "true or false", str: "a text", tuple: "a list"}.get(legal, "a number")
+            raise ConfigError(f"{name} = {value!r} in the configuration must be {kind}: change it in the file.")
+    if not all(isinstance(path, str) for path in saved.get("imports", ())):
+        raise ConfigError(f"imports = {saved['imports']!r} in the configuration must be a list of texts.")
 
 
 def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,185 +242,5 @@ def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, A
 
 def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The names that a saved configuration may have, by its sections."""
-    known = {section: tuple(_names(config)) for section, config in SECTIONS.items()}
+    known = {section: tuple(option_names(config)) for section, config in SECTIONS.items()}
     return known | {"options": tuple(others)}
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option with its values")
-
-
-def _parser(description: str, defaults: Mapping[str, Any]) -> argparse.ArgumentParser:
-    parser = _Parser(
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--model",
-        default=defaults.get("model"),
-        metavar="NAME",
-        help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
-    )
-    _add_config(run)
-    run.add_argument(
-        "--devices",
-        default=None,
-        metavar="WHERE",
-        help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
-    )
-    _add_imports(run)
-    run.add_argument(
-        "--dry-shapes",
-        action="store_true",
-        default=False,
-        help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
-    )
-    sample = parser.add_argument_group("the text generated at the end")
-    sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
-    sample.add_argument(
-        "--new-tokens",
-        default=None,
-        type=_whole,
-        metavar="COUNT",
-        help=f"tokens to add; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 with a recipe)",
-    )
-    sample.add_argument(
-        "--temperature", default=0.8, type=_number, metavar="NUMBER", help="0 takes the likeliest (default: 0.8)"
-    )
-    sample.add_argument(
-        "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
-    )
-    groups = {
-        "data": DataConfig,
-        "layout": ParallelConfig,
-        "training": TrainConfig,
-        "model, in place of the preset's": ModelConfig,
-        "what the run leaves behind, and when it stops": OutputConfig,
-        "several processes": LaunchConfig,
-    }
-    for title, config in groups.items():
-        group = parser.add_argument_group(title)
-        for field in dataclasses.fields(config):
-            if field.name in _names(config):
-                _add_field(group, field, config is ModelConfig, defaults)
-    return parser
-
-
-def _add_config(group) -> None:
-    group.add_argument(
-        "--config",
-        default=None,
-        metavar="FILE",
-        help="replay a run from its config.toml; what else is typed is taken in place of what it says (default: none)",
-    )
-
-
-def _add_imports(group) -> None:
-    field = RunConfig.__dataclass_fields__["imports"]
-    group.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar=field.metadata["metavar"],
-        help=f"{field.metadata['help']} (default: none)",
-    )
-
-
-def _first_parser() -> argparse.ArgumentParser:
-    """Reads --config and --import, which decide what the other options may be and which defaults they have."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
-    _add_config(parser)
-    _add_imports(parser)
-    return parser
-
-
-def _names(config: type) -> list[str]:
-    """The fields of a dataclass that are options; a model's name is that of its preset."""
-    return [field.name for field in dataclasses.fields(config) if (config, field.name) != (ModelConfig, "name")]
-
-
-def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:
-    """Adds the option of one dataclass field; it is absent from the parsed values unless it is typed."""
-    name = field.name
-    default = "the preset's" if from_preset else defaults.get(name, field.default)
-    if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
-        default = DERIVED[name].format(default=default)
-    if default is None:
-        default = field.metadata["shown_default"] or "none"
-    elif isinstance(default, tuple):
-        default = ",".join(map(str, default)) or "none"
-    elif isinstance(default, bool):
-        default = "on" if default else "off"
-    text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
-    flag = "--" + name.replace("_", "-")
-    if field.type is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-        return
-    if field.metadata["list_style"] == "words":
-        group.add_argument(flag, nargs="+", action=_Words, metavar=metavar_of(field), help=text)
-        return
-    group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=text)
-
-
-class _Words(argparse.Action):
-    """Stores the words of an option as a tuple."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, tuple(values))
-
-
-def _readers() -> dict[Any, Callable[[str], Any]]:
-    """How the text of an option is read, for each type that a field may have."""
-    return {
-        int: _whole,
-        int | None: _whole_or_none,
-        float: _number,
-        float | None: _number_or_none,
-        str: str,
-        str | None: str,
-        tuple[int, ...]: _wholes,
-        tuple[str, ...]: lambda text: tuple(text.split(",")),
-    }
-
-
-def _whole_or_none(text: str) -> int | None:
-    return None if text == "none" else _whole(text)
-
-
-def _number_or_none(text: str) -> float | None:
-    return None if text == "none" else _number(text)
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _wholes(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(_whole(word) for word in text.split(","))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """What to say of a word that no option takes."""
-    if not word.startswith("-"):
-        return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"
-    flags = tuple(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))
-    hint = near(word.split("=")[0], flags)
-    hint = hint if hint.startswith("did you mean") else "--help lists every option"
-    return f"there is no option {word.split('=')[0]}: {hint}"

@@ -57,9 +57,12 @@ def check_fields(config: Any) -> None:
         ConfigError: for the first field that is illegal. Fields that were not declared with `setting` are not checked.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if not field.metadata or (value is None and field.type in OPTIONAL):
-            continue
+        check_field(field, getattr(config, field.name))
+
+
+def check_field(field: dataclasses.Field, value: Any) -> None:
+    """Checks a value for one field; see `check_fields`."""
+    if field.metadata and not (value is None and field.type in OPTIONAL):
         if field.metadata["choices"]:
             _check_choice(field, value)
         elif field.type in NUMBERS:

@@ -12,7 +12,9 @@ import tomli_w
 import megajax
 from megajax.config import ConfigError, DataConfig, OutputConfig, RunConfig, near
 
-HEADER = "# What this run was started with, all of it. Replay: --config {path}; what else is typed goes first.\n"
+HEADER = (
+    "# The complete configuration of this run. Replay: --config {path}; options on the command line take precedence.\n"
+)
 
 # Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
 PROBE = (
@@ -69,6 +71,8 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
         tables = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give --config a file") from error
+    except RecursionError as error:
+        raise ConfigError(f"the configuration {path} is nested too deeply; compare a run's config.toml") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration {path} is not TOML: {error}; compare a run's config.toml") from error
     _map_format_1(tables)

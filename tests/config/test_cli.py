@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import re
 
 import pytest
 
@@ -80,6 +81,21 @@ def test_every_field_can_be_typed_and_is_in_the_help(part, field, capsys):
         assert getattr(getattr(run_of(f"{flag} {text}"), part), field.name) == value
     words = " ".join(help_text(capsys).split())
     assert flag in words and " ".join(field.metadata["help"].split()) in words
+
+
+def test_the_help_starts_with_the_ten_options_most_used_and_lists_each_once(capsys):
+    groups = re.split(r"\n(?=[a-z][^\n]*:\n)", help_text(capsys))
+    first = next(group for group in groups if group.startswith("most used:"))
+    assert len(re.findall(r"^  --", first, re.M)) == 10
+    flags = re.findall(r"^  (--[a-z0-9-]+)", "\n".join(groups), re.M)
+    assert len(flags) == len(set(flags))
+    formats = {
+        "--profile START:STOP",
+        "--coordinator HOST:PORT",
+        "--split A,B,C",
+        "--batch-ramp START,INCREMENT,SAMPLES",
+    }
+    assert all(f"  {form}" in "\n".join(groups) for form in formats)
 
 
 def test_the_help_says_every_default_and_how_to_start(capsys):
@@ -278,3 +294,27 @@ def test_full_recompute_is_told_to_auto():
     words = "--schedule auto --pipe 4 --chunks 1 --recompute"
     assert run_schedule(run_of(f"{words} selective", device_count=4)).name == "auto:zb_h1"
     assert run_schedule(run_of(f"{words} full", device_count=4)).name != "auto:zb_h1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[options]\ndry_shapes = 'no'", "dry_shapes = 'no' in the configuration must be true or false"),
+        ("[options]\nmodel = 3", "model = 3 in the configuration must be a text"),
+        ("[options]\nnew_tokens = true", "new_tokens = True in the configuration must be a number"),
+        ("[options]\nimports = 'mine.py'", "imports = 'mine.py' in the configuration must be a list"),
+        ("[parallel]\nschedule = 3", "schedule = 3 must be a text"),
+        ("[parallel]\ndata = 'two'", "data = 'two' must be a whole number"),
+        ("[train]\nlearning_rate = [1, 2]", "learning_rate = (1, 2) must be a number"),
+        ("[output]\nrun_dir = 3", "run_dir = 3 must be a text"),
+        ("[data]\ndata_path = 'a'", "data_path = 'a' must be a list of texts"),
+        ("x = " + 5000 * "[" + 5000 * "]", "nested too deeply"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_wrong_types_in_a_saved_configuration_are_one_line(tmp_path, text, message):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse(["--config", str(path)], "", DEFAULTS)
+    assert message in str(error.value) and "\n" not in str(error.value)

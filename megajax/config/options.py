@@ -1,0 +1,223 @@
+"""The options of the command line: one for every field of the configuration's dataclasses, read by argparse.
+
+The help, legal values and format of an option are its field's metadata (`megajax.config.fields`).
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megajax.config import (
+    PRESETS,
+    ConfigError,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OutputConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    near,
+)
+from megajax.config.fields import metavar as metavar_of
+
+# The ten options that most people need, with --model: `--help` prints them first.
+MOST_USED = (
+    *("data_path", "tokenizer", "global_batch_size", "steps", "learning_rate", "pipe", "tensor", "run_dir", "resume"),
+)
+# Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
+DERIVED = {
+    "data": "the devices left by --context, --pipe and --tensor",
+    "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
+    "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
+    "chunks": "2 for schedules that may have it, on 2 or more stages if the layers can be cut so, else 1; a file's",
+    "warmup_steps": "{default}, or a tenth of --steps if that is less",
+    "minimum_learning_rate": "a tenth of --learning-rate",
+    "precision": "bf16 on GPUs, fp32 on CPUs",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+
+
+def make_parser(description: str, defaults: Mapping[str, Any], program: str | None = None) -> argparse.ArgumentParser:
+    """A parser with an option for every field; its errors are ConfigErrors."""
+    parser = _Parser(
+        prog=program,
+        usage="%(prog)s [options]",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = parser.add_argument_group("most used")
+    run.add_argument(
+        "--model",
+        default=defaults.get("model"),
+        metavar="NAME",
+        help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
+    )
+    more = parser.add_argument_group("the run")
+    _add_config(more)
+    more.add_argument(
+        "--devices",
+        default=None,
+        metavar="WHERE",
+        help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
+    )
+    _add_imports(more)
+    more.add_argument(
+        "--dry-shapes",
+        action="store_true",
+        default=False,
+        help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
+    )
+    sample = parser.add_argument_group("the text generated at the end")
+    sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
+    sample.add_argument(
+        "--new-tokens",
+        default=None,
+        type=_whole,
+        metavar="COUNT",
+        help=f"tokens to add; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 with a recipe)",
+    )
+    sample.add_argument(
+        "--temperature", default=0.8, type=_number, metavar="NUMBER", help="0 takes the likeliest (default: 0.8)"
+    )
+    sample.add_argument(
+        "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
+    )
+    groups = {
+        "data": DataConfig,
+        "layout": ParallelConfig,
+        "training": TrainConfig,
+        "model, in place of the preset's": ModelConfig,
+        "what the run leaves behind, and when it stops": OutputConfig,
+        "several processes": LaunchConfig,
+    }
+    for title, config in groups.items():
+        group = parser.add_argument_group(title)
+        for field in dataclasses.fields(config):
+            if field.name in option_names(config):
+                place = run if field.name in MOST_USED else group
+                _add_field(place, field, config is ModelConfig, defaults)
+    return parser
+
+
+def _add_config(group) -> None:
+    group.add_argument(
+        "--config",
+        default=None,
+        metavar="FILE",
+        help="replay a run from its config.toml; other options take precedence over it (default: none)",
+    )
+
+
+def _add_imports(group) -> None:
+    field = RunConfig.__dataclass_fields__["imports"]
+    group.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar=field.metadata["metavar"],
+        help=f"{field.metadata['help']} (default: none)",
+    )
+
+
+def first_parser() -> argparse.ArgumentParser:
+    """Reads --config and --import, which decide what the other options may be and which defaults they have."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    _add_config(parser)
+    _add_imports(parser)
+    return parser
+
+
+def option_names(config: type) -> list[str]:
+    """The fields of a dataclass that are options; a model's name is that of its preset."""
+    return [field.name for field in dataclasses.fields(config) if (config, field.name) != (ModelConfig, "name")]
+
+
+def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:
+    """Adds the option of one dataclass field; it is absent from the parsed values unless it is typed."""
+    name = field.name
+    default = "the preset's" if from_preset else defaults.get(name, field.default)
+    if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
+        default = DERIVED[name].format(default=default)
+    if default is None:
+        default = field.metadata["shown_default"] or "none"
+    elif isinstance(default, tuple):
+        default = ",".join(map(str, default)) or "none"
+    elif isinstance(default, bool):
+        default = "on" if default else "off"
+    text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
+    flag = "--" + name.replace("_", "-")
+    if field.type is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    if field.metadata["list_style"] == "words":
+        group.add_argument(flag, nargs="+", action=_Words, metavar=metavar_of(field), help=text)
+        return
+    group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=text)
+
+
+class _Words(argparse.Action):
+    """Stores the words of an option as a tuple."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _readers() -> dict[Any, Callable[[str], Any]]:
+    """How the text of an option is read, for each type that a field may have."""
+    return {
+        int: _whole,
+        int | None: _whole_or_none,
+        float: _number,
+        float | None: _number_or_none,
+        str: str,
+        str | None: str,
+        tuple[int, ...]: _wholes,
+        tuple[str, ...]: lambda text: tuple(text.split(",")),
+    }
+
+
+def _whole_or_none(text: str) -> int | None:
+    return None if text == "none" else _whole(text)
+
+
+def _number_or_none(text: str) -> float | None:
+    return None if text == "none" else _number(text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _wholes(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(_whole(word) for word in text.split(","))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """What to say of a word that no option takes."""
+    if not word.startswith("-"):
+        return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"
+    flags = tuple(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))
+    hint = near(word.split("=")[0], flags)
+    hint = hint if hint.startswith("did you mean") else "--help lists every option"
+    return f"there is no option {word.split('=')[0]}: {hint}"
