@@ -1,4 +1,4 @@
-"""Files of text, of any size, as blocks of whole documents: what preprocessing deals out to its workers."""
+"""Reads text files of any size as blocks of whole documents, the units of work of preprocessing."""
 
 import gzip
 import json
@@ -10,21 +10,21 @@ from typing import BinaryIO, NamedTuple
 
 from megajax.config import ConfigError
 
-BLOCK = 1 << 20  # bytes of text in a block, if its last document ends there
+BLOCK = 1 << 20  # bytes of text in a block, extended to the end of its last document
 JSONL = (".jsonl", ".json", ".ndjson")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
-SHOWN = 80  # characters of a bad line
+SHOWN = 80  # characters of a bad line that are printed
 
 
 class Block(NamedTuple):
-    """Some whole documents.
+    """One or more whole documents.
 
     Attributes:
       path: the file.
-      kind: "jsonl", or one of TEXT_DOCUMENTS: what a document is.
-      first_line: the number of its first line in the file.
-      content: bytes, unpacked.
-      read: bytes of the file, packed as it is, read so far.
+      kind: the unit of a document, "jsonl" or one of TEXT_DOCUMENTS.
+      first_line: line number of the block's first line in the file.
+      content: decompressed bytes.
+      read: bytes of the (compressed) file read so far.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line that is no document, and why."""
+    """A line that is not a document, and the reason."""
 
     path: str
     line: int
@@ -47,12 +47,12 @@ class BadLine(NamedTuple):
 
 
 def kind_of(path: str, text_documents: str) -> str:
-    """What a document of the file is, by the file's name: "jsonl", or `text_documents`."""
+    """The unit of a document in a file, by the file's name: "jsonl", or `text_documents` for any other file."""
     return "jsonl" if pathlib.Path(re.sub(r"\.(gz|zst)$", "", path)).suffix in JSONL else text_documents
 
 
 def read_blocks(path: str, kind: str) -> Iterator[Block]:
-    """The blocks of a file, .gz and .zst unpacked. Only documents larger than a block take more memory than one.
+    """The blocks of a file; .gz and .zst are decompressed. Memory is one block, or more for a longer document.
 
     Raises:
       ConfigError: the file cannot be read, or is damaged.
@@ -71,13 +71,13 @@ def read_blocks(path: str, kind: str) -> Iterator[Block]:
             if any(held):
                 yield Block(path, kind, line, b"".join(held), _place(packed))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give --input a readable file") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass --input a readable file") from None
     except (EOFError, zlib.error):
-        raise ConfigError(f"cannot read {path}: the compressed file is cut short or damaged") from None
+        raise ConfigError(f"cannot read {path}: the compressed file is truncated or damaged") from None
 
 
 def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
-    """The block's documents, the texts of all `keys` for each (a plain text has one), and the lines that are none."""
+    """The block's documents, each with the text of every key (plain text has one), and the lines that are not documents."""
     if block.kind == "jsonl":
         return _json_documents(block, keys)
     try:
@@ -94,16 +94,16 @@ def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...
 
 
 def split_sentences(text: str) -> list[str]:
-    """A text cut after . ! or ? (and what closes a quotation) before a space and a capital or a digit, and at line ends.
+    """Splits a text after . ! or ? (and closing quotes) before a space and a capital or a digit, and at line ends.
 
-    A rule of one line, that knows no abbreviations: for BERT's sentence pairs, whose sentences may be any pieces.
+    This is a single regular expression without a list of abbreviations. BERT's sentence pairs do not need exact sentences.
     """
     cut = re.sub(r"""([.!?]["'”’)\]]*)\s+(?=["'“‘(\[]*[^\W_a-z])""", r"\1\n", text)
     return [piece.strip() for piece in cut.split("\n") if piece.strip()]
 
 
 def _end_of_documents(part: bytes, kind: str) -> int:
-    """Where the last document that ends in `part` does; 0 if none is seen to."""
+    """The end of the last document that ends in `part`; 0 if none does."""
     if kind != "paragraph":
         return part.rfind(b"\n") + 1
     ends = [match.end() for match in re.finditer(rb"\n[ \t\r]*\n", part)]
@@ -111,7 +111,7 @@ def _end_of_documents(part: bytes, kind: str) -> int:
 
 
 def _place(packed: BinaryIO) -> int:
-    return packed.tell() if packed.seekable() else 0  # a pipe has none
+    return packed.tell() if packed.seekable() else 0  # a pipe has no position
 
 
 def _unpacked(path: str, packed: BinaryIO) -> Iterator[bytes]:
@@ -124,7 +124,7 @@ def _unpacked(path: str, packed: BinaryIO) -> Iterator[bytes]:
 
 
 def _unpacked_zst(packed: BinaryIO) -> Iterator[bytes]:
-    """One frame after another. The library's own stream ends without a word where a file is cut short."""
+    """Decompresses frame by frame: the library's stream reader reports no error for a truncated file."""
     import zstandard
 
     frame, rest = None, b""
@@ -149,7 +149,7 @@ def _json_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, 
             record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
             texts = tuple(record[key] for key in keys)
             for text in texts:
-                text.encode()  # no string has no encode; JSON can hold half a surrogate pair, UTF-8 cannot
+                text.encode()  # fails for values that are not strings, and for half a surrogate pair
             documents.append(texts)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             bad.append(BadLine(block.path, number, _reason(error, keys), repr(line[:SHOWN].decode(errors="replace"))))
@@ -169,7 +169,7 @@ def _reason(error: Exception, keys: Sequence[str]) -> str:
 
 
 def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
-    """A block that is not all UTF-8: its lines or paragraphs one by one."""
+    """Decodes a block that is not entirely UTF-8 line by line or paragraph by paragraph."""
     documents, bad, line = [], [], block.first_line
     separator = rb"(\n)" if block.kind == "line" else rb"(\n[ \t\r]*\n)"
     for part in re.split(separator, block.content):

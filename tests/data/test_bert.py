@@ -81,11 +81,11 @@ def test_batches(dataset):
 
 def test_pieces_of_a_tokenizer(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##able"]))
-    pieces = WordPieces.of(load_tokenizer(str(tmp_path / "vocab.txt")))
+    pieces = WordPieces.from_tokenizer(load_tokenizer(str(tmp_path / "vocab.txt")))
     assert (pieces.padding, pieces.begin, pieces.separator, pieces.mask) == (0, 2, 3, 4)
     assert np.flatnonzero(pieces.continues).tolist() == [6]
     with pytest.raises(ConfigError, match=r"gpt2 has no \[CLS\]"):
-        WordPieces.of(load_tokenizer("gpt2"))
+        WordPieces.from_tokenizer(load_tokenizer("gpt2"))
 
 
 def test_documents_of_one_sentence_make_no_pairs(tmp_path):

@@ -39,7 +39,7 @@ def test_reading_files(tmp_path):
         ("empty.txt", b"", "is empty"),
         ("latin.txt", b"caf\xe9", "not UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}', "line 2 of .* is not a JSON object with a string"),
-        ("cut.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:20], "cut short"),
+        ("cut.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:20], "truncated"),
         ("plain.gz", b"not gzip", "Not a gzipped file"),
         ("damaged.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:10] + b"\xff" * 20, "damaged"),
         ("number.jsonl", b'{"text": 5}', "line 1 of .* is not a JSON object with a string"),

@@ -92,7 +92,7 @@ def test_samples_and_their_documents(corpora, name):
     samples = Blend.parse([str(corpora / name)]).samples((0.0, 1.0), 50, 16, 1234)
     windows = np.stack([samples.window(i) for i in range(50)])
     tokens = windows[:, :-1]
-    batch = Boundaries(made.END, reset_positions=True, reset_attention=True, mask_loss=True).of(tokens)
+    batch = Boundaries(made.END, reset_positions=True, reset_attention=True, mask_loss=True).arrays(tokens)
     causal = np.tril(np.ones((16, 16), bool))
     seen = causal & (batch["document"][:, :, None] == batch["document"][:, None, :])
     ours = {

@@ -36,7 +36,8 @@ def test_samples_tile_the_shuffled_documents(tmp_path_factory, lengths, length, 
     ours = whole(write(tmp_path_factory.mktemp("pair") / "a", numbers), samples, length, seed)
     assert ours.count >= samples
     stream = np.concatenate([numbers[i] for i in ours.index.document])
-    assert sorted(stream.tolist()) == sorted(np.tile(np.arange(sum(lengths)), ours.epochs).tolist())
+    epochs = len(ours.index.document) // len(lengths)
+    assert sorted(stream.tolist()) == sorted(np.tile(np.arange(sum(lengths)), epochs).tolist())
     windows = {int(place): ours.window(i).tolist() for i, place in enumerate(ours.index.shuffle)}
     assert [windows[i] for i in range(ours.count)] == [
         stream[i * length : i * length + length + 1].tolist() for i in range(ours.count)
@@ -45,9 +46,9 @@ def test_samples_tile_the_shuffled_documents(tmp_path_factory, lengths, length, 
 
 def test_the_example_of_the_description(tmp_path):
     """Lengths 5, 3, 7, 4 laid as 2, 0, 3, 1, by hand, for samples of 4."""
-    from megajax.data.sample_indices import _lay
+    from megajax.data.sample_indices import _sample_starts
 
-    index = _lay(np.array([5, 3, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32), 0, 4, 4)
+    index = _sample_starts(np.array([5, 3, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32), 0, 4, 4)
     assert index.tolist() == [[0, 0], [0, 4], [1, 1], [2, 0], [3, 0]]
 
 
@@ -56,7 +57,7 @@ def test_beyond_the_end_and_too_short(tmp_path):
     samples = whole(dataset)
     assert samples.count == 2
     for index in (-1, 2):
-        with pytest.raises(ConfigError, match="asks for sample"):
+        with pytest.raises(ConfigError, match="needs sample"):
             samples.window(index)
     with pytest.raises(ConfigError, match=r"a, sequences 0 to 1: a split has 9 tokens and a sample needs 10"):
         whole(dataset, length=9)
@@ -167,8 +168,8 @@ def test_words_of_a_blend():
     assert Blend.parse(["a", "b", "c"]) == Blend(("a", "b", "c"), None)
     assert Blend.parse(["3", "a", "1e0", "b"]) == Blend(("a", "b"), (3.0, 1.0))
     for words, message in {
-        ("1", "a", "b", "c"): "'b' stands where a weight should",
-        ("1", "a", "b"): "must take turns",
+        ("1", "a", "b", "c"): "expected a weight instead of 'b'",
+        ("1", "a", "b"): "must alternate",
         ("0", "a", "1", "b"): "weight 0; weights must be above 0",
         ("nan", "a"): "weight nan",
     }.items():

@@ -86,10 +86,10 @@ def test_any_byte_of_the_index_that_is_wrong(pair):
     ("index", "message"),
     [
         (b"TNTIDX\0\0" + INDEX[8:], "byte 0.*before 2020"),
-        (b"PK\x03\x04" * 30, "byte 0.*no Megatron index"),
+        (b"PK\x03\x04" * 30, "byte 0.*not an index of Megatron"),
         (INDEX[:9] + b"\x02" + INDEX[10:], "byte 9: version 2"),
-        (INDEX[:17] + b"\x09" + INDEX[18:], "byte 17: type code 9.*8 uint16"),
-        (INDEX + b"\0\0", "byte 82.*may be a multimodal set"),
+        (INDEX[:17] + b"\x09" + INDEX[18:], "byte 17: unknown type code 9.*8 uint16"),
+        (INDEX + b"\0\0", "byte 82.*may be a multimodal dataset"),
         (INDEX[:42] + (9).to_bytes(8, "little") + INDEX[50:], "byte 42: the first sequence begins at byte 9"),
     ],
     ids=["old", "zip", "version", "type", "modes", "start"],
@@ -148,7 +148,7 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_what_is_there_is_not_overwritten(pair):
-    with pytest.raises(ConfigError, match="is there already: pass --overwrite"):
+    with pytest.raises(ConfigError, match="already exists: pass --overwrite"):
         IndexedWriter(pair, np.uint16)
     with IndexedWriter(pair, np.int32, overwrite=True) as writer:
         writer.add_document([70000])
@@ -156,7 +156,7 @@ def test_what_is_there_is_not_overwritten(pair):
 
 
 def test_merging_needs_one_type(pair, tmp_path):
-    with pytest.raises(ConfigError, match="uint16, what is written has int32"):
+    with pytest.raises(ConfigError, match="uint16, the output int32"):
         with IndexedWriter(tmp_path / "b", np.int32) as writer:
             writer.add_pair(IndexedDataset(pair))
 

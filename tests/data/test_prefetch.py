@@ -85,7 +85,7 @@ def test_only_the_batch_that_is_missing_is_an_error(samples):
 
 
 def test_a_token_that_the_model_does_not_know(samples):
-    with pytest.raises(ConfigError, match="the model knows 0 to 499.*--vocabulary"):
+    with pytest.raises(ConfigError, match="the model has 0 to 499.*--vocabulary"):
         Loader(samples, BATCH, 1, vocabulary=500).batch(0)
 
 
@@ -149,11 +149,11 @@ def test_each_process_reads_its_own_share(tmp_path):
 def test_boundaries_by_hand():
     """Id 0 ends a document and belongs to it; what it predicts, the next document's first token, is no label."""
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [1, 2, 3, 4, 5, 6, 7]])
-    batch = Boundaries(0, reset_positions=True, reset_attention=True, mask_loss=True).of(tokens)
+    batch = Boundaries(0, reset_positions=True, reset_attention=True, mask_loss=True).arrays(tokens)
     assert batch["positions"].tolist() == [[0, 1, 0, 1, 2, 0, 0], list(range(7))]
     assert batch["document"].tolist() == [[0, 0, 1, 1, 1, 2, 3], [0] * 7]
     assert batch["weights"].tolist() == [[1, 0, 1, 1, 0, 0, 1], [1] * 7]
-    assert list(Boundaries(0).of(tokens)) == ["weights"] and Boundaries(0).of(tokens)["weights"].all()
+    assert list(Boundaries(0).arrays(tokens)) == ["weights"] and Boundaries(0).arrays(tokens)["weights"].all()
 
 
 def test_options_that_exclude_one_another(tmp_path):

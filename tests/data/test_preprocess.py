@@ -41,7 +41,7 @@ def test_packed_files_and_several_frames(tmp_path, pack):
     assert texts(path, "jsonl") == ([("one",), ("",), ("two\u2028",)], [])
     if ending:
         path.write_bytes(path.read_bytes()[:-3])
-        with pytest.raises(ConfigError, match="cut short or damaged"):
+        with pytest.raises(ConfigError, match="truncated or damaged"):
             texts(path, "jsonl")
 
 
@@ -117,7 +117,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     assert main(["merge", "--input", prefix, prefix, "--output", f"{prefix}2"]) == 0
     assert "600 documents" in capsys.readouterr().out
     assert main(["inspect", f"{prefix}2", "--tokenizer", "gpt2", "--documents", "2"]) == 0
-    assert "document 1: 4 tokens, the last one the end of document\n'document 1 '" in capsys.readouterr().out
+    assert "document 1: 4 tokens, including the end of document\n'document 1 '" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
         ("--input {0}/none.txt --output {0}/o --tokenizer byte", "cannot read .*No such file"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer byte --bad-lines fail", "line 2: not JSON.*Nothing was"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer gpt3", "did you mean gpt2"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/no.json", "there is no such file"),
+        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/no.json", "no such file"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.json", "not a tokenizer.json of Hugging Face"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.model", "not a sentencepiece model"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer byte --workers 0", "at least 1"),
         ("--input {0}/bad.jsonl --output {0}/bad.json/o --tokenizer byte", "cannot write"),
         ("--input {0}/bad.json --output {0}/o --tokenizer byte", "no document with text"),
-        ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is no .jsonl and has no keys"),
+        ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is not a .jsonl file and has no keys"),
         ("--output {0}/o --tokenizer byte", "required: --input"),
         ("inspect {0}/none", "cannot read"),
         ("merge --input {0}/none --output {0}/o", "cannot read"),
@@ -200,7 +200,7 @@ def test_tokenizers_from_files(tmp_path):
     assert named.end_of_document == 15496
     with pytest.raises(ConfigError, match="no token 'nope' to end documents with"):
         load_tokenizer(str(tmp_path / "gpt2.json"), "nope")
-    with pytest.raises(ConfigError, match="byte has its own"):
+    with pytest.raises(ConfigError, match="byte has a fixed end"):
         load_tokenizer("byte", "x")
 
     sentences = ["the quick brown fox jumps over the lazy dog"] * 20 + ["pack my box with five dozen liquor jugs"] * 20

@@ -18,7 +18,7 @@ def packed(run) -> dict[str, np.ndarray]:
     """The test's batch, documents ending wherever END is drawn, a second in every sample."""
     batch = {name: array.reshape(-1, *array.shape[2:]) for name, array in small.make_batch(run).items()}
     batch["tokens"][:, 5] = END
-    more = Boundaries(END, reset_positions=True, reset_attention=True).of(batch["tokens"])
+    more = Boundaries(END, reset_positions=True, reset_attention=True).arrays(batch["tokens"])
     batch |= {name: more[name] for name in ("positions", "document")}
     return {name: array.reshape(run.microbatches, -1, *array.shape[1:]) for name, array in batch.items()}
 
