@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.corpus import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 
 BAD_LINES_SHOWN = 10

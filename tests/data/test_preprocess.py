@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data import corpus
-from megajax.data.corpus import Block, documents_of, read_blocks, split_sentences
+from megajax.data import text as text_module
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.preprocess import Recipe, encode_block, main
+from megajax.data.text import Block, documents_of, read_blocks, split_sentences
 from megajax.data.tokenizers import load_tokenizer
 
 LINES = b'{"text": "one", "title": "A"}\n\n{"text": ""}\n{"text": "two\\u2028", "title": "B"}'
@@ -57,7 +57,7 @@ def test_blocks_cut_no_document(tmp_path_factory, wanted, size):
     path = tmp_path_factory.mktemp("text") / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in wanted))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "BLOCK", size)
+        patch.setattr(text_module, "BLOCK", size)
         blocks = list(read_blocks(str(path), "jsonl"))
         assert texts(path, "jsonl") == ([(text,) for text in wanted], [])
     content = path.read_bytes()
