@@ -19,7 +19,7 @@ def bytes_by_axis(model, m, **parallel) -> dict[str, list[float]]:
     return lines
 
 
-def test_gpt3_by_hand():
+def test_communication_of_gpt3_by_hand():
     """175B, t = 8, p = 8, v = 3, b = 1, m = 64: 2104.04473 section 3.2's 8 bsh (t-1)/t, twelve layers a rank."""
     lines = bytes_by_axis(preset("gpt3-175b"), 64, tensor=8, pipe=8, chunks=3)
     layer_and_microbatch = 2048 * 12288 * 2 * 7 / 8
@@ -72,7 +72,7 @@ def test_a_tensor_ring_sends_what_the_formulas_say():
     assert sent == sum(formulas[:2])  # the ends' are not in rings
 
 
-def test_keys_and_values_go_round_a_ring_as_the_formula_says():
+def test_keys_and_values_are_sent_around_the_ring_as_the_formula_says():
     formulas, sent = compiled("data", "permute", context=4)
     assert sent == formulas[0]
 
@@ -83,7 +83,7 @@ def test_replicas_send_what_the_formulas_say(zero):
     assert sent == pytest.approx(sum(formulas), rel=0.05)
 
 
-def test_a_pipeline_sends_once_a_tick(capsys):
+def test_a_pipeline_sends_once_per_tick(capsys):
     """m = 8: sends of m + p - 1 ticks each way; the formula counts m."""
     asked = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"
     assert communication.main(asked.split()) == 0

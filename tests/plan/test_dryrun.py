@@ -110,7 +110,7 @@ def test_wrong_input_is_one_line(words, says, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 
 
-def test_help(capsys):
+def test_the_help_lists_the_options(capsys):
     assert dryrun.main(["--help"]) == 0
     assert "a100-80gb" in capsys.readouterr().out
 
@@ -192,7 +192,7 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
 
 @pytest.mark.slow
 @needs_compiler
-def test_1t_on_3072_gpus(capsys):
+def test_a_1t_model_fits_on_3072_gpus(capsys):
     words = "--model gpt3-1t --gpu h100-80gb --data 6 --pipe 64 --tensor 8 --global-batch-size 3072"
     assert dryrun.main(words.split()) == 0
     out = capsys.readouterr().out

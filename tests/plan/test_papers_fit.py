@@ -42,7 +42,7 @@ def gpt3(data: int) -> int:
     return peak("gpt3-175b", 64, data=data, **GPT3)
 
 
-def test_175b_on_128_gpus():
+def test_175b_fits_on_128_gpus():
     """With AdamW's state and selective recompute; two replicas shard the 33 GB of fp32 weights and moments."""
     assert gpt3(2) < (72 - 15) * GB
 
@@ -92,7 +92,7 @@ def test_175b_sums_over_replicas_while_it_computes():
 
 
 @pytest.mark.slow
-def test_175b_on_64_gpus_and_with_every_replica_more():
+def test_175b_fits_on_64_gpus_and_needs_less_with_every_replica():
     """Under 72 GB on 64 GPUs, and less with each additional replica."""
     peaks = [gpt3(data) for data in (1, 2, 4, 8)]
     assert peaks[0] < 72 * GB and peaks[1] < peaks[0] - 15 * GB
@@ -118,7 +118,7 @@ def test_175b_copies_no_weights_with_unrolled_blocks():
         ("gpt3-530b", 280, {"tensor": 8, "pipe": 35, "chunks": 3}),
     ],
 )
-def test_530b_and_1t(model, microbatches, fields):
+def test_530b_and_1t_fit(model, microbatches, fields):
     assert peak(model, microbatches, **fields) < 76 * GB
 
 
