@@ -17,7 +17,14 @@ _MODULES = {
     "RunConfig": "megajax.config",
     "TrainConfig": "megajax.config",
     "preset": "megajax.config",
+    "AxisRules": "megajax.sharding.rules",
+    "ModelContext": "megajax.models.interface",
+    "NNXModel": "megajax.models.nnx_model",
+    "PipelineModel": "megajax.models.interface",
+    "register_model": "megajax.models.interface",
     "Schedule": "megajax.schedules.schedule",
+    "make_schedule": "megajax.schedules.registry",
+    "register": "megajax.schedules.registry",
     "Trainer": "megajax.train.trainer",
 }
 __all__ = sorted(_MODULES)

@@ -27,6 +27,7 @@ from megajax.runtime.mesh import make_mesh
 from megajax.schedules.registry import find, names
 from megajax.sharding.rules import default_rules
 from megajax.train.step import make_training
+from megajax.train.trainer import Trainer
 from tests import gpu, small
 
 CONFIG = own_model.DenoiserConfig(width=12)
@@ -191,11 +192,10 @@ def rows_of(directory) -> list[dict]:
 
 def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):
     """Losses after the resume, on another mesh with another schedule, are those of the run that was not stopped."""
-    trainer = pytest.importorskip("megajax.train.trainer")
     train = {"learning_rate": 0.01, "log_every": 1, "validation_batches": 0}
     output = OutputConfig(run_dir=str(tmp_path), save_every=4, tensorboard=False)
     run = make_run("interleaved_1f1b", chunks=2, zero=1, train=train)
-    result = trainer.Trainer(run, data=Batches(), output=output).fit()
+    result = Trainer(run, data=Batches(), output=output).fit()
     whole = rows_of(tmp_path)
     assert [row["step"] for row in whole] == list(range(1, 9)) and whole[-1]["loss"] < whole[0]["loss"]
     assert result.metrics["loss"] == pytest.approx(whole[-1]["loss"])
@@ -205,7 +205,7 @@ def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):
 
     other = make_run("1f1b", (1, 4, 2), zero=0, train=train)
     output = dataclasses.replace(output, resume="4")
-    trainer.Trainer(other, data=Batches(), output=output).fit()
+    Trainer(other, data=Batches(), output=output).fit()
     resumed = [row for row in rows_of(tmp_path)[-4:]]
     assert [row["step"] for row in resumed] == [5, 6, 7, 8]
     np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in whole[4:]], rtol=1e-4)

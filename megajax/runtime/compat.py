@@ -25,6 +25,7 @@ __all__ = [
     "cudnn_attention_backward",
     "cudnn_attention_forward",
     "cudnn_version",
+    "jaxlib_version",
     "manual_axes",
     "multihost_utils",
     "rebuild_vjp",
@@ -85,9 +86,14 @@ def coordination_service():
     return distributed.global_state
 
 
+def jaxlib_version() -> tuple[int, ...]:
+    """The installed jaxlib's version, (0, 12, 0, 1) for 0.12.0.1."""
+    return tuple(int(part) for part in jaxlib.__version__.split(".") if part.isdecimal())
+
+
 def broken_host_offload() -> bool:
     """Whether this jaxlib returns wrong values for arrays offloaded to host memory on GPUs (openxla/xla#46231)."""
-    return jaxlib.__version__ == "0.11.0"
+    return jaxlib_version() == (0, 11, 0)
 
 
 # cuDNN's flash attention. `jax.nn.dot_product_attention` has no entry for the backward alone, and queries the process's own

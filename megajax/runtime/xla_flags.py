@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.config import ConfigError
-from megajax.runtime.compat import MAKE_CPU_CLIENT
+from megajax.runtime.compat import MAKE_CPU_CLIENT, jaxlib_version
 
 __all__ = [
     "CPU_FLAGS",
@@ -48,6 +48,9 @@ GPU_FLAGS = (
     # If a rank dies, the others wait in a collective for ever (jax-ml/jax#38503): end the job instead.
     "--xla_gpu_nccl_termination_timeout_seconds=1800",
     NO_REMATERIALIZATION,
+    # Two collectives in flight instead of one: from jaxlib 0.12 on, the sums over replicas at a step's end would otherwise
+    # not overlap. In 0.10.2 they overlap without it, and it would take 2% more memory.
+    *(["--xla_gpu_experimental_parallel_collective_overlap_limit=2"] if jaxlib_version() >= (0, 12) else []),
 )
 BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import is_block, named
 from megajax.data.loader import PADDING
 from megajax.pipeline import layout
-from megajax.train.step import Training
+from megajax.train.step import Training, leading_sizes
 
 Tree = Any
 
@@ -27,7 +27,7 @@ def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -
     """One sentence on why the loss or gradients of `batch` at `params` are not finite.
 
     Args:
-      batch: of numpy arrays, [microbatches, samples, ...].
+      batch: of numpy arrays, [microbatches, samples, ...]; "sample" and "weights" are read if it has them.
       scale: the loss scale, which may be what makes gradients overflow.
     """
     broken = not_finite(training, params)
@@ -37,15 +37,16 @@ def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -
     def bad(samples: np.ndarray) -> bool:
         return bool(_broken_by(training, params, _copies(batch, samples), scale))
 
-    count = int((np.asarray(batch["sample"]) != PADDING).sum())
+    microbatches, each = leading_sizes(batch)
+    numbers = np.asarray(batch.get("sample", np.arange(microbatches * each))).reshape(-1)
+    count = int((numbers != PADDING).sum())
     if not bad(np.arange(count)):
         return "the same step, run again, is finite: check the hardware"
     sample = _first(np.arange(count), bad)
     if sample is None:
         return "no single sample causes it: the sum of their gradients overflows"
-    each = batch["sample"].shape[1]
-    number = int(batch["sample"].reshape(-1)[sample])
-    where = f"microbatch {sample // each + 1} of {count // each}, sample {number} of the run: "
+    of = "the run" if "sample" in batch else "the batch"
+    where = f"microbatch {sample // each + 1} of {count // each}, sample {numbers[sample]} of {of}: "
     only = _copies(batch, np.array([sample]))
     return where + _forward_or_backward(training, params, only, scale)
 
@@ -53,8 +54,7 @@ def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -
 def _forward_or_backward(training: Training, params: Tree, batch: Tree, scale: float) -> str:
     """The first layer whose output is not finite, or the first gradient of the backward pass."""
     layers = training.run.model.layers
-    weights = np.asarray(batch["weights"])
-    if not np.isfinite(weights).all():
+    if "weights" in batch and not np.isfinite(np.asarray(batch["weights"])).all():
         return "the loss weights in the data are not finite"
     finite = stream_is_finite(training, params, batch)
     if not finite(0):
@@ -78,7 +78,7 @@ def _more(names: list[str]) -> str:
 
 def _copies(batch: Tree, samples: np.ndarray) -> Tree:
     """A batch of the same shape filled with copies of some samples, repeated in order."""
-    count = batch["sample"].size
+    count = np.prod(leading_sizes(batch))
     chosen = np.resize(samples, count)
     flat = {name: a.reshape(count, *a.shape[2:])[chosen] for name, a in batch.items()}
     return {name: flat[name].reshape(a.shape) for name, a in batch.items()}
@@ -94,7 +94,7 @@ def _first(samples: np.ndarray, bad: Callable[[np.ndarray], bool]) -> int | None
 
 def _broken_by(training: Training, params: Tree, batch: Tree, scale: float) -> list[str]:
     """The names of what is not finite: "loss", and gradients in the order of the backward pass."""
-    if not np.asarray(batch["weights"]).any():
+    if "weights" in batch and not np.asarray(batch["weights"]).any():
         return []  # all tokens have weight 0: the mean loss is 0 / 0
     loss, gradients = training.loss_and_gradients(params, batch, scale=scale)
     return ([] if np.isfinite(float(loss)) else ["loss"]) + not_finite(training, gradients)
@@ -140,7 +140,7 @@ def stream_is_finite(training: Training, params: Tree, batch: Tree) -> Callable[
         return jnp.where(layer * group < microbatch["blocks"][0], functions.block(weights, x, microbatch, layer), x)
 
     def collect(shared, y, microbatch):
-        return jnp.isfinite(y).all((1, 2)).astype(jnp.int32)
+        return jnp.isfinite(y).all(tuple(range(1, y.ndim))).astype(jnp.int32)
 
     def finite(params, batch):
         return training.forward(dataclasses.replace(functions, block=block), collect, params, batch).all()
@@ -148,7 +148,7 @@ def stream_is_finite(training: Training, params: Tree, batch: Tree) -> Callable[
     program = jax.jit(finite, out_shardings=NamedSharding(training.mesh, P()))
 
     def after(blocks: int) -> bool:
-        marked = batch | {"blocks": np.full(batch["sample"].shape, blocks, np.int32)}
+        marked = batch | {"blocks": np.full(leading_sizes(batch), blocks, np.int32)}
         with jax.set_mesh(training.mesh):
             return bool(program(params, training.place(marked)))
 

@@ -228,7 +228,7 @@ class Training:
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        microbatches, samples = _leading_sizes(batch)
+        microbatches, samples = leading_sizes(batch)
         batch_size = microbatches * samples
         if self.run.train.batch_ramp and "sample" in batch:  # some batches are padded, see data/ramp.py
             batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
@@ -256,7 +256,7 @@ class Training:
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         options = dataclasses.replace(self.executor_options, poison_bubbles=poison_bubbles)
-        run = gradient_function(self.functions, run_schedule(self.run, _leading_sizes(batch)[0]), self.mesh, options)
+        run = gradient_function(self.functions, run_schedule(self.run, leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
         losses, gradients = run(self._cast(params), self._split(batch), scale / total)
         return losses.sum() / total, self._gradients_of(params, gradients)
@@ -292,7 +292,7 @@ class Training:
 
     def forward(self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree) -> Tree:
         """The outputs of `collect` on the last block's output (see `forward_function`); to be traced."""
-        parallel, (microbatches, _) = self.run.parallel, _leading_sizes(batch)
+        parallel, (microbatches, _) = self.run.parallel, leading_sizes(batch)
         schedule = make_schedule(
             "forward_only",
             stages=parallel.pipe,
@@ -321,29 +321,25 @@ class Training:
         return TrainState(self.params_sharding, optimizer, jax.tree.map(lambda _: replicated, shapes.loss_scale))
 
 
-def _leading_sizes(batch: Tree) -> tuple[int, int]:
+def leading_sizes(batch: Tree) -> tuple[int, int]:
     """Microbatches, and samples in one of them over all replicas."""
     return jax.tree.leaves(batch)[0].shape[:2]
 
 
 def check_offload(run: RunConfig, device: jax.Device) -> None:
     """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot."""
-    if run.parallel.offload_activations and not find(run.parallel.schedule).drains:
-        raise ConfigError(
-            f"offload_activations = True is not supported with schedule = {run.parallel.schedule}, whose stash is carried "
-            "from step to step: leave --offload-activations out, or pass --schedule interleaved_1f1b."
-        )
-    if run.parallel.offload_activations and broken_host_offload() and device.platform == "gpu":
-        raise ConfigError(
-            "offload_activations = True gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231): "
-            "install another jaxlib, or leave --offload-activations out."
-        )
     kinds = [memory.kind for memory in device.addressable_memories()]  # empty for a device that is only compiled for
-    if run.parallel.offload_activations and kinds and "pinned_host" not in kinds:
-        raise ConfigError(
-            f"offload_activations = True, but {device.device_kind} has no memory called pinned_host "
-            f"(it has {', '.join(kinds)}): leave --offload-activations out."
-        )
+    if not run.parallel.offload_activations:
+        return
+    if not find(run.parallel.schedule).drains:
+        problem = f"is not supported with schedule = {run.parallel.schedule}, whose stash is carried from step to step"
+        raise ConfigError(f"offload_activations = True {problem}: omit --offload-activations, or pass --schedule 1f1b.")
+    if broken_host_offload() and device.platform == "gpu":
+        problem = "gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231)"
+        raise ConfigError(f"offload_activations = True {problem}: install another jaxlib, or omit --offload-activations.")
+    if kinds and "pinned_host" not in kinds:
+        problem = f"{device.device_kind} has no memory called pinned_host (it has {', '.join(kinds)})"
+        raise ConfigError(f"offload_activations = True, but {problem}: omit --offload-activations.")
 
 
 def make_training(

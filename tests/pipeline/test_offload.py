@@ -70,6 +70,6 @@ def test_the_jaxlib_that_computes_wrong_gradients_is_refused(monkeypatch):
     check_offload(run, Device())
     monkeypatch.setattr(compat.jaxlib, "__version__", "0.11.0")
     with pytest.raises(
-        ConfigError, match="wrong gradients on GPUs with jaxlib 0.11.0.*leave --offload-activations out"
+        ConfigError, match="wrong gradients on GPUs with jaxlib 0.11.0.*omit --offload-activations"
     ):
         check_offload(run, Device())

