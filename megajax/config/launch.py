@@ -1,4 +1,4 @@
-"""The processes of a run: who starts them, how they find each other, how long they wait."""
+"""The processes of a run: launcher, coordinator and timeouts."""
 
 from dataclasses import dataclass
 

@@ -21,7 +21,7 @@ class OutputConfig:
     save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
     max_to_keep: int = setting(3, "newest checkpoints to keep")
     keep_every: int | None = setting(
-        None, "also keep checkpoints whose step is a multiple of this", shown_default="none is kept for good"
+        None, "also keep checkpoints whose step is a multiple of this", shown_default="none"
     )
     exit_after_minutes: float | None = setting(
         None, "save and exit with code 0 after this long", shown_default="at the end"

@@ -1,9 +1,9 @@
-"""What a model costs, as plain numbers: all that the estimate and the planner know about a model.
+"""The costs of a model as plain numbers, the only input of the estimate and the planner.
 
-`ModelCosts` describes one block and what is outside the blocks: matmuls, attention, parameters, what the forward keeps for
-the backward, and memory traffic. Numbers are for one sample or one token of the whole model; how they are divided over a
-tensor group is part of the description. `transformer_costs` gives them for `ModelConfig`. Another model returns its own
-from `PipelineModel.costs()`.
+`ModelCosts` describes one block and the parts outside the blocks: matmuls, attention, parameters, values stored for the
+backward pass, and memory traffic. The numbers are for one sample or one token of the whole model, and state how a tensor
+group splits them. `transformer_costs` computes them for `ModelConfig`; other models return theirs from
+`PipelineModel.costs()`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ __all__ = ["Attention", "Elementwise", "KeptValue", "Matmul", "ModelCosts", "Par
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matmul of a block with one of its weights: every token's `inputs` elements become `outputs` elements.
+    """A matmul of a block with one of its weights, from `inputs` to `outputs` elements per token.
 
     Attributes:
       name: for tables of FLOPs.
@@ -24,7 +24,7 @@ class Matmul:
       outputs: columns of the weight.
       split: how a tensor group splits the weight (1909.08053 section 3): "column" splits the outputs, "row" the inputs
         (its product is summed over the group), None not at all.
-      recomputed: recompute modes in which the backward does it a second time.
+      recomputed: recompute modes in which the backward pass repeats it.
     """
 
     name: str

@@ -1,11 +1,12 @@
-"""The costs of any model, found by tracing its block: for models that give no formulas of their own.
+"""The costs of any model, found by tracing its block, for models without formulas.
 
-Nothing is run and no array is made. FLOPs are those of the block's `dot_general`s, the values kept for the backward are the
-residuals of its `jax.vjp` in each recompute mode, and parameters are counted in `jax.eval_shape` of init. The tensor split
-of a weight is read from its logical axes, that of a kept value from the `constrain` calls on values of its shape, both with
-the default sharding rules. A value of another shape than all that pass `constrain` counts as replicated over tensor.
+Nothing is executed and no array is created. FLOPs are those of the block's `dot_general`s, the values stored for the
+backward pass are the residuals of its `jax.vjp` in each recompute mode, and parameters are counted in `jax.eval_shape` of
+init. The tensor split of a weight is read from its logical axes, that of a residual from the `constrain` calls on values of
+its shape, both with the default sharding rules. A residual whose shape occurs in no `constrain` call counts as replicated
+over tensor.
 
-Not counted: matmuls outside the blocks, but for the head's with an axis called "vocabulary".
+Matmuls outside the blocks are not counted, except the head's with an axis called "vocabulary".
 """
 
 import dataclasses
@@ -168,7 +169,7 @@ def _shared(trace: _Trace) -> tuple[int, int, Parameters]:
 def _dots(jaxpr, splits: list) -> list[tuple[Any, tuple]]:
     """Every `dot_general` in a jaxpr and those inside it, with the split axes of its two operands, where they are weights.
 
-    A loop's body counts once for each turn of known length.
+    A loop's body counts once per iteration, if the trip count is known.
     """
     known = {var: split for var, split in zip(jaxpr.invars, splits, strict=False) if split is not None}
     found = []

@@ -1,4 +1,4 @@
-"""Shows schedules: as text, JSON, a Perfetto trace, or a picture (which alone needs matplotlib, the extra `plot`)."""
+"""Renders schedules as text, JSON, a Perfetto trace, or a picture (which needs matplotlib, the extra `plot`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from megajax.schedules.io import to_json
 from megajax.schedules.schedule import Schedule, ScheduleError, show
 from megajax.schedules.simulate import Simulation, Span
 
-# Light for the first chunk, darker for later ones. Blue, orange and green can be told apart with colour blindness.
+# Light for the first chunk, darker for later ones. Blue, orange and green are distinguishable with colour blindness.
 SHADES = {
     "F": ("#9ecae1", "#4292c6", "#2171b5", "#084594"),
     "B": ("#fdd0a2", "#fd8d3c", "#e6550d", "#a63603"),

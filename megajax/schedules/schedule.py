@@ -127,7 +127,7 @@ class Schedule:
     def segments(self) -> tuple[Segment, ...]:
         """Runs of ticks: the fill (forwards only), the steady state, and the drain (no forward).
 
-        The longest full run in a steady state of paired ticks is a segment of its own, between its ramps.
+        In a steady state of paired ticks, the longest full run is a separate segment between its ramps.
         """
         count = len(self.ticks)
         done = [[{self.does(work) for work in works} for works in tick] for tick in self.ticks]

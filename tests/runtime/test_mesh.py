@@ -71,7 +71,7 @@ def test_an_unknown_device_spec_names_the_legal_ones(spec):
 
 
 def test_a_missing_gpu_suggests_cpu_devices():
-    with pytest.raises(ConfigError, match="no GPU: type --devices cpu:8 .*unset JAX_PLATFORMS"):
+    with pytest.raises(ConfigError, match="no GPU: pass --devices cpu:8 .*unset JAX_PLATFORMS"):
         start_devices("gpu")
 
 

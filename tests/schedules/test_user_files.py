@@ -93,7 +93,7 @@ def test_its_memory_is_that_of_its_table(example):
 
 
 def test_its_time_has_the_bubble_of_one_microbatch_at_a_time(example):
-    """Two ranks take turns: each idles for as long as it works, and for the other's share of the head."""
+    """Two ranks alternate: each idles while the other computes, including the other's share of the head."""
     import_user_files([example])
     gpu = find_gpu("h100-80gb")
     times = {name: step_time(run_of(name), gpu) for name in ("one_at_a_time", "gpipe")}
@@ -181,7 +181,7 @@ def test_a_broken_file_is_one_line(text, message, tmp_path, capsys):
     ("fields", "chunks", "message"),
     [
         ("", 2, "mine has one chunk on each rank, not 2"),
-        (", chunks='any'", 2, "mine made a schedule of chunks 1 where 2 was asked for"),
+        (", chunks='any'", 2, "mine made a schedule with chunks=1, but chunks=2 was requested"),
         (", split=True", 1, "mine made a schedule with split=False, but is registered with split=True"),
         (", trains=False", 1, "mine made a schedule that is registered with trains=False"),
     ],
