@@ -2,7 +2,7 @@
 
 python -m benchmarks.mfu                          on the GPUs there are, or eight CPU devices
 python -m benchmarks.mfu --pipe 4 --tensor 2      around another layout; takes every option of a training run
-python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, beside PyTorch and Hugging Face
+python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, compared with PyTorch and Hugging Face
 
 A step is forward, backward, clipping and AdamW. One option is varied at a time; the others stay as given.
 
@@ -190,8 +190,8 @@ def time_in_turn(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunCon
         _progress(f"compiling {len(steps) + 1} of {len(runs)}")
         steps[run] = Step(run, devices)
     seconds: dict[RunConfig, list[float]] = {run: [] for run in runs}
-    for turn in range(rounds):
-        _progress(f"timing {turn + 1} of {rounds}")
+    for number in range(rounds):
+        _progress(f"timing {number + 1} of {rounds}")
         for run, step in steps.items():
             seconds[run].append(step())
     _progress("")

@@ -1,4 +1,4 @@
-"""ConfigError, and the parts of its messages: each says what was given, what is legal, and which option to pass."""
+"""ConfigError, and helpers for its messages, which name the given value, the legal values and the option to pass."""
 
 import difflib
 import math
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what was given, what is legal and which option to pass."""
+    """An invalid configuration. The message names the given value, the legal values and the option to pass."""
 
 
 def option(name: str) -> str:

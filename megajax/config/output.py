@@ -8,7 +8,7 @@ from megajax.config.fields import check_fields, setting
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What a run leaves behind, and when it stops before its end. Nothing here changes a number that it computes."""
+    """Logs, checkpoints and early stops of a run. No field changes a number that the run computes."""
 
     run_dir: str | None = setting(
         None, "directory for checkpoints, logs and configuration", metavar="DIR", shown_default="nothing is kept"

@@ -61,8 +61,8 @@ class Parameters:
     """Numbers of parameters.
 
     Attributes:
-      split: those of arrays that are split over tensor.
-      whole: those of arrays that every device of a tensor group holds.
+      split: parameters in arrays that are split over tensor.
+      whole: parameters in arrays that are replicated over tensor.
     """
 
     split: int = 0
@@ -79,7 +79,7 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True)
 class KeptValue:
-    """A value of a block that is kept from the forward to the backward.
+    """A value of a block that is stored from the forward to the backward pass.
 
     Attributes:
       name: as given to `checkpoint_name`; "input" is the block's own input.
@@ -87,11 +87,11 @@ class KeptValue:
       per_token_pair: elements for each pair of tokens of a sample (attention scores).
       split: "tensor" if the value is split over tensor; "sequence" if it is split over tensor only with sequence
         parallelism; None if never.
-      modes: recompute modes that keep it.
+      modes: recompute modes that store it.
       itemsize: bytes of an element whatever the precision; None: the precision's.
       fused: True if only fused attention has it, False if only unfused attention has it, None otherwise.
       transposed_from: the smallest microbatch size for which XLA's GPU compiler transposes all stashed copies of this value
-        ahead of the backward (read off compiled programs, see `estimate/memory.py`); None: it does not.
+        before the backward pass (measured in compiled programs, see `estimate/memory.py`); None: it does not.
     """
 
     name: str
@@ -140,12 +140,12 @@ class ModelCosts:
       matmuls: of a block, with its weights.
       attention: of a block; None: it has none, or it is counted in `matmuls`.
       block: parameters of one block.
-      shared: parameters outside the blocks, but for those of the next field.
+      shared: parameters outside the blocks, except those of the next field.
       vocabulary_width: parameters for each entry of the vocabulary: the embedding's, and the head's if untied. These tables
         are split over tensor, or over pipe and tensor.
-      kept: what a block's forward keeps for its backward.
-      kept_for_weights: what zero bubble's I keeps for its W (`pipeline/split_backward.py`): the gradients of the matmuls'
-        outputs, and what I computed again with a matmul.
+      kept: values that a block's forward stores for its backward.
+      kept_for_weights: values that zero bubble's I stores for its W (`pipeline/split_backward.py`): the gradients of the
+        matmuls' outputs, and values that I recomputed with a matmul.
       elementwise: memory traffic of a block's forward.
     """
 
@@ -174,7 +174,7 @@ class ModelCosts:
         return sum(one.split == "row" for one in self.matmuls)
 
     def kept_values(self, mode: str, fused_attention: bool = False) -> tuple[KeptValue, ...]:
-        """What one block keeps for its backward in recompute mode `mode`."""
+        """The values that one block stores for its backward in recompute mode `mode`."""
         return tuple(value for value in self.kept if mode in value.modes and value.fused in (None, fused_attention))
 
     def kept_bytes(

@@ -136,13 +136,13 @@ class _Trace:
 
 
 def _tensor_axes(axes) -> tuple[int, ...]:
-    """Which of an array's axes the default rules split over tensor."""
+    """The axes of an array that the default rules split over tensor."""
     known = (index for index, name in enumerate(axes) if name in RULES.table)
     return tuple(index for index in known if "tensor" in RULES.mesh_axes(axes[index]))
 
 
 def _parameters(shapes: Tree, axes: Tree, layers: int = 1) -> Parameters:
-    """Those of one layer (or of the shared part), split over tensor or not."""
+    """Parameters of one layer (or of the shared part), split over tensor or not."""
     split = whole = 0
     names = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     for leaf, own in zip(jax.tree.leaves(shapes), names, strict=True):
@@ -210,7 +210,7 @@ def _matmul(name: str, equation, weights: tuple, tokens: int, recomputed: tuple[
 
 
 def _kept_for_weights(matmuls: list[Matmul]) -> Iterator[KeptValue]:
-    """What zero bubble's W needs of I: the gradients of the outputs, and with full recompute the inputs."""
+    """The values that zero bubble's I stores for W: the outputs' gradients and, with full recompute, the inputs."""
     for matmul in matmuls:
         output, given = ("tensor" if matmul.split == side else None for side in ("column", "row"))
         yield KeptValue(f"gradient of {matmul.name}", matmul.outputs, split=output)

@@ -210,7 +210,7 @@ class Choice(NamedTuple):
 def choose_attention(
     requested: str, *, head_size: int, dropout: float, precision: str, device: jax.Device, cudnn: bool | None = None
 ) -> Choice:
-    """Which attention runs: the requested one, or for "auto" cuDNN's wherever it is supported.
+    """The attention that runs: the requested one, or for "auto" cuDNN's wherever it is supported.
 
     Args:
       requested: auto, xla or cudnn.

@@ -82,7 +82,7 @@ def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
 
 
 def question_of(asked: argparse.Namespace) -> Question:
-    """The search that the command line asks for.
+    """The search of a command line.
 
     Raises:
       ConfigError: an unknown model or GPU, or an invalid number.
@@ -152,7 +152,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="preset, as of experiments.gpt3, or one that an --import registers",
     )
     add("--gpus", required=True, type=int, metavar="COUNT", help="GPUs of the cluster; all are used")
-    add("--gpu", required=True, metavar="|".join(GPUS), help="what they are")
+    add("--gpu", required=True, metavar="|".join(GPUS), help="kind of GPU")
     add("--global-batch", required=True, type=int, metavar="COUNT", help="samples in a step")
     add("--tokens", type=float, default=300e9, metavar="COUNT", help="to train on, for the days (default: 300e9)")
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")

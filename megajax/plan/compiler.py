@@ -140,7 +140,7 @@ def _script_of(model: Any) -> str | None:
 
 
 def compile_in_child(file: str, imports: list[str]) -> None:
-    """The child process: compiles what the request in `file` asks for and leaves answer.json and hlo beside it."""
+    """The child process: compiles the request in `file` and writes answer.json and hlo to the same folder."""
     import jax
 
     from megajax.runtime.compat import topologies

@@ -106,7 +106,7 @@ def _chunks(schedule: Schedule) -> str:
 
 
 def _boxes_across(simulation: Simulation) -> float:
-    """How many of the shortest pieces of work fit in the makespan, which decides the width of the picture."""
+    """The makespan divided by the shortest operation, which determines the width of the picture."""
     shortest = min(span.stop - span.start for span in simulation.spans)
     return simulation.makespan / shortest
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule: a table of what every rank does at every tick.
+"""A pipeline schedule: a table of the operations of every rank at every tick.
 
 All ranks run one SPMD program and advance together, one *tick* at a time. In a tick a rank does one or more pieces of
 `Work`; at its end activations and gradients are sent to the neighbouring stage, which may use them from the next tick

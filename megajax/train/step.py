@@ -117,7 +117,7 @@ class Training:
 
     @property
     def state_layout(self) -> StateLayout:
-        """What saving and loading checkpoints need to know of the state."""
+        """The layout of the state, for saving and loading checkpoints."""
         return StateLayout(self.state_shapes, self.state_sharding, self.schedule.placement)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:

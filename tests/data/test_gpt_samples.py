@@ -144,7 +144,7 @@ def test_wrong_estimates_change_no_result(monkeypatch):
     """The estimated counts affect the time only."""
     weights = np.array([0.5, 0.3, 0.2])
     right = blend_order(weights, 3000)
-    monkeypatch.setattr("megajax.data.blending._rounded", lambda w, turns: np.outer(turns, [0, 0, 1.0]))
+    monkeypatch.setattr("megajax.data.blending._rounded", lambda w, draws: np.outer(draws, [0, 0, 1.0]))
     monkeypatch.setattr("megajax.data.blending.RUN_UP", 0)
     for ours, wanted in zip(blend_order(weights, 3000), right, strict=True):
         np.testing.assert_array_equal(ours, wanted)

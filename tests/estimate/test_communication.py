@@ -62,7 +62,7 @@ def compiled(axis: str, kind: str = "", **parallel) -> tuple[list[float], float]
     run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
     run.validate()
     shape = (layout.data * layout.context, layout.pipe, layout.tensor)
-    found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_turns(run)).collectives
+    found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_trip_counts(run)).collectives
     sent = hlo.most_sent(one for one in found if one.axes(shape) == (axis,) and kind in one.kind)
     return [line.bytes for line in expected(run) if line.axis == axis], sent
 

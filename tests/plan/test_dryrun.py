@@ -9,7 +9,7 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.hlo import loop_turns, most_sent, read
+from megajax.estimate.hlo import loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
@@ -184,7 +184,7 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
         TrainConfig(global_batch_size=64),
     )
     compiled = compile_for(run, H100)
-    module = read(compiled["hlo"], loop_turns(run))
+    module = read(compiled["hlo"], loop_trip_counts(run))
     assert module.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
     assert {collective.axes((8, 1, 1)) for collective in module.collectives} == {("data",)}
     assert most_sent(module.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)

@@ -42,7 +42,7 @@ def test_a_wrong_flag_of_the_users_is_one_clear_line(monkeypatch, flags, message
 def test_a_flag_that_breaks_rings_is_refused(monkeypatch, value, refused):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_enable_pipelined_p2p{value}")
     if refused:
-        with pytest.raises(ConfigError, match="loses data sent round several rings .*openxla/xla#45222"):
+        with pytest.raises(ConfigError, match="loses data sent around several rings .*openxla/xla#45222"):
             xla_flags.check_ring_flags("context")
     else:
         xla_flags.check_ring_flags("context")
