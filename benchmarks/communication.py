@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--hlo", default=None)
-        asked, rest = own.parse_known_args(arguments)
-        print("\n".join(comparison(rest, asked.hlo)))
+        args, rest = own.parse_known_args(arguments)
+        print("\n".join(comparison(rest, args.hlo)))
         return 0
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -50,14 +50,18 @@ def test_samples_equal_megatrons(dataset, name):
 def test_masks_and_swaps_have_the_papers_shares(dataset):
     """15% of the tokens, of these 80% [MASK], 10% random, 10% unchanged; half of the pairs swapped; whole words."""
     samples = built(dataset, "pairs")
-    masked = kept = asked = tokens = swapped = continued = 0
+    masked = kept = predicted = tokens = swapped = continued = 0
     for index in range(samples.count):
         sample = samples.sample(index)
         places = np.flatnonzero(sample["weights"])
         shown, right = sample["tokens"][places], sample["labels"][places]
         masked += (shown == PIECES.mask).sum()
         kept += (shown == right).sum()
-        asked, tokens, swapped = asked + len(places), tokens + sample["attended"].sum(), swapped + sample["swapped"]
+        predicted, tokens, swapped = (
+            predicted + len(places),
+            tokens + sample["attended"].sum(),
+            swapped + sample["swapped"],
+        )
         whole = np.where(sample["weights"] > 0, sample["labels"], sample["tokens"])
         for place in range(2, len(whole)):
             special = whole[place - 1] in (PIECES.begin, PIECES.separator)
@@ -65,9 +69,9 @@ def test_masks_and_swaps_have_the_papers_shares(dataset):
                 assert sample["weights"][place] == sample["weights"][place - 1]
                 continued += 1
     assert continued > 100  # pieces that continue a word
-    assert 0.12 < asked / tokens < 0.16
-    assert 0.76 < masked / asked < 0.84
-    assert 0.07 < kept / asked < 0.13
+    assert 0.12 < predicted / tokens < 0.16
+    assert 0.76 < masked / predicted < 0.84
+    assert 0.07 < kept / predicted < 0.13
     assert 0.4 < swapped / samples.count < 0.6
 
 

@@ -85,8 +85,8 @@ def test_replicas_send_what_the_formulas_say(zero):
 
 def test_a_pipeline_sends_once_per_tick(capsys):
     """m = 8: sends of m + p - 1 ticks each way; the formula counts m."""
-    asked = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"
-    assert communication.main(asked.split()) == 0
+    words = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"
+    assert communication.main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("pipe"))
     units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}

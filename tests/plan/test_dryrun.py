@@ -66,10 +66,10 @@ def test_the_model_prices_every_schedule(name, capsys):
 
 
 def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):
-    asked = []
+    attentions = []
 
     def stops(run, *_):
-        asked.append(run.parallel.attention)
+        attentions.append(run.parallel.attention)
         raise CompilerError("stopped")
 
     monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
@@ -78,10 +78,10 @@ def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, ca
         monkeypatch.setattr(dryrun, "cudnn_installed", lambda: installed)  # noqa: B023
         assert dryrun.main(FITS.split()) == 1
         out = capsys.readouterr().out
-        assert asked[-1] == compiled and "attention cudnn" in out
+        assert attentions[-1] == compiled and "attention cudnn" in out
         assert ("pip install nvidia-cudnn-cu12" in out) != installed
     assert dryrun.main([*FITS.split(), "--attention", "xla"]) == 1
-    assert asked[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
+    assert attentions[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
 
 
 def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
