@@ -112,6 +112,7 @@ STAGES, MICROBATCHES = 8, 8
 
 
 @gpu.needs_compiler
+@pytest.mark.slow
 def test_of_a_128k_vocabulary_every_stage_has_an_eighth_of_what_megatrons_last_stage_has():
     """What the head multiplies, in the loop that runs it once a microbatch: table, logits, and gradients of both.
 
