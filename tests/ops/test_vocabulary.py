@@ -112,6 +112,7 @@ STAGES, MICROBATCHES = 8, 8
 
 
 @gpu.needs_compiler
+@pytest.mark.slow
 def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stage():
     """The head's matmuls, in the loop that runs it once per microbatch: table, logits, and gradients of both.
 

@@ -88,21 +88,22 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_the_batch(mesh):
     small.assert_gradients_close(jax.tree.map(np.asarray, gradients), jax.tree.map(np.asarray, wanted), rtol=1e-6)
 
 
-def test_a_ramp_compiles_few_programs_and_marks_their_steps(tmp_path, monkeypatch):
-    """12 batch sizes in 3 programs, with the losses, learning rates and samples of 12 programs."""
+@pytest.mark.parametrize(("increment", "few", "many"), [(6, 2, 4), pytest.param(2, 3, 12, marks=pytest.mark.slow)])
+def test_a_ramp_compiles_few_programs_and_marks_their_steps(increment, few, many, tmp_path, monkeypatch):
+    """`many` batch sizes in `few` programs, with the losses, learning rates and samples of a program for each size."""
     results = []
-    for programs in (3, 12):
+    for programs in (few, many):
         monkeypatch.setattr(ramp.padded_sizes, "__defaults__", (programs,))
-        run = ramped_run()
+        run = ramped_run(train={"batch_ramp": (increment, increment, 264)})
         training = small.training_of(run)
         result = runs.go(run, tmp_path / str(programs), training=training, loader=loader_of(run), tensorboard=False)
         assert training._train._cache_size() == programs
         assert sum(row["compiled"] for row in result.rows) == programs
         assert all((row["tokens_per_second"] is None) == bool(row["compiled"]) for row in result.rows)
         results.append(result.rows)
-    few, many = results
-    assert len({row["batch"] for row in many}) == 12 and len(few) == len(many)
+    padded, plain = results
+    assert len({row["batch"] for row in plain}) == many and len(padded) == len(plain)
     for name in ("step", "batch", "samples", "learning_rate"):
-        assert [row[name] for row in few] == [row[name] for row in many], name
+        assert [row[name] for row in padded] == [row[name] for row in plain], name
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose([row[name] for row in few], [row[name] for row in many], rtol=2e-5)
+        np.testing.assert_allclose([row[name] for row in padded], [row[name] for row in plain], rtol=2e-5)
