@@ -1,4 +1,4 @@
-"""What a device achieves: the rate of a large matmul, and of reading and writing memory.
+"""Measured peaks of a device: the rate of a large matmul, and of reading and writing memory.
 
 Both run for a second on random numbers: a GPU lowers its clock under load, and less so on zeros.
 """
@@ -26,9 +26,9 @@ def matmul_ceiling(device: jax.Device, precision: str, sizes=SIZES, work: float 
             keys = jax.random.split(jax.random.key(0))
             x, w = (jax.random.normal(key, (size, size), DTYPES[precision]) for key in keys)
             w = w / jnp.sqrt(size).astype(w.dtype)  # so that products stay as large as x
-        turns = max(1, round(work / (2 * size**3)))
-        chain = jax.jit(lambda x, w, turns=turns: lax.fori_loop(0, turns, lambda _, y: y @ w, x))
-        rates.append(2 * size**3 * turns / _seconds(lambda chain=chain, x=x, w=w: chain(x, w), seconds))
+        iterations = max(1, round(work / (2 * size**3)))
+        chain = jax.jit(lambda x, w, iterations=iterations: lax.fori_loop(0, iterations, lambda _, y: y @ w, x))
+        rates.append(2 * size**3 * iterations / _seconds(lambda chain=chain, x=x, w=w: chain(x, w), seconds))
     return max(rates)
 
 

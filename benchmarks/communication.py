@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--hlo", default=None)
-        asked, rest = own.parse_known_args(arguments)
-        print("\n".join(comparison(rest, asked.hlo)))
+        args, rest = own.parse_known_args(arguments)
+        print("\n".join(comparison(rest, args.hlo)))
         return 0
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
     from megajax.estimate.communication import expected
-    from megajax.estimate.hlo import Collective, loop_turns, most_sent, read
+    from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 
     request = parse(arguments, __doc__, DEFAULTS)
     on_cpu = request.devices is not None and request.devices.startswith("cpu")
     run = request.run(request.devices_needed or ON_CPU, "fp32" if on_cpu else "bf16")
     run.validate()
     text, source = (pathlib.Path(hlo).read_text(), hlo) if hlo else compiled(run, request.devices)
-    module = read(text, loop_turns(run))
+    module = read(text, loop_trip_counts(run))
     shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
     axes: dict[tuple[str, ...], list[Collective]] = {}
     for collective in module.collectives:

@@ -250,9 +250,9 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
             jax.block_until_ready(metrics)
             waits, start = [], time.perf_counter()
             for step in range(1, options.steps + 1):
-                asked = time.perf_counter()
+                requested = time.perf_counter()
                 arrays = batch(step * size)
-                waits.append(time.perf_counter() - asked)
+                waits.append(time.perf_counter() - requested)
                 state, metrics = training.train_step(state, arrays)
                 jax.block_until_ready(metrics)
             total = time.perf_counter() - start

@@ -2,7 +2,7 @@
 
 python -m benchmarks.mfu                          on the GPUs there are, or eight CPU devices
 python -m benchmarks.mfu --pipe 4 --tensor 2      around another layout; takes every option of a training run
-python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, beside PyTorch and Hugging Face
+python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, compared with PyTorch and Hugging Face
 
 A step is forward, backward, clipping and AdamW. One option is varied at a time; the others stay as given.
 
@@ -54,7 +54,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class MfuOptions:
     """The command line: `words` are the options of a training run, the others those described above."""
 
     words: tuple[str, ...]
@@ -76,14 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--help" in words or "-h" in words:
             print(__doc__.strip())
             return 0
-        asked = read_options(words)
+        args = read_options(words)
         # With peers in a child process, which frees its GPU memory before they run.
-        results = _in_child(measure, asked) if asked.peers else measure(asked)
+        results = _in_child(measure, args) if args.peers else measure(args)
         results = {"command": command(words)} | results
-        if asked.peers:
-            results["peers"] = peer_rows(asked, results)
-        name = "mfu_blocks" if asked.blocks else "mfu"
-        mfu_report.write(results, asked.out, f"{name}_{_slug(results['device'])}")
+        if args.peers:
+            results["peers"] = peer_rows(args, results)
+        name = "mfu_blocks" if args.blocks else "mfu"
+        mfu_report.write(results, args.out, f"{name}_{_slug(results['device'])}")
         return 0
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -97,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
 
 
-def read_options(words: Sequence[str]) -> Asked:
+def read_options(words: Sequence[str]) -> MfuOptions:
     """The command line.
 
     Raises:
@@ -124,7 +124,7 @@ def read_options(words: Sequence[str]) -> Asked:
     if own.peers and shutil.which(own.peer_python) is None:
         raise ConfigError(f"peer_python = {own.peer_python} is not a program: pass --peer-python VENV/bin/python.")
     values = {name: several(value) if isinstance(value, list) else value for name, value in vars(own).items()}
-    return Asked(words=tuple(rest), **values)
+    return MfuOptions(words=tuple(rest), **values)
 
 
 def command(words: Sequence[str]) -> str:
@@ -133,7 +133,7 @@ def command(words: Sequence[str]) -> str:
     return re.sub(r" --out \S+", "", re.sub(r"--peer-python \S+", "--peer-python PYTHON", text))
 
 
-def measure(asked: Asked) -> dict:
+def measure(args: MfuOptions) -> dict:
     """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows".
 
     Raises:
@@ -143,27 +143,27 @@ def measure(asked: Asked) -> dict:
     from megajax.models.context import attention_choice
     from megajax.runtime.mesh import start_devices
 
-    defaults = {name: value for name, value in ON_CPU.items() if not (asked.blocks and name == "layers")}
-    request = parse(asked.words, "", defaults)
-    devices = start_devices(request.devices, request.devices_needed or (1 if asked.blocks else CPU_DEVICES))
+    defaults = {name: value for name, value in ON_CPU.items() if not (args.blocks and name == "layers")}
+    request = parse(args.words, "", defaults)
+    devices = start_devices(request.devices, request.devices_needed or (1 if args.blocks else CPU_DEVICES))
     on_cpu = devices[0].platform == "cpu"
     if not on_cpu:
-        request = parse(asked.words, "", ON_GPU)
-    run = request.run(1 if asked.blocks else request.devices_needed or len(devices), "fp32" if on_cpu else "bf16")
+        request = parse(args.words, "", ON_GPU)
+    run = request.run(1 if args.blocks else request.devices_needed or len(devices), "fp32" if on_cpu else "bf16")
     attention = attention_choice(run, devices[0]).name
     run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
-    if asked.blocks:
+    if args.blocks:
         if run.parallel.devices != 1:
             raise ConfigError(
                 f"blocks run on one device, not {run.parallel.devices}: omit --data, --pipe, --tensor and --context."
             )
         limit = None if on_cpu else devices[0].memory_stats()["bytes_limit"]
-        cases = blocks(run, asked.blocks, asked.microbatch_sizes, limit, request.given.get("layers"))
+        cases = blocks(run, args.blocks, args.microbatch_sizes, limit, request.given.get("layers"))
     else:
-        cases = sweeps(run, asked.meshes, asked.schedules, asked.microbatch_sizes, asked.recomputes)
+        cases = sweeps(run, args.meshes, args.schedules, args.microbatch_sizes, args.recomputes)
     for case in cases:
         case.run.validate()
-    if asked.peers and not any(case.run.parallel.devices == 1 for case in cases):
+    if args.peers and not any(case.run.parallel.devices == 1 for case in cases):
         raise ConfigError("peers run on one device, and no run here does: pass --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
@@ -176,12 +176,12 @@ def measure(asked: Asked) -> dict:
             "copy_bytes": copy_ceiling(devices[0]),
         }
     runs = list(dict.fromkeys(case.run for case in cases))
-    seconds = time_in_turn(runs, devices, asked.rounds) if on_cpu else time_one_by_one(runs, devices, asked.rounds)
+    seconds = time_interleaved(runs, devices, args.rounds) if on_cpu else time_one_by_one(runs, devices, args.rounds)
     results["rows"] = [row(case, seconds[case.run], results) for case in cases]
     return results
 
 
-def time_in_turn(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunConfig, list[float]]:
+def time_interleaved(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunConfig, list[float]]:
     """Seconds of each step in each round; steps are timed in turn, so that a slow phase of the machine affects all."""
     from benchmarks.mfu_cases import Step
 
@@ -190,8 +190,8 @@ def time_in_turn(runs: Sequence[RunConfig], devices, rounds: int) -> dict[RunCon
         _progress(f"compiling {len(steps) + 1} of {len(runs)}")
         steps[run] = Step(run, devices)
     seconds: dict[RunConfig, list[float]] = {run: [] for run in runs}
-    for turn in range(rounds):
-        _progress(f"timing {turn + 1} of {rounds}")
+    for number in range(rounds):
+        _progress(f"timing {number + 1} of {rounds}")
         for run, step in steps.items():
             seconds[run].append(step())
     _progress("")
@@ -242,7 +242,7 @@ def row(case: Case, seconds: list[float], results: dict) -> dict:
     }
 
 
-def peer_rows(asked: Asked, results: dict) -> list[dict]:
+def peer_rows(args: MfuOptions, results: dict) -> list[dict]:
     """The peers on the shapes of the one-device runs; a peer that cannot run has an "error" instead of rates."""
     from megajax.estimate.flops import flops_per_step
     from megajax.plan.compiler import run_from_json
@@ -253,7 +253,7 @@ def peer_rows(asked: Asked, results: dict) -> list[dict]:
     for name, file in PEERS.items():
         _progress(f"{name}: {len(alone)} shapes")
         for run, answer in zip(
-            alone, run_peer(file, asked.peer_python, alone, results["device"]["platform"], asked.rounds), strict=True
+            alone, run_peer(file, args.peer_python, alone, results["device"]["platform"], args.rounds), strict=True
         ):
             rates = {}
             if seconds := answer.get("seconds"):

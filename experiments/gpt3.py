@@ -6,7 +6,7 @@ python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-
 python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 
-Every preset is trained with its paper's recipe (RECIPES); without --model, a toy with settings of its own (DEFAULTS).
+Every preset is trained with its paper's recipe (RECIPES); without --model, a toy with its own settings (DEFAULTS).
 """
 
 import sys

@@ -28,7 +28,7 @@ class Block(nnx.Module):  # x [b, h] -> x + down(gelu(up(x))); the sharding rule
         return self.constrain(x + inner @ self.down[...], "batch", "hidden")
 
 
-class Ends(nnx.Module):  # what all pipeline stages hold; the first one calls embed, the last one head_loss
+class Ends(nnx.Module):  # held by all pipeline stages; the first stage calls embed, the last one head_loss
     def __init__(self, config, key, context):
         self.table = parameter(jnp.eye(config.width), "hidden", None)
 

@@ -56,10 +56,12 @@ def compile_step(model: ModelConfig, microbatches: int, matmul_dtype: str | None
 @functools.cache
 def _compile(model, microbatches, matmul_dtype, parallel) -> tuple[str, int]:
     train = {"matmul_dtype": matmul_dtype}
-    asked = json.dumps({"model": dict(model), "microbatches": microbatches, "train": train, "parallel": dict(parallel)})
+    fields = json.dumps(
+        {"model": dict(model), "microbatches": microbatches, "train": train, "parallel": dict(parallel)}
+    )
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}
-        command = [sys.executable, "-m", "tests.gpu", asked, folder]
+        command = [sys.executable, "-m", "tests.gpu", fields, folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if "cuDNN library is not installed" in done.stderr:
             pytest.skip(NO_CUDNN)
@@ -67,13 +69,13 @@ def _compile(model, microbatches, matmul_dtype, parallel) -> tuple[str, int]:
         return pathlib.Path(folder, "hlo").read_text(), int(pathlib.Path(folder, "peak").read_text())
 
 
-def _child(asked: dict, folder: pathlib.Path) -> None:
+def _child(fields: dict, folder: pathlib.Path) -> None:
     from jax.experimental import topologies
 
     from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
-    run = run_of(ModelConfig(**asked["model"]), asked["microbatches"], **asked["train"], **asked["parallel"])
+    run = run_of(ModelConfig(**fields["model"]), fields["microbatches"], **fields["train"], **fields["parallel"])
     devices = run.parallel.devices
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{devices}")
     training = make_training(run, make_mesh(run.parallel, topology.devices))

@@ -41,7 +41,7 @@ def make_run(
 
 
 def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens, a third of them not counted in the loss, cut into the run's microbatches."""
+    """Random tokens, a third of them with weight 0, split into the run's microbatches."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, run.model.vocabulary, (BATCH, run.model.sequence_length + 1), dtype=np.int32)
     batch = {
@@ -60,7 +60,7 @@ def build_model(config, **context) -> PipelineModel:
 
 @functools.cache
 def busy_params(model: ModelConfig):
-    """Canonical parameters, all of them random: fresh ones have biases of zero, where mistakes do not show."""
+    """Canonical parameters, all random: initial biases are zero, which would hide mistakes."""
     params = jax.jit(build_model(model).init)(jax.random.key(7))
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(8), len(leaves))
@@ -99,7 +99,7 @@ def training_of(run: RunConfig) -> Training:
 
 
 def assert_gradients_close(got, want, rtol: float) -> None:
-    """Each gradient within rtol of its parameter's largest, which is what single elements are rounded against."""
+    """Each gradient is within rtol of the largest in its array, to which the rounding of single elements is relative."""
 
     def check(path, got, want):
         scale = np.abs(want).max()

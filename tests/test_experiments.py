@@ -23,7 +23,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_short_run(tmp_path):
-    """Trains, validates, samples, and writes one object a step."""
+    """Trains, validates, samples, and writes one JSON object per step."""
     log = tmp_path / "log.jsonl"
     small = (
         "--steps 3 --layers 4 --hidden 32 --sequence-length 16 --global-batch-size 8 --microbatch-size 1 --new-tokens 5"
@@ -107,7 +107,7 @@ def test_help_shows_every_option_with_its_default(capsys):
 
 
 def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
-    """The saved file alone replays the run; options take precedence over it; a resume is reported."""
+    """The saved file replays the run; options take precedence over it; a resume is reported."""
     words = "--devices cpu:1 --layers 1 --hidden 32 --sequence-length 16 --global-batch-size 8 --microbatch-size 4"
     words += " --new-tokens 0 --validation-batches 0 --steps 4 --log-every 1 --batch-ramp 4,4,8"
     assert gpt3.main([*words.split(), "--run-dir", str(tmp_path / "a")]) == 0

@@ -106,7 +106,7 @@ def test_gradients_equal_the_unpipelined_models(case):
 
 
 def test_every_schedule_that_trains_is_covered():
-    """Users' schedules, which other tests register, aside."""
+    """Without the schedules that other tests register."""
     built_in = {spec.name: spec for spec in map(find, names()) if spec.generate.__module__.startswith("megajax.")}
     assert {name for name, spec in built_in.items() if spec.trains} == {*CHUNKS, "pipedream_2bw"}
 
@@ -191,7 +191,7 @@ def rows_of(directory) -> list[dict]:
 
 
 def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):
-    """Losses after the resume, on another mesh with another schedule, are those of the run that was not stopped."""
+    """Losses after a resume on another mesh with another schedule equal those of the uninterrupted run."""
     train = {"learning_rate": 0.01, "log_every": 1, "validation_batches": 0}
     output = OutputConfig(run_dir=str(tmp_path), save_every=4, tensorboard=False)
     run = make_run("interleaved_1f1b", chunks=2, zero=1, train=train)

@@ -23,7 +23,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The training state of a run on its mesh: what saving and loading need to know of it.
+    """The layout of a run's training state on its mesh, for saving and loading.
 
     Attributes:
       shapes: jax.ShapeDtypeStruct leaves: the part of the state that is stored.

@@ -1,4 +1,4 @@
-"""The command line of a training run: one option for every field of the run's dataclasses, and nothing said twice.
+"""The command line of a training run: one option for every field of the run's dataclasses.
 
 The help of an option is its field's. What is not given comes from the experiment's defaults, then from the dataclass;
 what is wrong is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
@@ -26,7 +26,7 @@ from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
-# Fields of a Request that are no options of their own.
+# Fields of a Request that are not options.
 COMPOUND = ("given", "output", "launch")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
@@ -43,10 +43,10 @@ class Experiment:
     """A complete default configuration.
 
     Attributes:
-      description: what `--help` prints first.
-      defaults: by field name, the experiment's values; "model" is the preset's name. The dataclasses' defaults fill the
-        rest.
-      recipes: by preset's name, the values in place of `defaults` for that model.
+      description: the first paragraph of `--help`.
+      defaults: the experiment's values by field name; "model" is the preset's name. Other fields have the dataclasses'
+        defaults.
+      recipes: by the preset's name, the values that replace `defaults` for that model.
       program: the command as `--help` prints it, "python -m experiments.gpt3"; None: the file's name.
     """
 
@@ -58,7 +58,7 @@ class Experiment:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """The text that is generated after the training."""
+    """Settings of the text that is generated after training."""
 
     prompt: str
     new_tokens: int
@@ -68,7 +68,7 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be run: the configuration's fields that are known, and the options that are no part of it."""
+    """A parsed command line: the given fields of the configuration, and the options outside it."""
 
     given: Mapping[str, Any]
     output: OutputConfig
@@ -83,13 +83,13 @@ class Request:
     top_k: int | None
 
     def mesh(self, device_count: int) -> dict[str, int]:
-        """Degrees data, pipe, tensor for a number of devices; those typed are kept as they are."""
+        """Degrees data, pipe, tensor for a number of devices; given degrees are unchanged."""
         context = max(1, self.given.get("context", 1))
         return mesh_for(device_count // context, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
 
     @property
     def devices_needed(self) -> int | None:
-        """How many devices the mesh typed needs; None if no degree was typed, so that any number will do."""
+        """The number of devices that the given degrees need; None without a given degree: any number is legal."""
         degrees = [self.given[axis] for axis in MESH_FIELDS if axis in self.given]
         if not degrees:
             return None
@@ -102,8 +102,8 @@ class Request:
         """The configuration, not yet validated.
 
         Args:
-          device_count: devices to lay the run over where the degrees were not typed.
-          precision: used if none was typed.
+          device_count: number of devices, from which degrees that were not given are derived.
+          precision: the default precision.
         """
         model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
         parallel = self._given(ParallelConfig) | self.mesh(device_count)
@@ -116,7 +116,7 @@ class Request:
 
     @property
     def sample(self) -> SampleConfig | None:
-        """The text to generate after the training; None: none."""
+        """Settings of the text to generate after training; None: no text."""
         if self.new_tokens == 0:
             return None
         return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k)
@@ -132,10 +132,10 @@ class Request:
 
 
 def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
-    """Degrees for a number of devices: those given, and for the rest what shows all three kinds of parallelism.
+    """The given degrees, and defaults for the others on a number of devices.
 
-    With none given, tensor and pipe are 2 where the count allows it. As soon as one is given, the others are 1; data,
-    if it is not given, takes the devices that are left, as it does in Megatron-LM.
+    Without a given degree, tensor and pipe are 2 if the count allows it, so that all three kinds of parallelism are used.
+    Otherwise the degrees that were not given are 1, except data, which takes the remaining devices as in Megatron-LM.
     """
     if given:
         mesh = {"data": 1, "pipe": 1, "tensor": 1} | dict(given)

@@ -24,7 +24,7 @@ def differences(run: RunConfig, default: RunConfig) -> list[str]:
 
 
 def data_differences(was: Mapping[str, Any] | None, run: RunConfig) -> list[str]:
-    """What differs between a checkpoint's data options and a resumed run's: "text was None, is 'a.txt'".
+    """Differences between a checkpoint's data options and a resumed run's: "text was None, is 'a.txt'".
 
     Other data is legal, and the caller reports it: the run continues at the same number of consumed samples.
 

@@ -29,7 +29,7 @@ class DataConfig:
         None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default="969,30,1"
     )
     data_cache: str | None = setting(
-        None, "directory of the sample indices", metavar="DIR", shown_default="beside the dataset"
+        None, "directory of the sample indices", metavar="DIR", shown_default="in the dataset's folder"
     )
     tokenizer: str = setting(
         "byte", "byte, gpt2, or a file: tokenizer.json, SentencePiece's .model, or vocab.txt", metavar="NAME|FILE"
@@ -42,7 +42,7 @@ class DataConfig:
     eod_mask_loss: bool = setting(False, "no loss on the prediction after an end-of-document token")
 
     def validate(self) -> None:
-        """Checks the options by themselves; no file is opened.
+        """Checks the options; no file is opened.
 
         Raises:
             ConfigError: for the first field that is illegal, alone or with the others.

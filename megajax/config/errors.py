@@ -1,4 +1,4 @@
-"""ConfigError, and the parts of its messages: each says what was given, what is legal, and which option to pass."""
+"""ConfigError, and helpers for its messages, which name the given value, the legal values and the option to pass."""
 
 import difflib
 import math
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what was given, what is legal and which option to pass."""
+    """An invalid configuration. The message names the given value, the legal values and the option to pass."""
 
 
 def option(name: str) -> str:
@@ -27,13 +27,13 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def multiples(step: int, beside: int) -> list[int]:
-    """The multiples of `step` (positive) just below and just above `beside`."""
-    below = beside // step * step
+def multiples(step: int, value: int) -> list[int]:
+    """The multiples of `step` (positive) just below and just above `value`."""
+    below = value // step * step
     return [n for n in (below, below + step) if n > 0]
 
 
-def some(legal: list[int], beside: int) -> str:
-    """At most four of the legal values, those nearest to `beside`, as a list in prose: "1, 2 or 4"."""
-    nearest = sorted(sorted(legal, key=lambda n: abs(n - beside))[:4])
+def some(legal: list[int], value: int) -> str:
+    """At most four of the legal values, those nearest to `value`, as a list in prose: "1, 2 or 4"."""
+    nearest = sorted(sorted(legal, key=lambda n: abs(n - value))[:4])
     return " or ".join(filter(None, [", ".join(map(str, nearest[:-1])), str(nearest[-1])]))

@@ -35,7 +35,7 @@ def setting(
         low: smallest legal number, itself legal; None: whole numbers start at 1, others are above 0.
         below: numbers must be below this.
         metavar: the format of the value, as `--help` prints it; None: derived from the type.
-        shown_default: the default as `--help` prints it, where None stands for a value that is computed.
+        shown_default: the default as `--help` prints it, if None means a computed value.
         list_style: how a tuple is passed: "commas" (A,B,C), "words" (A B C) or "repeat" (the option once for each).
     """
     metadata = {
@@ -51,7 +51,7 @@ def setting(
 
 
 def check_fields(config: Any) -> None:
-    """Checks each field of a dataclass alone: its type, its range, and its value where the values are listed.
+    """Checks the type and the range, or the listed choices, of each field of a dataclass.
 
     Raises:
         ConfigError: for the first field that is illegal. Fields that were not declared with `setting` are not checked.

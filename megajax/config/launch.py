@@ -1,4 +1,4 @@
-"""The processes of a run: who starts them, how they find each other, how long they wait."""
+"""The processes of a run: launcher, coordinator and timeouts."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from megajax.config.fields import check_fields, setting
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How the processes of a run find each other, and when they give up on one."""
+    """How the processes of a run find each other, and their timeouts."""
 
     launcher: str = setting(
         "auto",

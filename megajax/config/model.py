@@ -20,7 +20,7 @@ class ModelConfig:
         None, "key and value heads; grouped-query attention if fewer than heads", shown_default="heads"
     )
     feedforward: int | None = setting(None, "inner width of the MLP", shown_default="4 * hidden")
-    vocabulary: int = setting(MISSING, "tokens the model knows, before padding (see padded_vocabulary)")
+    vocabulary: int = setting(MISSING, "tokens of the vocabulary, before padding (see padded_vocabulary)")
     sequence_length: int = setting(MISSING, "tokens in a training sample")
     dropout: float = setting(
         0.0, "probability of dropping an element: embedding, attention and both block outputs", low=0, below=1
@@ -92,7 +92,7 @@ class ModelConfig:
             )
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
-        """Checks that this model's arrays can be split as a layout asks; both are valid by themselves.
+        """Checks that this model's arrays can be split as `parallel` requires; both are already validated.
 
         Tensor parallelism splits heads, MLP columns and, with sequence parallelism, the sequence. A context group splits
         the sequence into two pieces a rank (see `megajax.ops.ring_attention`).

@@ -26,7 +26,7 @@ from megajax.config.fields import metavar as metavar_of
 MOST_USED = (
     *("data_path", "tokenizer", "global_batch_size", "steps", "learning_rate", "pipe", "tensor", "run_dir", "resume"),
 )
-# Defaults that follow from other options, as `--help` says them; `parse`, `Request.run` and `mesh_for` compute them.
+# Defaults derived from other options, as `--help` prints them; `parse`, `Request.run` and `mesh_for` compute them.
 DERIVED = {
     "data": "the devices left by --context, --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
@@ -214,7 +214,7 @@ def _number(text: str) -> float:
 
 
 def describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """What to say of a word that no option takes."""
+    """The message for a word that belongs to no option."""
     if not word.startswith("-"):
         return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"
     flags = tuple(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))

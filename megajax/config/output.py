@@ -8,7 +8,7 @@ from megajax.config.fields import check_fields, setting
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What a run leaves behind, and when it stops before its end. Nothing here changes a number that it computes."""
+    """Logs, checkpoints and early stops of a run. No field changes a number that the run computes."""
 
     run_dir: str | None = setting(
         None, "directory for checkpoints, logs and configuration", metavar="DIR", shown_default="nothing is kept"
@@ -21,7 +21,7 @@ class OutputConfig:
     save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
     max_to_keep: int = setting(3, "newest checkpoints to keep")
     keep_every: int | None = setting(
-        None, "also keep checkpoints whose step is a multiple of this", shown_default="none is kept for good"
+        None, "also keep checkpoints whose step is a multiple of this", shown_default="none"
     )
     exit_after_minutes: float | None = setting(
         None, "save and exit with code 0 after this long", shown_default="at the end"

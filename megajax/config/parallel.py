@@ -29,7 +29,7 @@ class ParallelConfig:
         metavar="NAME|FILE.csv|FILE.json",
     )
     group_size: int | None = setting(
-        None, "interleaved_1f1b: microbatches that a chunk runs before the next chunk's turn", shown_default="pipe"
+        None, "interleaved_1f1b: microbatches that a chunk runs before the next chunk starts", shown_default="pipe"
     )
     live_chunks: int | None = setting(
         None, "auto: chunk activations that a rank may hold at once", shown_default="any number"
@@ -94,7 +94,7 @@ class ParallelConfig:
         return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
 
     def validate(self) -> None:
-        """Checks the layout by itself; what a model demands of it is `ModelConfig.check_parallel`.
+        """Checks the layout without a model; `ModelConfig.check_parallel` checks it with one.
 
         Raises:
             ConfigError: for the first field that is illegal, alone or with the others.
@@ -125,7 +125,7 @@ class ParallelConfig:
 
 
 def _check_unroll(parallel: ParallelConfig) -> None:
-    """Options that cannot be used when each block's weights are arrays of their own."""
+    """Options that cannot be combined with unroll_blocks."""
     reasons = {
         "zero = 3": (parallel.zero == 3, "which gathers, and so copies, a block's weights whenever the block runs"),
         f"chunks = {parallel.chunks} and {' and '.join(parallel.rings)}": (

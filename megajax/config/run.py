@@ -67,7 +67,7 @@ class RunConfig:
         check_microbatches(self)
         if self.train.matmul_dtype == "fp8" and "tensor_overlap" in self.parallel.rings:
             raise ConfigError(
-                "matmul_dtype = fp8 does not work with tensor_overlap = ring, which has matmuls of its own: pass "
+                "matmul_dtype = fp8 does not work with tensor_overlap = ring, which has separate matmuls: pass "
                 "--tensor-overlap none, or omit --matmul-dtype."
             )
         if device_count is not None:

@@ -13,7 +13,7 @@ def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
     """The schedule of the run's training step.
 
     Args:
-      microbatches: of a smaller batch, as in a batch ramp; by default those of a full step.
+      microbatches: number of microbatches of a smaller batch, as in a batch ramp; None: that of a full step.
 
     Raises:
       ScheduleError: the sizes are illegal for this schedule, or a file's are not the run's.
@@ -25,7 +25,7 @@ def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
 
 
 def schedule_arguments(run: RunConfig, microbatches: int | None = None) -> dict[str, Any]:
-    """The arguments of `make_schedule` for a run: sizes, and those of the schedule's options that the run gives."""
+    """The arguments of `make_schedule` for a run: its sizes and the options of its schedule that are set."""
     parallel = run.parallel
     options = {"group_size": parallel.group_size, "live_chunks": parallel.live_chunks}
     given = {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a schedule demands of a run's layout and batch, as ConfigErrors. The rules are those of its `ScheduleSpec`.
+"""Checks a run's layout and batch against the `ScheduleSpec` of its schedule, and raises ConfigErrors.
 
 Arguments are a ParallelConfig or a RunConfig. They are not imported, since they import this file.
 """
@@ -24,7 +24,7 @@ def schedule_spec(name: Any) -> ScheduleSpec:
 
 
 def check_schedule(parallel: Any) -> None:
-    """Checks a ParallelConfig: the schedule's name, chunks and options, and what a schedule that never drains excludes.
+    """Checks a ParallelConfig: the schedule's name, chunks and options, and the limits of a schedule without a drain.
 
     Raises:
         ConfigError: for the first rule broken.

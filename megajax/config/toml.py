@@ -16,7 +16,7 @@ HEADER = (
     "# The complete configuration of this run. Replay: --config {path}; options on the command line take precedence.\n"
 )
 
-# Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
+# Words, numbers, code, accents, other scripts, an emoji and unusual spaces, on which tokenizers differ.
 PROBE = (
     "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  "
     "# na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
@@ -24,15 +24,15 @@ PROBE = (
 
 
 def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]) -> str:
-    """The sections model, parallel, train, output and options; what is not given is left out.
+    """The TOML text with the sections model, parallel, train, data, output and options, without fields that are None.
 
     Args:
-      options: what is in none of the dataclasses (`Request.others`).
+      options: options that are in none of the dataclasses (`Request.others`).
     """
     tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train", "data")}
     if run.train.clip_norm is None:
-        tables["train"]["clip_norm"] = "none"  # TOML has no null, and a name that is left out has its default
-    del tables["model"]["name"]  # it is the preset's, which is in the options
+        tables["train"]["clip_norm"] = "none"  # TOML has no null, and an omitted name means the default
+    del tables["model"]["name"]  # the preset's name, which is in the options
     tables |= {"output": dataclasses.asdict(output), "options": dict(options)}
     given = {
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in table.items()}
@@ -44,10 +44,10 @@ def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]
 
 
 def save_config(path: pathlib.Path, text: str) -> None:
-    """Writes the file, whole or not at all.
+    """Writes the file atomically.
 
     Raises:
-      ConfigError: it cannot be written.
+      ConfigError: the file cannot be written.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -59,13 +59,13 @@ def save_config(path: pathlib.Path, text: str) -> None:
 
 
 def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The values of a saved configuration by name, of all sections together; lists are tuples.
+    """The values of a saved configuration by name, from all sections; lists become tuples.
 
     Args:
-      known: by section, the names it may have.
+      known: the legal names of each section.
 
     Raises:
-      ConfigError: the file cannot be read, is no TOML, or has a section or name that is not known.
+      ConfigError: the file cannot be read, is not TOML, or has an unknown section or name.
     """
     try:
         tables = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
     return values
 
 
-# Format 1: where a name has moved. The values of `offload` and `block_matmuls` changed too.
+# Renamed fields of format 1. The values of `offload` and `block_matmuls` changed too.
 MOVED = {
     ("train", "bad_step"): ("train", "nonfinite"),
     ("train", "bad_steps_limit"): ("train", "nonfinite_limit"),
@@ -101,7 +101,7 @@ VALUES_OF_FORMAT_1 = {"offload": {"none": False, "stash": True}, "block_matmuls"
 
 
 def _map_format_1(tables: dict[str, Any]) -> None:
-    """Renames what a file of format 1 calls otherwise, in place."""
+    """Renames the fields of a file of format 1, in place."""
     for (section, old), (new_section, new) in MOVED.items():
         table = tables.get(section)
         if isinstance(table, dict) and old in table and isinstance(tables.setdefault(new_section, {}), dict):
@@ -113,7 +113,7 @@ def _map_format_1(tables: dict[str, Any]) -> None:
 
 
 def run_meta(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """What is stored in every checkpoint of a run beside its progress, as JSON: version, configuration, tokenizer."""
+    """The metadata stored as JSON in every checkpoint of a run: version, configuration, tokenizer."""
     return {
         "megajax": megajax.__version__,
         "config": dataclasses.asdict(run),
@@ -122,7 +122,7 @@ def run_meta(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Sixteen hex digits that differ where a tokenizer has other ids, or cuts a text otherwise; files do not matter."""
+    """A hash, sixteen hex digits, of a tokenizer's ids and of its encoding of PROBE; it does not depend on file names."""
     digest = hashlib.sha256(f"{tokenizer.vocabulary} {tokenizer.end_of_document}".encode())
     for token in range(tokenizer.vocabulary):
         digest.update(tokenizer.decode([token]).encode("utf-8", "replace") + b"\0")

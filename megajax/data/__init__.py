@@ -1,1 +1,1 @@
-"""Text to tokens to batches."""
+"""Tokenizers, indexed datasets and the batches of a run."""

@@ -1,11 +1,12 @@
-"""BERT's samples (1810.04805 section 3.1): two pieces of a document, in order or swapped, some words masked.
+"""BERT's samples (1810.04805 section 3.1): two segments of a document, in order or swapped, with masked words.
 
-The same numbers as Megatron's BERTMaskedWordPieceDataset, from files written with --split-sentences --no-end-of-document.
+The samples equal those of Megatron's BERTMaskedWordPieceDataset. They are read from files written with --split-sentences
+--no-end-of-document.
 
-`build_sentence_index` chooses the sentences of each sample, with the same result as Megatron's masked datasets: sentences
-of one document, never of two, are taken in turn until they have the wanted number of tokens, now and then a
-smaller number. The samples of all epochs are then shuffled. The random numbers are C++'s mt19937 for the lengths and
-mt19937_64 for the shuffle.
+`build_sentence_index` chooses the sentences of each sample, with the same result as Megatron's masked datasets. A sample
+takes consecutive sentences of one document until it has its target number of tokens, which is shorter than the maximum
+in a random share of the samples. The samples of all epochs are then shuffled. The random numbers are those of C++'s
+mt19937 (lengths) and mt19937_64 (shuffle).
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ from megajax.data.loader import Loader
 from megajax.data.sample_indices import cached_arrays
 from megajax.data.tokenizers import HuggingFaceTokenizer
 
-LONG_SENTENCE = 512  # tokens: a document with a longer sentence is left out
-DRAWN_AT_ONCE = 1 << 16
+LONG_SENTENCE = 512  # tokens: documents with a longer sentence are skipped
+DRAWN_AT_ONCE = 1 << 16  # random numbers
 
 
 def build_sentence_index(
@@ -34,19 +35,19 @@ def build_sentence_index(
     seed: int,
     least_sentences: int,
 ) -> np.ndarray:
-    """Samples as rows (first sentence, the one after the last, tokens wanted), shuffled: [samples, 3].
+    """Shuffled samples as rows (first sentence, last sentence + 1, target number of tokens): [samples, 3].
 
     Args:
-      documents: int [documents + 1], the sentences they begin with.
-      lengths: int [sentences], tokens, of all sentences of the file.
-      samples: how many are wanted; whole epochs are made until there are as many. None: one epoch.
-      longest: tokens of a sample.
-      short_probability: share of samples that are to be shorter, by a random length.
+      documents: int [documents + 1], the first sentence of each document.
+      lengths: int [sentences], tokens of every sentence of the file.
+      samples: minimum number of samples, rounded up to whole epochs. None: one epoch.
+      longest: maximum number of tokens of a sample.
+      short_probability: probability that a sample is shorter, with a random target.
       seed: at least 1.
-      least_sentences: of a sample; documents with fewer are left out.
+      least_sentences: minimum number of sentences of a sample; documents with fewer are skipped.
 
     Raises:
-      ConfigError: no document has as many sentences.
+      ConfigError: no document has that many sentences.
     """
     eligible = []
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
@@ -70,7 +71,7 @@ def build_sentence_index(
 
 
 def _cut(first: int, sentences: list[int], least: int, targets) -> list[tuple[int, int, int]]:
-    """The samples of one document."""
+    """Divides one document, whose first sentence is `first`, into samples."""
     rows, begin, tokens, taken, left = [], first, 0, 0, len(sentences)
     target = next(targets)
     for number, length in enumerate(sentences, first + 1):
@@ -82,20 +83,20 @@ def _cut(first: int, sentences: list[int], least: int, targets) -> list[tuple[in
 
 
 def _target_lengths(seed: int, longest: int, short_probability: float):
-    """Yields the tokens wanted of one sample after another."""
+    """Yields the target number of tokens of each sample."""
     if short_probability == 0:
         while True:
             yield longest
-    one_in = int(1 / short_probability + 0.5)  # C++ rounds halves up
+    one_in = int(1 / short_probability + 0.5)  # C++ rounds half up
     generator = np.random.MT19937()
-    generator._legacy_seeding(seed)  # the standard's own seeding; a SeedSequence would mix the seed first
+    generator._legacy_seeding(seed)  # the seeding of the C++ standard; a SeedSequence would hash the seed first
     while True:
         for drawn in generator.random_raw(DRAWN_AT_ONCE).tolist():
             yield 2 + drawn % (longest - 1) if drawn % one_in == 0 else longest
 
 
 def _shuffled(count: int, seed: int) -> np.ndarray:
-    """A permutation of `count` by swaps from the end, drawn with C++'s mt19937_64 modulo the places left."""
+    """A Fisher-Yates shuffle of `count` elements from the last down; mt19937_64 modulo the remaining count."""
     drawn = mt19937_64(seed, max(count - 1, 0))
     swaps = (drawn % np.arange(count, 1, -1, dtype=np.uint64)).tolist()
     order = list(range(count))
@@ -132,14 +133,14 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class WordPieces:
-    """What masking must know of a vocabulary.
+    """Ids of BERT's special tokens, and which pieces continue a word.
 
     Attributes:
       begin: [CLS].
       separator: [SEP].
       mask: [MASK].
       padding: [PAD].
-      continues: bool [vocabulary], of the pieces that go on with a word: their text begins with ##.
+      continues: bool [vocabulary], true for pieces that continue a word: their text starts with ##.
     """
 
     begin: int
@@ -149,8 +150,8 @@ class WordPieces:
     continues: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: HuggingFaceTokenizer) -> "WordPieces":
-        """Of a tokenizer of BERT's; raises ConfigError if it has not BERT's special tokens."""
+    def from_tokenizer(cls, tokenizer: HuggingFaceTokenizer) -> "WordPieces":
+        """The pieces of a BERT tokenizer; raises ConfigError if one of BERT's special tokens is missing."""
         vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
         names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
         missing = [name for name in names if name not in vocabulary]
@@ -163,13 +164,13 @@ class WordPieces:
 
 @dataclasses.dataclass(frozen=True)
 class Masking:
-    """How samples are made; the defaults are Megatron's for BERT.
+    """Settings of the samples; the defaults are Megatron's for BERT.
 
     Attributes:
-      pairs: a sample is two segments, in half of the samples swapped; else it is one.
+      pairs: a sample has two segments, swapped in half of the samples; False: one segment.
       probability: share of tokens that are masked.
-      longest_ngram: words that are masked together: n with a weight of 1 / n.
-      short_probability: share of samples that are shorter than they could be.
+      longest_ngram: maximum number of words masked together; n words have a weight of 1 / n.
+      short_probability: share of samples with a random shorter length.
     """
 
     pairs: bool = True
@@ -179,7 +180,7 @@ class Masking:
 
 
 class BertSamples:
-    """Samples of some documents of a dataset."""
+    """BERT's samples from a range of a dataset's documents."""
 
     def __init__(
         self,
@@ -192,20 +193,20 @@ class BertSamples:
         masking: Masking = Masking(),  # noqa: B008 (it is frozen)
         cache: str | os.PathLike | None = None,
     ):
-        """Builds the index of sentences, or finds it in the cache.
+        """Builds the index of sentences, or loads it from the cache.
 
         Args:
-          dataset: the pair, a sequence for each sentence.
-          bounds: first document, and the one after the last.
-          samples: how many to have at least, in whole epochs; None is one epoch.
-          sequence_length: tokens of a sample, [CLS], two [SEP] and padding included.
-          seed: of the order, the lengths and the masks; at least 1.
-          pieces: of the vocabulary.
-          masking: how samples are made.
-          cache: folder of the stored index; None is `index_cache` beside the pair.
+          dataset: the indexed dataset, one sequence per sentence.
+          bounds: (first document, last document + 1).
+          samples: minimum number of samples, rounded up to whole epochs; None: one epoch.
+          sequence_length: tokens of a sample, including [CLS], two [SEP] and padding.
+          seed: seed of the order, the lengths and the masks; at least 1.
+          pieces: special tokens of the vocabulary.
+          masking: settings of the samples.
+          cache: folder of the cached index; None: `index_cache` in the dataset's folder.
 
         Raises:
-          ConfigError: no document will do; see `build_sentence_index` and `cached_arrays`.
+          ConfigError: no document is usable; see `build_sentence_index` and `cached_arrays`.
         """
         self.dataset, self.sequence_length, self.seed = dataset, sequence_length, seed
         self.pieces, self.masking = pieces, masking
@@ -227,8 +228,9 @@ class BertSamples:
         """Sample `index`.
 
         Returns:
-          tokens, labels (0 where nothing is asked for), types (which segment) int32 and weights (1 where a label is) and
-          attended (0 on padding) float32, all [sequence_length]; swapped int32 [], 1 if the segments are.
+          tokens, labels (0 where no token is masked) and types (segment 0 or 1), int32 [sequence_length]; weights (1 at
+          masked tokens) and attended (0 at padding), float32 [sequence_length]; swapped, int32 [], 1 if the segments are
+          swapped.
         """
         check_number(index, self.count)
         random = np.random.RandomState((self.seed + index) % 2**32)
@@ -251,7 +253,7 @@ class BertSamples:
         return sample | {"weights": weights, "attended": attended, "swapped": np.int32(swapped)}
 
     def _segments(self, sentences: list[list[int]], random: np.random.RandomState) -> tuple[list[list[int]], bool]:
-        """The two segments, and whether the second of the text comes first."""
+        """The two segments, and whether they are swapped."""
         pivot, swapped = len(sentences), False
         if self.masking.pairs:
             pivot = random.randint(1, len(sentences)) if len(sentences) >= 3 else 1
@@ -260,7 +262,7 @@ class BertSamples:
         return segments[::-1] if swapped else segments, swapped
 
     def _mask(self, tokens: list[int], room: int, random: np.random.RandomState) -> dict[int, int]:
-        """Which places are asked for, and what is shown there: [MASK] 80%, any token 10%, the right one 10%."""
+        """The masked positions, and the token shown at each: [MASK] 80%, a random token 10%, the original 10%."""
         words = self._words(tokens)
         wanted = min(self.masking.probability * room, max(1, round(len(tokens) * self.masking.probability)))
         weights = 1 / np.arange(1, self.masking.longest_ngram + 1)
@@ -284,7 +286,7 @@ class BertSamples:
         return masked
 
     def _words(self, tokens: list[int]) -> list[list[int]]:
-        """The places of each word's pieces."""
+        """The positions of each word's pieces."""
         words: list[list[int]] = []
         for place, token in enumerate(tokens):
             if token in (self.pieces.begin, self.pieces.separator):
@@ -302,7 +304,7 @@ class BertSamples:
 
 
 class BertLoader(Loader):
-    """Batches of BERT's samples; all else is as for GPT's."""
+    """Batches of BERT's samples."""
 
     samples: BertSamples
 
@@ -311,14 +313,14 @@ class BertLoader(Loader):
         return BertLoader(self.samples, global_batch_size, microbatches)
 
     def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """As `Loader.rows`, with what `BertSamples.sample` gives."""
+        """Samples by their numbers, int [rows]: the arrays of `BertSamples.sample` as [rows, ...]."""
         samples = [self.samples.sample(int(number)) for number in numbers]
         batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
         return batch | {"sample": numbers.astype(np.uint32)}
 
 
 def _trim(segments: list[list[int]], room: int, random: np.random.RandomState) -> None:
-    """Takes tokens off the longer segment, from either end, until both fit."""
+    """Removes tokens from a random end of the longer segment until both segments together have at most `room`."""
     while len(segments[0]) + len(segments[1]) > room:
         longer = segments[0] if len(segments[0]) > len(segments[1]) else segments[1]
         del longer[0 if random.random_sample() < 0.5 else -1]

@@ -1,21 +1,21 @@
-"""From the words after --data-path and --split to samples, with Megatron's sizes and bounds.
+"""Blended datasets: parses --data-path and --split, and orders the samples as Megatron does.
 
 --data-path PREFIX                     one dataset
 --data-path 0.3 PREFIX 0.7 PREFIX ...  a blend by weight
---data-path PREFIX PREFIX PREFIX       a blend by size: of each what an epoch gives
+--data-path PREFIX PREFIX PREFIX       a blend by size: one epoch of each dataset
 
---split 969,30,1 cuts every dataset in training, validation and test. With --train-data-path and --valid-data-path, each
-in the same forms, a split has datasets of its own.
+--split 969,30,1 divides every dataset into training, validation and test. --train-data-path and --valid-data-path, in the
+same forms, give each split separate datasets.
 
-`blend_order` is the order in which a blend draws from its datasets, equal to Megatron's.
+`blend_order` is the order in which a blend draws from its datasets; it equals Megatron's. Sample i comes from the dataset d
+that is furthest behind its share: the largest w_d * max(i, 1) - (samples drawn from d) in float64, the lowest d if several
+are equal. The samples of each dataset keep their order.
 
-Sample i comes from the dataset that is furthest behind its share: the largest w_d * max(i, 1) - (samples drawn from d), in
-float64, the first of equals. Each dataset's own samples come in their order.
-
-That loop is sequential: each draw depends on the counts before it. Here it is cut into stretches that run in parallel, one
-a lane, each from a guess of the counts at its start. A stretch whose guess differs from the counts at the end of the
-stretch before it is run again from those, so the result does not depend on the guesses. A guess rounds the shares, then
-runs RUN_UP draws before the stretch: wrong counts converge to the right ones, as the dataset furthest behind is drawn.
+That loop is sequential: each draw depends on the counts before it. Here it is divided into stretches that are computed in
+parallel (one lane each), from estimated counts. A stretch whose estimate differs from the final counts of the previous
+stretch is computed again from those, so the result does not depend on the estimates. An estimate rounds the shares, then
+simulates RUN_UP draws per dataset before the stretch; this corrects most errors, because the dataset furthest behind is
+drawn first.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.indexed import IndexedDataset
 
 LANES = 1 << 14
-LEAST_STRETCH = 512  # samples a lane: below that, fewer lanes
-RUN_UP = 4  # turns before a stretch, for each dataset
+LEAST_STRETCH = 512  # minimum number of samples per lane; small blends use fewer lanes
+RUN_UP = 4  # draws simulated before a stretch, per dataset
 
 
 def blend_order(weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draws `size` samples.
+    """The dataset and the sample of each of `size` draws.
 
     Args:
-      weights: float64 [datasets], that add up to 1.
+      weights: float64 [datasets]; they sum to 1.
       size: number of samples.
-      limits: int64 [datasets], the samples each dataset has; who has given all of them is passed over. None: no limit.
+      limits: int64 [datasets], the number of samples of each dataset; an exhausted dataset is skipped. None: no limit.
 
     Returns:
-      dataset, int16 [size], and that dataset's sample, int64 [size].
+      dataset, int16 [size], and the sample's number in that dataset, int64 [size].
     """
     weights = np.asarray(weights, np.float64)
     stretch = max(-(-size // LANES), LEAST_STRETCH)
@@ -67,41 +67,41 @@ def blend_order(weights: np.ndarray, size: int, limits: np.ndarray | None = None
 
 
 def exhaustive_order(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draws every sample of every dataset once, in proportion to their sizes, int [datasets]."""
+    """`blend_order` that draws every sample of every dataset once, with weights proportional to `sizes`, int [datasets]."""
     sizes = np.asarray(sizes, np.int64)
     return blend_order(sizes / float(sizes.sum()), int(sizes.sum()), sizes)
 
 
-def _rounded(weights: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """Counts near weights * turns that add up to turns: [lanes, datasets], whole numbers in float64."""
-    shares = turns[:, None] * weights
+def _rounded(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """weights * draws, rounded to whole numbers that sum to `draws` [lanes]: float64 [lanes, datasets]."""
+    shares = draws[:, None] * weights
     counts = np.floor(shares)
-    missing = (turns - counts.sum(1)).astype(int)
-    rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)  # 0: the largest part was cut off
+    missing = (draws - counts.sum(1)).astype(int)
+    rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)  # 0: the largest fraction was truncated
     return counts + (rank < missing[:, None])
 
 
-def _run(weights, limits, starts, counts, turns, until=None):
-    """Runs lanes from turn `starts` [lanes] on, for `turns` turns or up to `until` [lanes]; updates counts.
+def _run(weights, limits, starts, counts, draws, until=None):
+    """Makes `draws` draws per lane from draw number `starts` [lanes], or up to `until` [lanes]; updates `counts` in place.
 
     Returns:
-      The datasets drawn from, and the sample of each: [lanes, turns].
+      The dataset and the sample of each draw, both [lanes, draws].
     """
     lanes = np.arange(len(starts))
-    dataset, sample = np.empty((len(starts), turns), np.int16), np.empty((len(starts), turns), np.int64)
-    for turn in range(turns):
-        now = starts + turn
+    dataset, sample = np.empty((len(starts), draws), np.int16), np.empty((len(starts), draws), np.int64)
+    for draw in range(draws):
+        now = starts + draw
         behind = weights * np.maximum(now, 1)[:, None] - counts
         if limits is not None:
             behind[counts >= limits] = -np.inf
         drawn = behind.argmax(1)
         before = counts[lanes, drawn]
-        dataset[:, turn], sample[:, turn] = drawn, before
+        dataset[:, draw], sample[:, draw] = drawn, before
         counts[lanes, drawn] = before + (1 if until is None else now < until)
     return dataset, sample
 
 
-SURPLUS = 0.005  # share of samples that a blended dataset has more than its weight says: the order is not exact
+SURPLUS = 0.005  # extra samples built per dataset, as a share: the order follows the weights only approximately
 MOST_DATASETS = 32767  # a blend's order is int16
 Bounds = tuple[float, float]
 
@@ -110,15 +110,15 @@ class BlendedSamples:
     """Samples of several datasets, mixed by weight."""
 
     def __init__(self, parts: Sequence[GPTSamples], weights: Sequence[float] | None, samples: int | None):
-        """Fixes the order; nothing is stored, it takes a second for 10 M samples.
+        """Computes the order, which is not cached: 10 M samples take about a second.
 
         Args:
           parts: the datasets.
-          weights: of each, above 0; None is the number of its samples.
-          samples: how many to draw; None draws every sample of every part once.
+          weights: weight of each dataset, above 0; None: its number of samples.
+          samples: number of samples; None: every sample of every dataset once.
 
         Raises:
-          ConfigError: more samples are drawn from a part than it has.
+          ConfigError: the blend draws more samples from a dataset than it has.
         """
         self.parts, self.sequence_length = parts, parts[0].sequence_length
         sizes = np.array([part.count for part in parts], np.int64)
@@ -136,44 +136,44 @@ class BlendedSamples:
                 )
 
     def window(self, index: int) -> np.ndarray:
-        """int32 [sequence_length + 1]; `Samples.window`."""
+        """Tokens of sample `index`, int32 [sequence_length + 1]; see `Samples.window`."""
         check_number(index, self.count)
         return self.parts[self.dataset[index]].window(int(self.sample[index]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """Datasets by prefix, and their weights; None blends by size."""
+    """Prefixes of datasets, and their weights; None blends by size."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Blend":
-        """Reads the words after --data-path.
+        """Parses the words of --data-path.
 
         Raises:
-          ConfigError: weights and prefixes do not take turns, or a weight is not above 0.
+          ConfigError: weights and prefixes do not alternate, or a weight is not above 0.
         """
         weights = [_number(word) for word in words[::2]]
         if len(words) % 2 or all(weight is None for weight in weights):
             for word in words:
                 if _number(word) is not None:
                     raise ConfigError(
-                        f"--data-path {' '.join(words)}: weights and prefixes must take turns, beginning with a weight: "
-                        "--data-path 0.3 PREFIX 0.7 PREFIX"
+                        f"--data-path {' '.join(words)}: weights and prefixes must alternate, starting with a weight: "
+                        "pass --data-path 0.3 PREFIX 0.7 PREFIX"
                     )
             blend = cls(tuple(words), None)
         elif any(weight is None for weight in weights):
             raise ConfigError(
-                f"--data-path {' '.join(words)}: {words[2 * weights.index(None)]!r} stands where a weight should; give "
-                "every prefix a weight before it, or none"
+                f"--data-path {' '.join(words)}: expected a weight instead of {words[2 * weights.index(None)]!r}; pass a "
+                "weight before every prefix, or none"
             )
         else:
             blend = cls(tuple(words[1::2]), tuple(weights))
         bad = [weight for weight in blend.weights or () if not 0 < weight < math.inf]
         if bad:
-            raise ConfigError(f"--data-path has weight {bad[0]:g}; weights must be above 0: leave that dataset out")
+            raise ConfigError(f"--data-path has weight {bad[0]:g}; weights must be above 0: omit that dataset")
         if len(blend.prefixes) > MOST_DATASETS:
             raise ConfigError(f"--data-path has {len(blend.prefixes)} datasets; at most {MOST_DATASETS}: merge some")
         return blend
@@ -189,14 +189,14 @@ class Blend:
         """The samples of one split.
 
         Args:
-          bounds: the split's part of every dataset, as shares of its sequences.
-          samples: how many are needed; None is one epoch, and then no weights.
-          sequence_length: inputs of a sample.
-          seed: of the order within each dataset.
+          bounds: (start, end) of the split in every dataset, as fractions of its sequences.
+          samples: number of samples needed; None: one epoch (only without weights).
+          sequence_length: input tokens of a sample.
+          seed: seed of the order within each dataset.
           cache: see GPTSamples.
 
         Raises:
-          ConfigError: a dataset cannot be read, has no sample in the split, or runs out.
+          ConfigError: a dataset cannot be read, has no sample in the split, or has too few.
         """
 
         def part(prefix: str, count: int | None) -> GPTSamples:
@@ -220,20 +220,20 @@ class Blend:
     def whole(
         self, samples: int | None, sequence_length: int, seed: int, cache: str | os.PathLike | None = None
     ) -> Samples:
-        """The samples of a split that has datasets of its own. A weight means nothing if there is only one."""
+        """The samples of a split with separate datasets. The weight of a single dataset is ignored."""
         blend = self if len(self.prefixes) > 1 else dataclasses.replace(self, weights=None)
         return blend.samples((0.0, 1.0), samples, sequence_length, seed, cache)
 
 
 def split_bounds(split: str) -> list[Bounds | None]:
-    """Bounds of training, validation and test from "969,30,1"; None for a split with no share.
+    """Bounds of training, validation and test from "969,30,1"; None for an empty split.
 
     Raises:
-      ConfigError: not one to three numbers, none of them above 0.
+      ConfigError: not one to three numbers of at least 0, or all are 0.
     """
     numbers = [_number(word) for word in split.split(",")]
     if not 1 <= len(numbers) <= 3 or any(number is None or not 0 <= number < math.inf for number in numbers):
-        raise ConfigError(f"--split {split}: give shares of training, validation and test, as in --split 969,30,1")
+        raise ConfigError(f"--split {split}: pass shares of training, validation and test, as in --split 969,30,1")
     if not sum(numbers):
         raise ConfigError(f"--split {split}: a share must be above 0, as in --split 969,30,1")
     ends = list(itertools.accumulate(normalised(numbers + [0.0] * (3 - len(numbers))).tolist(), initial=0))
@@ -248,6 +248,6 @@ def _number(word: str) -> float | None:
 
 
 def normalised(weights: Sequence[float]) -> np.ndarray:
-    """Weights divided by their sum, float64: the same bits as Megatron's."""
+    """Weights divided by their sum, float64, bitwise equal to Megatron's."""
     weights = np.array(weights, np.float64)
     return weights / np.sum(weights)

@@ -1,4 +1,4 @@
-"""Samples of one indexed dataset, in Megatron's order."""
+"""GPT samples of one indexed dataset, in Megatron's order."""
 
 import os
 import pathlib
@@ -12,22 +12,22 @@ from megajax.data.sample_indices import SampleIndex, build_sample_index, cached_
 
 
 class Samples(Protocol):
-    """What a loader needs.
+    """The samples that a loader reads.
 
     Attributes:
-      count: samples there are; a stream of text then repeats in another order, a dataset has no more.
-      sequence_length: inputs of a sample.
+      count: number of samples. A token stream repeats after them in another order; a dataset ends.
+      sequence_length: input tokens of a sample.
     """
 
     count: int
     sequence_length: int
 
     def window(self, index: int) -> np.ndarray:
-        """int32 [sequence_length + 1] of sample `index` >= 0: inputs are [:-1], labels [1:]."""
+        """Tokens of sample `index` >= 0, int32 [sequence_length + 1]: inputs are [:-1], labels [1:]."""
 
 
 class GPTSamples:
-    """Samples of a part of one dataset."""
+    """Samples of a range of one dataset's sequences."""
 
     def __init__(
         self,
@@ -38,24 +38,23 @@ class GPTSamples:
         seed: int,
         cache: str | os.PathLike | None = None,
     ):
-        """Builds the index, or finds it in the cache.
+        """Builds the index, or loads it from the cache.
 
         Args:
-          dataset: the pair.
-          bounds: first sequence of the part, and the one after its last.
-          samples: how many to have at least, in whole epochs; None is one epoch.
-          sequence_length: inputs of a sample.
-          seed: of the order.
-          cache: folder of the stored index; None is `index_cache` beside the pair.
+          dataset: the indexed dataset.
+          bounds: (first sequence, last sequence + 1).
+          samples: minimum number of samples, rounded up to whole epochs; None: one epoch.
+          sequence_length: input tokens of a sample.
+          seed: seed of the order.
+          cache: folder of the cached index; None: `index_cache` in the dataset's folder.
 
         Raises:
-          ConfigError: see `build_sample_index` and `cached_arrays`; or the pair's index is damaged.
+          ConfigError: see `build_sample_index` and `cached_arrays`; or the dataset's index is damaged.
         """
         if dataset.dtype.kind == "f":
-            raise ConfigError(f"{dataset.prefix} has numbers of type {dataset.dtype.name}: those are no token ids")
+            raise ConfigError(f"{dataset.prefix} has numbers of type {dataset.dtype.name}, which are not token ids")
         self.dataset, self.sequence_length = dataset, sequence_length
         first, last = bounds
-        self._documents = last - first
         self.tokens = int(dataset.lengths[first:last].sum(dtype=np.int64))
         request = {"first": first, "last": last, "sequence_length": sequence_length, "samples": samples, "seed": seed}
 
@@ -71,13 +70,8 @@ class GPTSamples:
             raise ConfigError(f"{dataset.prefix}, sequences {first} to {last}: {error}") from None
         self.count = self.index.count
 
-    @property
-    def epochs(self) -> int:
-        """How often the index goes through the part's documents."""
-        return len(self.index.document) // self._documents
-
     def window(self, index: int) -> np.ndarray:
-        """int32 [sequence_length + 1]; `Samples.window`."""
+        """Tokens of sample `index`, int32 [sequence_length + 1]; see `Samples.window`."""
         check_number(index, self.count)
         documents, offsets, lengths = self.index.document, self.dataset.offsets, self.dataset.lengths
         place = int(self.index.shuffle[index])
@@ -93,9 +87,9 @@ class GPTSamples:
 
 
 def check_number(index: int, count: int) -> None:
-    """Raises ConfigError for a sample that there is not: a blend by size ends when all is drawn."""
+    """Raises ConfigError if sample `index` does not exist, as after the end of a blend by size."""
     if not 0 <= index < count:
         raise ConfigError(
-            f"the run asks for sample {index:,} of {count:,}: lower --steps or --global-batch-size, give more data, or "
-            "weights after --data-path (a blend with weights repeats its datasets)"
+            f"the run needs sample {index:,} of {count:,}: lower --steps or --global-batch-size, pass more data, or "
+            "weights in --data-path (a blend with weights repeats its datasets)"
         )

@@ -1,6 +1,6 @@
-"""Megatron's `.bin/.idx` pair: token ids end to end, and where each sequence and each document begins.
+"""Megatron's `.bin/.idx` pair of an indexed dataset: token ids, and the offsets of its sequences and documents.
 
-PREFIX.bin holds the ids of all sequences in one array, with no header. PREFIX.idx, all little-endian:
+PREFIX.bin holds the ids of all sequences in one array, without a header. PREFIX.idx, all little-endian:
 
     byte 0         9 bytes    "MMIDIDX" and two zeros
     9              uint64     version, 1
@@ -8,12 +8,12 @@ PREFIX.bin holds the ids of all sequences in one array, with no header. PREFIX.i
     18             uint64     S, the number of sequences
     26             uint64     D, the number of documents + 1
     34             int32[S]   tokens of each sequence
-    34 + 4S        int64[S]   where each sequence begins in .bin, in bytes
-    34 + 12S       int64[D]   the sequence that each document begins with; the last element is S
-    34 + 12S + 8D  int8[S]    mode of each sequence, in multimodal sets only; the file does not say whether it is there
+    34 + 4S        int64[S]   offset of each sequence in .bin, in bytes
+    34 + 12S       int64[D]   first sequence of each document; the last element is S
+    34 + 12S + 8D  int8[S]    mode of each sequence, in multimodal datasets only; the header does not record its presence
 
-A text set has one sequence a document, or, split into sentences for BERT, several. A document may be empty.
-What is written here equals, byte for byte, what megatron-core's IndexedDatasetBuilder writes.
+Text has one sequence per document, or several if it is split into sentences for BERT. A document may be empty.
+The files are byte for byte those of megatron-core's IndexedDatasetBuilder.
 """
 
 import os
@@ -34,11 +34,11 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}  # 6 and 7 are in this order
 AT_VERSION, AT_DTYPE, AT_SEQUENCES, AT_DOCUMENTS = 9, 17, 18, 26
 REMEDY = "Copy or write the pair again."
-CHECKED_AT_ONCE = 1 << 22  # elements looked at together by `check`: constant memory
+CHECKED_AT_ONCE = 1 << 22  # elements that `check` reads at once, which bounds its memory
 
 
 def dtype_for(vocabulary: int) -> np.dtype:
-    """The type Megatron's preprocessing gives to ids of a vocabulary of this size."""
+    """The type of the ids for a vocabulary of this size, as in Megatron's preprocessing."""
     return np.dtype("<u2" if vocabulary < 65500 else "<i4")
 
 
@@ -48,7 +48,7 @@ def pair_paths(prefix: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 class IndexedDataset:
-    """A pair, mapped into memory: opening reads a few pages, whatever its size, and nothing is copied.
+    """A memory-mapped pair: opening reads a few pages regardless of its size, and nothing is copied.
 
     Attributes:
       prefix: path without `.bin` or `.idx`.
@@ -56,16 +56,16 @@ class IndexedDataset:
       lengths: int32 [sequences], tokens.
       offsets: int64 [sequences], bytes in .bin.
       documents: int64 [documents + 1], sequences.
-      modes: int8 [sequences], or None if the pair is not read as multimodal.
+      modes: int8 [sequences], or None if the pair is not opened as multimodal.
       tokens: all ids, [tokens].
     """
 
     def __init__(self, prefix: str | os.PathLike, multimodal: bool = False):
-        """Opens PREFIX.bin and PREFIX.idx; the header, the sizes and both ends of every array are checked.
+        """Opens PREFIX.bin and PREFIX.idx; checks the header, the sizes and the first and last element of every array.
 
         Raises:
-          ConfigError: a file is missing, cut short, of another format, or not the other's partner. The message names the
-            byte. What only a full reading can find is left to `check`.
+          ConfigError: a file is missing, truncated or of another format, or the two files are not a pair. The message
+            gives the byte. `check` reads the whole index.
         """
         self.prefix = os.fspath(prefix)
         self._bin, self._idx = pair_paths(prefix)
@@ -92,13 +92,13 @@ class IndexedDataset:
         return len(self.documents) - 1
 
     def sequence(self, index: int, start: int = 0, length: int | None = None) -> np.ndarray:
-        """A view of `length` ids of sequence `index`, from its id number `start` on; None is all that are left."""
+        """A view of `length` ids of sequence `index` from its id `start`; None: up to the end of the sequence."""
         first = int(self.offsets[index]) // self.dtype.itemsize
         end = first + int(self.lengths[index])
         return self.tokens[first + start : end if length is None else min(first + start + length, end)]
 
     def document(self, index: int) -> np.ndarray:
-        """A view of all ids of document `index`, its sequences end to end."""
+        """A view of all ids of document `index`, its sequences concatenated."""
         first, last = (int(self.documents[index + i]) for i in (0, 1))
         if first == last:
             return self.tokens[:0]
@@ -106,10 +106,10 @@ class IndexedDataset:
         return self.tokens[begin : final + int(self.lengths[last - 1])]
 
     def check(self) -> None:
-        """Reads the whole index: every sequence must begin where the one before it ends, documents must be in order.
+        """Reads the whole index: every sequence must begin at the end of the previous one, documents must be in order.
 
         Raises:
-          ConfigError: with the first byte that is wrong.
+          ConfigError: the index is damaged; the message gives the first wrong byte.
         """
         expected = 0
         for start in range(0, len(self), CHECKED_AT_ONCE):
@@ -118,7 +118,7 @@ class IndexedDataset:
             self._first_bad(lengths < 0, "lengths", start, 4, "a sequence cannot have fewer than 0 tokens")
             ends = expected + np.cumsum(lengths) * self.dtype.itemsize
             begins = np.concatenate([[expected], ends[:-1]])
-            self._first_bad(offsets != begins, "offsets", start, 8, "it must be where the sequence before it ends")
+            self._first_bad(offsets != begins, "offsets", start, 8, "it must be the end of the previous sequence")
             expected = int(ends[-1])
         for start in range(0, len(self.documents) - 1, CHECKED_AT_ONCE):
             part = np.array(self.documents[start : start + CHECKED_AT_ONCE + 1])
@@ -128,7 +128,7 @@ class IndexedDataset:
         """Reads every id.
 
         Raises:
-          ConfigError: with the first that is not below `vocabulary`, or is negative.
+          ConfigError: an id is negative or not below `vocabulary`; the message gives the first one.
         """
         for start in range(0, len(self.tokens), CHECKED_AT_ONCE):
             part = self.tokens[start : start + CHECKED_AT_ONCE]
@@ -153,8 +153,8 @@ class IndexedDataset:
         if start[: len(MAGIC)] != MAGIC[: len(start)]:
             old = " (the format of fairseq and of Megatron before 2020)" if start[:6] == b"TNTIDX" else ""
             raise ConfigError(
-                f"{self._idx}, byte 0: begins with {start[: len(MAGIC)]!r}{old}, not with {MAGIC!r}: it is no Megatron "
-                "index; write one with python -m megajax.data.preprocess"
+                f"{self._idx}, byte 0: begins with {start[: len(MAGIC)]!r}{old}, not with {MAGIC!r}: it is not an index of "
+                "Megatron's; write one with python -m megajax.data.preprocess"
             )
         if len(start) < HEADER.size:
             raise ConfigError(
@@ -162,10 +162,10 @@ class IndexedDataset:
             )
         _, version, code, sequences, boundaries = HEADER.unpack(start)
         if version != VERSION:
-            raise ConfigError(f"{self._idx}, byte {AT_VERSION}: version {version}; only version {VERSION} is known")
+            raise ConfigError(f"{self._idx}, byte {AT_VERSION}: version {version}; only version {VERSION} is supported")
         if code not in DTYPES:
             known = ", ".join(f"{number} {np.dtype(name).name}" for number, name in DTYPES.items())
-            raise ConfigError(f"{self._idx}, byte {AT_DTYPE}: type code {code} is unknown; known are {known}")
+            raise ConfigError(f"{self._idx}, byte {AT_DTYPE}: unknown type code {code}; supported: {known}")
         self.dtype = np.dtype(DTYPES[code])
         if boundaries < 1:
             raise ConfigError(f"{self._idx}, byte {AT_DOCUMENTS}: 0 document boundaries; even an empty file has one")
@@ -178,17 +178,17 @@ class IndexedDataset:
         if size < expected:
             raise ConfigError(
                 f"{self._idx}, byte {size}: the file ends here, but its header (bytes {AT_SEQUENCES} to {HEADER.size - 1}) "
-                f"says {what}, which take {expected} bytes: it is cut short. {REMEDY}"
+                f"announces {what}, which need {expected} bytes: it is truncated. {REMEDY}"
             )
-        modes = " It may be a multimodal set: those have a byte more for each sequence." * (
+        modes = " It may be a multimodal dataset, which has one more byte per sequence." * (
             size - expected == sequences
         )
         raise ConfigError(
-            f"{self._idx}, byte {expected}: {size - expected} bytes follow what its header says, {what}.{modes} {REMEDY}"
+            f"{self._idx}, byte {expected}: {size - expected} extra bytes after the {what} of its header.{modes} {REMEDY}"
         )
 
     def _check_ends(self, sequences: int) -> None:
-        """The first and last elements of the arrays: enough to know a foreign .bin, and cheap at any size."""
+        """Checks the first and last elements of the arrays: this detects the .bin of another pair at constant cost."""
         for place, legal in ((0, 0), (-1, sequences)):
             found = int(self.documents[place])
             if found != legal:
@@ -203,7 +203,7 @@ class IndexedDataset:
             )
         end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if end != self.bin_bytes:
-            reason = "is cut short" if self.bin_bytes < end else "goes on after that"
+            reason = "is truncated" if self.bin_bytes < end else "has extra bytes"
             raise ConfigError(
                 f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: {self._idx.name} says it has {end} bytes, it has "
                 f"{self.bin_bytes}: it {reason}, or the two files are not a pair. {REMEDY}"
@@ -214,7 +214,7 @@ class IndexedDataset:
             return path.stat().st_size
         except OSError as error:
             prefix = self.prefix.removesuffix(".bin").removesuffix(".idx")
-            hint = f": did you mean {prefix}?" if prefix != self.prefix else "; give the path without .bin and .idx"
+            hint = f": did you mean {prefix}?" if prefix != self.prefix else "; pass the path without .bin and .idx"
             raise ConfigError(f"cannot read {path}: {error.strerror or error}{hint}") from None
 
     def _map(self, path: pathlib.Path) -> np.ndarray:
@@ -224,23 +224,29 @@ class IndexedDataset:
         try:
             return np.asarray(np.memmap(path, np.uint8, mode="r"))
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a readable file") from None
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass a readable file") from None
 
 
 class IndexedWriter:
-    """Writes a pair, in constant memory; the two files appear under their names when both are complete, or not at all.
+    """Writes a pair in constant memory. The files are renamed to their final names when both are complete.
 
     with IndexedWriter("corpus", np.uint16) as writer:
         writer.add_document([5, 3, 50256])
 
-    An exception in the block, Ctrl-C included, leaves nothing behind; a killed process leaves a `.bin.unfinished`.
+    An exception in the block, including Ctrl-C, removes the files; a killed process leaves a `.bin.unfinished`.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype, multimodal: bool = False, overwrite: bool = False):
-        """Takes the type of the ids, one of DTYPES; `multimodal` writes a mode for each sequence.
+        """Creates the unfinished files.
+
+        Args:
+          prefix: path without `.bin` or `.idx`.
+          dtype: type of the ids, one of DTYPES.
+          multimodal: also write a mode for each sequence.
+          overwrite: replace an existing pair.
 
         Raises:
-          ConfigError: the type is none of the format's, there is such a pair already, or its folder cannot be written to.
+          ConfigError: the format does not support the type, the pair exists, or its folder is not writable.
         """
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
@@ -250,7 +256,7 @@ class IndexedWriter:
         self._code, self._bin_path, self._idx_path = codes[0], *pair_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if path.exists() and not overwrite:
-                raise ConfigError(f"{path} is there already: pass --overwrite to replace it, or another --output")
+                raise ConfigError(f"{path} already exists: pass --overwrite to replace it, or another --output")
         self.sequences, self.documents, self.tokens = 0, 0, 0
         self._unfinished = self._bin_path.with_name(self._bin_path.name + ".unfinished")
         try:
@@ -258,10 +264,10 @@ class IndexedWriter:
             self._bin = open(self._unfinished, "wb")
         except OSError as error:
             raise ConfigError(
-                f"cannot write {self._unfinished}: {error.strerror or error}; give another --output"
+                f"cannot write {self._unfinished}: {error.strerror or error}; pass another --output"
             ) from None
         folder = self._bin_path.parent
-        self._lengths, self._boundaries = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # without a name
+        self._lengths, self._boundaries = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # unnamed files
         self._modes = tempfile.TemporaryFile(dir=folder) if multimodal else None
         self._boundaries.write(bytes(8))
 
@@ -275,19 +281,19 @@ class IndexedWriter:
             self.discard()
 
     def add_document(self, tokens, lengths=None, modes=None) -> None:
-        """One document: ids [tokens], and the lengths of its sequences (one if None; none if it has no ids)."""
+        """Adds a document: ids [tokens], and the lengths of its sequences. None: one sequence, or none without ids."""
         tokens = np.asarray(tokens)
         lengths = ([len(tokens)] if len(tokens) else []) if lengths is None else lengths
         self.add_documents(tokens, lengths, [len(lengths)], modes)
 
     def add_documents(self, tokens, lengths, sequences, modes=None) -> None:
-        """Many documents at once.
+        """Adds many documents at once.
 
         Args:
-          tokens: ids end to end, [tokens].
-          lengths: tokens of each sequence; they add up to `tokens`.
-          sequences: how many sequences each document has; they add up to `lengths`. 0 is an empty document.
-          modes: of each sequence, int8; zeros if None. Only for multimodal sets.
+          tokens: concatenated ids, [tokens].
+          lengths: tokens of each sequence, [sequences].
+          sequences: number of sequences of each document, [documents]; 0 for an empty document.
+          modes: int8 [sequences], only for multimodal datasets; None: zeros.
 
         Raises:
           ConfigError: an id does not fit the type of the file. (Megatron stores such an id modulo 2^16.)
@@ -306,11 +312,11 @@ class IndexedWriter:
         self.documents += len(sequences)
 
     def add_pair(self, source: IndexedDataset) -> None:
-        """All documents of another pair, which must have the same type of ids."""
+        """Adds all documents of another pair, which must have the same type of ids."""
         if source.dtype != self.dtype:
             raise ConfigError(
-                f"{source.prefix} has ids of type {source.dtype.name}, what is written has {self.dtype.name}: only pairs of "
-                "one type can be merged; preprocess again with one tokenizer"
+                f"{source.prefix} has ids of type {source.dtype.name}, the output {self.dtype.name}: only pairs of the same "
+                "type can be merged; preprocess again with one tokenizer"
             )
         with open(pair_paths(source.prefix)[0], "rb") as stream:
             shutil.copyfileobj(stream, self._bin, 1 << 22)
@@ -327,7 +333,7 @@ class IndexedWriter:
         self.documents += source.document_count
 
     def finish(self) -> None:
-        """Writes the index and gives both files their names; the old index goes first, the new one comes last."""
+        """Writes the index and renames both files: the old index is removed first, the new one is renamed last."""
         unfinished = self._idx_path.with_name(self._idx_path.name + ".unfinished")
         try:
             with open(unfinished, "wb") as index:
@@ -350,7 +356,7 @@ class IndexedWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Removes what was written so far."""
+        """Removes the unfinished files."""
         for stream in (self._bin, self._lengths, self._boundaries, self._modes):
             if stream is not None:
                 stream.close()
@@ -376,7 +382,7 @@ class IndexedWriter:
 
     @staticmethod
     def _check_fit(values: np.ndarray, dtype: np.dtype, what: str) -> None:
-        """Raises ConfigError where a number would wrap; a smaller type, or floating point, holds what it is given."""
+        """Raises ConfigError if an integer would overflow; smaller types and floating point are not checked."""
         if not len(values) or dtype.kind == "f" or np.can_cast(values.dtype, dtype):
             return
         legal = np.iinfo(dtype)

@@ -1,4 +1,4 @@
-"""Batches of samples. The order of samples is a function of the seed; the state is one integer, samples consumed."""
+"""Batches of samples. The order is a function of the seed; the only state is the number of samples consumed."""
 
 import dataclasses
 import functools
@@ -8,18 +8,18 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.data.gpt_samples import Samples
 
-PADDING = 2**32 - 1  # the number, in a batch's "sample", of a sample that pads a smaller batch: its weights are 0
+PADDING = 2**32 - 1  # the "sample" number of padding in a smaller batch; its weights are 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Boundaries:
-    """Each is off by default, as in Megatron: a sample is one text, whatever it was cut from.
+    """Handling of document boundaries within a sample; everything is off by default, as in Megatron.
 
     Attributes:
-      end_of_document: id of the token that ends a document and still belongs to it.
-      reset_positions: positions begin at 0 in every document.
-      reset_attention: a token attends to its own document only.
-      mask_loss: what follows an end of document is no label: the next document's first token cannot be known.
+      end_of_document: id of the token that ends a document; it belongs to the document.
+      reset_positions: positions restart at 0 in every document.
+      reset_attention: tokens attend to their own document only.
+      mask_loss: the label after an end of document, the next document's first token, has weight 0.
     """
 
     end_of_document: int
@@ -27,12 +27,12 @@ class Boundaries:
     reset_attention: bool = False
     mask_loss: bool = False
 
-    def of(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """What a batch has beside its tokens int [b, s]; every array is [b, s].
+    def arrays(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays that boundaries add to a batch of tokens int [b, s].
 
         Returns:
-          weights float32; positions int32, if they are reset; document int32, the number of the token's document within
-          its sample, if attention is reset.
+          weights float32; with reset_positions, positions int32; with reset_attention, document int32, the number of the
+          token's document within its sample. Each array is [b, s].
         """
         ends = tokens == self.end_of_document
         batch = {"weights": np.where(ends & self.mask_loss, 0, 1).astype(np.float32)}
@@ -47,30 +47,29 @@ class Boundaries:
 
 
 class TokenSamples:
-    """Windows of a token stream, in a new random order each epoch.
+    """Windows of a token stream, in a different random order each epoch.
 
     Sample i is window `order(epoch)[i % count]` with epoch = i // count. Windows overlap by one token: the last label of
     one is the first input of the next, as in Megatron-LM's GPTDataset.
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, seed: int | None):
-        """Cuts int [tokens] into windows; `seed` None keeps them in the order of the text.
+        """Splits int [tokens] into windows; `seed` None keeps the order of the text.
 
         Raises:
-          ConfigError: there is not one whole window.
+          ConfigError: the text is shorter than one window.
         """
         self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
         self.count = (len(tokens) - 1) // sequence_length
         if self.count < 1:
             raise ConfigError(
                 f"a part of the text (training or validation) has {len(tokens)} tokens and a sample needs "
-                f"{sequence_length + 1}: give a longer --text, or "
-                "lower --sequence-length"
+                f"{sequence_length + 1}: pass a longer --text, or lower --sequence-length"
             )
-        self._order = functools.lru_cache(maxsize=2)(self._draw)  # the current epoch's, and the next one's at its end
+        self._order = functools.lru_cache(maxsize=2)(self._draw)  # a batch can span two epochs
 
     def window(self, index: int) -> np.ndarray:
-        """int32 [sequence_length + 1] of sample `index` >= 0: inputs are [:-1], labels [1:]."""
+        """Tokens of sample `index` >= 0, int32 [sequence_length + 1]: inputs are [:-1], labels [1:]."""
         epoch, place = divmod(index, self.count)
         start = int(self._order(epoch)[place]) * self.sequence_length
         return self.tokens[start : start + self.sequence_length + 1].astype(np.int32)
@@ -82,7 +81,7 @@ class TokenSamples:
 
 
 class Loader:
-    """Global batches, cut into microbatches. Its state is an argument: the samples consumed so far, one integer."""
+    """Global batches, split into microbatches. The loader is stateless: `batch` takes the number of samples consumed."""
 
     def __init__(
         self,
@@ -96,12 +95,12 @@ class Loader:
         """`microbatches` must divide `global_batch_size`.
 
         Args:
-          samples: where windows come from.
-          global_batch_size: samples of a batch.
-          microbatches: that it is cut into.
-          boundaries: what the end of a document within a sample does; None is nothing.
-          vocabulary: token ids must be below it; None is not checked.
-          padded_microbatches: number of microbatches that a batch has with those of weight 0 at its end; None: no padding.
+          samples: source of the windows.
+          global_batch_size: samples per batch.
+          microbatches: microbatches per batch.
+          boundaries: handling of document boundaries within a sample; None: ignored.
+          vocabulary: token ids must be below it; None: not checked.
+          padded_microbatches: microbatches per batch including padding of weight 0 at the end; None: no padding.
         """
         self.samples, self.global_batch_size, self.microbatches = samples, global_batch_size, microbatches
         self.boundaries, self.vocabulary = boundaries, vocabulary
@@ -109,11 +108,11 @@ class Loader:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """(microbatches with padding, samples of each)."""
+        """(microbatches including padding, samples per microbatch)."""
         return self.padded_microbatches, self.global_batch_size // self.microbatches
 
     def numbers(self, consumed_samples: int) -> np.ndarray:
-        """int64 [microbatches, samples]: the samples of the batch that starts there, PADDING after the last."""
+        """Sample numbers of the batch that starts at `consumed_samples`, int64 [microbatches, samples]; PADDING is last."""
         numbers = np.full(self.batch_shape, PADDING)
         numbers[: self.microbatches] = consumed_samples + np.arange(self.global_batch_size).reshape(
             self.microbatches, -1
@@ -121,7 +120,7 @@ class Loader:
         return numbers
 
     def at(self, consumed_samples: int) -> "Loader":
-        """The loader of the batch that begins there: this one. Where the batch size grows, there are several."""
+        """The loader of the batch that starts at `consumed_samples`: this one. `RampedLoader` has one per batch size."""
         return self
 
     def resized(self, global_batch_size: int, microbatches: int, padded_microbatches: int | None = None) -> "Loader":
@@ -131,31 +130,31 @@ class Loader:
         )
 
     def batch(self, consumed_samples: int) -> dict[str, np.ndarray]:
-        """The batch that begins with sample `consumed_samples` of the run.
+        """The batch that starts with sample `consumed_samples` of the run.
 
-        Sample j of it goes to microbatch j // (samples a microbatch): a step sees the same samples on any mesh.
+        Its sample j is in microbatch j // (samples per microbatch), so that a step has the same samples on any mesh.
 
         Returns:
           tokens and labels int32, weights float32 (1 where the label counts), each [microbatches, samples,
           sequence_length], and sample uint32 [microbatches, samples], the samples' numbers in the run. With boundaries
-          also what `Boundaries.of` gives.
+          also the arrays of `Boundaries.arrays`.
         """
         rows = self.rows(self.numbers(consumed_samples).reshape(-1))
         return {name: array.reshape(*self.batch_shape, *array.shape[1:]) for name, array in rows.items()}
 
     def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by their numbers in the run, int [rows]: as `batch`, each array [rows, ...].
+        """Samples by their numbers in the run, int [rows]: the arrays of `batch` as [rows, ...].
 
         Raises:
-          ConfigError: there is no such sample, or a token id is not in the vocabulary.
+          ConfigError: a sample does not exist, or a token id is outside the vocabulary.
         """
         padding = numbers == PADDING
         windows = np.stack([self.samples.window(0 if number == PADDING else int(number)) for number in numbers])
         if self.vocabulary is not None and not 0 <= windows.min() <= windows.max() < self.vocabulary:
             bad = windows[(windows < 0) | (windows >= self.vocabulary)][0]
             raise ConfigError(
-                f"the data has token id {bad}, the model knows 0 to {self.vocabulary - 1}: it was made with another "
-                "tokenizer; pass the vocabulary that it needs after --vocabulary"
+                f"the data has token id {bad}, the model has 0 to {self.vocabulary - 1}: it was written with another "
+                "tokenizer; pass the size of its vocabulary as --vocabulary"
             )
         tokens = windows[:, :-1]
         rows = {
@@ -163,7 +162,7 @@ class Loader:
             "labels": windows[:, 1:],
             "weights": np.ones(tokens.shape, np.float32),
             "sample": numbers.astype(np.uint32),
-        } | (self.boundaries.of(tokens) if self.boundaries else {})
+        } | (self.boundaries.arrays(tokens) if self.boundaries else {})
         if padding.any():
             rows["weights"] = np.where(padding[:, None], np.float32(0), rows["weights"])
         return rows

@@ -1,4 +1,4 @@
-"""The next batches, read and put on the devices while a step runs."""
+"""Prefetching: a thread reads the next batches and copies them to the devices while a step runs."""
 
 import concurrent.futures
 import time
@@ -8,21 +8,21 @@ import jax
 
 from megajax.data.loader import Loader
 
-AHEAD = 2  # batches: one on the devices when its step begins, one being read
+AHEAD = 2  # batches: one on the devices before its step starts, one being read
 
 
 class Prefetch:
-    """A loader's batches, ahead of time, each process reading only the samples that its own devices need.
+    """Prefetches a loader's batches. Each process reads only the samples of its own devices.
 
-    It is asked as the loader is: `batch(consumed_samples)`. Asked for what follows the last batch it gives what it has
-    ready; asked for anything else, as after a restart, it begins again there. So it has no state to save.
+    `batch(consumed_samples)` is called as the loader's. The batch after the previous one is already prefetched; for any
+    other one, as after a restart, prefetching starts again there. So there is no state to save.
 
     Attributes:
-      waited: seconds that `batch` has spent waiting, in all.
+      waited: total seconds that `batch` has waited.
     """
 
     def __init__(self, loader: Loader, sharding: jax.sharding.Sharding, ahead: int = AHEAD):
-        """Takes the sharding of a batch's arrays, whose first two axes are (microbatches, samples)."""
+        """`sharding` is that of a batch's arrays, whose first two axes are (microbatches, samples)."""
         self.loader, self.sharding, self.ahead, self.waited = loader, sharding, ahead, 0.0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
         self._ready: dict[int, concurrent.futures.Future] = {}
@@ -34,10 +34,10 @@ class Prefetch:
         self.close()
 
     def batch(self, consumed_samples: int) -> Mapping[str, jax.Array]:
-        """`Loader.batch`, as arrays on the devices; the batches after it are then begun.
+        """`Loader.batch` as arrays on the devices; starts reading the next batches.
 
         Raises:
-          ConfigError: what the loader raises for this batch.
+          ConfigError: see `Loader.rows`. Errors of prefetched batches are raised when they are requested.
         """
         start = time.perf_counter()
         wanted = [consumed_samples]
@@ -58,8 +58,8 @@ class Prefetch:
 
 
 def place_batch(loader: Loader, consumed_samples: int, sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
-    """One batch on the devices. Devices that hold the same samples, of a pipeline or tensor group, share one reading."""
-    if not hasattr(loader, "rows"):  # batches of the user's, which are read whole
+    """One batch on the devices. The samples of devices in the same pipeline or tensor group are read once."""
+    if not hasattr(loader, "rows"):  # the user's data, which gives whole batches only
         batch = loader.batch(consumed_samples)
         place = lambda array: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)  # noqa: E731
         return {name: place(array) for name, array in batch.items()}

@@ -1,12 +1,12 @@
-"""Text to a .bin/.idx pair that megajax and Megatron-LM train on.
+"""Tokenizes text into a .bin/.idx pair for megajax and Megatron-LM.
 
 python -m megajax.data.preprocess --input a.jsonl b.txt.gz --output corpus --tokenizer gpt2
-python -m megajax.data.preprocess merge --input corpus more --output all      two pairs to one
+python -m megajax.data.preprocess merge --input corpus more --output all      two pairs into one
 python -m megajax.data.preprocess inspect corpus --tokenizer gpt2            counts, and the first documents as text
-python -m megajax.data.preprocess verify corpus --tokenizer gpt2             every offset and every token id
+python -m megajax.data.preprocess verify corpus --tokenizer gpt2             checks every offset and every token id
 
-A .jsonl has an object a line, whose "text" is a document; any other file is text, and one document unless --text-documents
-says otherwise. .gz and .zst are unpacked. Memory does not grow with the files, only with the longest document.
+A .jsonl file has one object per line, whose "text" is a document. Any other file is plain text: one document, or several
+with --text-documents. .gz and .zst are decompressed. Memory grows with the longest document only, not with the files.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.corpus import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 
 BAD_LINES_SHOWN = 10
-SHOWN = 300  # characters of a document
-AHEAD = 3  # blocks in the works for each worker: none waits, and memory stays bounded
+SHOWN = 300  # characters of a document that are printed
+AHEAD = 3  # blocks in flight per worker: workers do not idle, and memory stays bounded
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How documents become ids.
+    """How documents are tokenized.
 
     Attributes:
-      tokenizer: its name; each worker loads its own.
+      tokenizer: name of the tokenizer, which every worker loads.
       end_of_document: see `load_tokenizer`.
-      keys: of the JSON objects; each makes a dataset of its own.
-      append_end: whether the end of document is put after each that is not empty.
-      sentences: whether documents are cut into sentences, each a sequence.
+      keys: keys of the JSON objects; each is written to a separate dataset.
+      append_end: append the end-of-document token to every document that is not empty.
+      sentences: split documents into sentences, one sequence each.
     """
 
     tokenizer: str
@@ -59,7 +59,7 @@ class Recipe:
 
 
 class Encoded(NamedTuple):
-    """The ids of some documents, in the form that IndexedWriter.add_documents takes."""
+    """Ids of several documents: the arguments of IndexedWriter.add_documents."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -67,13 +67,13 @@ class Encoded(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a block.
+    """The result of a block.
 
     Attributes:
-      encoded: of each key.
-      bad: lines that are no documents.
-      characters: bytes of text in the block, unpacked.
-      path: of the file.
+      encoded: ids, for each key.
+      bad: lines that are not documents.
+      characters: decompressed bytes of the block.
+      path: the file.
       read: bytes of the file read so far.
     """
 
@@ -85,7 +85,7 @@ class Result(NamedTuple):
 
 
 def encode_block(block: Block, recipe: Recipe) -> Result:
-    """Reads and encodes one block."""
+    """Parses and tokenizes one block."""
     tokenizer = recipe.load()
     documents, bad = documents_of(block, recipe.keys)
     columns = [list(texts) for texts in zip(*documents, strict=True)] or [[] for _ in recipe.keys]
@@ -94,7 +94,7 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
 
 
 def encode_blocks(blocks: Iterable[Block], recipe: Recipe, workers: int) -> Iterator[Result]:
-    """Encodes on `workers` processes; results come in the order of the blocks, whoever finishes first.
+    """Tokenizes in `workers` processes; yields results in the order of the blocks.
 
     Raises:
       ConfigError: a worker was killed.
@@ -111,7 +111,7 @@ def encode_blocks(blocks: Iterable[Block], recipe: Recipe, workers: int) -> Iter
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise ConfigError(
-            "a worker process was killed, probably for want of memory: pass fewer --workers, or cut very long documents"
+            "a worker process was killed, probably out of memory: pass fewer --workers, or split very long documents"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -136,17 +136,17 @@ def _encode(texts: list[str], recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
 
 
 def _start_worker() -> None:
-    """Readies a worker: Ctrl-C is the parent's to handle, and one core is one worker's."""
+    """Ignores Ctrl-C, which the parent process handles, and limits the tokenizer to one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the process's exit code: 0, or 2 for an error in what was asked or read."""
+    """Runs a command and returns the exit code: 0, or 2 for an error in the options or files."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"merge": _merge, "inspect": _inspect, "verify": _verify}
     command = commands.get(arguments[0] if arguments else "", _preprocess)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit removes unfinished files
     try:
         command(arguments if command is _preprocess else arguments[1:])
     except ConfigError as error:
@@ -179,7 +179,7 @@ def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
-        help="the token of a tokenizer's file that ends documents, if not the usual",
+        help="token of a tokenizer's file that ends documents, if it has none of the usual names",
     )
 
 
@@ -189,21 +189,25 @@ def _preprocess(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     _tokenizer_options(parser, required=True)
     parser.add_argument(
-        "--keys", nargs="+", default=["text"], metavar="KEY", help="of JSON objects; several: writes PREFIX_KEY (text)"
+        "--keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of JSON objects; several: writes PREFIX_KEY (text)",
     )
     parser.add_argument(
-        "--text-documents", choices=TEXT_DOCUMENTS, default="file", help="a document of a text is (file)"
+        "--text-documents", choices=TEXT_DOCUMENTS, default="file", help="one document of plain text (file)"
     )
-    parser.add_argument("--no-end-of-document", action="store_true", help="put no token after documents")
-    parser.add_argument("--split-sentences", action="store_true", help="a sequence for each sentence, as BERT needs")
+    parser.add_argument("--no-end-of-document", action="store_true", help="append no token to documents")
+    parser.add_argument("--split-sentences", action="store_true", help="one sequence per sentence, for BERT")
     parser.add_argument(
-        "--bad-lines", choices=("skip", "fail"), default="skip", help="lines that are no document (skip)"
+        "--bad-lines", choices=("skip", "fail"), default="skip", help="lines that are not a document (skip)"
     )
-    parser.add_argument("--workers", type=int, default=_cores(), help="processes (one a core)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--workers", type=int, default=_cores(), help="processes (one per core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
     if options.workers < 1:
-        raise ConfigError(f"--workers {options.workers}: at least 1")
+        raise ConfigError(f"--workers {options.workers}: must be at least 1")
     recipe = Recipe(
         options.tokenizer,
         options.end_of_document,
@@ -214,7 +218,7 @@ def _preprocess(arguments: Sequence[str]) -> None:
     kinds = {path: kind_of(path, options.text_documents) for path in options.input}
     texts = [path for path, kind in kinds.items() if kind != "jsonl"]
     if texts and len(recipe.keys) > 1:
-        raise ConfigError(f"--keys {' '.join(recipe.keys)}: {texts[0]} is no .jsonl and has no keys")
+        raise ConfigError(f"--keys {' '.join(recipe.keys)}: {texts[0]} is not a .jsonl file and has no keys")
     dtype = dtype_for(recipe.load().vocabulary)
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.output}_{key}" if keyed else options.output for key in recipe.keys]
@@ -244,10 +248,10 @@ def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_
 
 
 class _Report:
-    """The progress bar, the bad lines, and the last words."""
+    """The progress bar, the bad lines and the final counts."""
 
     def __init__(self, paths: Sequence[str], fatal: bool):
-        """Takes the input files; `fatal` makes the first bad line a ConfigError."""
+        """`paths` are the input files; `fatal` makes the first bad line a ConfigError."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -257,7 +261,7 @@ class _Report:
             try:
                 self.sizes[path] = os.path.getsize(path)
             except OSError as error:
-                raise ConfigError(f"cannot read {path}: {error.strerror}; give --input a readable file") from None
+                raise ConfigError(f"cannot read {path}: {error.strerror}; pass --input a readable file") from None
         self.read = dict.fromkeys(paths, 0)
         columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"), TimeRemainingColumn())
         self.console = Console(stderr=True)
@@ -273,10 +277,10 @@ class _Report:
         self.progress.stop()
 
     def add(self, result: Result) -> None:
-        """Counts a block, and shows its bad lines while there are few."""
+        """Counts a block, and prints the first BAD_LINES_SHOWN bad lines."""
         for line in result.bad:
             if self.fatal:
-                raise ConfigError(f"{line}; mend it, or pass --bad-lines skip. Nothing was written.")
+                raise ConfigError(f"{line}; correct it, or pass --bad-lines skip. Nothing was written.")
             self.bad += 1
             if self.bad <= BAD_LINES_SHOWN:
                 self.progress.print(f"skipped {line}", markup=False, highlight=False)
@@ -288,7 +292,7 @@ class _Report:
         self.progress.update(self.task, completed=sum(self.read.values()), rates=rates)
 
     def close(self, prefixes: Sequence[str], writers: Sequence[IndexedWriter]) -> None:
-        """Prints what was written."""
+        """Prints the counts of every pair."""
         for prefix, writer in zip(prefixes, writers, strict=True):
             print(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
         rate = self.characters / 1e6 / self.seconds
@@ -301,11 +305,11 @@ def _merge(arguments: Sequence[str]) -> None:
     parser = _parser("merge")
     parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="pairs, in order")
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
     sources = [IndexedDataset(prefix) for prefix in options.input]
     if pathlib.Path(options.output).absolute() in [pathlib.Path(prefix).absolute() for prefix in options.input]:
-        raise ConfigError(f"--output {options.output} is one of the inputs; give another")
+        raise ConfigError(f"--output {options.output} is one of the inputs; pass another")
     for source in sources:
         source.check()
     with IndexedWriter(options.output, sources[0].dtype, overwrite=options.overwrite) as writer:
@@ -318,7 +322,7 @@ def _inspect(arguments: Sequence[str]) -> None:
     parser = _parser("inspect")
     parser.add_argument("prefix", metavar="PREFIX")
     _tokenizer_options(parser, required=False)
-    parser.add_argument("--documents", type=int, default=3, metavar="COUNT", help="how many to show (3)")
+    parser.add_argument("--documents", type=int, default=3, metavar="COUNT", help="documents to print (3)")
     options = parser.parse_args(arguments)
     dataset = IndexedDataset(options.prefix)
     lengths = dataset.lengths
@@ -334,7 +338,7 @@ def _inspect(arguments: Sequence[str]) -> None:
         shown = ids[:SHOWN]
         ends = bool(tokenizer and len(ids) and ids[-1] == tokenizer.end_of_document)
         text = " ".join(map(str, shown[:20].tolist())) if tokenizer is None else repr(tokenizer.decode(shown)[:SHOWN])
-        print(f"\ndocument {number}: {len(ids):,} tokens{', the last one the end of document' * ends}\n{text}")
+        print(f"\ndocument {number}: {len(ids):,} tokens{', including the end of document' * ends}\n{text}")
 
 
 def _verify(arguments: Sequence[str]) -> None:
@@ -348,13 +352,13 @@ def _verify(arguments: Sequence[str]) -> None:
     dataset.check_tokens(tokenizer.vocabulary)
     ends = _documents_with_end(dataset, tokenizer.end_of_document)
     print(
-        f"{dataset.prefix}: sound; {dataset.document_count:,} documents, {len(dataset.tokens):,} token ids below "
+        f"{dataset.prefix}: valid; {dataset.document_count:,} documents, {len(dataset.tokens):,} token ids below "
         f"{tokenizer.vocabulary}; {ends:,} documents end with {tokenizer.name}'s end of document"
     )
 
 
 def _documents_with_end(dataset: IndexedDataset, end: int) -> int:
-    """How many documents end with that id."""
+    """The number of documents whose last id is `end`."""
     last = np.array(dataset.documents[1:][np.diff(dataset.documents) > 0]) - 1
     places = dataset.offsets[last] // dataset.dtype.itemsize + dataset.lengths[last] - 1
     return int((dataset.tokens[places[dataset.lengths[last] > 0]] == end).sum())

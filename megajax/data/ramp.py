@@ -1,10 +1,10 @@
-"""Batches of a run whose batch size grows (2104.04473 section 5.1: GPT-3's runs): how large each is, and its samples.
+"""Batch size ramps (2104.04473 section 5.1, GPT-3's runs): the size and the samples of each batch.
 
-A step is compiled once for each number of microbatches. A ramp of GPT-3's has 98 batch sizes; `programs` chooses at most
+A step is compiled once for each number of microbatches. A ramp of GPT-3 has 98 batch sizes; `padded_sizes` chooses at most
 eight of them to compile, and a batch of any other size is padded with microbatches of weight 0 to the next one. They add
 exactly zero to the loss and to the gradients, and the samples of a batch, their order, microbatches and replicas
-are those of the batch without padding. Their cost: 98 sizes in equal shares of samples take 12 to 21% more time
-than with a program of their own for each (the less, the larger the pipeline's bubble); a ramp is 4% of GPT-3's samples.
+are those of the batch without padding. The cost of padding: 98 sizes in equal shares of samples take 12 to 21% more time
+than with one program per size (less with a larger pipeline bubble); a ramp is 4% of GPT-3's samples.
 """
 
 import numpy as np
@@ -16,9 +16,10 @@ MAX_PROGRAMS = 8
 
 
 def batch_size(train: TrainConfig, consumed: int) -> int:
-    """The number of samples of the step that starts after `consumed` samples.
+    """Samples of the step that starts after `consumed` samples.
 
-    START,INCREMENT,SAMPLES: each of the (global batch - START) / INCREMENT smaller sizes gets an equal share of SAMPLES.
+    With a ramp (START, INCREMENT, SAMPLES), each of the (global batch - START) / INCREMENT smaller sizes gets an equal share
+    of SAMPLES.
     """
     if not train.batch_ramp:
         return train.global_batch_size
@@ -36,7 +37,7 @@ def batch_sizes(train: TrainConfig) -> list[int]:
 
 
 def steps_left(run: RunConfig, consumed: int) -> int:
-    """Steps from `consumed` samples to the end of the run; the last one may go past it."""
+    """Steps from `consumed` samples to the end of the run; the last step may exceed the total samples."""
     steps, ramp_end = 0, run.train.batch_ramp[2] if run.train.batch_ramp else 0
     while consumed < min(ramp_end, run.total_samples):
         consumed += batch_size(run.train, consumed)
@@ -45,17 +46,17 @@ def steps_left(run: RunConfig, consumed: int) -> int:
 
 
 def padded_sizes(run: RunConfig, most: int = MAX_PROGRAMS) -> dict[int, int]:
-    """The size that a batch of each of the run's sizes is padded to, which takes at most `most` different values.
+    """The padded size of each of the run's batch sizes; there are at most `most` different ones.
 
     They minimise the time of the ramp: every size gets the same number of samples, so its number of steps is
-    proportional to 1 / size, and a step of b samples takes time proportional to b + (pipe - 1) * samples a microbatch.
+    proportional to 1 / size, and a step of b samples takes time proportional to b + (pipe - 1) * samples per microbatch.
     The minimum is found by dynamic programming over (number of programs, sizes that they cover).
     """
     sizes = np.array(batch_sizes(run.train))
     bubble = (run.parallel.pipe - 1) * run.parallel.microbatch_size * run.parallel.data
-    steps = np.concatenate([[0.0], np.cumsum(1 / sizes)])  # of all sizes before each
+    steps = np.concatenate([[0.0], np.cumsum(1 / sizes)])  # sums over all smaller sizes
     count = len(sizes)
-    # times[j] and groups[j]: of the first j sizes, and where each of their groups ends.
+    # times[j] and groups[j]: the minimal time of the first j sizes, and the last size of each of their groups.
     times, groups = np.full(count + 1, np.inf), [()] * (count + 1)
     times[0] = 0.0
     for _ in range(min(most, count)):
@@ -69,10 +70,10 @@ def padded_sizes(run: RunConfig, most: int = MAX_PROGRAMS) -> dict[int, int]:
 
 
 class RampedLoader:
-    """A `Loader` for each batch size of a run; the samples consumed decide which one is next, so there is no state."""
+    """A `Loader` for each batch size of a run, selected by the number of samples consumed; it has no state."""
 
     def __init__(self, loader: Loader, run: RunConfig):
-        """`loader` is of full batches; every batch is cut into microbatches of the run's size."""
+        """`loader` gives batches of the full size; every batch is split into microbatches of the run's size."""
         at_once = run.parallel.microbatch_size * run.parallel.data
         self.train, self.samples = run.train, loader.samples
         self.loaders = {
@@ -80,7 +81,7 @@ class RampedLoader:
         }
 
     def at(self, consumed_samples: int) -> Loader:
-        """The loader of the batch that starts with sample `consumed_samples`."""
+        """The loader of the batch that starts at `consumed_samples`."""
         return self.loaders[batch_size(self.train, consumed_samples)]
 
     def batch(self, consumed_samples: int) -> dict[str, np.ndarray]:

@@ -1,26 +1,123 @@
-"""Documents to train on: the text in the package, or a file of the user's."""
+"""Text files as documents: loaded whole for training, or read in blocks by preprocessing.
+
+`load_documents`, `split_documents` and `tokenise` turn a text that fits in memory into token streams. `read_blocks` and
+`documents_of` read files of any size as blocks of whole documents, the units of work of preprocessing.
+"""
 
 import gzip
 import importlib.resources
 import json
 import pathlib
+import re
 import zlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.corpus import kind_of
 from megajax.data.tokenizers import Tokenizer
+
+BLOCK = 1 << 20  # bytes of text in a block, extended to the end of its last document
+JSONL = (".jsonl", ".json", ".ndjson")
+TEXT_DOCUMENTS = ("file", "paragraph", "line")
+SHOWN = 80  # characters of a bad line that are printed
+
+
+class Block(NamedTuple):
+    """One or more whole documents.
+
+    Attributes:
+      path: the file.
+      kind: the unit of a document, "jsonl" or one of TEXT_DOCUMENTS.
+      first_line: line number of the block's first line in the file.
+      content: decompressed bytes.
+      read: bytes of the (compressed) file read so far.
+    """
+
+    path: str
+    kind: str
+    first_line: int
+    content: bytes
+    read: int
+
+
+class BadLine(NamedTuple):
+    """A line that is not a document, and the reason."""
+
+    path: str
+    line: int
+    reason: str
+    start: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.reason}: {self.start}"
+
+
+def kind_of(path: str, text_documents: str) -> str:
+    """The unit of a document in a file, by the file's name: "jsonl", or `text_documents` for any other file."""
+    return "jsonl" if pathlib.Path(re.sub(r"\.(gz|zst)$", "", path)).suffix in JSONL else text_documents
+
+
+def read_blocks(path: str, kind: str) -> Iterator[Block]:
+    """The blocks of a file; .gz and .zst are decompressed. Memory is one block, or more for a longer document.
+
+    Raises:
+      ConfigError: the file cannot be read, or is damaged.
+    """
+    try:
+        with open(path, "rb") as packed:
+            line, held = 1, []
+            for part in _unpacked(path, packed):
+                cut = 0 if kind == "file" else _end_of_documents(part, kind)
+                if not cut:
+                    held.append(part)
+                    continue
+                content = b"".join([*held, part[:cut]])
+                yield Block(path, kind, line, content, _place(packed))
+                line, held = line + content.count(b"\n"), [part[cut:]]
+            if any(held):
+                yield Block(path, kind, line, b"".join(held), _place(packed))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass --input a readable file") from None
+    except (EOFError, zlib.error):
+        raise ConfigError(f"cannot read {path}: the compressed file is truncated or damaged") from None
+
+
+def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
+    """The block's documents, each with the text of every key (plain text has one), and the lines that are not documents."""
+    if block.kind == "jsonl":
+        return _json_documents(block, keys)
+    try:
+        text = block.content.decode("utf-8-sig" if block.first_line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line = block.first_line + block.content.count(b"\n", 0, error.start)
+        if block.kind == "file":
+            return [], [BadLine(block.path, line, "not UTF-8", repr(block.content[error.start : error.start + 20]))]
+        return _bytewise(block)
+    if block.kind == "file":
+        return [(text,)] if text.strip() else [], []
+    parts = text.split("\n") if block.kind == "line" else re.split(r"\n[ \t\r]*\n", text)
+    return [(part.strip("\r\n"),) for part in parts if part.strip()], []
+
+
+def split_sentences(text: str) -> list[str]:
+    """Splits a text after . ! or ? (and closing quotes) before a space and a capital or a digit, and at line ends.
+
+    This is a single regular expression without a list of abbreviations. BERT's sentence pairs do not need exact sentences.
+    """
+    cut = re.sub(r"""([.!?]["'”’)\]]*)\s+(?=["'“‘(\[]*[^\W_a-z])""", r"\1\n", text)
+    return [piece.strip() for piece in cut.split("\n") if piece.strip()]
 
 
 def load_documents(path: str | None = None) -> list[str]:
-    """The documents of a file: the "text" of each line of a .jsonl, .json or .ndjson; of another file, the whole text.
+    """The documents of a file: the "text" of each line of a .jsonl, .json or .ndjson file; otherwise the whole file.
 
     Args:
-      path: a file, which may be a .gz; None is the bundled plays and poems (megajax/data/text/SOURCE.md).
+      path: a file, which may be a .gz; None: the bundled plays and poems (megajax/data/text/SOURCE.md).
 
     Raises:
-      ConfigError: the file cannot be read, is empty, is not UTF-8, or a line of it is not a JSON object with a text.
+      ConfigError: the file cannot be read, is empty or not UTF-8, or a line is not a JSON object with a "text".
     """
     if path is None:
         packaged = importlib.resources.files("megajax.data") / "text" / "corpus.jsonl.gz"
@@ -30,42 +127,26 @@ def load_documents(path: str | None = None) -> list[str]:
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(
-            f"cannot read the text {path}: {error.strerror or error}; give --text a readable file"
+            f"cannot read the text {path}: {error.strerror or error}; pass --text a readable file"
         ) from None
     except (EOFError, zlib.error):
         raise ConfigError(
-            f"cannot read the text {path}: the compressed file is cut short or damaged; give --text a whole one"
+            f"cannot read the text {path}: the compressed file is truncated or damaged; pass --text a complete file"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text {path} is not UTF-8 (byte {error.start}); convert it, or give another") from None
+        raise ConfigError(f"the text {path} is not UTF-8 (byte {error.start}); convert it, or pass another") from None
     documents = [document for document in _documents(path.removesuffix(".gz"), text) if document.strip()]
     if not documents:
-        raise ConfigError(f"the text {path} is empty; give --text a file with text in it")
-    return documents
-
-
-def _documents(name: str, text: str) -> list[str]:
-    if kind_of(name, "file") != "jsonl":
-        return [text]
-    documents = []
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 and others inside a string
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)["text"]
-            document.encode()  # no string has no encode; JSON can hold half a surrogate pair, UTF-8 cannot
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f'line {number} of {name} is not a JSON object with a string "text"') from None
-        documents.append(document)
+        raise ConfigError(f"the text {path} is empty; pass --text a file with text")
     return documents
 
 
 def split_documents(documents: list[str], validation_share: float = 0.05) -> tuple[list[str], list[str]]:
-    """(training, validation), by whole documents, so that validation text is new to the model.
+    """Splits whole documents into (training, validation).
 
-    Documents from the end go to validation until it has at least `validation_share` (above 0) of the characters. If
-    that would give it more than half of them, as when there is a single document, the last one taken is cut in two so
-    that validation has just its share.
+    Validation takes documents from the end until it has at least `validation_share` (above 0) of the characters. If it
+    would then have more than half of them, as with a single document, the last document taken is split so that
+    validation has exactly its share.
     """
     total = sum(map(len, documents))
     wanted, count, size = validation_share * total, 0, 0
@@ -80,6 +161,104 @@ def split_documents(documents: list[str], validation_share: float = 0.05) -> tup
 
 
 def tokenise(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
-    """All documents as one int32 [tokens], an end of document after each."""
+    """Concatenated ids of all documents, int32 [tokens], with an end of document after each."""
     end = np.array([tokenizer.end_of_document], np.int32)
     return np.concatenate([part for document in documents for part in (tokenizer.encode(document), end)])
+
+
+def _end_of_documents(part: bytes, kind: str) -> int:
+    """The end of the last document that ends in `part`; 0 if none does."""
+    if kind != "paragraph":
+        return part.rfind(b"\n") + 1
+    ends = [match.end() for match in re.finditer(rb"\n[ \t\r]*\n", part)]
+    return ends[-1] if ends else 0
+
+
+def _place(packed: BinaryIO) -> int:
+    return packed.tell() if packed.seekable() else 0  # a pipe has no position
+
+
+def _unpacked(path: str, packed: BinaryIO) -> Iterator[bytes]:
+    if path.endswith(".zst"):
+        yield from _unpacked_zst(packed)
+        return
+    stream = gzip.open(packed) if path.endswith(".gz") else packed
+    while part := stream.read(BLOCK):
+        yield part
+
+
+def _unpacked_zst(packed: BinaryIO) -> Iterator[bytes]:
+    """Decompresses frame by frame: the library's stream reader reports no error for a truncated file."""
+    import zstandard
+
+    frame, rest = None, b""
+    try:
+        while packing := rest or packed.read(BLOCK // 16):
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(packing)
+            rest = frame.unused_data
+            frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise zlib.error(str(error)) from None
+    if frame is not None:
+        raise EOFError
+
+
+def _json_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
+    documents, bad = [], []
+    for number, line in enumerate(block.content.split(b"\n"), block.first_line):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            texts = tuple(record[key] for key in keys)
+            for text in texts:
+                text.encode()  # fails for values that are not strings, and for half a surrogate pair
+            documents.append(texts)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            bad.append(BadLine(block.path, number, _reason(error, keys), repr(line[:SHOWN].decode(errors="replace"))))
+    return documents, bad
+
+
+def _reason(error: Exception, keys: Sequence[str]) -> str:
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]!r}"
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    if isinstance(error, UnicodeEncodeError):
+        return "half a surrogate pair"
+    if isinstance(error, json.JSONDecodeError):
+        return "not JSON"
+    return f"not an object with a string {' and '.join(map(repr, keys))}"
+
+
+def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
+    """Decodes a block that is not entirely UTF-8 line by line or paragraph by paragraph."""
+    documents, bad, line = [], [], block.first_line
+    separator = rb"(\n)" if block.kind == "line" else rb"(\n[ \t\r]*\n)"
+    for part in re.split(separator, block.content):
+        try:
+            text = part.decode()
+            if text.strip():
+                documents.append((text.strip("\r\n"),))
+        except UnicodeDecodeError as error:
+            start = repr(part[error.start : error.start + 20])
+            bad.append(BadLine(block.path, line + part.count(b"\n", 0, error.start), "not UTF-8", start))
+        line += part.count(b"\n")
+    return documents, bad
+
+
+def _documents(name: str, text: str) -> list[str]:
+    if kind_of(name, "file") != "jsonl":
+        return [text]
+    documents = []
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+            document.encode()  # fails for values that are not strings, and for half a surrogate pair
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f'line {number} of {name} is not a JSON object with a string "text"') from None
+        documents.append(document)
+    return documents

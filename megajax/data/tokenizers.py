@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes for small runs, GPT-2's byte-pair encoding for real ones, or a file of the user's."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, or a file of Hugging Face, sentencepiece or BERT."""
 
 import functools
 import gzip
@@ -12,17 +12,17 @@ import numpy as np
 
 from megajax.config import ConfigError, near
 
-# What ends a document in well-known vocabularies: GPT-2 and kin, Llama 3, Llama 2 and T5, Gemma, BERT.
+# End-of-document tokens of well-known vocabularies: GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer.
+    """Interface of a tokenizer.
 
     Attributes:
-      name: as typed after --tokenizer.
-      vocabulary: number of token ids, the end of a document's included.
-      end_of_document: the id that is put after every document.
+      name: the argument of --tokenizer.
+      vocabulary: number of token ids, including the end of document.
+      end_of_document: id appended to every document.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Tokenizer(Protocol):
         """Ids of a text, int32 [tokens], without an end of document."""
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of many texts; quicker."""
+        """`encode` for many texts, faster than one by one."""
 
     def decode(self, ids) -> str:
-        """The text of ids; bytes that are no UTF-8 become the replacement character."""
+        """The text of ids; invalid UTF-8 becomes the replacement character."""
 
 
 class ByteTokenizer:
-    """One token for each byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     name, vocabulary, end_of_document = "byte", 257, 256
 
@@ -55,13 +55,13 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` library; no special tokens are added, nothing is cut or padded."""
+    """A tokenizer of the `tokenizers` library, without added special tokens, truncation or padding."""
 
     def __init__(self, name: str, inner, end_of_document: str | None = None):
-        """Wraps a tokenizers.Tokenizer.
+        """Wraps a tokenizers.Tokenizer; `end_of_document` None searches for one of ENDS.
 
         Raises:
-          ConfigError: the vocabulary has no such end of document, or, for None, none of the usual ones.
+          ConfigError: the vocabulary has no such token.
         """
         inner.no_truncation()
         inner.no_padding()
@@ -73,7 +73,7 @@ class HuggingFaceTokenizer:
         return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # without the places in the text
+        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # "fast": without character offsets
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids) -> str:
@@ -82,10 +82,10 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A model of the `sentencepiece` library; neither a begin nor an end of sentence is added."""
+    """A model of the `sentencepiece` library, without added begin or end of sentence."""
 
     def __init__(self, name: str, end_of_document: str | None = None):
-        """Reads the file `name`; see HuggingFaceTokenizer."""
+        """Loads the file `name`; `end_of_document` as in HuggingFaceTokenizer."""
         import sentencepiece
 
         self.name, self.inner = name, sentencepiece.SentencePieceProcessor(model_file=name)
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
 
 
 def load_gpt2() -> HuggingFaceTokenizer:
-    """GPT-2's byte-level BPE, from the files in the package."""
+    """GPT-2's byte-level BPE, from the package's files."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     merges = [tuple(line.split()) for line in _packaged("vocab.bpe.gz").split("\n")[1:] if line.strip()]
@@ -121,20 +121,20 @@ TOKENIZERS = {"byte": ByteTokenizer, "gpt2": load_gpt2}
 FILES = {
     ".json": "a tokenizer.json of Hugging Face",
     ".model": "a sentencepiece model",
-    ".txt": "BERT's list of WordPieces (in lower case)",
+    ".txt": "BERT's list of WordPieces (lower case)",
 }
 
 
 @functools.cache
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer called `name`, or in the file of that name.
+    """Loads a tokenizer by name or from a file.
 
     Args:
-      name: one of TOKENIZERS, or a path that ends as one of FILES.
-      end_of_document: the token to put after every document; None takes the usual one. For files only.
+      name: one of TOKENIZERS, or a path with an ending of FILES.
+      end_of_document: token that ends documents, for files only; None: one of ENDS.
 
     Raises:
-      ConfigError: there is none, the file cannot be read, or it has no such end of document.
+      ConfigError: the name is unknown, the file cannot be read, or it has no such end of document.
     """
     ending = pathlib.Path(name).suffix
     if ending not in FILES:
@@ -144,15 +144,15 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
                 f"{', '.join(f'FILE{end}' for end in FILES)}."
             )
         if end_of_document is not None:
-            raise ConfigError(f"tokenizer {name} has its own end of document: leave --end-of-document out")
+            raise ConfigError(f"tokenizer {name} has a fixed end of document: omit --end-of-document")
         return TOKENIZERS[name]()
     if not pathlib.Path(name).is_file():
-        raise ConfigError(f"tokenizer {name}: there is no such file; give {FILES[ending]}")
+        raise ConfigError(f"tokenizer {name}: no such file; pass {FILES[ending]}")
     try:
         return _read(name, ending, end_of_document)
     except ConfigError:
         raise
-    except Exception as error:  # the libraries raise plain Exception, RuntimeError and others for a foreign file
+    except Exception as error:  # the libraries raise Exception, RuntimeError and others for a file of another format
         raise ConfigError(f"tokenizer {name} is not {FILES[ending]}: {str(error).splitlines()[0]}") from None
 
 

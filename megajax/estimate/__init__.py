@@ -1,4 +1,4 @@
-"""What a run costs on paper (FLOPs, memory, communication, time), and what a compiled program does (hlo)."""
+"""Estimates of a run's FLOPs, memory, communication and time, and counts from compiled programs (hlo)."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from megajax.models.interface import model_class
 __all__ = ["model_costs"]
 
 
-@functools.lru_cache(maxsize=256)  # a search asks for the same model thousands of times
+@functools.lru_cache(maxsize=256)  # a search uses the same model thousands of times
 def model_costs(model: Any) -> ModelCosts:
     """The costs of the model with this configuration, as its class gives them (`PipelineModel.costs`)."""
     return model_class(model)(model).costs()

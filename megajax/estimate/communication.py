@@ -1,4 +1,4 @@
-"""What a step sends on paper: bytes a device sends per step and mesh axis (2104.04473 section 3, 2205.05198 section 4.2).
+"""Formulas for the bytes that a device sends per step and mesh axis (2104.04473 section 3, 2205.05198 section 4.2).
 
 b samples a microbatch, s tokens, h hidden, m microbatches, v chunks a rank; d, C, p, t the degrees of data, context, pipe
 and tensor parallelism. Bytes are those of ring algorithms, which are the fewest possible.

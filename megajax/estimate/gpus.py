@@ -150,7 +150,7 @@ class Peak:
 
     Attributes:
         flops: FLOP/s of one device when all of them work.
-        source: "published" or "measured", to be printed beside any utilisation derived from it.
+        source: "published" or "measured", to be printed with any utilisation derived from it.
     """
 
     flops: float
@@ -212,7 +212,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     """The run with `attention` resolved to "xla" or "cudnn", as the program chooses on this GPU with cuDNN installed.
 
     Raises:
-      ConfigError: cudnn was asked for and is not supported there.
+      ConfigError: attention is cudnn, which is not supported there.
     """
     attention = model_costs(run.model).attention
     if attention is None:

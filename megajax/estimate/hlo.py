@@ -3,7 +3,7 @@
 Counts are for one run of the module. An operation in a loop counts once for each iteration, if the text gives the trip count
 (XLA's known_trip_count). The trip counts of other loops are dynamic, and operations in them are marked `conditional`:
 megajax's executor writes "if" as a loop of zero or one iteration, and its loops over blocks are dynamic in ticks in which a
-rank may idle. The schedule determines their total iterations in a step: `loop_turns` gives them by the executor's scopes.
+rank may idle. The schedule determines their total iterations in a step; `loop_trip_counts` returns them by scope.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from megajax.config.run_schedule import run_schedule
 from megajax.runtime.mesh import AXES
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
-__all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_turns", "most_sent", "read"]
+__all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes that a device sends for each byte that the collective returns, in a group of g, by a ring: the fewest possible.
@@ -60,7 +60,7 @@ class Collective:
       behind: number of matmuls, attention kernels and operations certain to run some between its start and its done, which
         it can overlap. A loop with a dynamic trip count is not certain to, except the loops over blocks (on ranks that do
         not idle).
-      beside: number of all computing operations between its start and its done.
+      overlapped: number of all computing operations between its start and its done.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Collective:
     in_loop: bool
     asynchronous: bool
     behind: int
-    beside: int
+    overlapped: int
 
     def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
         """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which the devices of a group differ."""
@@ -108,7 +108,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """What a compiled module does on each device.
+    """Counts of a compiled module on each device.
 
     Attributes:
       collectives: all of them, in the order of the text.
@@ -152,7 +152,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
     return read(text).collectives
 
 
-def loop_turns(run: RunConfig) -> dict[str, float]:
+def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     """Iterations of the loops with dynamic trip counts in a run's step: the total of all loops with a scope's name.
 
     `ENDS`: one for each microbatch, on the ranks that compute them. F, B, I and W: one for each of a rank's (groups of)
@@ -172,23 +172,23 @@ def loop_turns(run: RunConfig) -> dict[str, float]:
     return dict.fromkeys(ENDS, float(run.microbatches)) | often
 
 
-def read(text: str, turns: Mapping[str, float] | None = None) -> HloModule:
+def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule:
     """Reads a module.
 
     Args:
       text: the module.
-      turns: by scope (`jax.named_scope`, the innermost of those given), the total iterations of the loops with dynamic trip
-        counts in it. They are divided equally among the executions of these loops. Loops in no given scope count as one
+      trip_counts: total iterations of the loops with dynamic trip counts, by scope (`jax.named_scope`, the innermost one
+        given). They are divided equally among the executions of these loops. Loops in no given scope count as one
         iteration.
     """
     computations, entry = _computations(text)
-    heavy, turns = _with_matmuls(computations), turns or {}
+    heavy, trip_counts = _with_matmuls(computations), trip_counts or {}
     executions = Counter()
-    for visit in _visits(computations, _Visit(entry), dict.fromkeys(turns, 1)):
+    for visit in _visits(computations, _Visit(entry), dict.fromkeys(trip_counts, 1)):
         for line in computations[visit.name]:
-            if line.op == "while" and _known_turns(line) is None:
-                executions[_scope(line, turns)] += visit.times
-    each = {scope: count / executions[scope] for scope, count in turns.items() if executions[scope]}
+            if line.op == "while" and _known_trip_count(line) is None:
+                executions[_scope(line, trip_counts)] += visit.times
+    each = {scope: count / executions[scope] for scope, count in trip_counts.items() if executions[scope]}
     found, matmuls, kernels, sliced = [], [], Counter(), 0.0
     for visit in _visits(computations, _Visit(entry), each):
         lines = computations[visit.name]
@@ -227,7 +227,7 @@ def _visits(computations: dict, visit: _Visit, each: Mapping[str, float]) -> Ite
             continue  # its computation is applied to scalars
         after = visit
         if line.op == "while":
-            known, scope = _known_turns(line), _scope(line, each)
+            known, scope = _known_trip_count(line), _scope(line, each)
             count = each.get(scope, 1) if known is None else known
             after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
             if known is None:
@@ -239,9 +239,9 @@ def _visits(computations: dict, visit: _Visit, each: Mapping[str, float]) -> Ite
                 yield from _visits(computations, dataclasses.replace(after, name=called), each)
 
 
-def _known_turns(line: _Line) -> int | None:
-    turns = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
-    return int(turns[1]) if turns else None
+def _known_trip_count(line: _Line) -> int | None:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
+    return int(found[1]) if found else None
 
 
 def _scope(line: _Line, scopes: Iterable[str]) -> str:
@@ -277,7 +277,7 @@ def _is_matmul(line: _Line) -> bool:
 def _multiplies(line: _Line, heavy: set[str]) -> bool:
     """Whether a line is a matmul, or is certain to call a computation that has one (on ranks that do not idle)."""
     perhaps = line.op == "conditional" or (
-        line.op == "while" and _known_turns(line) is None and _scope(line, ENDS + BLOCKS) not in BLOCKS
+        line.op == "while" and _known_trip_count(line) is None and _scope(line, ENDS + BLOCKS) not in BLOCKS
     )
     return _is_matmul(line) or (not perhaps and not heavy.isdisjoint(_called(line.rest)))
 
@@ -311,7 +311,7 @@ def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
         in_loop=visit.in_loop,
         asynchronous=started and '"is_sync":true' not in line.rest,
         behind=sum(_multiplies(other, heavy) for other in between),
-        beside=sum(other.op in COMPUTE for other in between),
+        overlapped=sum(other.op in COMPUTE for other in between),
     )
 
 
@@ -320,7 +320,7 @@ def _uses(line: _Line, name: str) -> bool:
 
 
 def _second(type_: str) -> str:
-    """The second of the parts of a tuple's type: a start returns what it was given, and then what it makes."""
+    """The second part of a tuple's type: a start returns its operands, then its results."""
     depth, parts = 0, [""]
     for letter in type_[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")

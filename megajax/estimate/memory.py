@@ -1,4 +1,4 @@
-"""Bytes on one device, part by part: what the compiled program holds at its peak.
+"""Peak bytes of the compiled program on one device, part by part.
 
 The schedule's slots (`pipeline/slots.py`) times what a block keeps under a recompute mode, and the model's parameters
 (`models/costs.py`). Two terms depend on XLA and were read off programs compiled for H100s: the *workspace* and the *copies*
@@ -38,7 +38,7 @@ class Sharding:
 
     @classmethod
     def from_config(cls, run: RunConfig) -> "Sharding":
-        """What the run itself shards; a model without token tables has none to split over pipe."""
+        """The sharding of a run; without token tables, no table is split over pipe."""
         over_pipe = run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
         return cls(run.parallel.zero, over_pipe and model_costs(run.model).vocabulary_width > 0)
 
@@ -50,7 +50,7 @@ def slots_of(run: RunConfig) -> Slots:
     return closed or counted_slots(spec, **arguments)
 
 
-@functools.lru_cache(maxsize=256)  # a search asks again for each recompute mode and microbatch size
+@functools.lru_cache(maxsize=256)  # a search repeats the call for each recompute mode and microbatch size
 def counted_slots(spec: ScheduleSpec, **arguments) -> Slots:
     """Buffers counted in the schedule's table, which takes seconds for hundreds of ranks and microbatches."""
     table = slot_tables(make_schedule(spec.name, **arguments))

@@ -1,4 +1,4 @@
-"""What single operations cost on a GPU: a matmul, a pass over memory, a collective, a send. All constants are here.
+"""Costs of single operations on a GPU: a matmul, a pass over memory, a collective, a send. All constants are here.
 
 `Software` says what a training program does that a layout does not; `MEGAJAX` is this one, `estimate/published.py` has those
 that the published tables were measured with.
@@ -28,12 +28,12 @@ FUSED_BACKWARD = 2.5
 
 @dataclasses.dataclass(frozen=True)
 class Software:
-    """A training program, as far as its speed depends on it.
+    """Properties of a training program that determine its speed.
 
     Attributes:
       name: as printed.
-      fused_attention: scores are never written to memory (2205.14135), and masked ones are not computed. A run may ask for
-        this too (`gpus.is_fused`).
+      fused_attention: scores are never written to memory (2205.14135), and masked ones are not computed. A run may also
+        select this (`gpus.is_fused`).
       tensor_overlap: fraction of the tensor-parallel communication that overlaps matmuls.
       data_overlap: the gradient reduction overlaps the last microbatch's backward.
       send_overlap: pipeline sends overlap the next chunk.
@@ -46,7 +46,7 @@ class Software:
         inputs of the column-parallel matmuls are gathered again for their weights' gradients (2205.05198 section 4.2.2
         hides these).
       gathered_pieces: collectives in which ZeRO-3 gathers a block's weights.
-      gathers_ahead: ZeRO-3's gathers and scatters overlap the blocks' compute, as far and as fast as `Fitted` says.
+      gathers_ahead: ZeRO-3's gathers and scatters overlap the blocks' compute, with the constants of `Fitted`.
       copies_stash: XLA transposes some of the stash once for each chunk (`memory.stash_copies`).
     """
 

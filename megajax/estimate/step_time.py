@@ -1,4 +1,4 @@
-"""How long a step takes: the sum of matmuls by shape, memory traffic, collectives and the pipeline's bubble.
+"""Time of a step: the sum of matmuls by shape, memory traffic, collectives and the pipeline's bubble.
 
 It follows from the run, the model's costs, the GPU (`gpus.py`) and the constants in `op_costs.py`, each with its source.
 Five are fitted, on ten rows of published tables that `python -m megajax.estimate.validate` marks; no other number was
@@ -163,7 +163,7 @@ def bubble_time(run: RunConfig, costs: Costs, lockstep: bool) -> float:
     return simulation.makespan - simulation.ideal
 
 
-@functools.lru_cache(maxsize=64)  # a search asks again for each recompute mode and microbatch size
+@functools.lru_cache(maxsize=64)  # a search repeats the call for each recompute mode and microbatch size
 def _table(spec: ScheduleSpec, **arguments) -> Schedule:
     return make_schedule(spec.name, **arguments)
 
@@ -213,19 +213,19 @@ def _copies_time(run: RunConfig, ops: OpCosts) -> float:
     parallel = run.parallel
     blocks = slots_of(run).stash * run.model.layers // parallel.pipe // parallel.chunks
     count = blocks * stash_copies(run, ops.itemsize)
-    turns = run.microbatches * parallel.chunks + parallel.pipe - 1
-    return turns * ops.traffic(2 * count)
+    ticks = run.microbatches * parallel.chunks + parallel.pipe - 1
+    return ticks * ops.traffic(2 * count)
 
 
 def _sends_time(run: RunConfig, ops: OpCosts) -> float:
-    """Exposed sends: one a tick in each direction; if they overlap the next chunk, only those of the fill and drain."""
+    """Exposed sends: one per tick and direction, or only in the fill and drain if sends overlap the next chunk."""
     model, parallel, software = model_costs(run.model), run.parallel, ops.software
     if parallel.pipe == 1:
         return 0.0
     split = parallel.tensor if parallel.sequence_parallel or software.scatter_gather else 1
     count = parallel.microbatch_size * model.sequence_length * model.hidden * ops.itemsize / split
-    turns = 0 if software.send_overlap else run.microbatches * parallel.chunks
-    return 2 * ops.send(count, spread(parallel, "pipe")) * (turns + parallel.pipe - 1)
+    exposed = 0 if software.send_overlap else run.microbatches * parallel.chunks
+    return 2 * ops.send(count, spread(parallel, "pipe")) * (exposed + parallel.pipe - 1)
 
 
 def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, backward: float) -> float:

@@ -1,4 +1,4 @@
-"""What a run gives its model: sharding rules, attention, fp8 and ring matmuls, token tables, recompute and dropout."""
+"""The `ModelContext` of a run: sharding rules, attention, fp8 and ring matmuls, token tables, recompute, dropout."""
 
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ def model_context(
     dtype: Any = jnp.float32,
     training: bool = True,
 ) -> ModelContext:
-    """What the run gives its model, on a mesh.
+    """The `ModelContext` of a run on its mesh.
 
     Args:
       run: validated.

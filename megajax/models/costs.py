@@ -1,9 +1,9 @@
-"""What a model costs, as plain numbers: all that the estimate and the planner know about a model.
+"""The costs of a model as plain numbers, the only input of the estimate and the planner.
 
-`ModelCosts` describes one block and what is outside the blocks: matmuls, attention, parameters, what the forward keeps for
-the backward, and memory traffic. Numbers are for one sample or one token of the whole model; how they are divided over a
-tensor group is part of the description. `transformer_costs` gives them for `ModelConfig`. Another model returns its own
-from `PipelineModel.costs()`.
+`ModelCosts` describes one block and the parts outside the blocks: matmuls, attention, parameters, values stored for the
+backward pass, and memory traffic. The numbers are for one sample or one token of the whole model, and state how a tensor
+group splits them. `transformer_costs` computes them for `ModelConfig`; other models return theirs from
+`PipelineModel.costs()`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ __all__ = ["Attention", "Elementwise", "KeptValue", "Matmul", "ModelCosts", "Par
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matmul of a block with one of its weights: every token's `inputs` elements become `outputs` elements.
+    """A matmul of a block with one of its weights, from `inputs` to `outputs` elements per token.
 
     Attributes:
       name: for tables of FLOPs.
@@ -24,7 +24,7 @@ class Matmul:
       outputs: columns of the weight.
       split: how a tensor group splits the weight (1909.08053 section 3): "column" splits the outputs, "row" the inputs
         (its product is summed over the group), None not at all.
-      recomputed: recompute modes in which the backward does it a second time.
+      recomputed: recompute modes in which the backward pass repeats it.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Parameters:
     """Numbers of parameters.
 
     Attributes:
-      split: those of arrays that are split over tensor.
-      whole: those of arrays that every device of a tensor group holds.
+      split: parameters in arrays that are split over tensor.
+      whole: parameters in arrays that are replicated over tensor.
     """
 
     split: int = 0
@@ -79,7 +79,7 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True)
 class KeptValue:
-    """A value of a block that is kept from the forward to the backward.
+    """A value of a block that is stored from the forward to the backward pass.
 
     Attributes:
       name: as given to `checkpoint_name`; "input" is the block's own input.
@@ -87,11 +87,11 @@ class KeptValue:
       per_token_pair: elements for each pair of tokens of a sample (attention scores).
       split: "tensor" if the value is split over tensor; "sequence" if it is split over tensor only with sequence
         parallelism; None if never.
-      modes: recompute modes that keep it.
+      modes: recompute modes that store it.
       itemsize: bytes of an element whatever the precision; None: the precision's.
       fused: True if only fused attention has it, False if only unfused attention has it, None otherwise.
       transposed_from: the smallest microbatch size for which XLA's GPU compiler transposes all stashed copies of this value
-        ahead of the backward (read off compiled programs, see `estimate/memory.py`); None: it does not.
+        before the backward pass (measured in compiled programs, see `estimate/memory.py`); None: it does not.
     """
 
     name: str
@@ -140,12 +140,12 @@ class ModelCosts:
       matmuls: of a block, with its weights.
       attention: of a block; None: it has none, or it is counted in `matmuls`.
       block: parameters of one block.
-      shared: parameters outside the blocks, but for those of the next field.
+      shared: parameters outside the blocks, except those of the next field.
       vocabulary_width: parameters for each entry of the vocabulary: the embedding's, and the head's if untied. These tables
         are split over tensor, or over pipe and tensor.
-      kept: what a block's forward keeps for its backward.
-      kept_for_weights: what zero bubble's I keeps for its W (`pipeline/split_backward.py`): the gradients of the matmuls'
-        outputs, and what I computed again with a matmul.
+      kept: values that a block's forward stores for its backward.
+      kept_for_weights: values that zero bubble's I stores for its W (`pipeline/split_backward.py`): the gradients of the
+        matmuls' outputs, and values that I recomputed with a matmul.
       elementwise: memory traffic of a block's forward.
     """
 
@@ -174,7 +174,7 @@ class ModelCosts:
         return sum(one.split == "row" for one in self.matmuls)
 
     def kept_values(self, mode: str, fused_attention: bool = False) -> tuple[KeptValue, ...]:
-        """What one block keeps for its backward in recompute mode `mode`."""
+        """The values that one block stores for its backward in recompute mode `mode`."""
         return tuple(value for value in self.kept if mode in value.modes and value.fused in (None, fused_attention))
 
     def kept_bytes(

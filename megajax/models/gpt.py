@@ -116,7 +116,7 @@ class GPT(NNXModel):
     vocabulary_over_pipe = True
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of one sample."""
+        """Shapes of one sample."""
         of = lambda dtype: jax.ShapeDtypeStruct((self.config.sequence_length,), dtype)  # noqa: E731
         batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
         return batch | {"sample": jax.ShapeDtypeStruct((), np.uint32)}

@@ -1,11 +1,11 @@
-"""What a model gives to be trained by any schedule on any mesh, and what a run gives the model.
+"""The interface of a model, `PipelineModel`, which trains with any schedule on any mesh, and its `ModelContext`.
 
 A model is `embed`, then `config.layers` equal blocks, then `head_loss`: pure functions of
 
     params = {"blocks": leaves [layers, ...], "shared": leaves}
 
-where every pipeline rank holds "shared" and its own layers of "blocks". Register a subclass of `PipelineModel` for the
-type of its config; `megajax.models.nnx_model.NNXModel` writes most of one from two Flax NNX modules.
+Every pipeline rank holds "shared" and its own layers of "blocks". Register a subclass of `PipelineModel` for the type of
+its config; `megajax.models.nnx_model.NNXModel` implements most of it from two Flax NNX modules.
 """
 
 import abc
@@ -40,15 +40,15 @@ Microbatch = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelContext:
-    """What a run gives its model. The defaults are those of a model on one device, without a mesh.
+    """The settings and sharded operations that a run passes to its model. The defaults are for one device without a mesh.
 
     Attributes:
       constrain: (x, *logical axes) -> x with its sharding constraint, see `megajax.sharding.rules.AxisRules`.
       operations: the matmuls and the attention of a block.
-      vocabulary: how the rows of token tables are sharded, and the lookup and collectives that go with it.
-      dtype: of activations and matmuls. The weights that `embed`, `block` and `head_loss` get have this type already.
-      recompute: "none", "selective" or "full": what a block's backward computes again.
-      dropout_seed: of the run.
+      vocabulary: how the rows of token tables are sharded, with the matching lookup and collectives.
+      dtype: type of activations and matmuls. `embed`, `block` and `head_loss` get weights of this type.
+      recompute: "none", "selective" or "full", the values that a block's backward recomputes.
+      dropout_seed: the run's seed of dropout masks.
       training: False for evaluation and generation: no dropout.
     """
 
@@ -62,7 +62,7 @@ class ModelContext:
 
 
 class FusableAttention(NamedTuple):
-    """Blocks that call `ModelContext.operations.attend`: what decides whether a fused kernel can run.
+    """Properties of blocks that call `ModelContext.operations.attend`, which determine whether a fused kernel can run.
 
     Attributes:
       head_size: elements of a head.
@@ -84,21 +84,21 @@ class PipelineModel(abc.ABC):
       vocabulary_over_pipe: whether `embed` and `head_loss` may hold tables whose rows are sharded over pipe too, and so
         run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`).
       config: any frozen dataclass with `layers` and `name`.
-      context: what the run gives.
+      context: see `ModelContext`.
     """
 
     activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
 
     def __init__(self, config: Any, context: ModelContext = ModelContext()):  # noqa: B008 (frozen)
-        """Builds the model's functions; makes no arrays."""
+        """Builds the model's functions; creates no arrays."""
         self.config, self.context = config, context
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> Tree:
-        """Fresh fp32 parameters {"blocks": leaves [layers, ...], "shared": leaves}; a pure function, jitted by the caller.
+        """Initial fp32 parameters {"blocks": leaves [layers, ...], "shared": leaves}; a pure function, jitted by the caller.
 
-        A value should depend on the key, the parameter's name and the layer alone: it is then the same on every mesh.
+        A value should depend only on the key, the parameter's name and the layer, so that it is equal on every mesh.
         """
 
     @abc.abstractmethod
@@ -121,7 +121,7 @@ class PipelineModel(abc.ABC):
     def block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
         """x to x: one block, of which `weights` has the leaves without their axis of layers; `layer` is its index.
 
-        What its backward keeps is what `jax.vjp` of it saves: apply `jax.checkpoint` by `ModelContext.recompute`
+        The residuals of `jax.vjp` are stored for the backward pass: apply `jax.checkpoint` by `ModelContext.recompute`
         (`megajax.models.remat.checkpointed`).
         """
 
@@ -130,7 +130,7 @@ class PipelineModel(abc.ABC):
         """The loss of the last block's output, summed over the microbatch: an fp32 scalar."""
 
     def loss_weight(self, batch: Microbatch) -> jax.Array:
-        """What summed losses are divided by: fp32 scalar, a sum over the samples of any batch.
+        """The divisor of the summed loss: fp32 scalar, a sum over the samples of any batch.
 
         Default: the sum of the batch's "weights" if it has them, its number of samples if not.
         """

@@ -1,11 +1,12 @@
-"""The costs of any model, found by tracing its block: for models that give no formulas of their own.
+"""The costs of any model, found by tracing its block, for models without formulas.
 
-Nothing is run and no array is made. FLOPs are those of the block's `dot_general`s, the values kept for the backward are the
-residuals of its `jax.vjp` in each recompute mode, and parameters are counted in `jax.eval_shape` of init. The tensor split
-of a weight is read from its logical axes, that of a kept value from the `constrain` calls on values of its shape, both with
-the default sharding rules. A value of another shape than all that pass `constrain` counts as replicated over tensor.
+Nothing is executed and no array is created. FLOPs are those of the block's `dot_general`s, the values stored for the
+backward pass are the residuals of its `jax.vjp` in each recompute mode, and parameters are counted in `jax.eval_shape` of
+init. The tensor split of a weight is read from its logical axes, that of a residual from the `constrain` calls on values of
+its shape, both with the default sharding rules. A residual whose shape occurs in no `constrain` call counts as replicated
+over tensor.
 
-Not counted: matmuls outside the blocks, but for the head's with an axis called "vocabulary".
+Matmuls outside the blocks are not counted, except the head's with an axis called "vocabulary".
 """
 
 import dataclasses
@@ -135,13 +136,13 @@ class _Trace:
 
 
 def _tensor_axes(axes) -> tuple[int, ...]:
-    """Which of an array's axes the default rules split over tensor."""
+    """The axes of an array that the default rules split over tensor."""
     known = (index for index, name in enumerate(axes) if name in RULES.table)
     return tuple(index for index in known if "tensor" in RULES.mesh_axes(axes[index]))
 
 
 def _parameters(shapes: Tree, axes: Tree, layers: int = 1) -> Parameters:
-    """Those of one layer (or of the shared part), split over tensor or not."""
+    """Parameters of one layer (or of the shared part), split over tensor or not."""
     split = whole = 0
     names = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     for leaf, own in zip(jax.tree.leaves(shapes), names, strict=True):
@@ -168,7 +169,7 @@ def _shared(trace: _Trace) -> tuple[int, int, Parameters]:
 def _dots(jaxpr, splits: list) -> list[tuple[Any, tuple]]:
     """Every `dot_general` in a jaxpr and those inside it, with the split axes of its two operands, where they are weights.
 
-    A loop's body counts once for each turn of known length.
+    A loop's body counts once per iteration, if the trip count is known.
     """
     known = {var: split for var, split in zip(jaxpr.invars, splits, strict=False) if split is not None}
     found = []
@@ -209,7 +210,7 @@ def _matmul(name: str, equation, weights: tuple, tokens: int, recomputed: tuple[
 
 
 def _kept_for_weights(matmuls: list[Matmul]) -> Iterator[KeptValue]:
-    """What zero bubble's W needs of I: the gradients of the outputs, and with full recompute the inputs."""
+    """The values that zero bubble's I stores for W: the outputs' gradients and, with full recompute, the inputs."""
     for matmul in matmuls:
         output, given = ("tensor" if matmul.split == side else None for side in ("column", "row"))
         yield KeptValue(f"gradient of {matmul.name}", matmul.outputs, split=output)

@@ -1,1 +1,1 @@
-"""What models compute with: attention, matmuls, the token tables; with their communication."""
+"""Operations of models and their communication: attention, matmuls, token tables."""

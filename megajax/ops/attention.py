@@ -210,7 +210,7 @@ class Choice(NamedTuple):
 def choose_attention(
     requested: str, *, head_size: int, dropout: float, precision: str, device: jax.Device, cudnn: bool | None = None
 ) -> Choice:
-    """Which attention runs: the requested one, or for "auto" cuDNN's wherever it is supported.
+    """The attention that runs: the requested one, or for "auto" cuDNN's wherever it is supported.
 
     Args:
       requested: auto, xla or cudnn.
@@ -224,10 +224,10 @@ def choose_attention(
       ConfigError: cudnn was requested and cannot run: why, and which option to pass.
     """
     if requested == "xla":
-        return Choice("xla", "as asked for")
+        return Choice("xla", "as requested")
     problem = _cudnn_problem(head_size, dropout, precision, device, cudnn)
     if problem is None:
-        return Choice("cudnn", "as asked for" if requested == "cudnn" else "the fastest that these devices have")
+        return Choice("cudnn", "as requested" if requested == "cudnn" else "the fastest that these devices have")
     if requested == "cudnn":
         raise ConfigError(f"attention = cudnn, but {problem}: pass --attention xla or --attention auto.")
     return Choice("xla", problem)

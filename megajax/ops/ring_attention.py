@@ -88,7 +88,7 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
 
 
 def select_owner_rank(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
-    """Of the results of all rows of a split batch, that of the context rank which has the sample's `position`.
+    """Selects, from the rows of a split batch, the result of the context rank that holds the sample's `position`.
 
     Args:
       rows: [data * context * samples, ...], in the order of `split_batch`.

@@ -1,4 +1,4 @@
-"""Where a run's parameters are sharded: as they are stored, as they are computed with, and inside the executor."""
+"""Shardings of a run's parameters: stored, in computations, and inside the executor."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The ticks of one rank, as they are traced inside the executor's `shard_map`; `executor.py` explains what a tick does.
+"""The ticks of one rank, traced inside the executor's `shard_map`; `executor.py` explains the parts of a tick.
 
 All ranks run the same program. They differ in their rows of the schedule's tables (`slots.TickRow`), in their shards
 of the weights, and in the values that they send to each other. Every collective over the axis `pipe` is therefore

@@ -62,7 +62,7 @@ class EndRow(NamedTuple):
 
 
 class TickRow(NamedTuple):
-    """What the ranks do in a tick.
+    """The operations of all ranks in a tick.
 
     `activation_arrivals[j]` is the inbox slot for the activation received over route j at the end of the tick, and
     `gradient_arrivals[j]` the one for the gradient. In paired ticks a gradient is received one tick after it was sent,

@@ -143,8 +143,8 @@ class Stack:
         Args:
           dy: gradient of the output of the last of these blocks, [samples, sequence, hidden].
           gradients: fp32 accumulators like `weights`, updated in place.
-          keep: bool scalar; False in a bubble that runs its blocks all the same. Its gradients may be anything, NaN
-            included, and are discarded. None: always True.
+          keep: bool scalar; False in a bubble that runs its blocks anyway. Its gradients may have any value, including
+            NaN, and are discarded. None: always True.
 
         Returns:
           (gradient of the first block's input, the accumulators, the iteration count).
@@ -170,7 +170,7 @@ class Stack:
     ) -> tuple[jax.Array, Tree, Tree, jax.Array]:
         """I: the gradients of a chunk's input, and of the weights whose gradient needs no matmul (biases, norms).
 
-        Writes to `work.kept` what `backward_weight` needs besides the stash.
+        Writes to `work.kept` the values that `backward_weight` needs in addition to the stash.
 
         Returns:
           (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the

@@ -1,1 +1,1 @@
-"""What to run: a search over layouts (`python -m megajax.plan`) and a compile-only dry run (`megajax.plan.dryrun`)."""
+"""Planning: a search over layouts (`python -m megajax.plan`) and a compile-only dry run (`megajax.plan.dryrun`)."""

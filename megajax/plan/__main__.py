@@ -43,62 +43,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _plan(asked: argparse.Namespace) -> int:
-    question = question_of(asked)
+def _plan(args: argparse.Namespace) -> int:
+    question = question_of(args)
     start = time.perf_counter()
     candidates = search(question)
     fitting = [one for one in candidates if one.fits]
     seconds = time.perf_counter() - start
-    print(heading(question, asked.tokens, len(candidates), len(fitting), seconds))
+    print(heading(question, args.tokens, len(candidates), len(fitting), seconds))
     if not fitting:
         print(smallest(candidates))
         return 1
-    shown = list(best_by(fitting, lambda one: one.mesh).values())[: asked.top]
-    print(table(shown, asked.tokens))
+    shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
+    print(table(shown, args.tokens))
     print(LEGEND)
     print(explain(fitting + candidates[len(fitting) :]))
-    if asked.plot:
-        plot(candidates, asked.plot)
-        print(f"drawn: {asked.plot}")
-    return _write(asked, fitting)
+    if args.plot:
+        plot(candidates, args.plot)
+        print(f"drawn: {args.plot}")
+    return _write(args, fitting)
 
 
-def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
+def _write(args: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     """Writes the fastest layout as a configuration file."""
     best = fitting[0]
-    command = f"python -m experiments.gpt3 --config {asked.out}" + "".join(
-        f" --import {name}" for name in asked.imports
-    )
+    command = f"python -m experiments.gpt3 --config {args.out}" + "".join(f" --import {name}" for name in args.imports)
     header = (
-        f"{best.run.model.name} on {asked.gpus} {asked.gpu}: predicted {best.time.total:.2f} s a step, "
+        f"{best.run.model.name} on {args.gpus} {args.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
         f"{command}"
     )
     # auto stays auto, so that the file is valid on any machine
-    parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)
-    write_config(asked.out, dataclasses.replace(best.run, parallel=parallel), asked.model, header)
-    print(f"written: {asked.out}   {command}")
+    parallel = dataclasses.replace(best.run.parallel, attention=args.attention)
+    write_config(args.out, dataclasses.replace(best.run, parallel=parallel), args.model, header)
+    print(f"written: {args.out}   {command}")
     return 0
 
 
-def question_of(asked: argparse.Namespace) -> Question:
-    """The search that the command line asks for.
+def question_of(args: argparse.Namespace) -> Question:
+    """The search of a command line.
 
     Raises:
       ConfigError: an unknown model or GPU, or an invalid number.
     """
     for name in ("gpus", "global_batch", "top"):
-        if getattr(asked, name) < 1:
+        if getattr(args, name) < 1:
             raise ConfigError(
-                f"{name} = {getattr(asked, name)} must be 1 or more: pass --{name.replace('_', '-')} COUNT."
+                f"{name} = {getattr(args, name)} must be 1 or more: pass --{name.replace('_', '-')} COUNT."
             )
-    if min(asked.microbatch_sizes) < 1:
-        sizes = " ".join(map(str, asked.microbatch_sizes))
+    if min(args.microbatch_sizes) < 1:
+        sizes = " ".join(map(str, args.microbatch_sizes))
         raise ConfigError(f"microbatch_sizes = {sizes} must be 1 or more: pass --microbatch-sizes 1 2 4.")
-    if not asked.tokens > 0:
-        raise ConfigError(f"tokens = {asked.tokens} must be above 0: pass --tokens 300e9.")
-    model = preset(asked.model)
-    changed = {name: getattr(asked, name) for name in SHAPE if getattr(asked, name) is not None}
+    if not args.tokens > 0:
+        raise ConfigError(f"tokens = {args.tokens} must be above 0: pass --tokens 300e9.")
+    model = preset(args.model)
+    changed = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
     for name in changed:
         if not hasattr(model, name):
             raise ConfigError(
@@ -109,16 +107,16 @@ def question_of(asked: argparse.Namespace) -> Question:
         _check_shape(model)
     return Question(
         model,
-        asked.gpus,
-        find_gpu(asked.gpu),
-        asked.global_batch,
-        precision=asked.precision,
-        schedules=tuple(asked.schedules),
-        recomputes=tuple(asked.recompute),
-        microbatches=tuple(asked.microbatch_sizes),
-        zero=tuple(asked.zero),
-        vocab_parallel=asked.vocab_parallel,
-        attention=asked.attention,
+        args.gpus,
+        find_gpu(args.gpu),
+        args.global_batch,
+        precision=args.precision,
+        schedules=tuple(args.schedules),
+        recomputes=tuple(args.recompute),
+        microbatches=tuple(args.microbatch_sizes),
+        zero=tuple(args.zero),
+        vocab_parallel=args.vocab_parallel,
+        attention=args.attention,
     )
 
 
@@ -152,7 +150,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="preset, as of experiments.gpt3, or one that an --import registers",
     )
     add("--gpus", required=True, type=int, metavar="COUNT", help="GPUs of the cluster; all are used")
-    add("--gpu", required=True, metavar="|".join(GPUS), help="what they are")
+    add("--gpu", required=True, metavar="|".join(GPUS), help="kind of GPU")
     add("--global-batch", required=True, type=int, metavar="COUNT", help="samples in a step")
     add("--tokens", type=float, default=300e9, metavar="COUNT", help="to train on, for the days (default: 300e9)")
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")

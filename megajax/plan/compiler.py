@@ -140,7 +140,7 @@ def _script_of(model: Any) -> str | None:
 
 
 def compile_in_child(file: str, imports: list[str]) -> None:
-    """The child process: compiles what the request in `file` asks for and leaves answer.json and hlo beside it."""
+    """The child process: compiles the request in `file` and writes answer.json and hlo to the same folder."""
     import jax
 
     from megajax.runtime.compat import topologies
@@ -148,11 +148,11 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     from megajax.train.step import make_training
 
     request = pathlib.Path(file)
-    asked = pickle.loads(request.read_bytes())
+    request_fields = pickle.loads(request.read_bytes())
     import_user_files(imports)
-    if asked["script"]:
-        vars(sys.modules["__main__"]).update(runpy.run_path(asked["script"], run_name="__mp_main__"))
-    run, gpu = pickle.loads(asked["run"]), asked["gpu"]
+    if request_fields["script"]:
+        vars(sys.modules["__main__"]).update(runpy.run_path(request_fields["script"], run_name="__mp_main__"))
+    run, gpu = pickle.loads(request_fields["run"]), request_fields["gpu"]
     hosts = -(-run.parallel.devices // gpu.host_size)
     start = time.perf_counter()
     topology = topologies.get_topology_desc(

@@ -39,7 +39,7 @@ def write_config(path: str, run: RunConfig, preset: str, header: str = "") -> No
         pathlib.Path(path).write_text(config_text(run, preset, header), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"out = {path} cannot be written: {error.strerror}; type --out with a writable path."
+            f"out = {path} cannot be written: {error.strerror}; pass --out with a writable path."
         ) from error
 
 

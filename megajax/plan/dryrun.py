@@ -29,7 +29,7 @@ from megajax.config.cli import parse
 from megajax.estimate import model_costs
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, is_fused, with_attention
-from megajax.estimate.hlo import Collective, loop_turns, most_sent, read
+from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention import cudnn_installed
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
@@ -187,7 +187,7 @@ def _buffers(buffers: Sequence[Sequence]) -> str:
 
 def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     """Bytes sent by axis, and FLOPs."""
-    parallel, module = run.parallel, read(result["hlo"], loop_turns(run))
+    parallel, module = run.parallel, read(result["hlo"], loop_trip_counts(run))
     mesh = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
     rows: dict[tuple[str, str], list[Collective]] = {}
     for collective in module.collectives:

@@ -1,4 +1,4 @@
-"""What the planner prints and draws: the best layouts, their memory and time part by part."""
+"""The planner's output, printed and drawn: the best layouts, with their memory and time part by part."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -31,7 +31,7 @@ class Question:
     Attributes:
       model: configuration of any model with an estimate of its costs.
       gpus: number of GPUs.
-      gpu: what they are.
+      gpu: the kind of GPU.
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
@@ -59,7 +59,7 @@ class Question:
         """The attention that runs on this GPU: "xla" or "cudnn".
 
         Raises:
-          ConfigError: cudnn was asked for, and does not support this model on this GPU.
+          ConfigError: attention is cudnn, which does not support this model on this GPU.
         """
         train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision)
         run = RunConfig(self.model, ParallelConfig(attention=self.attention), train)

@@ -1,8 +1,8 @@
 """Every private or moving jax API that megajax uses, and nothing else.
 
 Private: modules below `jax._src`, and the fields of objects whose layout jax does not document. Moving: `jax.experimental`
-and `jax.extend`. When a new jax breaks megajax, this is the file to mend; tests/runtime/test_compat.py has a test for each
-entry and names the jax versions on which it passed.
+and `jax.extend`. When a new jax breaks megajax, this file has to be adapted; tests/runtime/test_compat.py has a test for
+each entry and names the jax versions on which it passed.
 """
 
 import dataclasses
@@ -37,17 +37,17 @@ __all__ = [
 
 Tree = Any
 PLUGIN_LOGGER = "jax._src.xla_bridge"  # logs a traceback when an installed CUDA plugin finds no GPU
-# A program that reads XLA_FLAGS and ends: XLA exits with an error message on a flag that it does not know.
+# A program that reads XLA_FLAGS and ends: XLA exits with an error message on an unknown flag.
 MAKE_CPU_CLIENT = "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"
 
 
 def vjp_residuals(vjp: Any) -> Tree:
-    """What the function returned by `jax.vjp` keeps beside the arguments it was differentiated at."""
+    """The residuals of the function returned by `jax.vjp`, without the arguments at which it was differentiated."""
     return vjp.opaque_residuals
 
 
 def rebuild_vjp(template: Any, residuals: Tree, arguments: tuple) -> Any:
-    """The function that `jax.vjp` returned, made again from its residuals and arguments.
+    """The function that `jax.vjp` returned, rebuilt from its residuals and arguments.
 
     Args:
       template: a function returned by `jax.vjp` (or its `jax.eval_shape`) for arguments of the same shapes.

@@ -134,7 +134,7 @@ def _checked(place: Place, kind: str, needs: str, finds_coordinator: bool = Fals
 
 
 def _local_devices(variables: _Environment, local_rank: int | None, tasks_here: int | None) -> list[int] | None:
-    """This process's GPUs among the visible ones: all of them if it is alone on its host, else that of its rank."""
+    """This process's visible GPUs: all if it is the only process on its host, otherwise the one of its rank."""
     visible = variables.variables.get("CUDA_VISIBLE_DEVICES")
     if visible:
         count = len(visible.split(","))

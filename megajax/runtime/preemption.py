@@ -1,7 +1,7 @@
-"""When a run stops before its last step: at a signal, or when its time is up. All processes stop after the same step.
+"""Stops a run before its last step, at a signal or at its time limit. All processes stop after the same step.
 
-Several processes agree through jax's coordination service, in a thread of their own, so a step costs neither a collective
-nor a transfer to the host. A process that has a reason to stop publishes it. Every process's thread sees it within
+Several processes agree through jax's coordination service, in a separate thread, so a step costs neither a collective nor
+a transfer to the host. A process that has a reason to stop publishes it. Every process's thread sees it within
 a second, publishes the step that its main thread has reached, and waits at a barrier for the others; while it does, the main
 thread does not start another step. The run stops after the step that follows the latest of these: no process has
 started it, and all of them will.
@@ -16,7 +16,7 @@ from megajax.runtime.compat import coordination_service
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM and Kubernetes send them before they kill
 REQUEST, REACHED = "megajax/stop/request", "megajax/stop/reached"
-INTERVAL = 1.0  # seconds between two looks at the coordination service
+INTERVAL = 1.0  # seconds between two reads of the coordination service
 
 
 class Preemption:
@@ -26,17 +26,17 @@ class Preemption:
     """
 
     def __init__(self, minutes: float | None = None, started: float | None = None):
-        """A run without a reason to stop yet.
+        """Starts without a reason to stop.
 
         Args:
-          minutes: how long the run may take.
-          started: `time.monotonic()` when it started; now, if None.
+          minutes: time limit of the run; None: no limit.
+          started: `time.monotonic()` at the start of the run; None: now.
         """
         self._deadline = None
         if minutes is not None:
             self._deadline = (time.monotonic() if started is None else started) + 60 * minutes
         self._minutes, self._signal, self._previous = minutes, 0, {}
-        self.reason: str | None = None  # why the run stopped; None as long as it has not
+        self.reason: str | None = None  # why the run stopped; None while it runs
         joined = coordination_service()  # jax.process_count() would start the devices
         self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
         self._agreement = threading.Lock()  # held by the thread while the processes agree on the step

@@ -1,4 +1,4 @@
-"""Ends the job, on every process and naming the one at fault, when a process of the run is dead, hung or has failed.
+"""Ends the job on every process when a process of the run is dead, hung or has failed, and names that process.
 
 Each process has two threads. The first publishes a heartbeat (step, host, failure) to jax's coordination service about
 once a second and reads process 0's verdict. The second ends the process when there is a verdict, or when process 0 no longer
@@ -23,7 +23,7 @@ HEARTBEAT, VERDICT = "megajax/heartbeat/", "megajax/verdict"
 
 @dataclass
 class _Peer:
-    """What process 0 knows of a process."""
+    """The state of another process, as seen by process 0."""
 
     heard: float  # time.monotonic() when its heartbeat last changed
     heartbeat: dict

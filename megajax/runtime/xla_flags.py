@@ -66,26 +66,26 @@ def _with_flags(given: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def add_gpu_flags() -> tuple[str, ...]:
-    """Adds GPU_FLAGS to XLA_FLAGS, except those that the installed jaxlib does not know; call it before jax starts.
+    """Adds GPU_FLAGS to XLA_FLAGS, except those unknown to the installed jaxlib; call it before jax starts.
 
     Returns:
-      The flags of GPU_FLAGS that it does not know.
+      The flags of GPU_FLAGS that are unknown.
 
     Raises:
-      ConfigError: it does not know a flag that the user set, or cannot read its value.
+      ConfigError: a flag that the user set is unknown, or its value is invalid.
     """
     os.environ["XLA_FLAGS"], unknown = gpu_flags(os.environ.get("XLA_FLAGS", ""))
     return unknown
 
 
 def gpu_flags(users: str) -> tuple[str, tuple[str, ...]]:
-    """The XLA_FLAGS of a run on GPUs, and those of GPU_FLAGS that the installed jaxlib does not know, which are left out.
+    """The XLA_FLAGS of a run on GPUs, and the flags of GPU_FLAGS that were omitted as unknown to the installed jaxlib.
 
     Args:
-      users: XLA_FLAGS as the user set it; its flags stay as they are.
+      users: XLA_FLAGS as the user set it; its flags are unchanged.
 
     Raises:
-      ConfigError: jaxlib does not know a flag that the user set, or cannot read its value.
+      ConfigError: a flag that the user set is unknown to jaxlib, or its value is invalid.
     """
     given = users.split()
     unknown = unknown_flags([*given, *GPU_FLAGS])
@@ -94,15 +94,15 @@ def gpu_flags(users: str) -> tuple[str, tuple[str, ...]]:
         raise ConfigError(
             f"XLA_FLAGS has {' '.join(wrong)}, which the installed jaxlib does not know: remove it from XLA_FLAGS."
         )
-    left_out = tuple(flag for flag in GPU_FLAGS if flag in unknown)
-    return _with_flags(given, [flag for flag in GPU_FLAGS if flag not in unknown]), left_out
+    omitted = tuple(flag for flag in GPU_FLAGS if flag in unknown)
+    return _with_flags(given, [flag for flag in GPU_FLAGS if flag not in unknown]), omitted
 
 
 def unknown_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """Those of `flags` that the installed jaxlib does not know, found by trying them in a child process.
+    """The flags that are unknown to the installed jaxlib, found by trying them in a child process.
 
     Raises:
-      ConfigError: XLA cannot read a value.
+      ConfigError: a value is invalid.
     """
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", MAKE_CPU_CLIENT]
@@ -121,7 +121,7 @@ def check_ring_flags(field: str) -> None:
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if _name(flag) == BREAKS_RINGS and flag.partition("=")[2].lower() not in ("false", "0"):
             raise ConfigError(
-                f"XLA_FLAGS has {flag}, with which XLA loses data sent round several rings at once, as with {field} "
+                f"XLA_FLAGS has {flag}, with which XLA loses data sent around several rings at once, as with {field} "
                 f"(openxla/xla#45222): remove it, or leave {field} at its default."
             )
 

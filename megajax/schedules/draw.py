@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(name: str, options: argparse.Namespace, costs: Costs) -> Schedule:
-    """A registered schedule, or that of a file. With --compare, options apply to the schedules that have them."""
+    """A registered schedule, or one read from a file. With --compare, options apply to the schedules that have them."""
     if is_schedule_file(name):
         return load(name)
     spec = find(name)
@@ -135,7 +135,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         raise ScheduleError(f"latency is {options.latency:g}; it must be 0 or more")
     names = options.compare or [options.schedule]
     schedules = [_make(name, options, costs) for name in names]
-    # When compared, more chunks are smaller ones: the costs given are then those of all chunks of a rank together.
+    # In a comparison, --costs are those of all chunks of a rank together, so more chunks are smaller ones.
     times = [costs.scaled(1 / schedule.chunks) if options.compare else costs for schedule in schedules]
     rows = list(zip(names, schedules, times, strict=True))
     simulations = [_simulate(*row, lockstep=options.lockstep) for row in rows]

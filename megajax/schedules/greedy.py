@@ -22,8 +22,8 @@ def auto(
 
     Candidates are all registered schedules that train and drain, with these sizes, and greedy list schedules: an idle
     rank runs the most preferred operation that is ready, by several orders of preference, in both placements, with the
-    backward whole or split. So it is never slower than the best registered one. Bubble and memory are those of the
-    schedule chosen, whose name follows "auto:".
+    backward whole or split. It is therefore at least as fast as the best registered one. Bubble and memory are those of
+    the chosen schedule, whose name follows "auto:".
 
     Args:
       costs: time of each operation on a chunk, and of a send.

@@ -1,4 +1,4 @@
-"""Schedules over several model chunks on each rank: interleaved 1F1B, breadth-first, and forwards alone.
+"""Schedules with several model chunks on each rank: interleaved 1F1B, breadth-first, and forward only.
 
 Notation as in gpipe.py.
 """
@@ -33,8 +33,8 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int, group_size: in
     """Interleaved 1F1B (2104.04473 section 2.2.2; Megatron-LM's order).
 
     Each rank holds v chunks of the model. `group_size` microbatches (default p; Megatron-LM's
-    microbatch_group_size_per_vp_stage) go through a chunk before the next chunk's turn; the last group may be smaller,
-    but not smaller than p. Rank r warms up with 2(p - r - 1) + (v - 1) group_size chunk forwards. Bubble
+    microbatch_group_size_per_vp_stage) pass a chunk before the next chunk starts; the last group may be smaller, but
+    not smaller than p. Rank r warms up with 2(p - r - 1) + (v - 1) group_size chunk forwards. Bubble
     (p - 1)(tF + tB) in chunk times, 1/v of 1F1B's; at most (v - 1) group_size + 2(p - r) - 1 chunks in flight.
 
         p = 2, m = 2, v = 2
@@ -83,7 +83,7 @@ def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 @register("forward_only", chunks="any", trains=False, split=False, paired=True)
 def forward_only(stages: int, microbatches: int, chunks: int, placement: str = "loop") -> Schedule:
-    """Forwards alone, for evaluation and sampling: groups of p microbatches through one chunk after the other.
+    """Forward passes only, for evaluation and sampling: groups of p microbatches pass one chunk after the other.
 
     Takes any number of microbatches. In "loop" placement the bubble is p - 1 chunk forwards if m is a multiple of p.
     `placement` is that of the schedule whose parameters are used.

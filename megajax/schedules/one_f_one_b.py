@@ -6,7 +6,7 @@ from megajax.schedules.simulate import Costs, fill_and_drain
 
 
 def depth_first(group: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in Megatron-LM's order: groups of microbatches, each through all chunks in turn."""
+    """(chunk, microbatch) in Megatron-LM's order: each group of microbatches passes all chunks before the next group."""
     return [
         (chunk, microbatch)
         for low in range(0, microbatches, group)
@@ -16,7 +16,7 @@ def depth_first(group: int, microbatches: int, chunks: int) -> list[tuple[int, i
 
 
 def alternate(warmup: int, sequence: list[tuple[int, int]], last_chunk: int = 0) -> list[Operation]:
-    """`warmup` forwards, then a forward and a backward in turn, then the remaining backwards.
+    """`warmup` forwards, then alternating forwards and backwards, then the remaining backwards.
 
     Backwards follow the same sequence as forwards, with the chunks from last to first.
     """
@@ -31,7 +31,7 @@ def _1f1b_slots(stages: int, microbatches: int, chunks: int) -> Slots:
 
 
 def _1f1b_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool) -> float:
-    """In lockstep each tick takes as long as the slower of tF and tB / 2, except p ticks that hold forwards alone."""
+    """In lockstep each tick takes max(tF, tB / 2), except p ticks that have only forwards."""
     if not lockstep or stages == 1:
         return fill_and_drain(stages, microbatches, chunks, costs, lockstep)
     slower = max(costs.forward, costs.backward / 2)
@@ -43,9 +43,9 @@ def _1f1b_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lock
 def one_forward_one_backward(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B, PipeDream-Flush (2104.04473 section 2.2.1; Megatron-LM's non-interleaved order).
 
-    Rank r does min(p - r - 1, m) forwards, then a forward and a backward in turn, then the remaining backwards. Bubble
-    (p - 1)(tF + tB); at most p - r microbatches in flight on rank r, for any m. Its ticks are mixed: one piece of work
-    on each rank, the backward in two halves, so that a tick costs tF = tB / 2 on every rank and no rank waits.
+    Rank r runs min(p - r - 1, m) forwards, then alternating forwards and backwards, then the remaining backwards. Bubble
+    (p - 1)(tF + tB); at most p - r microbatches in flight on rank r, for any m. Its ticks are mixed: one operation
+    on each rank, with the backward in two halves, so that a tick costs tF = tB / 2 on every rank and no rank waits.
 
         p = 2, m = 3
         rank 0  F0.0 F1.0 .    .     B0.0 B0.0' F2.0  B1.0 B1.0' .     B2.0 B2.0'

@@ -1,9 +1,8 @@
-"""One `ScheduleSpec` for each schedule: the generator, the legal sizes, and what a run of it costs.
+"""One `ScheduleSpec` for each schedule: its generator, its legal sizes, and its costs.
 
-Everything that megajax knows about a schedule by its name is in its spec. The configuration asks `check_sizes`, the
-executor runs what `make_schedule` returns, the estimates use the closed forms `slots` and `bubble` where a spec has
-them and build or simulate the table where it does not, and the search goes through `search_order()`. So one decorated
-function is enough to add a schedule:
+All properties of a named schedule are in its spec. The configuration calls `check_sizes`, the executor runs the schedule
+of `make_schedule`, the estimates use the closed forms `slots` and `bubble` of a spec or else build and simulate the table,
+and the search tries `search_order()`. One decorated function is therefore enough to add a schedule:
 
     @register("one_at_a_time")
     def one_at_a_time(stages, microbatches, chunks):
@@ -58,19 +57,19 @@ class ScheduleSpec:
       chunks: model chunks on each rank: "one", "two", or "any" number.
       rounds: the microbatches must be a multiple of the stages.
       fewest_microbatches: `f(stages)`, the smallest legal number of microbatches.
-      any_microbatches: each step may have another number of microbatches, as a batch ramp needs.
-      trains: it has backwards, so that `--schedule` takes it.
+      any_microbatches: the number of microbatches may differ between steps, as a batch ramp needs.
+      trains: it has backwards, so that `--schedule` accepts it.
       drains: each step ends with an empty pipeline. False for PipeDream-2BW, whose table is one step in steady state.
-      split: backwards are split into I and W. None: only the table tells.
-      paired: a tick is a forward and a backward on every rank. None: only the table tells.
-      placement: which stages a rank holds, "loop" or "v" (see `Schedule.placement`). None: only the table tells.
-      slots: `f(stages, microbatches, chunks, **options) -> Slots | None`, the closed form of what
-        `megajax.pipeline.slots` counts, None for sizes that it does not hold for. Without one the table is counted.
+      split: backwards are split into I and W. None: read from the table.
+      paired: a tick is a forward and a backward on every rank. None: read from the table.
+      placement: the stages of a rank, "loop" or "v" (see `Schedule.placement`). None: read from the table.
+      slots: `f(stages, microbatches, chunks, **options) -> Slots | None`, the closed form of the counts of
+        `megajax.pipeline.slots`, None for sizes that it does not cover. Without one the slots are counted in the table.
       bubble: `f(stages, microbatches, chunks, costs, lockstep, **options)`, the closed form of a rank's idle time in a
         step, in the units of `costs`; `lockstep` as in `simulate_lockstep`. Without one the table is simulated.
       one_chunk: the schedule that this one equals with one chunk; a search tries that one instead.
-      simplicity: the place in the search, where the first of equally good schedules wins. None: searched only by name.
-      notes: one sentence for the user who has to choose, shown by `draw --help`.
+      simplicity: position in the search, which prefers the first of equally fast schedules. None: searched only by name.
+      notes: one sentence that helps to choose a schedule, shown by `draw --help`.
     """
 
     name: str
@@ -97,14 +96,14 @@ class ScheduleSpec:
 
 
 def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
-    """Decorates a generator `f(stages, microbatches, chunks, **options) -> Schedule`, which `name` then stands for.
+    """Registers the decorated generator `f(stages, microbatches, chunks, **options) -> Schedule` under `name`.
 
     Args:
       name: the value of `--schedule`.
-      **fields: of `ScheduleSpec`, where its defaults do not hold. `notes` defaults to the docstring's first paragraph.
+      **fields: fields of `ScheduleSpec` that differ from its defaults. `notes` defaults to the docstring's first paragraph.
 
     Raises:
-      ScheduleError: the name belongs to another function already, or cannot be a name; or a field is wrong.
+      ScheduleError: another function is registered under the name, or the name or a field is illegal.
     """
     known = [field.name for field in dataclasses.fields(ScheduleSpec)][2:]
     for field in fields:
@@ -194,17 +193,17 @@ def check_sizes(
 
 
 def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1, **options) -> Schedule:
-    """The named schedule as a validated table of the sizes asked for.
+    """The named schedule as a validated table of the given sizes.
 
     Args:
       stages: ranks of the pipeline.
-      microbatches: of a step, on each data-parallel replica.
+      microbatches: per step and data-parallel replica.
       chunks: model chunks on each rank.
-      **options: of the schedule's generator.
+      **options: options of the schedule's generator.
 
     Raises:
       ScheduleError: the name or an option is unknown, the sizes are illegal for this schedule, or its generator
-        returned an invalid table or one that its spec does not describe.
+        returned an invalid table or one that contradicts its spec.
     """
     spec = find(name)
     for label, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
@@ -222,13 +221,14 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1,
     )
     if spec.drains:
         schedule.validate()
-    for label, asked in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+    for label, requested in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         made = getattr(schedule, label)
-        require(made == asked, f"{name} made a schedule of {label} {made} where {asked} was asked for")
+        require(made == requested, f"{name} made a schedule with {label}={made}, but {label}={requested} was requested")
     for label in ("split", "paired", "placement"):
-        said, made = getattr(spec, label), getattr(schedule, label)
+        declared, made = getattr(spec, label), getattr(schedule, label)
         require(
-            said in (None, made), f"{name} made a schedule with {label}={made}, but is registered with {label}={said}"
+            declared in (None, made),
+            f"{name} made a schedule with {label}={made}, but is registered with {label}={declared}",
         )
     require(
         schedule.has_backward == spec.trains, f"{name} made a schedule that is registered with trains={spec.trains}"

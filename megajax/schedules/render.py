@@ -1,4 +1,4 @@
-"""Shows schedules: as text, JSON, a Perfetto trace, or a picture (which alone needs matplotlib, the extra `plot`)."""
+"""Renders schedules as text, JSON, a Perfetto trace, or a picture (which needs matplotlib, the extra `plot`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from megajax.schedules.io import to_json
 from megajax.schedules.schedule import Schedule, ScheduleError, show
 from megajax.schedules.simulate import Simulation, Span
 
-# Light for the first chunk, darker for later ones. Blue, orange and green can be told apart with colour blindness.
+# Light for the first chunk, darker for later ones. Blue, orange and green are distinguishable with colour blindness.
 SHADES = {
     "F": ("#9ecae1", "#4292c6", "#2171b5", "#084594"),
     "B": ("#fdd0a2", "#fd8d3c", "#e6550d", "#a63603"),
@@ -106,7 +106,7 @@ def _chunks(schedule: Schedule) -> str:
 
 
 def _boxes_across(simulation: Simulation) -> float:
-    """How many of the shortest pieces of work fit in the makespan, which decides the width of the picture."""
+    """The makespan divided by the shortest operation, which determines the width of the picture."""
     shortest = min(span.stop - span.start for span in simulation.spans)
     return simulation.makespan / shortest
 

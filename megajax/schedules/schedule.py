@@ -1,4 +1,4 @@
-"""A pipeline schedule: a table of what every rank does at every tick.
+"""A pipeline schedule: a table of the operations of every rank at every tick.
 
 All ranks run one SPMD program and advance together, one *tick* at a time. In a tick a rank does one or more pieces of
 `Work`; at its end activations and gradients are sent to the neighbouring stage, which may use them from the next tick
@@ -127,7 +127,7 @@ class Schedule:
     def segments(self) -> tuple[Segment, ...]:
         """Runs of ticks: the fill (forwards only), the steady state, and the drain (no forward).
 
-        The longest full run in a steady state of paired ticks is a segment of its own, between its ramps.
+        In a steady state of paired ticks, the longest full run is a separate segment between its ramps.
         """
         count = len(self.ticks)
         done = [[{self.does(work) for work in works} for works in tick] for tick in self.ticks]

@@ -161,7 +161,7 @@ def _peaks(schedule: Schedule, spans: list[Span]) -> list[int]:
 
 
 def _is_of_the_step_before(schedule: Schedule, forward: Span, weight: Span) -> bool:
-    """Whether a chunk was held when the step began, which only a schedule that does not drain has.
+    """Whether a chunk was in flight at the start of the step, as in a schedule that does not drain.
 
     Its W then comes before its forward, or immediately after where another rank must have run in between.
     """

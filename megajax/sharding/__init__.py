@@ -1,1 +1,1 @@
-"""Which axis of an array is sharded over which axis of the mesh."""
+"""Sharding rules: from the logical axes of arrays to the axes of the mesh."""

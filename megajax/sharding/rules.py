@@ -24,7 +24,7 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
     "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
     "positions": None,  # small, and read by all
     # Activations.
-    "batch": "data",  # replicas see different samples
+    "batch": "data",  # replicas have different samples
     "sequence": "tensor",  # where nothing mixes tokens: norm, dropout, addition (2205.05198 section 4.2)
     "whole_sequence": None,  # inside the matmul pairs, where heads or feedforward are split over tensor
 }
@@ -51,7 +51,7 @@ class AxisRules:
 
     @property
     def vocabulary_over_pipe(self) -> bool:
-        """Whether the token tables and the logits are split over pipe too, so that no stage has more than another."""
+        """Whether the token tables and the logits are split over pipe too, so that all stages hold equal shares."""
         return "pipe" in self.mesh_axes("vocabulary")
 
     def shares(self, name: str, mesh_sizes: Mapping[str, int]) -> int:

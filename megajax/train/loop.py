@@ -136,7 +136,7 @@ def train(
 
 
 class Loop:
-    """What the loop keeps between steps."""
+    """The state of the loop between steps."""
 
     def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, explain, compilations):
         """See `train`."""
@@ -301,7 +301,7 @@ def shapes_of(batch: Batch) -> tuple:
 
 
 def validation_loss(training: Training, state: TrainState, validation: Any) -> float | None:
-    """Mean loss over the validation set's first `validation_batches` global batches; None if there are to be none.
+    """Mean loss over the validation set's first `validation_batches` global batches; None if that is 0.
 
     A set smaller than that is read once, in whole batches, but at least one.
     """

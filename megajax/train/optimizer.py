@@ -13,13 +13,13 @@ from megajax.train.lr_schedule import learning_rate, weight_decay
 class SamplesState(NamedTuple):
     """The argument of the learning rate and weight decay."""
 
-    samples: jax.Array  # int32 scalar: samples of all updates; those of skipped steps do not count
+    samples: jax.Array  # int32 scalar: samples of all updates, without those of skipped steps
 
 
 def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
     """The gradient transformation of a run; `update(gradients, state, params)` returns the addends to the parameters.
 
-    `update` also takes `batch_size`, the number of samples that the gradients are of; default: a full batch.
+    `update` also takes `batch_size`, the number of samples of the gradients; default: a full batch.
 
     Args:
       decay_mask: tree of bool like the parameters, True where weight decay applies (`PipelineModel.decay_mask`). It cannot

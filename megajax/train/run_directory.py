@@ -144,7 +144,7 @@ class RunDirectory:
 
 
 def _metadata(run: RunConfig, tokenizer: Any | None) -> dict[str, Any]:
-    """What every checkpoint of a run stores with its progress, as JSON: version, configuration, tokenizer."""
+    """The metadata of every checkpoint of a run, as JSON: version, configuration, tokenizer."""
     if tokenizer is not None:
         return run_meta(run, tokenizer)
     none = {"name": "none", "hash": ""}

@@ -117,7 +117,7 @@ class Training:
 
     @property
     def state_layout(self) -> StateLayout:
-        """What saving and loading checkpoints need to know of the state."""
+        """The layout of the state, for saving and loading checkpoints."""
         return StateLayout(self.state_shapes, self.state_sharding, self.schedule.placement)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
@@ -336,7 +336,9 @@ def check_offload(run: RunConfig, device: jax.Device) -> None:
         raise ConfigError(f"offload_activations = True {problem}: omit --offload-activations, or pass --schedule 1f1b.")
     if broken_host_offload() and device.platform == "gpu":
         problem = "gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231)"
-        raise ConfigError(f"offload_activations = True {problem}: install another jaxlib, or omit --offload-activations.")
+        raise ConfigError(
+            f"offload_activations = True {problem}: install another jaxlib, or omit --offload-activations."
+        )
     if kinds and "pinned_host" not in kinds:
         problem = f"{device.device_kind} has no memory called pinned_host (it has {', '.join(kinds)})"
         raise ConfigError(f"offload_activations = True, but {problem}: omit --offload-activations.")

@@ -33,7 +33,7 @@ from megajax.train.step import TrainState, make_training
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run returns.
+    """The result of a run.
 
     Attributes:
       state: parameters (fp32, sharded, blocks in pipeline layout), optimizer state, loss scale.

@@ -15,7 +15,7 @@ def log_of(tmp_path, losses, name="run.jsonl"):
 
 
 def test_averages_by_hand():
-    """Of the last quarter of the steps at most, and of finite losses only."""
+    """Averages are over at most the last quarter of the steps, and over finite losses only."""
     losses = np.array([8.0, 7, 6, 5, 4, 3, np.nan, 1, 2])
     np.testing.assert_array_equal(loss_curve.smooth(losses, 2), [8, 7, 6, 5, 4, 3, np.nan, 1, 1.5])
     assert loss_curve.smooth(np.arange(100.0), 20)[-1] == np.arange(80, 100).mean()

@@ -120,12 +120,12 @@ def peer(tmp_path, code: str):
 
 
 def test_peers_follow_the_run_of_their_shape(tmp_path, monkeypatch):
-    asked = mfu.read_options(["--peers"])
+    args = mfu.read_options(["--peers"])
     answer = json.dumps({"seconds": 2e-3, "versions": {"torch": "9"}})
     code = f"import json, sys\nfor shape in json.load(sys.stdin)['shapes']: print('{answer}')"
     monkeypatch.setattr(mfu, "PEERS", {"good": peer(tmp_path, code)})
     results = results_on_a_gpu()
-    results["peers"] = mfu.peer_rows(asked, results)
+    results["peers"] = mfu.peer_rows(args, results)
     assert results["peers"][0]["tokens_per_second"] == results["rows"][0]["tokens_per_second"] / 2
     text = mfu_report.table(results).splitlines()
     below = text[next(number for number, line in enumerate(text) if line.startswith("h16 b2")) + 1]
@@ -135,7 +135,7 @@ def test_peers_follow_the_run_of_their_shape(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_cannot_run_is_one_line(tmp_path, monkeypatch):
-    asked = mfu.read_options(["--peers"])
+    args = mfu.read_options(["--peers"])
     missing = "import sys; print('torch is not installed', file=sys.stderr); sys.exit(3)"
     for code, says in (
         (missing, "pip install torch"),
@@ -143,7 +143,7 @@ def test_a_peer_that_cannot_run_is_one_line(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(mfu, "PEERS", {"bad": peer(tmp_path, code)})
         results = results_on_a_gpu()
-        results["peers"] = mfu.peer_rows(asked, results)
+        results["peers"] = mfu.peer_rows(args, results)
         assert says in mfu_report.table(results)
 
 

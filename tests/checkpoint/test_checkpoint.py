@@ -1,4 +1,4 @@
-"""Checkpoints: canonical order, what is refused, what is found damaged, what a full or read-only disk does."""
+"""Checkpoints: canonical layout, refused configurations, damaged files, full and read-only disks."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ def training():
 
 @pytest.fixture(scope="module")
 def state(training):
-    """A state in which no two numbers are alike, optimizer included."""
+    """A state whose numbers all differ, including the optimizer's."""
     count = iter(range(10**6))
     fresh = training.init_state()
     leaves = [
@@ -45,10 +45,10 @@ def state(training):
 def written(training, state, tmp_path_factory):
     """A directory with checkpoints of steps 3 and 6."""
     directory = tmp_path_factory.mktemp("written") / "checkpoints"
-    keep = Checkpoints(directory, OutputConfig(), run_meta(training.run, runs.Letters()))
+    checkpoints = Checkpoints(directory, OutputConfig(), run_meta(training.run, runs.Letters()))
     for step in (3, 6):
-        keep.save(training.state_layout, state, Progress(step=step, samples=16 * step, skipped=1))
-    assert "step 6: checkpoint saved" in keep.close()[-1]
+        checkpoints.save(training.state_layout, state, Progress(step=step, samples=16 * step, skipped=1))
+    assert "step 6: checkpoint saved" in checkpoints.close()[-1]
     return directory
 
 
@@ -67,11 +67,11 @@ def newest(directory) -> pathlib.Path:
     return manager.choose(directory, "auto")[0]
 
 
-def test_weights_are_stored_as_the_model_makes_them(training, tmp_path):
-    """Read by orbax alone, knowing nothing of meshes: layer by layer what `PipelineModel.init` returns."""
-    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
-    keep.save(training.state_layout, training.init_state(), Progress())
-    keep.close()
+def test_weights_are_stored_in_the_layout_of_init(training, tmp_path):
+    """Read by orbax without a mesh, they equal the arrays of `PipelineModel.init` layer by layer."""
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+    checkpoints.save(training.state_layout, training.init_state(), Progress())
+    checkpoints.close()
     tree = ocp.PyTreeCheckpointHandler().restore(newest(tmp_path) / "state")
     want = jax.jit(training.model.init)(jax.random.key(training.run.train.seed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), tree["params"], want)
@@ -89,7 +89,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_every_array_comes_back_on_every_mesh(written, training, state, other):
+def test_every_array_is_restored_unchanged_on_every_mesh(written, training, state, other):
     other = small.training_of(runs.make_run(**other))
     got, at, _ = load(newest(written), other)
     assert at == Progress(step=6, samples=96, skipped=1)
@@ -101,35 +101,35 @@ def test_every_array_comes_back_on_every_mesh(written, training, state, other):
         np.testing.assert_array_equal(np.asarray(array), np.asarray(arrays[1][name]), err_msg=name)
 
 
-def test_a_vocabulary_padded_otherwise(tmp_path):
-    """3 does not divide 128 rows, so tensor 3 pads the vocabulary of 61 to 384; back and forth it stays the same."""
+def test_a_vocabulary_with_other_padding_is_restored(tmp_path):
+    """3 does not divide 128 rows, so tensor 3 pads the vocabulary of 61 to 384; converting back gives the same arrays."""
     model = dataclasses.replace(runs.MODEL, heads=3, hidden=24, feedforward=96, sequence_length=12)
     two = small.training_of(runs.make_run((1, 1, 2), model=dataclasses.replace(model, heads=6), steps=4))
     model = two.run.model
     three = small.training_of(runs.make_run((1, 1, 3), model=model, steps=4))
-    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(two.run, runs.Letters()))
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(two.run, runs.Letters()))
     first = two.init_state()
-    keep.save(two.state_layout, first, Progress(step=1))
-    keep.wait()
+    checkpoints.save(two.state_layout, first, Progress(step=1))
+    checkpoints.wait()
     state, _, _ = load(newest(tmp_path), three)
     assert state.params["shared"]["embedding"]["tokens"].shape[0] == 384
-    keep.save(three.state_layout, state, Progress(step=2))
-    keep.close()
+    checkpoints.save(three.state_layout, state, Progress(step=2))
+    checkpoints.close()
     back, _, _ = load(newest(tmp_path), two)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, back)
 
 
-def test_newest_and_every_kth_are_kept(training, state, tmp_path):
+def test_the_newest_and_every_kth_checkpoint_are_kept(training, state, tmp_path):
     output = OutputConfig(run_dir="x", max_to_keep=2, keep_every=4)
-    keep = Checkpoints(tmp_path, output, run_meta(training.run, runs.Letters()))
+    checkpoints = Checkpoints(tmp_path, output, run_meta(training.run, runs.Letters()))
     for step in range(1, 8):
-        keep.save(training.state_layout, state, Progress(step=step))
-    keep.close()
+        checkpoints.save(training.state_layout, state, Progress(step=step))
+    checkpoints.close()
     assert manager.complete_steps(tmp_path) == [4, 6, 7]
     assert sorted(path.name[:13] for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (4, 6, 7)]
 
 
-# What may happen to a file: what is done to it, and what must be said of it.
+# Kinds of damage: the change of the file, and the expected message.
 DAMAGE = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "emptied": lambda path: os.truncate(path, 0),
@@ -144,8 +144,8 @@ def flip(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_found_named_and_the_one_before_offered(copy, training, damage):
-    """Every file that the arrays are read from, one after the other."""
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_suggested(copy, training, damage):
+    """Each file that the arrays are read from is damaged in turn."""
     path = newest(copy)
     files = [f for f in (path / "state").rglob("*") if f.is_file()]
     assert len(files) > 5
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_found_named_and_the_one_before_offered(copy, training
     load(path, training)
 
 
-def test_damaged_sums_and_metadata_are_found_too(copy, training):
+def test_damaged_checksums_and_metadata_are_detected(copy, training):
     path = newest(copy)
     for file in [*(path / "checksums").iterdir(), path / "meta" / "metadata"]:
         intact = file.read_bytes()
@@ -172,14 +172,14 @@ def test_damaged_sums_and_metadata_are_found_too(copy, training):
     load(path, training)
 
 
-def test_there_is_no_other_to_offer(copy, training):
+def test_without_another_checkpoint_none_is_suggested(copy, training):
     shutil.rmtree(copy / "step_00000003")
     (newest(copy) / "state" / "manifest.ocdbt").unlink()
     with pytest.raises(ConfigError, match="manifest.ocdbt: missing; there is no earlier checkpoint"):
         load(newest(copy), training)
 
 
-def test_another_model_is_refused_with_all_that_differs(written):
+def test_another_model_is_refused_with_every_difference(written):
     other = runs.make_run(model=dataclasses.replace(runs.MODEL, layers=4, activation="swiglu", name="other"), chunks=2)
     with pytest.raises(ConfigError) as error:
         load(newest(written), small.training_of(other))
@@ -198,95 +198,95 @@ def test_another_tokenizer_is_refused(written, training):
         load(newest(written), training, Other())
 
 
-def test_what_may_differ_is_said(written):
+def test_allowed_differences_are_reported(written):
     other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
     meta = reader.read_meta(newest(written))
-    said = reader.compare(meta, other, meta["tokenizer"], newest(written))
-    assert said[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
-    assert said[1] == "resume    training options differ: learning_rate was 0.003, is 0.001"
+    messages = reader.compare(meta, other, meta["tokenizer"], newest(written))
+    assert messages[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
+    assert messages[1] == "resume    training options differ: learning_rate was 0.003, is 0.001"
 
 
-def test_which_checkpoint_is_taken(copy, tmp_path):
+def test_the_newest_complete_checkpoint_or_the_given_step_is_selected(copy, tmp_path):
     assert manager.choose(tmp_path / "new", "no") == (None, "")
-    path, said = manager.choose(tmp_path / "new", "auto")
-    assert path is None and "starting from step 0" in said
-    path, said = manager.choose(copy, "auto")
-    assert path.name == "step_00000006" and "from step 6, the newest" in said
+    path, messages = manager.choose(tmp_path / "new", "auto")
+    assert path is None and "starting from step 0" in messages
+    path, messages = manager.choose(copy, "auto")
+    assert path.name == "step_00000006" and "from step 6, the newest" in messages
     assert manager.choose(copy, "3")[0].name == "step_00000003"
     assert manager.choose(tmp_path / "new", str(copy))[0] == path
     assert manager.choose(tmp_path / "new", str(copy.parent))[0] == path
     assert manager.choose(tmp_path / "new", str(copy / "step_00000003"))[0].name == "step_00000003"
     (copy / f"step_00000009{writer.TEMPORARY}").mkdir()  # a save that was killed
     assert manager.choose(copy, "auto")[0] == path
-    for resume, said in [
+    for resume, messages in [
         ("no", "--resume auto to resume from step 6"),
         ("5", "steps 3, 6"),
         ("/nowhere", "--resume auto"),
     ]:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=messages):
             manager.choose(copy, resume)
 
 
-def test_what_a_kill_left_is_swept_and_later_checkpoints_are_set_aside(copy, training):
+def test_unfinished_saves_are_removed_and_later_checkpoints_are_moved(copy, training):
     (copy / f"step_00000009{writer.TEMPORARY}").mkdir()
     (copy / "step_00000001.deleting" / "state").mkdir(parents=True)
-    keep = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
+    checkpoints = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
     assert sorted(path.name for path in copy.iterdir()) == ["step_00000003", "step_00000006"]
-    (said,) = keep.set_aside(after=3)
-    assert said.startswith("the checkpoint of step 6 is now called step_00000006.set-aside-")
+    (messages,) = checkpoints.set_aside(after=3)
+    assert messages.startswith("the checkpoint of step 6 is now called step_00000006.set-aside-")
     assert manager.complete_steps(copy) == [3]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory(tmp_path, training):
+def test_a_read_only_directory_is_refused(tmp_path, training):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="cannot write checkpoints to .*Permission denied; pass --run-dir"):
         Checkpoints(tmp_path / "checkpoints", OutputConfig(), {})
 
 
-def test_a_directory_that_cannot_be(tmp_path):
+def test_a_directory_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write checkpoints to .*file.*; pass --run-dir"):
         Checkpoints(tmp_path / "file" / "checkpoints", OutputConfig(), {})
 
 
-def test_a_disk_that_refuses_to_write(copy, training, state, caplog):
-    """The system's limit on file sizes stands for a full disk: the kernel refuses the write in the same place."""
-    keep = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
+def test_a_failed_write_is_reported_and_a_later_save_succeeds(copy, training, state, caplog):
+    """The limit on file sizes simulates a full disk: the kernel rejects the same write."""
+    checkpoints = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        keep.save(training.state_layout, state, Progress(step=9))
-        said = keep.wait()
+        checkpoints.save(training.state_layout, state, Progress(step=9))
+        messages = checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(said) == 1 and keep.failed and len(said[0]) < 350
-    assert [record.message for record in caplog.records] == []  # no library's tracebacks beside it
+    assert len(messages) == 1 and checkpoints.failed and len(messages[0]) < 350
+    assert [record.message for record in caplog.records] == []  # no tracebacks of libraries
     for part in ("warning: step 9: checkpoint NOT saved", "File too large", "free", "the newest is of step 6"):
-        assert part in said[0]
+        assert part in messages[0]
     assert manager.complete_steps(copy) == [3, 6]
-    assert [path.name for path in copy.iterdir() if writer.TEMPORARY in path.name] == []  # the space is given back
-    keep.save(training.state_layout, state, Progress(step=12))
-    assert "step 12: checkpoint saved" in keep.close()[0] and not keep.failed
+    assert [path.name for path in copy.iterdir() if writer.TEMPORARY in path.name] == []  # the space is freed
+    checkpoints.save(training.state_layout, state, Progress(step=12))
+    assert "step 12: checkpoint saved" in checkpoints.close()[0] and not checkpoints.failed
     load(newest(copy), training)
 
 
-def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monkeypatch):
-    """What the others bring along when the processes meet fails the save here too, before it gets its name."""
-    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+def test_a_failure_in_another_process_fails_the_save(tmp_path, training, state, monkeypatch):
+    """An error that another process reports at the barrier fails the save here too, before it is renamed."""
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "meet", full)
-        keep.save(training.state_layout, state, Progress(step=9))
-        (said,) = keep.wait()
-    assert "step 9: checkpoint NOT saved" in said and "process 1: No space left on device (" in said
+        patch.setattr(writer, "gather_problems", full)
+        checkpoints.save(training.state_layout, state, Progress(step=9))
+        (messages,) = checkpoints.wait()
+    assert "step 9: checkpoint NOT saved" in messages and "process 1: No space left on device (" in messages
     assert list(tmp_path.iterdir()) == []
-    keep.save(training.state_layout, state, Progress(step=9))
-    assert "step 9: checkpoint saved" in keep.close()[0]
+    checkpoints.save(training.state_layout, state, Progress(step=9))
+    assert "step 9: checkpoint saved" in checkpoints.close()[0]
     load(newest(tmp_path), training)
 
 
-def test_inspect(written, capsys):
+def test_inspect_prints_the_checkpoints(written, capsys):
     assert inspect.main([str(written), "--verify", "--arrays"]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -301,7 +301,7 @@ def test_inspect(written, capsys):
     assert out.count("every file is as it was written") == 2
 
 
-def test_inspect_names_what_is_damaged(copy, capsys):
+def test_inspect_names_damaged_files(copy, capsys):
     (newest(copy) / "state" / "manifest.ocdbt").write_bytes(b"")
     assert inspect.main([str(copy), "--verify"]) == 2
     assert "DAMAGED: state/manifest.ocdbt: 0 bytes" in capsys.readouterr().out

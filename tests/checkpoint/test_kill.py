@@ -1,4 +1,4 @@
-"""A run that is killed, or asked to stop, at any moment."""
+"""A run that is killed or receives a signal at any moment."""
 
 import random
 import shutil
@@ -14,7 +14,7 @@ WORDS = "--devices cpu:1 --steps {steps} --save-every {every} --resume auto --ru
 
 
 def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
-    """Kills a run so often, most of the times during a save, and lets it end. Returns the kills that hit a save."""
+    """Kills a run that many times, mostly during a save, then lets it finish. Returns the number of kills during a save."""
     directory, chance, during_save = tmp_path / "run", random.Random(7), 0
     checkpoints = directory / "checkpoints"
     for number in range(kills + 1):
@@ -33,8 +33,8 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
             run.process.send_signal(signal.SIGKILL)
             run.process.wait()
             during_save += unfinished(checkpoints)
-        said = f"from step {newest[0]}, the newest" if newest else "starting from step 0"
-        assert said in run.out
+        message = f"from step {newest[0]}, the newest" if newest else "starting from step 0"
+        assert message in run.out
         for step in manager.complete_steps(checkpoints):
             assert checksums.problems(checkpoints / manager.NAME.format(step)) == []
     assert [row["step"] for row in rows(directory)] == list(range(1, steps + 1))
@@ -43,7 +43,7 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
 
 
 def unfinished(checkpoints) -> bool:
-    """Whether a save is under way, or was when the run was killed."""
+    """Whether a save is in progress, or was when the run was killed."""
     return any(writer.TEMPORARY in path.name for path in checkpoints.iterdir())
 
 
@@ -59,8 +59,8 @@ def undisturbed(tmp_path_factory):
     return path
 
 
-def test_killed_at_two_moments(tmp_path, undisturbed):
-    """Every resume starts from a complete checkpoint, and in the end every loss is that of the run that was let be."""
+def test_a_run_killed_at_two_moments_has_the_losses_of_an_undisturbed_run(tmp_path, undisturbed):
+    """Every resume starts from a complete checkpoint, and finally every loss equals that of an undisturbed run."""
     shutil.copytree(undisturbed / "compiled", tmp_path / "compiled")  # a copy: a kill may spoil it
     kill_and_resume(tmp_path, kills=2, steps=400)
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
@@ -68,8 +68,8 @@ def test_killed_at_two_moments(tmp_path, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_killed_at_25_moments(tmp_path):
-    """As above, 25 times; the steps are so many that none of the runs in between comes to its end."""
+def test_a_run_killed_at_25_moments_has_the_losses_of_an_undisturbed_run(tmp_path):
+    """As above, 25 times, with enough steps that no run finishes before it is killed."""
     steps = 1200
     assert kill_and_resume(tmp_path, kills=25, steps=steps) >= 8
     whole = Run(tmp_path, WORDS.format(steps=steps, every=10**6, directory=tmp_path / "whole"), name="whole")
@@ -78,7 +78,7 @@ def test_killed_at_25_moments(tmp_path):
 
 
 def test_a_signal_saves_and_exits(tmp_path, number=signal.SIGTERM):
-    """Out within the step and the save, code 0; and the next start goes on where it stopped."""
+    """The run exits after the step and the save with code 0, and the next start resumes there."""
     words = WORDS.format(steps=10**6, every=10**6, directory=tmp_path / "run")
     run = Run(tmp_path, words)
     run.until(lambda: len(rows(tmp_path / "run")) >= 5)

@@ -1,4 +1,4 @@
-"""Metadata: checkpoints of format 1, data that differ, and files that are not a checkpoint's metadata."""
+"""Metadata: checkpoints of format 1, other data, and files that are not a checkpoint's metadata."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ def raw():
 
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_a_checkpoint_of_format_1_is_restored(pipe):
-    """Compared with what orbax alone reads; and nothing is reported that does not differ."""
+    """The arrays equal those read by orbax, and no equal setting is reported as different."""
     run = make_run(pipe)
     training = small.training_of(run)
     state, progress, messages = reader.load(FORMAT_1, run, training.state_layout, TOKENIZER)
@@ -58,13 +58,13 @@ def test_a_checkpoint_of_format_1_is_restored(pipe):
     assert all(np.isfinite(leaf).all() for leaf in map(np.asarray, jax.tree.leaves(state)))
 
 
-def test_renamed_fields_of_format_1(raw):
+def test_renamed_fields_of_format_1_are_read(raw):
     raw["config"]["parallel"]["offload"], raw["config"]["train"]["block_matmuls"] = "stash", "fp8"
     raw["config"]["train"]["bad_step"], raw["progress"]["bad"] = "skip", 3
     meta = metadata.parse(raw)
     assert meta["progress"] == Progress(step=2, samples=4, skipped=0, nonfinite=3)
-    said = metadata.differences(meta, make_run(), TOKENIZER)
-    assert said == [
+    messages = metadata.differences(meta, make_run(), TOKENIZER)
+    assert messages == [
         "resume    resharded: offload_activations was True, is False",
         "resume    training options differ: matmul_dtype was fp8, is None, nonfinite was skip, is stop",
     ]
@@ -116,7 +116,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_other_json_is_one_line_and_code_2(tmp_path, capsys, text):
+def test_other_json_is_one_error_line_with_exit_code_2(tmp_path, capsys, text):
     (tmp_path / "state").mkdir()
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "metadata").write_bytes(text.encode(errors="surrogateescape"))

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that did not stop: to the bit on the same mesh, to rounding on another."""
+"""A resumed run equals the uninterrupted run: bitwise on the same mesh, up to rounding on another."""
 
 import functools
 import shutil
@@ -24,14 +24,14 @@ def training_on(**kwargs):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """40 steps without a stop, with a checkpoint after 20 of them."""
+    """40 uninterrupted steps, with a checkpoint after 20."""
     training = training_on(chunks=2)
     return runs.go(training.run, tmp_path_factory.mktemp("whole"), training=training, save_every=1000)
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """20 of the 40 steps, stopped there."""
+    """The first 20 of the 40 steps."""
     directory = tmp_path_factory.mktemp("half")
     training = training_on(chunks=2)
     result = runs.go(training.run, directory, training=training, stop=runs.StopAfter(HALF), save_every=1000)
@@ -51,7 +51,7 @@ def resumed(half, tmp_path, **kwargs):
     return runs.go(training.run, directory, training=training, resume="auto", save_every=1000), training
 
 
-def test_on_the_same_mesh_every_bit_is_the_same(whole, half, tmp_path):
+def test_a_resume_on_the_same_mesh_is_bitwise_equal(whole, half, tmp_path):
     result, _ = resumed(half, tmp_path, chunks=2)
     assert f"resume    from step {HALF}, the newest" in result.text
     assert f"after step {HALF}, {HALF * small.BATCH} samples, 0 skipped" in result.text
@@ -72,7 +72,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_on_another_mesh_the_losses_are_the_same_up_to_rounding(whole, half, tmp_path, other):
+def test_a_resume_on_another_mesh_has_equal_losses_up_to_rounding(whole, half, tmp_path, other):
     result, training = resumed(half, tmp_path, **other)
     assert "resume    resharded: " in result.text
     assert len(result.rows) == 40
@@ -82,8 +82,8 @@ def test_on_another_mesh_the_losses_are_the_same_up_to_rounding(whole, half, tmp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), got, want)
 
 
-def test_there_and_back_loses_nothing(half, tmp_path):
-    """Written on one mesh, read and written on another, read on the first: not one bit of the state has changed."""
+def test_saving_on_another_mesh_and_restoring_changes_no_bit(half, tmp_path):
+    """A state saved on one mesh, restored and saved on another and restored on the first is bitwise unchanged."""
     path, _ = manager.choose(half / "checkpoints", "auto")
     tokenizer = run_meta(training_on(chunks=2).run, runs.Letters())["tokenizer"]
     first, at, _ = load(path, training_on(chunks=2), tokenizer)
@@ -92,16 +92,18 @@ def test_there_and_back_loses_nothing(half, tmp_path):
     ):
         training = training_on(**other)
         state, _, _ = load(path, training, tokenizer)
-        keep = manager.Checkpoints(tmp_path / str(number), OutputConfig(), run_meta(training.run, runs.Letters()))
-        keep.save(training.state_layout, state, at)
-        assert "checkpoint saved" in keep.close()[0]
+        checkpoints = manager.Checkpoints(
+            tmp_path / str(number), OutputConfig(), run_meta(training.run, runs.Letters())
+        )
+        checkpoints.save(training.state_layout, state, at)
+        assert "checkpoint saved" in checkpoints.close()[0]
         path, _ = manager.choose(tmp_path / str(number), "auto")
     last, _, _ = load(path, training_on(chunks=2), tokenizer)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, last)
 
 
-def test_the_log_goes_on_where_the_checkpoint_was(tmp_path):
-    """Steps after the checkpoint, and a line that a kill cut short, are dropped."""
+def test_the_log_continues_at_the_checkpoint(tmp_path):
+    """Steps after the checkpoint, and a line truncated by a kill, are dropped."""
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 3.0}\n{"step": 4, "lo')
     log = JsonLines(path, after=2)

@@ -1,4 +1,4 @@
-"""The command line: every field has an option, defaults follow from one another, errors say what to type."""
+"""The command line: every field has an option, derived defaults, and errors that name the option to pass."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ def test_nothing_typed_is_the_experiments_run():
 
 
 def text_and_value(field: dataclasses.Field):
-    """A legal value of a field that is not its default, and how it is typed."""
+    """A legal value of a field other than its default, and its words on the command line."""
     if field.name == "schedule":
         return "1f1b", "1f1b"
     if field.metadata["choices"]:
@@ -102,14 +102,14 @@ def test_the_help_says_every_default_and_how_to_start(capsys):
     text = " ".join(help_text(capsys).split())
     assert text.count("(default: ") >= len(FIELDS) + 8
     assert "python -m experiments.it" in text
-    for said in (
+    for part in (
         "(default: 300)",  # the experiment's own, not the dataclass's
         "(default: 30, or a tenth of --steps if that is less)",
         "(default: a tenth of --learning-rate)",
         "(default: 0.95)",
         "(default: data,pipe,tensor)",
     ):
-        assert said in text
+        assert part in text
 
 
 @pytest.mark.parametrize(
@@ -253,12 +253,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
-def test_what_cannot_be_read_is_one_line_that_helps(words, said):
+@pytest.mark.parametrize(("words", "part"), WRONG, ids=[words for words, _ in WRONG])
+def test_what_cannot_be_read_is_one_line_that_helps(words, part):
     with pytest.raises(ConfigError) as error:
         run_of(words)
     message = str(error.value)
-    assert said in message and "\n" not in message
+    assert part in message and "\n" not in message
 
 
 def test_abbreviations_are_not_guessed():
@@ -290,7 +290,7 @@ def test_a_schedules_file_brings_its_stages_and_chunks(tmp_path):
 
 
 def test_full_recompute_is_told_to_auto():
-    """The forward again before the gradient of the input: then zero bubble in lockstep is no good."""
+    """Full recompute repeats the forward before I, which makes zero bubble in lockstep slow."""
     words = "--schedule auto --pipe 4 --chunks 1 --recompute"
     assert run_schedule(run_of(f"{words} selective", device_count=4)).name == "auto:zb_h1"
     assert run_schedule(run_of(f"{words} full", device_count=4)).name != "auto:zb_h1"

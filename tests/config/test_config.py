@@ -27,7 +27,7 @@ SMALL = {"layers": 8, "hidden": 96, "heads": 12, "vocabulary": 257, "sequence_le
 
 
 def make_run(**fields) -> RunConfig:
-    """A legal run on one device, except for the fields given; each field's name says whose it is."""
+    """A legal run on one device with the given fields, each assigned to the dataclass that has it."""
     split = {config: {} for config in (ModelConfig, ParallelConfig, TrainConfig)}
     for name, value in (SMALL | {"global_batch_size": 8} | fields).items():
         owner = next(config for config in split if name in config.__dataclass_fields__)
@@ -301,7 +301,7 @@ def test_defaults_of_named_fields_are_among_their_choices():
 
 @dataclasses.dataclass(frozen=True)
 class OwnModel:
-    """A model's configuration of a user's: no fields beyond the two that are needed, and a rule about its layout."""
+    """A user's model configuration with the two required fields and a check of the layout."""
 
     name: str = "own"
     layers: int = 6

@@ -1,4 +1,4 @@
-"""What a person may type by mistake: each is one line that says what is wrong and what to type, exit code 2."""
+"""Wrong options: each is one line that names the mistake and the option to pass, with exit code 2."""
 
 import jax
 import pytest
@@ -66,13 +66,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
-def test_what_cannot_run_is_one_line_and_exit_code_2(words, said, capsys):
+@pytest.mark.parametrize(("words", "parts"), WRONG, ids=[words for words, _ in WRONG])
+def test_what_cannot_run_is_one_line_and_exit_code_2(words, parts, capsys):
     jax.devices()
     assert gpt3.main(words.split()) == 2
     out, err = capsys.readouterr()
     print(err)
     assert out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
-    for part in said:
+    for part in parts:
         assert part in err

@@ -1,4 +1,4 @@
-"""Makes golden.json, what megatron-core 0.16.1 itself computes, for test_golden.py to compare with. Needs, in a venv apart:
+"""Writes golden.json, the results of megatron-core 0.16.1 that test_golden.py compares with. In a separate venv:
 
     pip install --no-deps megatron-core==0.16.1; pip install torch==2.13.0 numpy packaging   (torch for CPU)
     python -m tests.data.make_golden
@@ -23,7 +23,7 @@ CORPORA = {"many": (500, 40), "few": (30, 90), "one": (1, 70)}
 SEQUENCE_LENGTHS = (7, 16, 64)
 SAMPLES = (None, 1, 40, 333, 1000)
 SEEDS = (1234, 1, 0)
-# No split may be empty: megatron-core then counts epochs for ever.
+# No split may be empty: megatron-core then counts epochs in an infinite loop.
 SPLITS = ("950,30,20", "90,5,5", "100,0,0", "0.7,0.2,0.1", "1,1,1")
 WEIGHTS = {
     "paper": [0.5, 0.25, 0.25],
@@ -106,7 +106,7 @@ BERT = {"pairs": (True, 64, 200, 0.1), "one": (False, 24, 60, 0.5), "long": (Tru
 
 
 def continues(token: int) -> bool:
-    """Whether a token of the BERT corpus goes on with a word."""
+    """Whether a token of the BERT corpus continues a word."""
     return token > 9 and token % 3 == 0
 
 
@@ -121,7 +121,7 @@ def bert_documents() -> list[list[list[int]]]:
 
 
 class Tokenizer:
-    """What GPTDataset asks of one."""
+    """The attributes that GPTDataset uses."""
 
     vocab_size, eod, pad = VOCABULARY, END, -1
     unique_identifiers = {"class": "Tokenizer"}

@@ -1,4 +1,4 @@
-"""BERT's samples: against megatron-core's, C++'s random numbers, and the rules of the paper."""
+"""BERT's samples, compared with megatron-core's, C++'s random numbers, and the paper's rules."""
 
 import json
 
@@ -29,13 +29,13 @@ def built(dataset, name) -> BertSamples:
     return BertSamples(dataset, (0, dataset.document_count), samples, length, 1234, PIECES, masking)
 
 
-def test_the_standards_own_number():
+def test_mt19937_64_gives_the_10000th_number_of_the_standard():
     """ISO C++, [rand.predef]: the 10000th number of a default mt19937_64, whose seed is 5489."""
     assert int(mt19937_64(5489, 10000)[-1]) == 9981545732273789042
 
 
 @pytest.mark.parametrize("name", made.BERT)
-def test_samples_are_megatrons(dataset, name):
+def test_samples_equal_megatrons(dataset, name):
     samples = built(dataset, name)
     drawn = [samples.sample(i) for i in range(made.BERT[name][2])]
     names = {"text": "tokens", "labels": "labels", "types": "types", "loss_mask": "weights", "is_random": "swapped"}
@@ -47,17 +47,21 @@ def test_samples_are_megatrons(dataset, name):
     assert ours | {"index": made.digest(samples.sentences)} == golden
 
 
-def test_what_the_paper_says(dataset):
-    """15% of the tokens, of these 80% [MASK], 10% others, 10% themselves; half of the pairs swapped; words whole."""
+def test_masks_and_swaps_have_the_papers_shares(dataset):
+    """15% of the tokens, of these 80% [MASK], 10% random, 10% unchanged; half of the pairs swapped; whole words."""
     samples = built(dataset, "pairs")
-    masked = kept = asked = tokens = swapped = continued = 0
+    masked = kept = predicted = tokens = swapped = continued = 0
     for index in range(samples.count):
         sample = samples.sample(index)
         places = np.flatnonzero(sample["weights"])
         shown, right = sample["tokens"][places], sample["labels"][places]
         masked += (shown == PIECES.mask).sum()
         kept += (shown == right).sum()
-        asked, tokens, swapped = asked + len(places), tokens + sample["attended"].sum(), swapped + sample["swapped"]
+        predicted, tokens, swapped = (
+            predicted + len(places),
+            tokens + sample["attended"].sum(),
+            swapped + sample["swapped"],
+        )
         whole = np.where(sample["weights"] > 0, sample["labels"], sample["tokens"])
         for place in range(2, len(whole)):
             special = whole[place - 1] in (PIECES.begin, PIECES.separator)
@@ -65,13 +69,13 @@ def test_what_the_paper_says(dataset):
                 assert sample["weights"][place] == sample["weights"][place - 1]
                 continued += 1
     assert continued > 100  # pieces that continue a word
-    assert 0.12 < asked / tokens < 0.16
-    assert 0.76 < masked / asked < 0.84
-    assert 0.07 < kept / asked < 0.13
+    assert 0.12 < predicted / tokens < 0.16
+    assert 0.76 < masked / predicted < 0.84
+    assert 0.07 < kept / predicted < 0.13
     assert 0.4 < swapped / samples.count < 0.6
 
 
-def test_batches(dataset):
+def test_a_batch_stacks_the_samples(dataset):
     loader = BertLoader(built(dataset, "pairs"), 8, 2)
     batch = loader.batch(4)
     assert batch["tokens"].shape == (2, 4, 64) and batch["swapped"].shape == (2, 4)
@@ -79,16 +83,16 @@ def test_batches(dataset):
     np.testing.assert_array_equal(loader.resized(4, 1).batch(8)["labels"][0], batch["labels"][1])
 
 
-def test_pieces_of_a_tokenizer(tmp_path):
+def test_word_pieces_are_read_from_the_tokenizer(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##able"]))
-    pieces = WordPieces.of(load_tokenizer(str(tmp_path / "vocab.txt")))
+    pieces = WordPieces.from_tokenizer(load_tokenizer(str(tmp_path / "vocab.txt")))
     assert (pieces.padding, pieces.begin, pieces.separator, pieces.mask) == (0, 2, 3, 4)
     assert np.flatnonzero(pieces.continues).tolist() == [6]
     with pytest.raises(ConfigError, match=r"gpt2 has no \[CLS\]"):
-        WordPieces.of(load_tokenizer("gpt2"))
+        WordPieces.from_tokenizer(load_tokenizer("gpt2"))
 
 
-def test_documents_of_one_sentence_make_no_pairs(tmp_path):
+def test_documents_of_one_sentence_give_no_pairs(tmp_path):
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_document([5, 6, 7])
     with pytest.raises(ConfigError, match="--split-sentences"):

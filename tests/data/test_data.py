@@ -1,4 +1,4 @@
-"""From text to batches, against hand-worked examples and the rules that must hold for any size."""
+"""From text to batches: examples by hand, and properties for any size."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import load_tokenizer
 
 
-def test_the_bundled_text_is_what_source_md_says():
+def test_the_bundled_text_matches_source_md():
     documents = load_documents()
     assert len(documents) == 48
     assert 6.2e6 < sum(map(len, documents)) < 6.4e6
@@ -24,7 +24,7 @@ def test_the_bundled_text_is_what_source_md_says():
     assert 0.05 <= sum(map(len, validation)) / sum(map(len, documents)) < 0.08
 
 
-def test_reading_files(tmp_path):
+def test_plain_and_compressed_files_are_read(tmp_path):
     plain, packed = tmp_path / "a.txt", tmp_path / "b.jsonl.gz"
     plain.write_text("Ünï")
     packed.write_bytes(gzip.compress(b"\n".join(json.dumps({"text": t}).encode() for t in ("one", "two"))))
@@ -39,7 +39,7 @@ def test_reading_files(tmp_path):
         ("empty.txt", b"", "is empty"),
         ("latin.txt", b"caf\xe9", "not UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}', "line 2 of .* is not a JSON object with a string"),
-        ("cut.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:20], "cut short"),
+        ("cut.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:20], "truncated"),
         ("plain.gz", b"not gzip", "Not a gzipped file"),
         ("damaged.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:10] + b"\xff" * 20, "damaged"),
         ("number.jsonl", b'{"text": 5}', "line 1 of .* is not a JSON object with a string"),
@@ -57,13 +57,13 @@ def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize("ending", [".json", ".ndjson", ".jsonl", ".ndjson.gz"])
-def test_lines_of_json_by_every_name_that_preprocessing_reads(tmp_path, ending):
+def test_every_json_ending_is_read_line_by_line(tmp_path, ending):
     path, content = tmp_path / f"a{ending}", b'{"text": "one"}\n{"text": "two"}\n'
     path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
     assert load_documents(str(path)) == ["one", "two"]
 
 
-def test_reading_odd_but_legal_files(tmp_path):
+def test_line_separators_blank_lines_and_a_byte_order_mark_are_read(tmp_path):
     lines, marked = tmp_path / "a.jsonl", tmp_path / "b.txt"
     lines.write_bytes('{"text": "one\u2028\x85more"}\r\n\n{"text": "two"}\n'.encode())
     marked.write_bytes("\ufeffthree".encode())
@@ -80,7 +80,7 @@ def test_reading_odd_but_legal_files(tmp_path):
         (["a" * 92, "c" * 8], ["a" * 90], ["a" * 2, "c" * 8]),
     ],
 )
-def test_splitting(documents, training, validation):
+def test_documents_are_split_from_the_end(documents, training, validation):
     assert split_documents(documents, 0.1) == (training, validation)
 
 
@@ -91,15 +91,15 @@ def test_splitting_loses_nothing(documents, share):
     assert share * len("".join(documents)) <= len("".join(validation)) <= max(1 + len("".join(documents)) / 2, 1)
 
 
-def test_byte_tokenizer():
+def test_the_byte_tokenizer_encodes_utf8():
     tokenizer = load_tokenizer("byte")
     assert tokenizer.encode("aé").tolist() == [97, 195, 169]
     assert tokenizer.decode([97, 195, 169, 256, 195]) == "aé\ufffd"
     assert tokenise(["a", "b"], tokenizer).tolist() == [97, 256, 98, 256]
 
 
-def test_gpt2_tokenizer():
-    """The ids that OpenAI's own encoder gives."""
+def test_the_gpt2_tokenizer_equals_openais():
+    """The ids of OpenAI's encoder."""
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     assert tokenizer.end_of_document == 50256
@@ -116,7 +116,7 @@ def test_decoding_undoes_encoding(text):
 
 
 def test_a_batch_by_hand():
-    """Four windows of two tokens in the order of the text; the batch that starts at sample 3 runs into epoch 2."""
+    """Four windows of two tokens in the order of the text; the batch that starts at sample 3 continues in epoch 2."""
     batch = Loader(TokenSamples(np.arange(9), 2, seed=None), global_batch_size=4, microbatches=2).batch(3)
     assert batch["tokens"].tolist() == [[[6, 7], [0, 1]], [[2, 3], [4, 5]]]
     assert batch["labels"].tolist() == [[[7, 8], [1, 2]], [[3, 4], [5, 6]]]
@@ -131,7 +131,7 @@ def test_every_epoch_has_its_own_order():
     assert first != second
 
 
-def test_unknown_tokenizer():
+def test_an_unknown_tokenizer_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean gpt2"):
         load_tokenizer("gpt-2")
 
@@ -142,7 +142,7 @@ def test_windows_overlap_by_one_token():
     assert [samples.window(i).tolist() for i in range(3)] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
 
 
-def test_too_short_a_text():
+def test_a_text_shorter_than_a_sample_is_refused():
     with pytest.raises(ConfigError, match="3 tokens and a sample needs 4"):
         TokenSamples(np.arange(3), 3, seed=0)
 
@@ -170,7 +170,7 @@ def test_batches_do_not_depend_on_microbatches_or_on_where_they_start(consumed, 
 
 
 def test_the_order_is_a_fixed_function_of_the_seed():
-    """It must not change between versions: a resumed run would see other samples."""
+    """It must not change between versions, because a resumed run would get other samples."""
     samples = TokenSamples(np.arange(1001), 10, seed=1234)
     order = [int(samples.window(i)[0]) // 10 for i in range(8)]
     assert order == [90, 92, 45, 93, 13, 75, 84, 53]

@@ -1,4 +1,4 @@
-"""What docs/data.md shows must run as it stands there, and name no option that there is not."""
+"""The examples of docs/data.md run, and its options exist."""
 
 import pathlib
 import re
@@ -11,12 +11,12 @@ from megajax.data import preprocess
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
 
 
-def test_the_python_of_the_page(tmp_path, monkeypatch):
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})
 
 
-def test_the_command_of_the_page(tmp_path, monkeypatch, capsys):
+def test_the_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
     words = re.search(r"\$ python -m megajax\.data\.preprocess (.*)\n    (.*)\n", PAGE)
     folder = pathlib.Path(preprocess.__file__).parents[2]
     monkeypatch.chdir(tmp_path)
@@ -25,7 +25,7 @@ def test_the_command_of_the_page(tmp_path, monkeypatch, capsys):
     assert "corpus: 48 documents" in capsys.readouterr().out and words[2].startswith("corpus: 48 documents")
 
 
-def test_the_options_of_the_page(capsys):
+def test_the_options_of_the_page_exist(capsys):
     for command in (preprocess.main, gpt3.main):
         with pytest.raises(SystemExit):
             command(["--help"])

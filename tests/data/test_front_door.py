@@ -25,7 +25,7 @@ def pairs(tmp_path_factory):
     return folder
 
 
-def test_a_blend_with_documents_apart(pairs, capfd):
+def test_a_blend_with_separate_documents_trains(pairs, capfd):
     words = ["--data-path", "0.7", f"{pairs}/books", "0.3", f"{pairs}/web", "--split", "80,20"]
     apart = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
     assert gpt3.main([*SMALL, *SHORT, *words, *apart]) == 0
@@ -41,7 +41,7 @@ def test_a_blend_with_documents_apart(pairs, capfd):
         (["--data-path", "0", "{0}/web"], "weights must be above 0"),
         (["--data-path", "{0}/web", "--text", "a.txt"], "exclude one another"),
         (["--data-path", "{0}/web", "--split", "1"], "leaves nothing for validation"),
-        (["--data-path", "{0}/web", "{0}/books", "--split", "80,20", "--steps", "9999"], "asks for sample 79,991 of"),
+        (["--data-path", "{0}/web", "{0}/books", "--split", "80,20", "--steps", "9999"], "needs sample 79,991 of"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "98,2", "--steps", "1"], "validation has . samples"),
         (["--data-path", "{0}/web", "--sequence-length", "9999"], "a split has .* tokens and a sample needs 10000"),
     ],

@@ -1,4 +1,4 @@
-"""Files, indices, samples and blends against what megatron-core 0.16.1 computed: see make_golden.py."""
+"""Files, indices, samples and blends, compared with megatron-core 0.16.1's (see make_golden.py)."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def digests(samples) -> list:
 
 
 @pytest.mark.parametrize("dtype", made.DTYPES)
-def test_files_of_every_type_in_both_directions(tmp_path, dtype):
+def test_files_of_every_type_are_read_and_written_identically(tmp_path, dtype):
     with IndexedWriter(tmp_path / "ours", dtype) as writer:
         for sequences in made.documents_of(dtype):
             writer.add_document(list(itertools.chain.from_iterable(sequences)), [len(part) for part in sequences])
@@ -50,7 +50,7 @@ def test_files_of_every_type_in_both_directions(tmp_path, dtype):
     assert [theirs.sequence(i).tolist() for i in range(len(theirs))] == sum(expected, [])
 
 
-def test_modes_and_merging(tmp_path):
+def test_modes_and_merged_files_equal_megatrons(tmp_path):
     with IndexedWriter(tmp_path / "modes", np.int32, multimodal=True) as writer:
         for sequences in made.documents_of("int32"):
             lengths = [len(part) for part in sequences]
@@ -66,14 +66,14 @@ def test_modes_and_merging(tmp_path):
     assert made.pair_bytes(tmp_path / "merged") == GOLDEN["pairs"]["merged"]
 
 
-def test_corpora_are_the_same_files(corpora):
+def test_corpora_are_written_as_the_same_files(corpora):
     for name, golden in GOLDEN["corpora"].items():
         raw = [np.frombuffer(bytes.fromhex(part), np.uint8) for part in made.pair_bytes(corpora / name)]
         assert [made.digest(part) for part in raw] == golden
 
 
 @pytest.mark.parametrize("name", made.CORPORA)
-def test_indices(corpora, name):
+def test_indices_equal_megatrons(corpora, name):
     dataset = IndexedDataset(corpora / name)
     for length, samples, seed in itertools.product(made.SEQUENCE_LENGTHS, made.SAMPLES, made.SEEDS):
         ours = GPTSamples(dataset, (0, len(dataset)), samples, length, seed)
@@ -81,18 +81,18 @@ def test_indices(corpora, name):
 
 
 @pytest.mark.parametrize(("split", "samples"), list(itertools.product(made.SPLITS, (None, 150))))
-def test_splits(corpora, split, samples):
+def test_splits_equal_megatrons(corpora, split, samples):
     blend = Blend.parse([str(corpora / "many")])
     parts = [bounds and blend.samples(bounds, samples, 16, 1234) for bounds in split_bounds(split)]
     assert [digests(part) for part in parts] == GOLDEN["indices"][f"split {split} {samples}"]
 
 
 @pytest.mark.parametrize("name", made.CORPORA)
-def test_samples_and_their_documents(corpora, name):
+def test_samples_and_document_masks_equal_megatrons(corpora, name):
     samples = Blend.parse([str(corpora / name)]).samples((0.0, 1.0), 50, 16, 1234)
     windows = np.stack([samples.window(i) for i in range(50)])
     tokens = windows[:, :-1]
-    batch = Boundaries(made.END, reset_positions=True, reset_attention=True, mask_loss=True).of(tokens)
+    batch = Boundaries(made.END, reset_positions=True, reset_attention=True, mask_loss=True).arrays(tokens)
     causal = np.tril(np.ones((16, 16), bool))
     seen = causal & (batch["document"][:, :, None] == batch["document"][:, None, :])
     ours = {
@@ -106,7 +106,7 @@ def test_samples_and_their_documents(corpora, name):
 
 
 @pytest.mark.parametrize("name", list(GOLDEN["orders"]))
-def test_orders_of_blends(name):
+def test_orders_of_blends_equal_megatrons(name):
     if name.startswith("all of "):
         ours = exhaustive_order(np.array(json.loads(name.removeprefix("all of "))))
     else:
@@ -116,7 +116,7 @@ def test_orders_of_blends(name):
 
 
 @pytest.mark.parametrize("name", list(GOLDEN["blends"]))
-def test_whole_blends(corpora, name):
+def test_blends_equal_megatrons(corpora, name):
     words = made.BLENDS[name.split()[0]]
     sizes = json.loads(name[name.index("[") : name.index("]") + 1].replace("None", "null"))
     blend = Blend.parse([str(corpora / word) if word in made.CORPORA else word for word in words])

@@ -1,4 +1,4 @@
-"""Samples against a walk token by token; the stored index; blends and their words."""
+"""GPT samples compared with the concatenated documents; the cached index; blends and --data-path."""
 
 import concurrent.futures
 import multiprocessing
@@ -29,40 +29,41 @@ def whole(dataset, samples=None, length=4, seed=0, **more) -> GPTSamples:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 30), st.integers(0, 9))
 def test_samples_tile_the_shuffled_documents(tmp_path_factory, lengths, length, samples, seed):
-    """Put back in order, samples are the documents of each epoch end to end, overlapping by one token."""
+    """In unshuffled order, the samples are the concatenated documents of each epoch, overlapping by one token."""
     if sum(lengths) <= length:
         return
     numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     ours = whole(write(tmp_path_factory.mktemp("pair") / "a", numbers), samples, length, seed)
     assert ours.count >= samples
     stream = np.concatenate([numbers[i] for i in ours.index.document])
-    assert sorted(stream.tolist()) == sorted(np.tile(np.arange(sum(lengths)), ours.epochs).tolist())
+    epochs = len(ours.index.document) // len(lengths)
+    assert sorted(stream.tolist()) == sorted(np.tile(np.arange(sum(lengths)), epochs).tolist())
     windows = {int(place): ours.window(i).tolist() for i, place in enumerate(ours.index.shuffle)}
     assert [windows[i] for i in range(ours.count)] == [
         stream[i * length : i * length + length + 1].tolist() for i in range(ours.count)
     ]
 
 
-def test_the_example_of_the_description(tmp_path):
-    """Lengths 5, 3, 7, 4 laid as 2, 0, 3, 1, by hand, for samples of 4."""
-    from megajax.data.sample_indices import _lay
+def test_an_index_by_hand(tmp_path):
+    """Documents of 5, 3, 7 and 4 tokens in the order 2, 0, 3, 1, in samples of 4."""
+    from megajax.data.sample_indices import _sample_starts
 
-    index = _lay(np.array([5, 3, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32), 0, 4, 4)
+    index = _sample_starts(np.array([5, 3, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32), 0, 4, 4)
     assert index.tolist() == [[0, 0], [0, 4], [1, 1], [2, 0], [3, 0]]
 
 
-def test_beyond_the_end_and_too_short(tmp_path):
+def test_missing_samples_and_short_datasets_are_refused(tmp_path):
     dataset = write(tmp_path / "a", [[1] * 9])
     samples = whole(dataset)
     assert samples.count == 2
     for index in (-1, 2):
-        with pytest.raises(ConfigError, match="asks for sample"):
+        with pytest.raises(ConfigError, match="needs sample"):
             samples.window(index)
     with pytest.raises(ConfigError, match=r"a, sequences 0 to 1: a split has 9 tokens and a sample needs 10"):
         whole(dataset, length=9)
 
 
-def test_the_index_is_found_again_by_content(tmp_path):
+def test_the_cached_index_is_found_by_content(tmp_path):
     first = whole(write(tmp_path / "a", [[1, 2, 3], [4, 5, 6]]))
     (entry,) = [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]
     before = entry.stat().st_mtime_ns
@@ -76,7 +77,7 @@ def test_the_index_is_found_again_by_content(tmp_path):
     assert len([path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]) == 2
 
 
-def test_a_damaged_index_is_not_built_on(tmp_path):
+def test_a_damaged_dataset_gets_no_index(tmp_path):
     write(tmp_path / "a", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     raw = bytearray((tmp_path / "a.idx").read_bytes())
     raw[34] = 4  # the first sequence has a token more than the second begins after
@@ -86,7 +87,7 @@ def test_a_damaged_index_is_not_built_on(tmp_path):
     assert [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()] == []
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="pass --data-cache DIR"):
         whole(write(tmp_path / "a", [[1] * 9]), cache=tmp_path / "file")
@@ -112,7 +113,7 @@ def test_one_process_builds_while_others_wait(tmp_path):
 
 
 def _greedy(weights, size, limits=None):
-    """Megatron's loop, as its description has it."""
+    """Megatron's sequential loop."""
     counts, order = [0] * len(weights), []
     for i in range(size):
         behind = [
@@ -126,49 +127,49 @@ def _greedy(weights, size, limits=None):
 
 
 @given(st.lists(st.one_of(st.integers(1, 9), st.floats(1e-3, 1)), min_size=1, max_size=12), st.integers(1, 4000))
-def test_the_order_is_the_loops(weights, size):
+def test_the_order_equals_the_sequential_loop(weights, size):
     weights = (np.array(weights, float) / np.sum(np.array(weights, float))).tolist()
     dataset, sample = blend_order(np.array(weights), size)
     assert list(zip(dataset.tolist(), sample.tolist(), strict=True)) == _greedy(weights, size)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6))
-def test_an_exhaustive_blend_is_the_loops(sizes):
+def test_an_exhaustive_blend_equals_the_sequential_loop(sizes):
     dataset, sample = exhaustive_order(np.array(sizes))
     weights = [size / float(sum(sizes)) for size in sizes]
     assert list(zip(dataset.tolist(), sample.tolist(), strict=True)) == _greedy(weights, sum(sizes), sizes)
 
 
-def test_wrong_guesses_change_nothing(monkeypatch):
-    """The lanes' guessed starts only save time."""
+def test_wrong_estimates_change_no_result(monkeypatch):
+    """The estimated counts affect the time only."""
     weights = np.array([0.5, 0.3, 0.2])
     right = blend_order(weights, 3000)
-    monkeypatch.setattr("megajax.data.blending._rounded", lambda w, turns: np.outer(turns, [0, 0, 1.0]))
+    monkeypatch.setattr("megajax.data.blending._rounded", lambda w, draws: np.outer(draws, [0, 0, 1.0]))
     monkeypatch.setattr("megajax.data.blending.RUN_UP", 0)
     for ours, wanted in zip(blend_order(weights, 3000), right, strict=True):
         np.testing.assert_array_equal(ours, wanted)
 
 
-def test_the_golden_order():
-    """Worked out by hand: the first of equals is drawn."""
+def test_an_order_by_hand():
+    """Worked out by hand: of equal datasets, the first is drawn."""
     assert blend_order(np.array([0.5, 0.25, 0.25]), 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
 
 
-def test_a_blend_that_runs_out(tmp_path):
-    """Before training, and by name."""
+def test_a_blend_with_too_few_samples_is_refused(tmp_path):
+    """The error is raised before training and names the dataset."""
     parts = [whole(write(tmp_path / name, [[1] * 41])) for name in "ab"]
     with pytest.raises(ConfigError, match=r"draws 15 samples from .*/a, which has 10.*lower weight"):
         BlendedSamples(parts, [0.75, 0.25], 20)
 
 
-def test_words_of_a_blend():
+def test_a_blend_is_parsed():
     assert Blend.parse(["a"]) == Blend(("a",), None)
     assert Blend.parse(["a", "b"]) == Blend(("a", "b"), None)
     assert Blend.parse(["a", "b", "c"]) == Blend(("a", "b", "c"), None)
     assert Blend.parse(["3", "a", "1e0", "b"]) == Blend(("a", "b"), (3.0, 1.0))
     for words, message in {
-        ("1", "a", "b", "c"): "'b' stands where a weight should",
-        ("1", "a", "b"): "must take turns",
+        ("1", "a", "b", "c"): "expected a weight instead of 'b'",
+        ("1", "a", "b"): "must alternate",
         ("0", "a", "1", "b"): "weight 0; weights must be above 0",
         ("nan", "a"): "weight nan",
     }.items():
@@ -176,7 +177,7 @@ def test_words_of_a_blend():
             Blend.parse(words)
 
 
-def test_words_of_a_split():
+def test_a_split_is_parsed():
     assert split_bounds("1") == [(0, 1.0), None, None]
     assert split_bounds("0,1") == [None, (0.0, 1.0), None]
     assert [part[1] for part in split_bounds("2,1,1")] == [0.5, 0.75, 1.0]
@@ -186,7 +187,7 @@ def test_words_of_a_split():
 
 
 def test_an_empty_split_is_an_error(tmp_path):
-    """megajax says so; megatron-core 0.16.1 counts epochs for ever."""
+    """megatron-core 0.16.1 counts epochs in an infinite loop."""
     write(tmp_path / "a", [[1] * 9] * 3)
     with pytest.raises(ConfigError, match="sequences 3 to 3: a split has 0 tokens"):
         Blend.parse([str(pathlib.Path(tmp_path / "a"))]).samples(split_bounds("999,1")[1], 1, 4, 0)

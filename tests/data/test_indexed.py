@@ -1,4 +1,4 @@
-"""The .bin/.idx pair: the layout by hand, round trips, and every way in which a pair can be broken."""
+"""The .bin/.idx pair: the layout by hand, round trips, and damaged pairs."""
 
 import os
 
@@ -29,13 +29,13 @@ def pair(tmp_path):
 
 
 def opened(prefix) -> IndexedDataset:
-    """As far as a reader can be sure."""
+    """Opens the pair and runs every check."""
     dataset = IndexedDataset(prefix)
     dataset.check()
     return dataset
 
 
-def test_the_layout_by_hand(pair, tmp_path):
+def test_the_file_layout_by_hand(pair, tmp_path):
     assert len(INDEX) == 82
     dataset = opened(pair)
     assert dataset.dtype == np.uint16
@@ -56,7 +56,7 @@ def test_reading_copies_nothing(pair):
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx"])
-def test_cut_at_any_byte_or_too_long(pair, ending):
+def test_truncated_and_extended_files_are_refused(pair, ending):
     path = pair.with_suffix(f".{ending}")
     whole = path.read_bytes()
     for length in range(len(whole)):
@@ -68,8 +68,8 @@ def test_cut_at_any_byte_or_too_long(pair, ending):
         IndexedDataset(pair)
 
 
-def test_any_byte_of_the_index_that_is_wrong(pair):
-    """Only what is another legal file can pass: a type of the same size, a boundary between other documents."""
+def test_any_wrong_byte_of_the_index_is_detected(pair):
+    """Only changes that give another legal file can pass: a type of the same size, another document boundary."""
     legal = {(17, code) for code in (3,)} | {(66, boundary) for boundary in (0, 2)}
     for place in range(len(INDEX)):
         for value in {0, 1, 2, 3, 255, INDEX[place] ^ 1, INDEX[place] ^ 128} - {INDEX[place]}:
@@ -86,28 +86,28 @@ def test_any_byte_of_the_index_that_is_wrong(pair):
     ("index", "message"),
     [
         (b"TNTIDX\0\0" + INDEX[8:], "byte 0.*before 2020"),
-        (b"PK\x03\x04" * 30, "byte 0.*no Megatron index"),
+        (b"PK\x03\x04" * 30, "byte 0.*not an index of Megatron"),
         (INDEX[:9] + b"\x02" + INDEX[10:], "byte 9: version 2"),
-        (INDEX[:17] + b"\x09" + INDEX[18:], "byte 17: type code 9.*8 uint16"),
-        (INDEX + b"\0\0", "byte 82.*may be a multimodal set"),
+        (INDEX[:17] + b"\x09" + INDEX[18:], "byte 17: unknown type code 9.*8 uint16"),
+        (INDEX + b"\0\0", "byte 82.*may be a multimodal dataset"),
         (INDEX[:42] + (9).to_bytes(8, "little") + INDEX[50:], "byte 42: the first sequence begins at byte 9"),
     ],
     ids=["old", "zip", "version", "type", "modes", "start"],
 )
-def test_what_the_message_says(pair, index, message):
+def test_the_message_names_the_byte_and_the_reason(pair, index, message):
     pair.with_suffix(".idx").write_bytes(index)
     with pytest.raises(ConfigError, match=message):
         IndexedDataset(pair)
 
 
-def test_a_missing_file_and_a_prefix_with_an_ending(pair, tmp_path):
+def test_missing_files_and_prefixes_with_an_ending_are_refused(pair, tmp_path):
     with pytest.raises(ConfigError, match=r"no\.idx: No such file.*without .bin and .idx"):
         IndexedDataset(tmp_path / "no")
     with pytest.raises(ConfigError, match=r"did you mean .*/a\?"):
         IndexedDataset(f"{pair}.bin")
 
 
-def test_the_partner_of_another_pair(pair, tmp_path):
+def test_the_bin_of_another_pair_is_refused(pair, tmp_path):
     with IndexedWriter(tmp_path / "b", np.uint16) as writer:
         writer.add_document([7] * 9)
     os.replace(tmp_path / "b.bin", tmp_path / "a.bin")
@@ -115,7 +115,7 @@ def test_the_partner_of_another_pair(pair, tmp_path):
         IndexedDataset(pair)
 
 
-def test_a_token_of_another_vocabulary(pair):
+def test_a_token_outside_the_vocabulary_is_refused(pair):
     IndexedDataset(pair).check_tokens(6)
     with pytest.raises(ConfigError, match=r"byte 8: token id 5 .*ids 0 to 4"):
         IndexedDataset(pair).check_tokens(5)
@@ -125,7 +125,7 @@ def test_a_token_of_another_vocabulary(pair):
     st.lists(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=5), max_size=4), max_size=6),
     st.sampled_from(list(DTYPES.values())),
 )
-def test_round_trips(tmp_path_factory, documents, dtype):
+def test_written_documents_are_read_back(tmp_path_factory, documents, dtype):
     prefix = tmp_path_factory.mktemp("pair") / "a"
     with IndexedWriter(prefix, dtype) as writer:
         for sequences in documents:
@@ -135,7 +135,7 @@ def test_round_trips(tmp_path_factory, documents, dtype):
     assert [dataset.sequence(i).tolist() for i in range(len(dataset))] == sum(documents, [])
 
 
-def test_an_error_leaves_nothing(tmp_path):
+def test_an_error_leaves_no_files(tmp_path):
     with pytest.raises(ConfigError, match="token id 70000 does not fit uint16"):
         with IndexedWriter(tmp_path / "a", np.uint16) as writer:
             writer.add_document([1])
@@ -147,22 +147,22 @@ def test_an_error_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_there_is_not_overwritten(pair):
-    with pytest.raises(ConfigError, match="is there already: pass --overwrite"):
+def test_an_existing_pair_is_not_overwritten(pair):
+    with pytest.raises(ConfigError, match="already exists: pass --overwrite"):
         IndexedWriter(pair, np.uint16)
     with IndexedWriter(pair, np.int32, overwrite=True) as writer:
         writer.add_document([70000])
     assert opened(pair).sequence(0).tolist() == [70000]
 
 
-def test_merging_needs_one_type(pair, tmp_path):
-    with pytest.raises(ConfigError, match="uint16, what is written has int32"):
+def test_pairs_of_different_types_cannot_be_merged(pair, tmp_path):
+    with pytest.raises(ConfigError, match="uint16, the output int32"):
         with IndexedWriter(tmp_path / "b", np.int32) as writer:
             writer.add_pair(IndexedDataset(pair))
 
 
-def test_types_of_vocabularies():
-    """Megatron's preprocessing stops using uint16 a little before it is full."""
+def test_the_type_follows_the_vocabulary_as_in_megatron():
+    """Megatron's preprocessing uses uint16 only below 65,500, not up to 65,536."""
     assert [dtype_for(size).name for size in (257, 65499, 65500, 128256)] == ["uint16", "uint16", "int32", "int32"]
     with pytest.raises(ConfigError, match="uint64 cannot be stored"):
         IndexedWriter("nowhere/a", np.uint64)

@@ -1,4 +1,4 @@
-"""Batches on devices: the same tokens on every mesh and after every resume, each process reading its own share."""
+"""Batches on devices: the same tokens on every mesh and after every resume; each process reads its own samples."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STEPS, BATCH, LENGTH = 50, 8, 5
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    """A blend of two datasets, gone through several times in 50 steps."""
+    """A blend of two datasets, several epochs in 50 steps."""
     folder = tmp_path_factory.mktemp("data")
     random = np.random.RandomState(0)
     for name in "ab":
@@ -41,13 +41,13 @@ def on(devices: int, copies: int = 1) -> NamedSharding:
 
 
 def rows(batch) -> dict[str, list]:
-    """A batch as rows in the order of the run, whatever microbatches it is cut into."""
+    """A batch as rows in the order of the run, for any number of microbatches."""
     batch = {name: np.asarray(array) for name, array in batch.items()}
     return {name: array.reshape(-1, *array.shape[2:]).tolist() for name, array in batch.items()}
 
 
 def test_resuming_at_every_step_on_another_mesh_sees_the_same_tokens(samples):
-    """The uninterrupted run is on one device; after each of its 50 steps one on another mesh goes on from there."""
+    """The uninterrupted run is on one device; after each of its 50 steps, a run on another mesh resumes there."""
     with Prefetch(Loader(samples, BATCH, 1), on(1)) as run:
         whole = [rows(run.batch(step * BATCH)) for step in range(STEPS)]
     assert len({tuple(row) for batch in whole for row in batch["tokens"]}) > 100
@@ -59,24 +59,24 @@ def test_resuming_at_every_step_on_another_mesh_sees_the_same_tokens(samples):
                 assert rows(resumed.batch(later * BATCH)) == whole[later]
 
 
-def test_a_batch_on_devices_is_the_loaders(samples):
+def test_a_batch_on_devices_equals_the_loaders(samples):
     loader = Loader(samples, BATCH, 2, Boundaries(0, True, True, True))
-    wanted, placed = loader.batch(16), place_batch(loader, 16, on(4, 2))
-    assert placed.keys() == wanted.keys() == {"tokens", "labels", "weights", "sample", "positions", "document"}
-    for name, array in wanted.items():
+    expected, placed = loader.batch(16), place_batch(loader, 16, on(4, 2))
+    assert placed.keys() == expected.keys() == {"tokens", "labels", "weights", "sample", "positions", "document"}
+    for name, array in expected.items():
         np.testing.assert_array_equal(placed[name], array)
         assert placed[name].dtype == array.dtype and placed[name].sharding.spec == P(None, "data")
 
 
-def test_jumping_elsewhere_begins_again(samples):
+def test_any_batch_can_be_requested_next(samples):
     loader = Loader(samples, BATCH, 1)
     with Prefetch(loader, on(2)) as ahead:
         for consumed in (0, 8, 40, 48, 8, 9, 17):
             assert rows(ahead.batch(consumed)) == rows(loader.batch(consumed))
 
 
-def test_only_the_batch_that_is_missing_is_an_error(samples):
-    """Reading ahead beyond the end of the data does no harm."""
+def test_prefetching_beyond_the_end_is_not_an_error(samples):
+    """Only requesting a missing batch raises an error."""
     last = (samples.count // BATCH - 1) * BATCH
     with Prefetch(Loader(samples, BATCH, 1), on(1)) as ahead:
         ahead.batch(last)
@@ -84,8 +84,8 @@ def test_only_the_batch_that_is_missing_is_an_error(samples):
             ahead.batch(last + BATCH)
 
 
-def test_a_token_that_the_model_does_not_know(samples):
-    with pytest.raises(ConfigError, match="the model knows 0 to 499.*--vocabulary"):
+def test_a_token_outside_the_models_vocabulary_is_refused(samples):
+    with pytest.raises(ConfigError, match="the model has 0 to 499.*--vocabulary"):
         Loader(samples, BATCH, 1, vocabulary=500).batch(0)
 
 
@@ -96,7 +96,7 @@ class Growing(Loader):
         return self.resized(2 if consumed_samples < 4 else 4, 1)
 
 
-def test_batches_that_grow(samples):
+def test_growing_batches_have_consecutive_samples(samples):
     with Prefetch(Growing(samples, 4, 1), on(2)) as ahead:
         seen = [rows(ahead.batch(consumed))["sample"] for consumed in (0, 2, 4, 8)]
     assert seen == [[0, 1], [2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -121,8 +121,8 @@ print("RESULT" + json.dumps({"read": read, "parts": parts}), flush=True)
 """
 
 
-def test_each_process_reads_its_own_share(tmp_path):
-    """Two processes of two devices: each reads half of the samples, once, and together they have the whole batch."""
+def test_each_process_reads_only_its_own_samples(tmp_path):
+    """Two processes with two devices each: each reads half of the samples once, and together they hold the whole batch."""
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_document(np.arange(60))
     with socket.socket() as free:
@@ -139,24 +139,24 @@ def test_each_process_reads_its_own_share(tmp_path):
     lines = [run.communicate(timeout=120)[0].decode().splitlines() for run in runs]
     found = [json.loads(line.removeprefix("RESULT")) for part in lines for line in part if line.startswith("RESULT")]
     assert [result["read"] for result in found] == [[0, 4, 1, 5], [2, 6, 3, 7]]
-    wanted = Loader(Blend.parse([str(tmp_path / "a")]).samples((0, 1), 8, LENGTH, 7), 8, 2).batch(0)["tokens"]
+    expected = Loader(Blend.parse([str(tmp_path / "a")]).samples((0, 1), 8, LENGTH, 7), 8, 2).batch(0)["tokens"]
     for result in found:
         assert len(result["parts"]) == 2  # devices of a process
         for start, part in result["parts"]:
-            assert part == wanted[:, start : start + 1].tolist()
+            assert part == expected[:, start : start + 1].tolist()
 
 
 def test_boundaries_by_hand():
-    """Id 0 ends a document and belongs to it; what it predicts, the next document's first token, is no label."""
+    """Id 0 ends a document and belongs to it; its label, the next document's first token, has weight 0."""
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [1, 2, 3, 4, 5, 6, 7]])
-    batch = Boundaries(0, reset_positions=True, reset_attention=True, mask_loss=True).of(tokens)
+    batch = Boundaries(0, reset_positions=True, reset_attention=True, mask_loss=True).arrays(tokens)
     assert batch["positions"].tolist() == [[0, 1, 0, 1, 2, 0, 0], list(range(7))]
     assert batch["document"].tolist() == [[0, 0, 1, 1, 1, 2, 3], [0] * 7]
     assert batch["weights"].tolist() == [[1, 0, 1, 1, 0, 0, 1], [1] * 7]
-    assert list(Boundaries(0).of(tokens)) == ["weights"] and Boundaries(0).of(tokens)["weights"].all()
+    assert list(Boundaries(0).arrays(tokens)) == ["weights"] and Boundaries(0).arrays(tokens)["weights"].all()
 
 
-def test_options_that_exclude_one_another(tmp_path):
+def test_conflicting_options_are_refused(tmp_path):
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         for i in range(9):
             writer.add_document([i] * 9)

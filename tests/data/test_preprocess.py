@@ -1,4 +1,4 @@
-"""Text to pairs: what a document is, bad lines, tokenizers from files, commands, and interrupted runs."""
+"""Preprocessing: units of documents, bad lines, tokenizers from files, commands, and interrupted runs."""
 
 import gzip
 import json
@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data import corpus
-from megajax.data.corpus import Block, documents_of, read_blocks, split_sentences
+from megajax.data import text as text_module
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.preprocess import Recipe, encode_block, main
+from megajax.data.text import Block, documents_of, read_blocks, split_sentences
 from megajax.data.tokenizers import load_tokenizer
 
 LINES = b'{"text": "one", "title": "A"}\n\n{"text": ""}\n{"text": "two\\u2028", "title": "B"}'
@@ -34,18 +34,18 @@ def texts(path, kind, keys=("text",)):
 
 
 @pytest.mark.parametrize("pack", [lambda raw: raw, gzip.compress, zstandard.compress])
-def test_packed_files_and_several_frames(tmp_path, pack):
+def test_compressed_files_with_several_frames_are_read(tmp_path, pack):
     ending = {gzip.compress: ".gz", zstandard.compress: ".zst"}.get(pack, "")
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(pack(LINES[:40]) + pack(LINES[40:]))
     assert texts(path, "jsonl") == ([("one",), ("",), ("two\u2028",)], [])
     if ending:
         path.write_bytes(path.read_bytes()[:-3])
-        with pytest.raises(ConfigError, match="cut short or damaged"):
+        with pytest.raises(ConfigError, match="truncated or damaged"):
             texts(path, "jsonl")
 
 
-def test_what_a_document_is(tmp_path):
+def test_a_document_is_a_file_a_line_or_a_paragraph(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\ntwo\r\n \n\nthree\n".encode())
     assert texts(tmp_path / "a.txt", "file")[0] == [("one\ntwo\r\n \n\nthree\n",)]
     assert texts(tmp_path / "a.txt", "line")[0] == [("one",), ("two",), ("three",)]
@@ -53,11 +53,11 @@ def test_what_a_document_is(tmp_path):
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1)), st.integers(1, 40))
-def test_blocks_cut_no_document(tmp_path_factory, wanted, size):
+def test_blocks_hold_whole_documents(tmp_path_factory, wanted, size):
     path = tmp_path_factory.mktemp("text") / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in wanted))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "BLOCK", size)
+        patch.setattr(text_module, "BLOCK", size)
         blocks = list(read_blocks(str(path), "jsonl"))
         assert texts(path, "jsonl") == ([(text,) for text in wanted], [])
     content = path.read_bytes()
@@ -67,7 +67,7 @@ def test_blocks_cut_no_document(tmp_path_factory, wanted, size):
         assert block.first_line == 1 + content.count(b"\n", 0, before)
 
 
-def test_bad_lines_have_their_number_and_reason():
+def test_bad_lines_are_reported_with_number_and_reason():
     lines = [b'{"text": "a"}', b"{", b'{"tex": 1}', b'{"text": 5}', b"[1]", b'{"text": "\\ud800"}', b'{"text": "\xff"}']
     documents, bad = documents_of(Block("f", "jsonl", 10, b"\n".join(lines), 0), ["text"])
     assert documents == [("a",)]
@@ -79,7 +79,7 @@ def test_bad_lines_have_their_number_and_reason():
     assert (documents, bad[0].line) == ([("good",), ("good",)], 6)
 
 
-def test_sentences():
+def test_text_is_split_into_sentences():
     text = 'He said "no." Then Ann left!\nWhat? 5 of them, e.g. this one'
     assert split_sentences(text) == ['He said "no."', "Then Ann left!", "What?", "5 of them, e.g. this one"]
 
@@ -117,7 +117,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     assert main(["merge", "--input", prefix, prefix, "--output", f"{prefix}2"]) == 0
     assert "600 documents" in capsys.readouterr().out
     assert main(["inspect", f"{prefix}2", "--tokenizer", "gpt2", "--documents", "2"]) == 0
-    assert "document 1: 4 tokens, the last one the end of document\n'document 1 '" in capsys.readouterr().out
+    assert "document 1: 4 tokens, including the end of document\n'document 1 '" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
         ("--input {0}/none.txt --output {0}/o --tokenizer byte", "cannot read .*No such file"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer byte --bad-lines fail", "line 2: not JSON.*Nothing was"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer gpt3", "did you mean gpt2"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/no.json", "there is no such file"),
+        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/no.json", "no such file"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.json", "not a tokenizer.json of Hugging Face"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.model", "not a sentencepiece model"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer byte --workers 0", "at least 1"),
         ("--input {0}/bad.jsonl --output {0}/bad.json/o --tokenizer byte", "cannot write"),
         ("--input {0}/bad.json --output {0}/o --tokenizer byte", "no document with text"),
-        ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is no .jsonl and has no keys"),
+        ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is not a .jsonl file and has no keys"),
         ("--output {0}/o --tokenizer byte", "required: --input"),
         ("inspect {0}/none", "cannot read"),
         ("merge --input {0}/none --output {0}/o", "cannot read"),
@@ -154,7 +154,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, words, message):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
+def test_an_interrupted_run_leaves_no_files(tmp_path, sent):
     """Nothing half-written under the names of a pair; and but for SIGKILL, nothing at all."""
     os.mkfifo(tmp_path / "endless.jsonl")
     command = ["--input", "endless.jsonl", "--output", "o", "--tokenizer", "byte", "--workers", "1"]
@@ -186,7 +186,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
     assert left == ["endless.jsonl"] + ["o.bin.unfinished"] * (sent == signal.SIGKILL)
 
 
-def test_tokenizers_from_files(tmp_path):
+def test_tokenizers_are_loaded_from_files(tmp_path):
     import sentencepiece
     from tokenizers import Tokenizer
 
@@ -200,7 +200,7 @@ def test_tokenizers_from_files(tmp_path):
     assert named.end_of_document == 15496
     with pytest.raises(ConfigError, match="no token 'nope' to end documents with"):
         load_tokenizer(str(tmp_path / "gpt2.json"), "nope")
-    with pytest.raises(ConfigError, match="byte has its own"):
+    with pytest.raises(ConfigError, match="byte has a fixed end"):
         load_tokenizer("byte", "x")
 
     sentences = ["the quick brown fox jumps over the lazy dog"] * 20 + ["pack my box with five dozen liquor jugs"] * 20
@@ -222,14 +222,14 @@ def test_tokenizers_from_files(tmp_path):
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
-def test_many_texts_are_each_text(documents):
+def test_encoding_many_texts_equals_encoding_each(documents):
     for name in ("byte", "gpt2"):
         tokenizer = load_tokenizer(name)
         together = tokenizer.encode_all(documents)
         assert [part.tolist() for part in together] == [tokenizer.encode(text).tolist() for text in documents]
 
 
-def test_keys_make_a_pair_each(tmp_path):
+def test_each_key_is_written_to_its_own_pair(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES.replace(b'{"text": ""}', b'{"text": "x", "title": ""}'))
     words = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "o"), "--tokenizer", "byte"]
     assert main([*words, "--keys", "text", "title", "--workers", "1"]) == 0
@@ -238,7 +238,7 @@ def test_keys_make_a_pair_each(tmp_path):
     assert IndexedDataset(tmp_path / "o_text").document_count == 3
 
 
-def test_an_old_pair_is_kept_until_the_new_one_is_whole(tmp_path):
+def test_an_old_pair_is_kept_until_the_new_one_is_complete(tmp_path):
     with IndexedWriter(tmp_path / "o", np.uint16) as writer:
         writer.add_document([5])
     (tmp_path / "bad.jsonl").write_text("nonsense")

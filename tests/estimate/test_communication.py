@@ -19,7 +19,7 @@ def bytes_by_axis(model, m, **parallel) -> dict[str, list[float]]:
     return lines
 
 
-def test_gpt3_by_hand():
+def test_communication_of_gpt3_by_hand():
     """175B, t = 8, p = 8, v = 3, b = 1, m = 64: 2104.04473 section 3.2's 8 bsh (t-1)/t, twelve layers a rank."""
     lines = bytes_by_axis(preset("gpt3-175b"), 64, tensor=8, pipe=8, chunks=3)
     layer_and_microbatch = 2048 * 12288 * 2 * 7 / 8
@@ -62,7 +62,7 @@ def compiled(axis: str, kind: str = "", **parallel) -> tuple[list[float], float]
     run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
     run.validate()
     shape = (layout.data * layout.context, layout.pipe, layout.tensor)
-    found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_turns(run)).collectives
+    found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_trip_counts(run)).collectives
     sent = hlo.most_sent(one for one in found if one.axes(shape) == (axis,) and kind in one.kind)
     return [line.bytes for line in expected(run) if line.axis == axis], sent
 
@@ -72,7 +72,7 @@ def test_a_tensor_ring_sends_what_the_formulas_say():
     assert sent == sum(formulas[:2])  # the ends' are not in rings
 
 
-def test_keys_and_values_go_round_a_ring_as_the_formula_says():
+def test_keys_and_values_are_sent_around_the_ring_as_the_formula_says():
     formulas, sent = compiled("data", "permute", context=4)
     assert sent == formulas[0]
 
@@ -83,10 +83,10 @@ def test_replicas_send_what_the_formulas_say(zero):
     assert sent == pytest.approx(sum(formulas), rel=0.05)
 
 
-def test_a_pipeline_sends_once_a_tick(capsys):
+def test_a_pipeline_sends_once_per_tick(capsys):
     """m = 8: sends of m + p - 1 ticks each way; the formula counts m."""
-    asked = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"
-    assert communication.main(asked.split()) == 0
+    words = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"
+    assert communication.main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("pipe"))
     units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}

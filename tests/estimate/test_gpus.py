@@ -38,7 +38,7 @@ from megajax.estimate.gpus import PEAKS, device_peak, find_gpu, measured_peak, p
         ("cpu", "fp32", None),
     ],
 )
-def test_published_peaks(device_kind, precision, tera):
+def test_published_peaks_are_found_by_device_name(device_kind, precision, tera):
     peak = published_peak(device_kind, precision)
     assert peak is None if tera is None else peak == pytest.approx(tera * 1e12)
 
@@ -98,7 +98,7 @@ def test_auto_attention(model, gpu, precision, runs):
     assert with_attention(plain, find_gpu(gpu)) == plain
 
 
-def test_cudnn_where_it_is_not_supported():
+def test_cudnn_is_refused_where_it_is_not_supported():
     run = RunConfig(preset("gpt3-530b"), ParallelConfig(attention="cudnn"), TrainConfig())
     with pytest.raises(ConfigError, match="attention = cudnn, but cuDNN's head size is a multiple of 8 up to 128"):
         with_attention(run, find_gpu("a100-80gb"))

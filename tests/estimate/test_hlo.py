@@ -24,13 +24,13 @@ CASES = {
 }
 
 
-def compiled(step, turns=None):
-    """The text of a loop of `step`s over [LENGTH] on SIZE devices, with a dynamic trip count if `turns` is None."""
+def compiled(step, trip_count=None):
+    """The text of a loop of `step`s over [LENGTH] on SIZE devices, with a dynamic trip count if `trip_count` is None."""
     mesh = jax.make_mesh((SIZE,), ("ring",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
 
     def run(x, count):
         varying = lambda x: lax.pcast(x, tuple({"ring"} - jax.typeof(x).mat.varying), to="varying")  # noqa: E731
-        return lax.fori_loop(0, count if turns is None else turns, lambda _, x: jnp.sin(varying(step(x))), x)
+        return lax.fori_loop(0, count if trip_count is None else trip_count, lambda _, x: jnp.sin(varying(step(x))), x)
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("ring"), P()), out_specs=P("ring"))
     return jax.jit(mapped).lower(np.zeros(SIZE * LENGTH, np.float32), 3).compile().as_text()
@@ -154,7 +154,7 @@ def test_hlo_for_gpus():
     assert (scatter.bytes, scatter.groups) == (4 * 4 * 2 + 4, ((0, 1), (2, 3), (4, 5), (6, 7)))
     assert (send.bytes, send.groups) == (12, ((0, 2), (1, 3)))
     assert (reduce.bytes, reduce.times, reduce.in_loop, len(reduce.groups[0])) == (4 * 16, 1, False, 4)
-    assert [(c.asynchronous, c.behind, c.beside) for c in (gather, scatter, send, reduce)] == [
+    assert [(c.asynchronous, c.behind, c.overlapped) for c in (gather, scatter, send, reduce)] == [
         (True, 1, 1),  # the fused matmul
         (True, 0, 1),  # what is between computes, but is no matmul
         (False, 1, 1),

@@ -152,7 +152,7 @@ def test_spread_follows_the_axis_order():
     assert [spread(turned, axis) for axis in ("data", "pipe", "tensor")] == [8, 16, 1]
 
 
-def test_the_parts_add_up_and_zero_1_moves_less_than_it_updates():
+def test_the_parts_sum_to_the_step_time_and_zero_1_moves_less_than_it_updates():
     run = RunConfig(
         preset("gpt3-13b"), ParallelConfig(data=8, pipe=2, tensor=4, chunks=2), TrainConfig(global_batch_size=64)
     )
@@ -181,7 +181,7 @@ def test_zero_3_by_hand():
     assert plain.data == pytest.approx(2 * 4 * one)
 
 
-def test_unknown_gpus_and_precisions():
+def test_unknown_gpus_and_precisions_are_refused():
     with pytest.raises(ConfigError, match="did you mean a100-80gb"):
         find_gpu("a100-80g")
     assert A100.peak("bf16") == 312e12 and find_gpu("h100-80gb").peak("bf16") == 989.4e12

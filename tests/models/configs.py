@@ -1,4 +1,4 @@
-"""The two shapes that every model test goes through."""
+"""The two configurations that every model test uses."""
 
 import pytest
 

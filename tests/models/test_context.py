@@ -1,4 +1,4 @@
-"""Rings in the matmuls, a sequence shared out and fused attention change no loss and no gradient."""
+"""Collective matmuls, context parallelism and fused attention change no loss and no gradient."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def check(training, model):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """XLA's kernel in place of cuDNN's, through the same plumbing."""
+    """Replaces cuDNN's kernel by XLA's behind the same interface."""
     monkeypatch.setattr(model_context, "CUDNN", XLA)
     monkeypatch.setattr(model_context, "choose_attention", lambda *_, **__: model_context.Choice("cudnn", "for a test"))
 
@@ -59,14 +59,14 @@ def test_rings_change_no_loss_and_no_gradient(mesh, schedule, chunks, options, m
     ],
 )
 def test_fused_attention_changes_no_loss_and_no_gradient(fused, mesh, schedule, recompute):
-    """In every recompute mode, in mixed ticks, and with a backward cut in two."""
+    """In every recompute mode, in mixed ticks, and with a split backward."""
     training = small.training_of(small.make_run(mesh, schedule=schedule, recompute=recompute, model=small.LLAMA))
     assert training.attention.name == "cudnn"
     check(training, small.LLAMA)
 
 
-def test_evaluation_and_generation_with_a_sequence_shared_out():
-    """The validation loss and the logits of any position are those of one device."""
+def test_evaluation_and_generation_with_context_ranks_equal_one_device():
+    """The validation loss and the logits of any position equal those of one device."""
     positions = [0, 3, 7, 15]
     want, got = [], []
     for results, mesh, context in ((want, (1, 1, 1), 1), (got, (1, 2, 2), 2)):
@@ -87,7 +87,7 @@ def test_evaluation_and_generation_with_a_sequence_shared_out():
         ({"attention": "cudnn"}, "attention = cudnn, but cpu is not an NVIDIA GPU: pass --attention xla"),
     ],
 )
-def test_what_cannot_run_is_one_clear_line(change, message):
+def test_an_unsupported_configuration_is_one_clear_line(change, message):
     run = small.make_run((1, 2, 2), microbatches=4)
     run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **change))
     run.validate()
@@ -95,15 +95,15 @@ def test_what_cannot_run_is_one_clear_line(change, message):
         small.training_of(run)
 
 
-def test_rings_are_refused_where_xla_would_lose_their_data(monkeypatch):
+def test_rings_are_refused_where_xla_would_corrupt_their_data(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_p2p=true")
     with pytest.raises(ConfigError, match="openxla/xla#45222"):
         small.training_of(small.make_run((1, 2, 2), tensor_overlap="ring"))
 
 
 @pytest.mark.slow
-def test_fused_attention_is_not_run_again_but_under_full_recompute():
-    """Forward kernels in a differentiated block: one, which the backward does not need; two under full."""
+def test_fused_attention_runs_again_only_under_full_recompute():
+    """A differentiated block has one forward kernel, and two under full recompute."""
     model = dataclasses.replace(small.MODEL, layers=1)
     calls = []
 

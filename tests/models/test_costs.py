@@ -1,4 +1,4 @@
-"""A model's costs as plain numbers: the transformer's parameters and FLOPs by formula, and a model that is none."""
+"""A model's costs as plain numbers: the transformer's parameters and FLOPs by formula, and another model by hand."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ MLP = ModelCosts(
 )
 
 
-def test_a_model_that_is_no_transformer_by_hand(monkeypatch):
+def test_costs_of_a_model_without_attention_by_hand(monkeypatch):
     costs = estimate.model_costs.__wrapped__
     for module in ("flops", "gpus", "memory", "step_time", "communication"):
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Documents packed in a sample, with positions and attention reset, against each document in a sample of its own."""
+"""Documents packed in a sample, with positions and attention reset, compared with one document per sample."""
 
 import functools
 
@@ -15,16 +15,16 @@ END = 0
 
 
 def packed(run) -> dict[str, np.ndarray]:
-    """The test's batch, documents ending wherever END is drawn, a second in every sample."""
+    """A batch whose documents end where END is drawn; every sample has a second document."""
     batch = {name: array.reshape(-1, *array.shape[2:]) for name, array in small.make_batch(run).items()}
     batch["tokens"][:, 5] = END
-    more = Boundaries(END, reset_positions=True, reset_attention=True).of(batch["tokens"])
+    more = Boundaries(END, reset_positions=True, reset_attention=True).arrays(batch["tokens"])
     batch |= {name: more[name] for name in ("positions", "document")}
     return {name: array.reshape(run.microbatches, -1, *array.shape[1:]) for name, array in batch.items()}
 
 
 def alone(batch) -> dict[str, np.ndarray]:
-    """Every document a sample, filled up with tokens that nothing sees and no label asks for."""
+    """One sample per document, padded with tokens that no token attends to and that have weight 0."""
     tokens, document = batch["tokens"][0], batch["document"][0]
     samples = [(row, number) for row in range(len(tokens)) for number in range(document[row].max() + 1)]
     filled = {name: np.ones((len(samples), tokens.shape[1]), batch[name].dtype) for name in ("tokens", "labels")}
@@ -52,7 +52,7 @@ def wanted(model):
     ],
     ids=["gpt", "llama"],
 )
-def test_packed_documents_are_documents_alone(model, mesh, schedule, chunks, recompute):
+def test_packed_documents_equal_separate_documents(model, mesh, schedule, chunks, recompute):
     run = small.make_run(mesh, schedule=schedule, chunks=chunks, model=model, recompute=recompute)
     training = small.training_of(run)
     loss, gradients = training.loss_and_gradients(small.place(training, small.busy_params(model)), packed(run))
@@ -62,8 +62,8 @@ def test_packed_documents_are_documents_alone(model, mesh, schedule, chunks, rec
 
 
 @MODELS
-def test_without_them_documents_see_one_another(model):
-    """So the test above tests something."""
+def test_without_document_masks_documents_attend_to_each_other(model):
+    """This shows that the test above depends on the masks."""
     functions = small.build_model(model, recompute="none")
     batch = packed(small.make_run(microbatches=1, model=model))
     plain = {name: array for name, array in batch.items() if name not in ("positions", "document")}

@@ -1,4 +1,4 @@
-"""The whole model: initial values, axes, the loss against numpy, and what does not depend on padding."""
+"""The whole model: initial values, axes, the loss compared with numpy, and independence of padding."""
 
 from functools import cache, partial
 
@@ -43,8 +43,8 @@ def test_loss_at_the_start_is_that_of_a_uniform_guess(config):
 
 
 @MODELS
-def test_loss_is_the_one_written_by_hand(config):
-    """Embedding, final norm, logits and cross entropy in float64 numpy around the blocks (test_block has those)."""
+def test_loss_equals_a_numpy_reference(config):
+    """Embedding, final norm, logits and cross entropy in float64 numpy around the blocks (see test_transformer.py)."""
     params, batch, model = make(config), make_batch(config), small.build_model(config)
     block, shared = jax.jit(model.block), jax.tree.map(np.float64, params["shared"])
     x = shared["embedding"]["tokens"][batch["tokens"]] + shared["embedding"].get("positions", 0)
@@ -93,7 +93,7 @@ def test_cross_entropy_has_autodiffs_gradient():
 
 
 @MODELS
-def test_padded_rows_change_nothing(config):
+def test_padded_rows_change_no_value_and_no_gradient(config):
     """For tensor = 3 the 61 rows are 384, for tensor = 1 128: same values, same loss, no gradient in the padding."""
     few, many, batch, model = make(config, 1), make(config, 3), make_batch(config), small.build_model(config)
     loss = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))
@@ -110,7 +110,7 @@ def test_padded_rows_change_nothing(config):
     assert (gradient_many["shared"][table[0]][table[1]][61:] == 0).all()
 
 
-def test_initial_values():
+def test_initial_values_have_the_papers_scale():
     config = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=500, sequence_length=32)
     params = make(config)
     blocks = params["blocks"]

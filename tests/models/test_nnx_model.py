@@ -1,4 +1,4 @@
-"""NNXModel: parameters, metadata and recompute modes of modules that are the user's, plain NNX layers among them."""
+"""NNXModel: parameters, metadata and recompute modes of a user's modules, including plain NNX layers."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism with sequence parallelism sends in a block, in a step compiled for H100s."""
+"""Collectives of tensor and sequence parallelism in a block, in a step compiled for H100s."""
 
 from megajax.estimate import hlo
 from tests import gpu

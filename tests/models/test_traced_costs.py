@@ -1,4 +1,4 @@
-"""Costs found by tracing a block, against the transformer's formulas and against counts by hand."""
+"""Costs found by tracing a block, compared with the transformer's formulas and counts by hand."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_recomputed_matmuls_of_a_transformer(config):
     assert matmuls[-1].recomputed == ()
 
 
-def test_a_users_model():
+def test_costs_of_a_users_model_by_hand():
     """The denoiser: two matmuls of h x 4h; selective keeps the first one's result, full nothing but the input."""
     costs = own_model.Denoiser(own_model.DenoiserConfig(width=32)).costs()
     assert [(one.inputs, one.outputs, one.split) for one in costs.matmuls] == [(32, 128, "column"), (128, 32, "row")]

@@ -1,4 +1,4 @@
-"""The block against a forward written by hand in numpy, what it keeps per recompute mode, and its dropout."""
+"""The block compared with a numpy reference, the values it stores per recompute mode, and its dropout."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ def changed(config: ModelConfig, **fields) -> ModelConfig:
 
 
 def noisy(tree, seed=0):
-    """The tree with every leaf moved: biases are not zero, scales not one, so that a test sees them."""
+    """The tree with every leaf perturbed, so that no bias is 0 and no scale is 1."""
     draw = np.random.default_rng(seed)
     return jax.tree.map(lambda a: np.asarray(a) + draw.normal(0, 0.1, a.shape).astype(np.float32), tree)
 
@@ -31,7 +31,7 @@ def numpy_norm(x, weights, epsilon, kind):
 
 
 def numpy_rotate(x, base):
-    """[s, d], pair (i, i + d/2) of position n turned by n * base^(-2i/d), as complex numbers."""
+    """[s, d], pair (i, i + d/2) of position n rotated by n * base^(-2i/d), as complex numbers."""
     half = x.shape[-1] // 2
     turn = np.exp(1j * np.outer(np.arange(len(x)), base ** (-2 * np.arange(half) / x.shape[-1])))
     z = (x[:, :half] + 1j * x[:, half:]) * turn
@@ -74,7 +74,7 @@ def one_block(config: ModelConfig, samples=2):
 
 
 @MODELS
-def test_forward_is_the_one_written_by_hand(config):
+def test_forward_equals_a_numpy_reference(config):
     weights, x = one_block(config)
     y = jax.jit(small.build_model(config).block)(weights, x, {}, 1)
     expected = np.stack([numpy_block(config, weights, sample) for sample in x])
@@ -82,7 +82,7 @@ def test_forward_is_the_one_written_by_hand(config):
 
 
 @pytest.mark.parametrize("change", [dict(biases=False), dict(norm="rmsnorm"), dict(positions="rotary", kv_heads=1)])
-def test_options_mix(change):
+def test_options_can_be_combined(change):
     config = changed(GPT, **change)
     weights, x = one_block(config, samples=1)
     y = jax.jit(small.build_model(config).block)(weights, x, {}, 1)
@@ -162,7 +162,7 @@ def test_bytes_stay_within_the_papers_table():
 
 
 def test_fused_attention_keeps_its_statistics_and_no_probabilities():
-    """One fp32 number for each query of each head, beside what selective recompute keeps anyhow; `none` keeps less."""
+    """One fp32 number per query and head, in addition to the values of selective recompute; `none` stores less."""
     config = ModelConfig(layers=96, hidden=12288, heads=96, vocabulary=51200, sequence_length=2048)
     kept = {
         (mode, fused): transformer_costs(config).kept_bytes(mode, samples=1, tensor=8, fused_attention=fused)
@@ -180,8 +180,8 @@ def test_an_unknown_mode_is_refused():
         small.build_model(GPT, recompute="selectiv")
 
 
-def test_precision_inside_is_fp32():
-    """A bf16 block stays close to the fp32 one, and gives bf16."""
+def test_a_bf16_block_stays_close_to_fp32():
+    """The output is bf16 and close to the fp32 block's."""
     weights, x = one_block(GPT)
     y = jax.jit(small.build_model(GPT, dtype=jnp.bfloat16).block)(weights, jnp.bfloat16(x), {}, 1)
     assert y.dtype == jnp.bfloat16
@@ -208,7 +208,7 @@ class TestDropout:
         for y in other.values():
             assert np.abs(whole - y).max() > 0.1
 
-    def test_expectation(self):
+    def test_dropout_keeps_the_expectation(self):
         shared = jax.jit(lambda: small.build_model(self.config).init(jax.random.key(0)))()["shared"]
         microbatch = {"tokens": np.zeros((200, 16), np.int32), "sample": np.arange(200, dtype=np.uint32)}
         dropped = np.asarray(jax.jit(small.build_model(self.config).embed)(shared, microbatch))

@@ -1,4 +1,4 @@
-"""Fused attention: its plumbing with XLA's kernel on CPU devices, cuDNN's kernel in programs compiled for H100s."""
+"""Fused attention: its interface with XLA's kernel on CPU devices, cuDNN's kernel in programs compiled for H100s."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ MANUAL = ("data", "pipe")
 @pytest.mark.parametrize(("groups", "shared"), [(4, 1), (2, 3)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared, dtype):
-    """Output and gradients, heads split over tensor, and nothing sent over it."""
+    """Output and gradients, with heads split over tensor and no communication over it."""
     mesh = jax.make_mesh((2, 2, 2), (*MANUAL, "tensor"), axis_types=(AxisType.Auto,) * 3)
     draw = lambda seed, *shape: jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)  # noqa: E731
     query, gradient = draw(0, 4, 8, groups, shared, 8), draw(1, 4, 8, groups, shared, 8)
@@ -80,7 +80,7 @@ def test_auto_takes_cudnn_where_it_runs(case):
         ({"cudnn": False}, "the cuDNN library is not installed"),
     ],
 )
-def test_where_cudnn_cannot_run_asking_for_it_is_an_error_and_auto_says_why(case, why):
+def test_unsupported_cudnn_is_an_error_and_auto_explains_the_choice(case, why):
     with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: pass --attention xla"):
         choose_attention("cudnn", **FITS | case)
     choice = choose_attention("auto", **FITS | case)
@@ -114,6 +114,6 @@ def test_compiled_for_h100s_only_full_recompute_runs_the_kernel_twice(recompute,
 @pytest.mark.slow
 @gpu.needs_compiler
 def test_compiled_for_h100s_the_kernel_works_in_a_ring():
-    """Own pieces and one visit a block: two runs of the kernel each way."""
+    """A rank's own keys and one received block: the kernel runs twice in each direction."""
     text, _ = gpu.compile_step(LARGE, MICROBATCHES, tensor=2, context=2, attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": 2 * RUNS, "__cudnn$fmhaSoftmaxBackward": 2 * RUNS}

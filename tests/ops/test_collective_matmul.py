@@ -1,4 +1,4 @@
-"""Ring collectives against XLA's own, and the matmuls with a ring inside against plain matmuls."""
+"""Ring collectives compared with XLA's, and collective matmuls compared with plain matmuls."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]
 
 
 def on_ranks(function, x):
-    """What `function` makes of each rank's x[rank], each result stacked: [ranks, ...]."""
+    """The results of `function` for each rank's x[rank], stacked: [ranks, ...]."""
     mesh = jax.make_mesh((len(x),), ("ring",), (AxisType.Auto,), devices=jax.devices()[: len(x)])
     stacked = lambda x: jax.tree.map(lambda a: a[None], function(x[0]))  # noqa: E731
     run = jax.shard_map(stacked, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"))
@@ -29,7 +29,7 @@ def on_ranks(function, x):
 
 
 def whole_numbers(size, shape, dtype, seed=0):
-    """Random, and small enough that their sums are exact in every type: order cannot matter."""
+    """Random integers so small that their sums are exact in every type, in any order."""
     drawn = np.random.default_rng(seed).integers(-8, 9, (size, *shape))
     return np.asarray(jnp.asarray(drawn, dtype))
 
@@ -85,12 +85,12 @@ def test_equal_to_the_collectives_of_xla(size, shape, data):
         np.testing.assert_array_equal(*gathered)
 
 
-def test_what_the_ranks_cannot_share_out_is_an_error():
+def test_an_axis_that_the_ranks_do_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"axis 0 of \(6,\) cannot be split over the 4 ranks"):
         on_ranks(lambda x: collective_matmul.reduce_scatter(x, "ring"), np.zeros((4, 6), np.float32))
 
 
-def test_every_rank_sends_what_the_formula_says():
+def test_every_rank_sends_the_formulas_bytes():
     """2 (t - 1) sends of a t-th each for an all-reduce, and no other collective."""
     size, length = 8, 64
     mesh = jax.make_mesh((size,), ("ring",), (AxisType.Auto,))
@@ -122,7 +122,7 @@ def column(name):
 
 
 def arguments(name, mesh, dtype):
-    """(x, kernel, gradient of the product) as they lie on the mesh, and in fp64 the product and both gradients."""
+    """(x, kernel, gradient of the product) sharded on the mesh, and in fp64 the product and both gradients."""
     kernel_shape, number = CASES[name]
     draw = lambda seed, shape: np.random.default_rng(seed).normal(size=shape)  # noqa: E731
     x_shape = (4, 8, 6) if column(name) else (4, 8, *kernel_shape[:number])
@@ -158,7 +158,7 @@ def check(got, want, dtype):
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_matmuls_in_a_plain_jit(name, tensor):
+def test_matmuls_in_a_plain_jit_equal_numpy(name, tensor):
     mesh = make_mesh(tensor)
     laid, want = arguments(name, mesh, jnp.float32)
     with jax.set_mesh(mesh):
@@ -168,8 +168,8 @@ def test_matmuls_in_a_plain_jit(name, tensor):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
-def test_matmuls_inside_the_executors_shard_map(name, dtype):
-    """Manual over data and pipe, tensor left to XLA, differentiated there: as a block meets them."""
+def test_matmuls_inside_the_executors_shard_map_equal_numpy(name, dtype):
+    """Manual over data and pipe, automatic over tensor, and differentiated there, as in a block."""
     mesh = make_mesh(4)
     laid, want = arguments(name, mesh, dtype)
 
@@ -185,8 +185,8 @@ def test_matmuls_inside_the_executors_shard_map(name, dtype):
         check([a[rank] for a in got], want, dtype)
 
 
-def test_the_backward_has_the_conjugate_rings_and_nothing_else():
-    """A column's scatters, and gathers its input once more; a row's gathers once, for both gradients."""
+def test_the_backward_has_only_the_conjugate_rings():
+    """A column-parallel backward reduce-scatters and gathers its input again; a row-parallel one gathers once."""
     mesh = make_mesh(4)
     for name, rings in [("up", 2), ("down", 1)]:
         (x, kernel, gradient), _ = arguments(name, mesh, jnp.float32)
@@ -201,7 +201,7 @@ def test_the_backward_has_the_conjugate_rings_and_nothing_else():
 @pytest.mark.slow
 @gpu.needs_compiler
 def test_compiled_for_h100s_the_sends_hide_behind_matmuls():
-    """Blocks gather and scatter nothing but by sends, and most start before a matmul and end after it."""
+    """Blocks gather and scatter with sends only, and most sends start before a matmul and end after it."""
     model = ModelConfig(layers=2, hidden=12288, heads=96, vocabulary=512, sequence_length=2048)  # GPT-3's
     text, _ = gpu.compile_step(model, 4, data=2, tensor=8, tensor_overlap="ring", attention="xla")
     found = [c for c in hlo.collectives(text) if c.in_loop and not c.conditional]

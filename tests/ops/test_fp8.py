@@ -1,4 +1,4 @@
-"""fp8 matmuls: what the formats promise, that training with them converges, and that H100s multiply in them."""
+"""fp8 matmuls: rounding errors, convergence of training, and matmuls compiled for H100s."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ def normal(seed: int, shape) -> jax.Array:
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_products_and_gradients_are_off_by_what_the_formats_round(shapes):
+def test_errors_of_products_and_gradients_match_the_rounding_of_the_formats(shapes):
     """A number in E4M3 is off by up to 2^-4 of it, by 2^-4 / sqrt(12) / 0.72 = 2.5% (root mean square), E5M2 by twice that.
 
     (In units of the power of two below it a number is off by 2^-3 / sqrt(12); its mean size in them is 1 / 0.72.)
@@ -41,7 +41,7 @@ def test_products_and_gradients_are_off_by_what_the_formats_round(shapes):
 
 
 def test_numbers_of_the_format_are_multiplied_exactly():
-    """Every row and column has 448, the largest of E4M3, so that the scale is 1; its small integers are exact."""
+    """Every row and column has 448, the largest number of E4M3, so that the scale is 1; small integers are exact."""
     random = np.random.default_rng(3)
     x, kernel = random.integers(-16, 17, (4, 6)), random.integers(-16, 17, (6, 5))
     x[:, 0] = 448
@@ -51,7 +51,7 @@ def test_numbers_of_the_format_are_multiplied_exactly():
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_stays_so(bad):
+def test_non_finite_values_stay_non_finite(bad):
     x = normal(0, (3, 8)).at[1, 2].set(bad)
     y = fp8.tensordot(x, normal(1, (8, 4)), 1)
     assert not np.isfinite(y[1]).any() and np.isfinite(y[::2]).all()
@@ -66,7 +66,7 @@ def test_what_is_not_finite_stays_so(bad):
         ((1, 2, 2), "zb_v", 2),  # whose backward is cut in two
     ],
 )
-def test_training_comes_down_as_in_full_precision(mesh, schedule, chunks):
+def test_losses_fall_as_in_full_precision(mesh, schedule, chunks):
     losses = {}
     for matmuls in (None, "fp8"):
         model = dataclasses.replace(small.MODEL, layers=4)
@@ -81,7 +81,7 @@ def test_training_comes_down_as_in_full_precision(mesh, schedule, chunks):
     np.testing.assert_allclose(losses["fp8"], losses[None], rtol=0.02)
 
 
-def test_what_does_not_go_with_it_is_refused():
+def test_unsupported_combinations_are_refused():
     with pytest.raises(ConfigError, match="precision = fp16.* pass --precision bf16"):
         runs.make_run(train={"matmul_dtype": "fp8", "precision": "fp16"})
     with pytest.raises(ConfigError, match="tensor_overlap = ring.* pass --tensor-overlap none"):
@@ -91,7 +91,7 @@ def test_what_does_not_go_with_it_is_refused():
 @pytest.mark.slow
 @gpu.needs_compiler
 def test_h100s_multiply_in_fp8():
-    """Twelve matmuls a block: four forwards, and two for each of them backwards."""
+    """Twelve matmuls per block: four in the forward pass, eight in the backward pass."""
     text, _ = gpu.compile_step(gpu.LARGE, 4, "fp8", data=2, tensor=2, recompute="none", attention="xla")
     operands = collections.Counter()
     for computation in text.split("\n\n"):

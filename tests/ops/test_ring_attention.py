@@ -1,4 +1,4 @@
-"""Ring attention over a sequence that ranks share, against plain attention over the whole of it."""
+"""Ring attention over a sequence split over ranks, compared with plain attention over the whole sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
 
 
 def inputs(scale=1.0, dtype=np.float32):
-    """Queries, keys, values of the whole sequence and a gradient of what attention makes of them."""
+    """Queries, keys and values of the whole sequence, and a gradient of the attention's output."""
     draw = np.random.default_rng(0)
     query, gradient = (draw.normal(size=(SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE)) for _ in range(2))
     key, value = (draw.normal(size=(SAMPLES, SEQUENCE, GROUPS, SIZE)) for _ in range(2))
@@ -33,7 +33,7 @@ def plainly(query, key, value, gradient):
 
 
 def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1):
-    """The same by `ranks` ranks of an axis; `groups` rings on it have the same samples. Results of the first."""
+    """The same on `ranks` ranks of an axis; `groups` rings on it have the same samples. Returns the first ring's results."""
     places = zigzag(SEQUENCE, ranks)
     mesh = jax.make_mesh(
         (groups * ranks, tensor), (axis, "tensor"), (AxisType.Auto,) * 2, devices=_devices(groups * ranks * tensor)
@@ -59,7 +59,7 @@ def _devices(count):
 
 @pytest.mark.parametrize(("ranks", "groups", "tensor"), [(2, 1, 1), (4, 1, 2), (8, 1, 1), (2, 2, 2)])
 def test_equal_to_plain_attention(ranks, groups, tensor):
-    """Output and every gradient to 1e-5, with two queries to a key, and several rings on one axis."""
+    """Output and every gradient to 1e-5, with two query heads per key, and several rings on one axis."""
     arrays = inputs()
     got, _ = in_a_ring(ranks, arrays, "data" if groups > 1 else "context", groups, tensor)
     for got_, want in zip(got, plainly(*arrays), strict=True):
@@ -67,7 +67,7 @@ def test_equal_to_plain_attention(ranks, groups, tensor):
 
 
 def test_large_scores_neither_overflow_nor_vanish():
-    """Scores of some thousands: every exponential but the largest key's is 0, and none is infinite."""
+    """With scores of several thousand, every exponential except the largest key's is 0, and none is infinite."""
     arrays = inputs(scale=30)
     got, _ = in_a_ring(4, arrays)
     for got_, want in zip(got, plainly(*arrays), strict=True):
@@ -75,7 +75,7 @@ def test_large_scores_neither_overflow_nor_vanish():
         np.testing.assert_allclose(got_, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-def test_bf16():
+def test_bf16_stays_close_to_fp32():
     arrays = inputs(dtype=jnp.bfloat16)
     got, _ = in_a_ring(4, arrays)
     for got_, want in zip(got, plainly(*arrays), strict=True):
@@ -84,13 +84,15 @@ def test_bf16():
 
 
 def test_no_scores_of_the_whole_sequence_and_the_sends_of_the_formula():
-    """C - 1 sends of keys and values forward; backward again, and C of their gradients. No other collective."""
+    """C - 1 sends of keys and of values, C of each of their gradients, and no other collective."""
     ranks = 4
     compiled = in_a_ring(ranks, inputs())[1].compile().as_text()
     found = collectives(compiled)
     assert {c.kind for c in found} == {"collective-permute"}
     assert {c.shape for c in found} == {(SAMPLES, SEQUENCE // ranks, GROUPS, SIZE)}
-    assert len(found) == 2 * (ranks - 1) + 2 * ranks  # XLA sees that the backward's visits are the forward's
+    assert (
+        len(found) == 2 * (ranks - 1) + 2 * ranks
+    )  # XLA merges the backward's sends of keys and values with the forward's
     assert f"{SEQUENCE},{SEQUENCE}]" not in compiled
 
 
@@ -103,15 +105,15 @@ def test_zigzag_gives_every_rank_the_same_work():
     assert zigzag(8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def test_a_sequence_that_cannot_be_cut_is_one_clear_line():
+def test_a_sequence_that_the_ranks_do_not_divide_is_one_clear_line():
     with pytest.raises(
         ConfigError, match=r"sequence_length = 12 cannot be split into 2 \* context = 8 .* --sequence-length 16"
     ):
         zigzag(12, 4)
 
 
-def test_split_batch():
-    """Two replicas of two samples on two context ranks: rows lie by replica, context rank, sample."""
+def test_split_batch_by_hand():
+    """Two replicas of two samples on two context ranks: rows are ordered by replica, context rank, sample."""
     tokens = np.arange(1 * 4 * 8).reshape(1, 4, 8)
     batch = split_batch({"tokens": tokens, "sample": np.arange(4)[None]}, data=2, context=2)
     first, second = [0, 1, 6, 7], [2, 3, 4, 5]
@@ -122,8 +124,8 @@ def test_split_batch():
     assert split_batch({"tokens": tokens}, data=2, context=1)["tokens"] is tokens
 
 
-def test_ring_inside_the_executors_shard_map():
-    """Manual over data and pipe, keys round the data axis, heads split over tensor by XLA."""
+def test_a_ring_inside_the_executors_shard_map_equals_plain_attention():
+    """Manual over data and pipe, with keys sent around the data axis and heads split over tensor by XLA."""
     arrays, ranks = inputs(), 2
     mesh = jax.make_mesh((2, 2, 2), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
     places = zigzag(SEQUENCE, ranks)

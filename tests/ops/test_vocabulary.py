@@ -1,4 +1,4 @@
-"""Looking tokens up in a split table: plainly, inside a partly manual shard_map, and in one rank's branch there.
+"""Lookups in a sharded table: in a plain jit, in a partly manual shard_map, and in one rank's branch there.
 
 And what a rank holds and multiplies of a large vocabulary, in steps compiled for H100s.
 """
@@ -62,7 +62,7 @@ def check(got, rows, gradient, dtype, parts=1):
 
 
 @cases
-def test_in_a_plain_jit(dtype, sequence_parallel, tensor):
+def test_lookups_in_a_plain_jit(dtype, sequence_parallel, tensor):
     mesh = make_mesh(tensor)
     arguments, rows, gradient = inputs(mesh, dtype)
     with jax.set_mesh(mesh):
@@ -72,8 +72,8 @@ def test_in_a_plain_jit(dtype, sequence_parallel, tensor):
 
 
 @cases
-def test_in_a_branch_that_one_pipeline_rank_takes(dtype, sequence_parallel, tensor):
-    """Its collectives stay in a tensor group, or the ranks that do not take the branch would be waited for."""
+def test_lookups_in_a_branch_of_one_pipeline_rank(dtype, sequence_parallel, tensor):
+    """Its collectives stay in a tensor group: ranks outside the branch do not participate and would cause a deadlock."""
     mesh = make_mesh(tensor)
     arguments, rows, gradient = inputs(mesh, dtype)
     everywhere = ("data", "pipe")
@@ -97,7 +97,7 @@ def test_in_a_branch_that_one_pipeline_rank_takes(dtype, sequence_parallel, tens
 
 
 def test_a_frequent_token_loses_nothing_in_bf16():
-    """1,024 gradients of 1 + 1/128 into one row: a bf16 sum would stop at 256."""
+    """1,024 gradients of 1 + 1/128 are added to one row: a bf16 sum would saturate at 256."""
     mesh = make_mesh(2)
     with jax.set_mesh(mesh):
         table = jax.device_put(jnp.zeros((ROWS, HIDDEN), jnp.bfloat16), NamedSharding(mesh, P("tensor")))
@@ -113,11 +113,11 @@ STAGES, MICROBATCHES = 8, 8
 
 @gpu.needs_compiler
 @pytest.mark.slow
-def test_of_a_128k_vocabulary_every_stage_has_an_eighth_of_what_megatrons_last_stage_has():
-    """What the head multiplies, in the loop that runs it once a microbatch: table, logits, and gradients of both.
+def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stage():
+    """The head's matmuls, in the loop that runs it once per microbatch: table, logits, and gradients of both.
 
-    With Megatron's placement ("tensor") the last stage runs that loop and the others do not, though in one program for
-    all ranks they too have room for it; with "pipe" all do.
+    With Megatron's placement ("tensor") only the last stage runs that loop, though all ranks allocate memory for it, as
+    they run the same program; with "pipe" all ranks run it.
     """
     heads, peaks = {}, {}
     for placement in ("tensor", "pipe"):

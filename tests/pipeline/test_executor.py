@@ -125,7 +125,7 @@ def test_bubbles_do_not_affect_results(name, chunks):
 
 @pytest.mark.parametrize("poison", [True, False])
 def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
-    """Otherwise the test above, and those that compare a poisoned step with a clean one, would prove nothing."""
+    """This shows that the tests with poisoned inputs depend on the bubbles being computed."""
     seen = []
 
     def watched(weights, x, microbatch, layer):

@@ -69,7 +69,5 @@ def test_the_jaxlib_that_computes_wrong_gradients_is_refused(monkeypatch):
     run = small.make_run(offload_activations=True)
     check_offload(run, Device())
     monkeypatch.setattr(compat.jaxlib, "__version__", "0.11.0")
-    with pytest.raises(
-        ConfigError, match="wrong gradients on GPUs with jaxlib 0.11.0.*omit --offload-activations"
-    ):
+    with pytest.raises(ConfigError, match="wrong gradients on GPUs with jaxlib 0.11.0.*omit --offload-activations"):
         check_offload(run, Device())

@@ -9,7 +9,7 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.hlo import loop_turns, most_sent, read
+from megajax.estimate.hlo import loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
@@ -66,10 +66,10 @@ def test_the_model_prices_every_schedule(name, capsys):
 
 
 def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):
-    asked = []
+    attentions = []
 
     def stops(run, *_):
-        asked.append(run.parallel.attention)
+        attentions.append(run.parallel.attention)
         raise CompilerError("stopped")
 
     monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
@@ -78,10 +78,10 @@ def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, ca
         monkeypatch.setattr(dryrun, "cudnn_installed", lambda: installed)  # noqa: B023
         assert dryrun.main(FITS.split()) == 1
         out = capsys.readouterr().out
-        assert asked[-1] == compiled and "attention cudnn" in out
+        assert attentions[-1] == compiled and "attention cudnn" in out
         assert ("pip install nvidia-cudnn-cu12" in out) != installed
     assert dryrun.main([*FITS.split(), "--attention", "xla"]) == 1
-    assert asked[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
+    assert attentions[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
 
 
 def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
@@ -110,7 +110,7 @@ def test_wrong_input_is_one_line(words, says, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 
 
-def test_help(capsys):
+def test_the_help_lists_the_options(capsys):
     assert dryrun.main(["--help"]) == 0
     assert "a100-80gb" in capsys.readouterr().out
 
@@ -184,7 +184,7 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
         TrainConfig(global_batch_size=64),
     )
     compiled = compile_for(run, H100)
-    module = read(compiled["hlo"], loop_turns(run))
+    module = read(compiled["hlo"], loop_trip_counts(run))
     assert module.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
     assert {collective.axes((8, 1, 1)) for collective in module.collectives} == {("data",)}
     assert most_sent(module.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
@@ -192,7 +192,7 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
 
 @pytest.mark.slow
 @needs_compiler
-def test_1t_on_3072_gpus(capsys):
+def test_a_1t_model_fits_on_3072_gpus(capsys):
     words = "--model gpt3-1t --gpu h100-80gb --data 6 --pipe 64 --tensor 8 --global-batch-size 3072"
     assert dryrun.main(words.split()) == 0
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.communication import expected
 from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import GPUS
-from megajax.estimate.hlo import loop_turns, most_sent, read
+from megajax.estimate.hlo import loop_trip_counts, most_sent, read
 from megajax.plan.compiler import compile_for, has_compiler
 from megajax.runtime.compat import jaxlib_version
 
@@ -43,14 +43,14 @@ def gpt3(data: int) -> int:
     return peak("gpt3-175b", 64, data=data, **GPT3)
 
 
-def test_175b_on_128_gpus():
+def test_175b_fits_on_128_gpus():
     """With AdamW's state and selective recompute; two replicas shard the 33 GB of fp32 weights and moments."""
     assert gpt3(2) < (72 - 15) * GB
 
 
 def read_175b():
     run = run_of("gpt3-175b", 64, data=2, **GPT3)
-    return run, read(compiled(run)["hlo"], loop_turns(run))
+    return run, read(compiled(run)["hlo"], loop_trip_counts(run))
 
 
 def test_175b_sends_what_the_formulas_say():
@@ -77,15 +77,15 @@ def test_175b_copies_only_the_weights_of_the_blocks_it_runs():
 def test_175b_sends_while_it_computes():
     """Sends between stages overlap blocks, except in the ticks with only one direction: 2 (p v - 1) of 199.
 
-    XLA of jax 0.12 schedules one send more a tick, that of gradients from the first rank to the last, beside the loop of the
-    embedding and not beside the blocks.
+    XLA of jax 0.12 overlaps one more send per tick, that of gradients from the first rank to the last, with the loop of
+    the embedding instead of the blocks.
     """
     _, module = read_175b()
     sends = [one for one in module.collectives if one.kind == "collective-permute"]
     assert {one.axes((2, 8, 8)) for one in sends} == {("pipe",)}
     hidden = sum(one.times for one in sends if one.asynchronous and one.behind)
     assert hidden >= (0.88 if jaxlib_version() < (0, 12) else 0.66) * sum(one.times for one in sends)
-    assert all(one.asynchronous and one.beside for one in sends)
+    assert all(one.asynchronous and one.overlapped for one in sends)
 
 
 def test_175b_sums_over_replicas_while_it_computes():
@@ -93,12 +93,12 @@ def test_175b_sums_over_replicas_while_it_computes():
     _, module = read_175b()
     found = [one for one in module.collectives if one.axes((2, 8, 8)) == ("data",)]
     assert not any(one.in_loop for one in found)
-    beside = [one for one in found if one.asynchronous and one.beside]
-    assert most_sent(beside) > 0.9 * most_sent(found)
+    overlapping = [one for one in found if one.asynchronous and one.overlapped]
+    assert most_sent(overlapping) > 0.9 * most_sent(found)
 
 
 @pytest.mark.slow
-def test_175b_on_64_gpus_and_with_every_replica_more():
+def test_175b_fits_on_64_gpus_and_needs_less_with_every_replica():
     """Under 72 GB on 64 GPUs, and less with each additional replica."""
     peaks = [gpt3(data) for data in (1, 2, 4, 8)]
     assert peaks[0] < 72 * GB and peaks[1] < peaks[0] - 15 * GB
@@ -109,7 +109,7 @@ def test_175b_on_64_gpus_and_with_every_replica_more():
 def test_175b_copies_no_weights_with_unrolled_blocks():
     """With less than one block's weights more memory, and the same FLOPs."""
     run = run_of("gpt3-175b", 64, data=1, unroll_blocks=True, **GPT3)
-    module = read(compiled(run)["hlo"], loop_turns(run))
+    module = read(compiled(run)["hlo"], loop_trip_counts(run))
     one = 2 * 12 * run.model.hidden**2 // run.parallel.tensor
     assert module.sliced < 8 * one
     assert module.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
@@ -124,7 +124,7 @@ def test_175b_copies_no_weights_with_unrolled_blocks():
         ("gpt3-530b", 280, {"tensor": 8, "pipe": 35, "chunks": 3}),
     ],
 )
-def test_530b_and_1t(model, microbatches, fields):
+def test_530b_and_1t_fit(model, microbatches, fields):
     assert peak(model, microbatches, **fields) < 76 * GB
 
 

@@ -69,7 +69,7 @@ def test_the_file_holds_every_kind_of_value():
     assert "kv_heads" not in tables["model"]  # None: not given
 
 
-def test_draws(tmp_path):
+def test_the_layouts_are_drawn(tmp_path):
     picture = tmp_path / "shapes.svg"
     assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(picture)]) == 0
     assert "<svg" in picture.read_text()
@@ -100,7 +100,7 @@ def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
     assert seconds["cudnn"] < seconds["xla"]
 
 
-def test_nothing_fits(tmp_path, capsys):
+def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
     words = "--model gpt3-1t --gpus 8 --gpu a100-80gb --global-batch 64"
     assert main([*words.split(), "--out", str(tmp_path / "p")]) == 1
     assert "nothing fits; the smallest:" in capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_wrong_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 
 
-def test_memory_bar():
+def test_the_memory_bar_by_hand():
     bar = memory_bar({"weights": 25, "optimizer": 50}, 100, 8)
     assert bar == "wwoooo.."
     over = memory_bar({"weights": 50, "stash": 100}, 100, 8)

@@ -39,7 +39,7 @@ def test_a_rebuilt_vjp_is_the_original(keep):
     jax.tree.map(np.testing.assert_array_equal, again(dy), vjp(dy))
 
 
-def test_manual_and_varying_axes():
+def test_manual_and_varying_axes_are_found():
     mesh = jax.make_mesh((2, 2), ("data", "pipe"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     seen = []
 
@@ -101,14 +101,14 @@ def test_xla_metadata_is_in_the_compiled_program():
     assert '_xla_gpu_collective_stream="p2p"' in jax.jit(function).lower(1.0).as_text("hlo")
 
 
-def test_a_literal_in_a_jaxpr():
+def test_a_literal_in_a_jaxpr_is_recognised():
     jaxpr = jax.make_jaxpr(lambda x: x * 2.0)(1.0).jaxpr
     assert [isinstance(v, compat.Literal) for v in jaxpr.eqns[0].invars] == [False, True]
     assert jaxpr.eqns[0].invars[1].val == 2.0
 
 
 @pytest.mark.parametrize(("flags", "code"), [("", 0), ("--xla_no_such_flag=1", 1)])
-def test_a_cpu_client_of_its_own_reads_xla_flags(flags, code):
+def test_a_new_cpu_client_reads_xla_flags(flags, code):
     environment = os.environ | {"XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", compat.MAKE_CPU_CLIENT], env=environment, capture_output=True, text=True
@@ -117,13 +117,13 @@ def test_a_cpu_client_of_its_own_reads_xla_flags(flags, code):
     assert ("xla_no_such_flag" in done.stderr) == bool(code)  # it fails for the flag, and for nothing else
 
 
-def test_experimental_modules_have_what_is_used():
+def test_experimental_modules_have_the_functions_used():
     assert callable(compat.topologies.get_topology_desc)
     assert np.ravel(compat.multihost_utils.process_allgather(np.int32(3))).tolist() == [3]
     assert compat.PLUGIN_LOGGER in logging.root.manager.loggerDict
 
 
 @pytest.mark.parametrize(("version", "broken"), [("0.10.2", False), ("0.11.0", True), ("0.11.2", False)])
-def test_the_jaxlib_with_wrong_host_offload_is_known(version, broken, monkeypatch):
+def test_the_jaxlib_with_wrong_host_offload_is_detected(version, broken, monkeypatch):
     monkeypatch.setattr(compat.jaxlib, "__version__", version)
     assert compat.broken_host_offload() == broken

@@ -51,7 +51,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("given", "environment", "place"), PLACES, ids=range(len(PLACES)))
-def test_the_place_among_the_processes(given, environment, place):
+def test_process_number_and_count_are_found(given, environment, place):
     assert find_place(LaunchConfig(**given), environment) == place
 
 
@@ -108,8 +108,8 @@ def losses(path):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_train_as_one_does(alone, tmp_path, count):
-    """2x4 and 4x2 devices against 1x8; one log of the run and one of each process; the same checkpoint as one process's."""
+def test_several_processes_give_the_losses_of_one(alone, tmp_path, count):
+    """2x4 and 4x2 devices compared with 1x8: one log of the run, one per process, and the same checkpoint."""
     found = start(
         tmp_path, count, f"--steps 8 --save-every 4 --run-dir {tmp_path}/run --config {alone}/run/config.toml"
     )
@@ -125,7 +125,7 @@ def test_several_processes_train_as_one_does(alone, tmp_path, count):
 
 
 @pytest.mark.slow
-def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
+def test_two_processes_resume_from_one_and_a_signal_to_either_stops_both(alone, tmp_path):
     """Two processes, started by SLURM's variables, resume from one process's checkpoint; SIGTERM to the second stops both.
 
     The learning rate is constant after the warm-up, so that the losses of the long run are those of the short one.
@@ -158,7 +158,7 @@ def test_from_one_process_to_two_and_a_signal_to_one_of_them(alone, tmp_path):
 
 @pytest.mark.slow
 def test_a_save_that_fails_on_one_process_fails_on_all_and_training_continues(tmp_path):
-    """For a while the second process must not write large files, as if its own disk were full."""
+    """The second process cannot write large files for a while, as with a full disk."""
     found = start(tmp_path, 2, f"--steps 100000 --save-every 20 --max-to-keep 2 --run-dir {tmp_path}/run")
     checkpoints = tmp_path / "run" / "checkpoints"
     found[0].until(lambda: manager.complete_steps(checkpoints))
@@ -223,7 +223,7 @@ def test_an_error_of_one_process_ends_all_and_is_printed_once(tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_others_that_do_not_connect(tmp_path, process):
+def test_a_process_reports_others_that_do_not_connect(tmp_path, process):
     words = f"--coordinator 127.0.0.1:{free_port()} --processes 2 --process-id {process} --start-timeout 3"
     run = Run(tmp_path, f"{MESH} {words}")
     assert run.wait(90) == 2

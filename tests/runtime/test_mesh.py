@@ -14,7 +14,7 @@ from megajax.runtime.mesh import AXES, CPU_FLAGS, choose_devices, make_mesh, sta
 
 
 def in_a_new_process(program: str, **environment: str) -> list[str]:
-    """What `program`'s last line prints, as words, run where jax has not started and nothing is set for it."""
+    """The words that `program` prints last, in a process where jax has not started and no variable is set for it."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
         [sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, timeout=300
@@ -37,26 +37,26 @@ def test_cpu_devices_are_made_with_the_time_out_flags():
     assert words == ["8", "cpu", "8", *CPU_FLAGS]
 
 
-def test_what_the_user_set_in_xla_flags_stays():
+def test_the_users_xla_flags_are_kept():
     flag = CPU_FLAGS[0].replace("600", "77")
     device_flag = "--xla_force_host_platform_device_count=8"
     words = in_a_new_process(START + "show(start_devices('cpu'))", XLA_FLAGS=f"{device_flag} {flag}")
     assert words == ["1", "cpu", "1", device_flag, flag, CPU_FLAGS[1]]
 
 
-def test_without_a_gpu_the_default_is_as_many_cpu_devices_as_asked_for():
+def test_without_a_gpu_the_default_is_the_requested_number_of_cpu_devices():
     words = in_a_new_process(START + "show(choose_devices(None, 3))", CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
     assert words[:3] == ["3", "cpu", "3"]
 
 
-def test_too_late_to_make_more_devices():
+def test_more_devices_after_jax_has_started_are_refused():
     late = "jax.devices()\ntry: start_devices('cpu:8')\nexcept ConfigError as error: print(error)"
     message = " ".join(in_a_new_process(START + late, JAX_PLATFORMS="cpu"))
     assert "already started with 1 CPU device(s)" in message and "start_devices('cpu:8')" in message
     assert "--xla_force_host_platform_device_count=8" in message
 
 
-def test_devices_that_are_already_there_are_used():
+def test_existing_devices_are_used():
     assert start_devices("cpu:8") == jax.devices()
     assert start_devices("cpu:2") == jax.devices()[:2]
     assert choose_devices("cpu:8", 4) == jax.devices()[:4]
@@ -64,18 +64,18 @@ def test_devices_that_are_already_there_are_used():
 
 
 @pytest.mark.parametrize("spec", ["", "cpu:", "cpu:0", "cpu:-1", "cpu:two", "gpu:2", "tpu", "8"])
-def test_an_unknown_spec_says_what_to_type(spec):
+def test_an_unknown_device_spec_names_the_legal_ones(spec):
     with pytest.raises(ConfigError, match="--devices gpu, --devices cpu or --devices cpu:8") as error:
         start_devices(spec)
     assert repr(spec) in str(error.value)
 
 
-def test_no_gpu_says_what_to_do():
-    with pytest.raises(ConfigError, match="no GPU: type --devices cpu:8 .*unset JAX_PLATFORMS"):
+def test_a_missing_gpu_suggests_cpu_devices():
+    with pytest.raises(ConfigError, match="no GPU: pass --devices cpu:8 .*unset JAX_PLATFORMS"):
         start_devices("gpu")
 
 
-def test_too_few_devices():
+def test_too_few_devices_are_refused():
     for refused in (lambda: choose_devices("cpu:8", 16), lambda: make_mesh(ParallelConfig(pipe=4, tensor=4))):
         with pytest.raises(ConfigError, match="= 16 devices, but there are 8: lower --data.*--devices cpu:16"):
             refused()

@@ -1,4 +1,4 @@
-"""Reasons to stop, in this process; tests/checkpoint/test_kill.py tests them on the command."""
+"""Preemption in this process; tests/checkpoint/test_kill.py tests it on the command."""
 
 import os
 import random
@@ -36,7 +36,7 @@ class Signalling(RampedLoader):
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_ends_the_run_after_the_step(tmp_path, training, number):
+def test_a_signal_ends_the_run_after_the_current_step(tmp_path, training, number):
     loader = Signalling(runs.loader_of(training.run), training.run)
     loader.number = number
     before = [signal.getsignal(number) for number in SIGNALS]
@@ -48,7 +48,7 @@ def test_a_signal_ends_the_run_after_the_step(tmp_path, training, number):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_time_is_up(tmp_path, training):
+def test_the_time_limit_ends_the_run(tmp_path, training):
     with Preemption(minutes=1e-6) as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop)
     assert "step 1: --exit-after-minutes 1e-06 are over: saving a checkpoint and stopping" in result.text
@@ -63,7 +63,7 @@ def test_a_run_that_ends_has_no_reason(tmp_path, training):
 
 
 class Service:
-    """jax's coordination service, for threads that stand for processes."""
+    """jax's coordination service, for threads in place of processes."""
 
     def __init__(self, count: int):
         self.values, self.lock, self.barrier = {}, threading.Lock(), threading.Barrier(count)
@@ -126,11 +126,11 @@ def test_processes_agree_on_the_step_after_which_they_stop(monkeypatch, signalle
     assert step >= 10 and reason == "SIGTERM received"
 
 
-def test_a_run_that_is_not_stopped_asks_no_device(monkeypatch):
-    """Several processes: `after` makes no call of the service either; only the thread does."""
-    asked = []
-    service = types.SimpleNamespace(client=asked, process_id=0, num_processes=4)
+def test_without_a_stop_no_device_or_service_is_called(monkeypatch):
+    """With several processes, only the thread calls the service; `after` does not."""
+    calls = []
+    service = types.SimpleNamespace(client=calls, process_id=0, num_processes=4)
     monkeypatch.setattr(preemption, "coordination_service", lambda: service)
-    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("jax was asked"))
+    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("jax was called"))
     stop = Preemption(minutes=10)
     assert [stop.after(step) for step in range(1, 100)] == [None] * 99

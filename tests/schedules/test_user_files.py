@@ -1,4 +1,4 @@
-"""A schedule in a user's own file works by its name: drawn, trained with, priced, searched."""
+"""A schedule in a user's file works by its name: it is drawn, trained, estimated and searched."""
 
 import dataclasses
 import pathlib
@@ -71,7 +71,7 @@ def test_it_is_in_the_help_with_its_note(example, capsys):
 
 @pytest.mark.parametrize(("name", "chunks"), [("one_at_a_time", 1), ("reversed_gpipe", 2)])
 def test_it_trains(example, name, chunks):
-    """Loss and gradients are the unpipelined model's."""
+    """Loss and gradients equal the unpipelined model's."""
     import_user_files([example])
     training = small.training_of(small.make_run((1, 2, 1), schedule=name, chunks=chunks))
     loss, gradients = training.loss_and_gradients(
@@ -93,7 +93,7 @@ def test_its_memory_is_that_of_its_table(example):
 
 
 def test_its_time_has_the_bubble_of_one_microbatch_at_a_time(example):
-    """Two ranks take turns: each idles for as long as it works, and for the other's share of the head."""
+    """Two ranks alternate: each idles while the other computes, including the other's share of the head."""
     import_user_files([example])
     gpu = find_gpu("h100-80gb")
     times = {name: step_time(run_of(name), gpu) for name in ("one_at_a_time", "gpipe")}
@@ -109,14 +109,16 @@ def test_the_dry_run_prices_it(example, capsys):
     assert "one_at_a_time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked", [{}, {"schedules": ("one_at_a_time", "reversed_gpipe")}])
-def test_it_is_searched(example, asked):
+@pytest.mark.parametrize("limits", [{}, {"schedules": ("one_at_a_time", "reversed_gpipe")}])
+def test_it_is_searched(example, limits):
     import_user_files([example])
-    found = search(Question(preset("gpt2"), 4, find_gpu("h100-80gb"), 8, microbatches=(1,), tensor_sizes=(1,), **asked))
+    found = search(
+        Question(preset("gpt2"), 4, find_gpu("h100-80gb"), 8, microbatches=(1,), tensor_sizes=(1,), **limits)
+    )
     layouts = {(one.run.parallel.schedule, one.run.parallel.chunks) for one in found if one.run.parallel.pipe > 1}
     assert {("one_at_a_time", 1), ("reversed_gpipe", 1), ("reversed_gpipe", 2)} <= layouts
-    if asked:
-        assert {name for name, _ in layouts} == set(asked["schedules"])
+    if limits:
+        assert {name for name, _ in layouts} == set(limits["schedules"])
     else:
         assert {"interleaved_1f1b", "1f1b", "gpipe"} <= {name for name, _ in layouts}
 
@@ -181,7 +183,7 @@ def test_a_broken_file_is_one_line(text, message, tmp_path, capsys):
     ("fields", "chunks", "message"),
     [
         ("", 2, "mine has one chunk on each rank, not 2"),
-        (", chunks='any'", 2, "mine made a schedule of chunks 1 where 2 was asked for"),
+        (", chunks='any'", 2, "mine made a schedule with chunks=1, but chunks=2 was requested"),
         (", split=True", 1, "mine made a schedule with split=False, but is registered with split=True"),
         (", trains=False", 1, "mine made a schedule that is registered with trains=False"),
     ],

@@ -1,4 +1,4 @@
-"""The model under the axis rules: sharded values equal the unsharded ones, by the collectives that Megatron has."""
+"""The model under the axis rules: sharded values equal the unsharded ones, with Megatron's collectives."""
 
 from functools import partial
 
@@ -149,7 +149,7 @@ def test_bf16_compiles_and_stays_close():
 @pytest.mark.parametrize(("sequence_parallel", "gathers"), [(False, 0), (True, 2)])
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_collectives_of_a_blocks_forward(config, sequence_parallel, gathers):
-    """Two sums a block (1909.08053); with sequence parallelism two gathers and two reduce-scatters (2205.05198).
+    """Two all-reduces per block (1909.08053); with sequence parallelism two gathers and two reduce-scatters (2205.05198).
 
     XLA's CPU compiler leaves a reduce-scatter as an all-reduce and a slice, so either counts as a sum.
     """
@@ -188,7 +188,7 @@ def test_specs():
 
 
 def test_init_on_a_mesh_gives_the_same_values():
-    """Drawn in place, each device its own part: the curve of a run starts at the same point on any mesh."""
+    """Each device initializes its own shard, so a run's loss curve starts at the same point on any mesh."""
     mesh, rules = make_mesh(1, 2, 4), default_rules()
     model = small.build_model(GPT, vocabulary=VocabularySharding(4))
     specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))

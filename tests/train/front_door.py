@@ -1,4 +1,4 @@
-"""Runs `python -m experiments.gpt3` in a process of its own with a model that compiles in seconds."""
+"""Runs `python -m experiments.gpt3` in a subprocess with a model that compiles in seconds."""
 
 import json
 import os

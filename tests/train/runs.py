@@ -70,7 +70,7 @@ def go(
     tokenizer=None,
     **output,
 ) -> Result:
-    """Runs as `Trainer.fit` does, from step 0 or from what `resume` says, to the end or a stop."""
+    """Runs as `Trainer.fit` does, from step 0 or as `resume` selects, to the end or a stop."""
     training = training or small.training_of(run)
     files = RunDirectory(run, OutputConfig(run_dir=str(directory), **output), tokenizer or Letters())
     batches = loader or RampedLoader(loader_of(run), run)
@@ -91,7 +91,7 @@ def go(
 
 
 class StopAfter:
-    """A `Preemption` whose reason comes after a number of steps of this process."""
+    """A `Preemption` that stops after a number of steps of this process."""
 
     def __init__(self, steps: int):
         self.steps, self.reason = steps, None

@@ -51,7 +51,7 @@ def test_a_weight_that_is_not_finite_is_named(training, params, layer):
     )
 
 
-def test_of_several_the_others_are_counted(training, params):
+def test_further_non_finite_parameters_are_counted(training, params):
     def poison(params):
         params["blocks"]["feedforward"]["down"]["kernel"][2:4] = math.inf
         params["shared"]["embedding"]["tokens"][5, 5] = -math.inf
@@ -72,7 +72,7 @@ def test_a_poisoned_sample_is_named(training, params, sample):
 
 @pytest.mark.parametrize("layer", [0, 2, 7])
 def test_the_layer_whose_output_overflows_is_named(training, params, layer):
-    """A finite weight so large that its layer's output is not, in fp32."""
+    """The weight is finite but so large that its layer's output overflows in fp32."""
 
     def overflow(params):
         params["blocks"]["feedforward"]["down"]["bias"][layer] = 3e38
@@ -95,7 +95,7 @@ def test_a_gradient_that_overflows_is_named(training, params):
     assert text.startswith("microbatch 1 of 4, sample 0 of the run: the forward is finite, the gradient of ")
 
 
-def test_a_step_that_is_finite_when_run_again(training, params):
+def test_a_step_that_is_finite_when_repeated_is_reported(training, params):
     assert explain(training, params) == "the same step, run again, is finite: check the hardware"
 
 
@@ -117,7 +117,7 @@ NAMED = "microbatch 2 of 4, sample 38 of the run: the loss weights in the data a
 
 
 def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
-    """And changes nothing: the run continues as if the batch had not been in the data."""
+    """The run continues as if the batch were not in the data."""
     skipping = copy.copy(training)  # with the same compiled step
     run = dataclasses.replace(training.run, train=dataclasses.replace(training.run.train, nonfinite="skip"))
     skipping.run = run
@@ -152,7 +152,7 @@ def test_a_skipped_step_leaves_what_a_loop_without_dispatch_ahead_leaves(trainin
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, result.state) for result in results))
 
 
-def test_or_stops_the_run_with_the_state_before_it_saved(training, tmp_path):
+def test_a_non_finite_step_stops_the_run_and_saves_the_previous_state(training, tmp_path):
     with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--nonfinite skip"):
         runs.go(training.run, tmp_path, training=training, loader=loader_of(training))
     assert manager.complete_steps(tmp_path / "checkpoints") == [2]

@@ -37,7 +37,7 @@ GRID = [
 ]
 BUBBLES = [GRID[1], GRID[5], GRID[12]]  # interleaved, gpipe, zb_v
 BUBBLES_LONG = [GRID[4], GRID[2]]  # eager, 1f1b
-# Every mesh with every schedule, microbatch count and sequence parallelism; the recompute modes take turns.
+# Every mesh with every schedule, microbatch count and sequence parallelism; the recompute modes alternate.
 LONG = [
     (mesh, schedule, chunks, microbatches, sequence_parallel, ("none", "selective", "full")[index % 3])
     for index, (mesh, (schedule, chunks), microbatches, sequence_parallel) in enumerate(
@@ -92,7 +92,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model_long(case):
     check(*case)
 
 
-SHARED_OUT = [  # what the default run does not share out, or shares
+SHARED_OUT = [  # options other than those of the default run
     *slow(
         [
             ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
@@ -109,7 +109,7 @@ SHARED_OUT = [  # what the default run does not share out, or shares
 
 
 @pytest.mark.parametrize("case", SHARED_OUT, ids=str)
-def test_it_makes_no_difference_who_holds_what(case):
+def test_zero_and_vocabulary_sharding_change_no_loss_and_no_gradient(case):
     *sizes, options = case
     check(*sizes, True, **{"recompute": "selective"} | options)  # `options` is shared: it must not be changed
 
@@ -119,7 +119,7 @@ def test_it_makes_no_difference_who_holds_what(case):
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("vocab_parallel", ["pipe", "tensor"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("eager_1f1b", 1), ("zb_v", 2), ("gpipe", 1)])
-def test_it_makes_no_difference_who_holds_what_long(mesh, zero, vocab_parallel, schedule, chunks):
+def test_zero_and_vocabulary_sharding_change_no_loss_and_no_gradient_long(mesh, zero, vocab_parallel, schedule, chunks):
     if mesh[1] == 1 and (vocab_parallel == "tensor" or chunks == 2):
         pytest.skip("one stage")
     options = {"zero": zero, "vocab_parallel": vocab_parallel}
@@ -127,14 +127,14 @@ def test_it_makes_no_difference_who_holds_what_long(mesh, zero, vocab_parallel, 
     check(mesh, schedule, chunks, 4, True, ("none", "selective", "full")[zero % 3], model=model, **options)
 
 
-def test_llama_options():
-    """RMS norm, SwiGLU, rotary positions, grouped queries and a head of its own, through the pipeline."""
+def test_llama_options_equal_the_unpipelined_model():
+    """RMS norm, SwiGLU, rotary positions, grouped queries and an untied head, through the pipeline."""
     check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=small.LLAMA)
 
 
 @pytest.mark.parametrize("case", BUBBLES + slow(BUBBLES_LONG), ids=str)
-def test_bubbles_touch_nothing(case):
-    """NaN in every bubble's input changes not one bit of the loss or of any gradient."""
+def test_nan_in_bubbles_changes_no_loss_and_no_gradient(case):
+    """With NaN in every bubble's input, the loss and all gradients are bitwise equal."""
     training = compiled_once(*case)
     params = small.place(training, small.busy_params(small.MODEL))
     batch = small.make_batch(training.run)
@@ -150,7 +150,7 @@ def dropping():
     return model, small.expected(model)
 
 
-def test_dropout_drops():
+def test_dropout_changes_the_loss():
     model, (loss, _) = dropping()
     assert abs(loss - small.expected(small.dataclasses.replace(model, dropout=0.0))[0]) > 1e-4
 
@@ -161,7 +161,7 @@ DROPOUT_LONG = [((1, 4, 1), "1f1b", 1, 8)]
 
 @pytest.mark.parametrize("case", DROPOUT + slow(DROPOUT_LONG), ids=str)
 def test_dropout_does_not_depend_on_the_mesh(case):
-    """Masks come from sample, layer and place: the pipelined, tensor-parallel model drops what one device drops."""
+    """Masks depend on sample, layer and position: the pipelined, tensor-parallel model drops the same values."""
     mesh, schedule, chunks, microbatches = case
     model, (want_loss, want) = dropping()
     run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=model)
@@ -184,7 +184,7 @@ CURVES_LONG = [
 
 @functools.cache
 def curve(mesh, schedule, chunks, microbatches, frozen=False):
-    """Losses of 20 steps from a fresh start, a new batch each; frozen: of the initial weights on the same batches."""
+    """Losses of 20 steps from step 0, with a new batch each; frozen: with the initial weights on the same batches."""
     run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches)
     training = small.training_of(run)
     state, losses = training.init_state(), []

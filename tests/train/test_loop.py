@@ -107,7 +107,7 @@ def test_a_step_is_dispatched_before_the_metrics_of_the_last_one_are_read():
     assert training.events == [("dispatch", 1), ("dispatch", 2), ("log", 1), *inner, ("log", 10)]
 
 
-def test_but_not_before_a_validation_of_the_state_between_them():
+def test_a_step_is_not_dispatched_before_a_validation_of_the_previous_state():
     training, _, _ = run_loop(validation_every=4, validation_batches=1)
     place = training.events.index(("validate", 4))
     assert training.events[place - 3 : place + 3] == [
@@ -121,7 +121,7 @@ def test_but_not_before_a_validation_of_the_state_between_them():
 
 
 def test_a_step_after_a_skipped_one_is_dispatched_again():
-    """It was dispatched before the host knew, and left the state unchanged."""
+    """It was dispatched before the host read the metrics, and left the state unchanged."""
     seen = []
     explain = lambda training, params, batch, scale: (  # noqa: E731
         seen.append((float(params["mean"]), batch["sample"].ravel().tolist())) or "because"
@@ -139,21 +139,21 @@ def test_a_step_after_a_skipped_one_is_dispatched_again():
 
 def test_a_stop_ends_the_run_after_the_step_that_was_dispatched():
     class StopAfter4:
-        reason, asked = None, []
+        reason, calls = None, []
 
         def after(self, step):
-            self.asked.append(step)
+            self.calls.append(step)
             self.reason = "the test says so" if step == 4 else None
             return self.reason
 
     preemption = StopAfter4()
     training, _, text = run_loop(preemption=preemption, validation_batches=0)
-    assert preemption.asked == [1, 2, 3, 4]  # once for each step, in order: several processes rely on it
+    assert preemption.calls == [1, 2, 3, 4]  # once per step, in order, as several processes require
     assert training.taken == list(range(16)) and training.events[-1] == ("log", 4)
     assert "step 4: the test says so: saving a checkpoint and stopping" in text
 
 
-def test_it_learns_and_takes_every_sample_once_in_order():
+def test_training_uses_every_sample_once_in_order():
     training, state, text = run_loop()
     assert training.taken == list(range(40))
     assert state.params["mean"] == pytest.approx(expected_mean(), rel=1e-5)
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_ends_training(precision):
         run_loop(broken=(3,), precision=precision)
 
 
-def test_in_fp16_it_is_a_skipped_step():
+def test_in_fp16_a_non_finite_gradient_skips_the_step():
     training, state, text = run_loop(broken=(1, 3), precision="fp16", initial_loss_scale=1024.0)
     assert len(training.taken) == 40
     assert state.loss_scale.scale == 512  # the first overflow uses up the hysteresis, the second halves

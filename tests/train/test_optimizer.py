@@ -23,7 +23,7 @@ TRAIN = TrainConfig(
     epsilon=1e-8,
     clip_norm=1.0,
 )
-# Leading axes [chunks, pipe, layers]: neither leaf's number of axes says whether it is a bias.
+# Leading axes [chunks, pipe, layers]: the number of axes does not show whether a leaf is a bias.
 SHAPES = {"blocks": {"matrix": (2, 1, 3, 4, 5), "bias": (2, 1, 3, 5)}, "shared": {"table": (7, 4)}}
 MASK = {"blocks": {"matrix": True, "bias": False}, "shared": {"table": True}}
 

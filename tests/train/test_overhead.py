@@ -63,26 +63,26 @@ def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
     """A save returns before any file is written, and what is written is the state at that time."""
     run = runs.make_run((1, 1, 1), schedule="1f1b")
     training = small.training_of(run)
-    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(run, runs.Letters()))
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(run, runs.Letters()))
     state, batch = training.init_state(), small.make_batch(run)
-    keep.save(training.state_layout, state, Progress(step=1))
-    keep.wait()
+    checkpoints.save(training.state_layout, state, Progress(step=1))
+    checkpoints.wait()
     may_write = threading.Event()
     monkeypatch.setattr(manager, "write", lambda *arguments: (may_write.wait(60), writer.write(*arguments)))
     for step in (2, 3):  # the second save copies into the memory of the first one's copies
         state, _ = training.train_step(state, batch)
         kept = jax.tree.map(np.array, state)
-        assert keep.save(training.state_layout, state, Progress(step=step)) == []
+        assert checkpoints.save(training.state_layout, state, Progress(step=step)) == []
         for _ in range(3):
             state, _ = training.train_step(state, batch)  # donates the saved state
-            assert keep.poll() == [] and not list(tmp_path.glob(f"step_{step:08d}*"))
+            assert checkpoints.poll() == [] and not list(tmp_path.glob(f"step_{step:08d}*"))
         may_write.set()
-        assert f"step {step}: checkpoint saved" in keep.wait()[0]
+        assert f"step {step}: checkpoint saved" in checkpoints.wait()[0]
         may_write.clear()
         path, _ = manager.choose(tmp_path, "auto")
         back, _, _ = reader.load(path, run, training.state_layout, run_meta(run, runs.Letters())["tokenizer"])
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), back, kept)
-    keep.close()
+    checkpoints.close()
 
 
 def test_a_save_blocks_training_for_less_than_a_tenth_of_its_time(tmp_path):

@@ -1,4 +1,4 @@
-"""What the compiled step is made of: how much memory it takes, what it sends, and where."""
+"""The compiled step: its memory, its collectives and sends, and where they run."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def compiled(mesh, schedule, chunks, microbatches, sequence_parallel=True, seque
     ],
 )
 def test_memory_does_not_grow_with_microbatches(schedule, chunks, grows):
-    """Sequences long enough that the schedule's own table, a hundred bytes a tick, does not show."""
+    """Sequences are so long that the schedule's table, a hundred bytes per tick, is negligible."""
 
     def temporaries(microbatches):
         _, step = compiled((1, 4, 2), schedule, chunks, microbatches, sequence_length=256)
@@ -70,19 +70,21 @@ def test_memory_does_not_grow_with_microbatches(schedule, chunks, grows):
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("1f1b", 1)])
-def test_nothing_meets_over_data_inside_a_loop(schedule, chunks):
-    """Gradients are summed over replicas once a step, after the last tick."""
+def test_no_loop_has_a_collective_over_data(schedule, chunks):
+    """Gradients are summed over replicas once per step, after the last tick."""
     training, step = compiled((2, 2, 2), schedule, chunks, 4)
     replica = {device.id: index[0] for index, device in np.ndenumerate(training.mesh.devices)}
     found = collectives(step.as_text())
     across = [c for c in found if any(len({replica[device] for device in group}) > 1 for group in c.groups)]
     assert across and not [c for c in across if c.in_loop]
-    assert [c for c in found if c.in_loop and c.kind != "collective-permute"], "tensor parallelism meets in the loop"
+    assert [c for c in found if c.in_loop and c.kind != "collective-permute"], (
+        "tensor parallelism has collectives in the loop"
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
-    """2104.04473 section 4.1's scatter/gather: with sequence parallelism each rank sends 1/t, to its own peer."""
+    """2104.04473 section 4.1's scatter/gather: with sequence parallelism each rank sends 1/t to its peer."""
     training, step = compiled((1, 2, 4), "interleaved_1f1b", 2, 4, sequence_parallel)
     place = {device.id: index for index, device in np.ndenumerate(training.mesh.devices)}
     sends = [c for c in collectives(step.as_text()) if c.kind == "collective-permute"]
@@ -91,12 +93,12 @@ def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
     assert between and {c.shape for c in between} == {(1, MODEL.sequence_length // split, MODEL.hidden)}
     for send in between:
         assert all(place[a][0] == place[b][0] and place[a][2] == place[b][2] for a, b in send.groups)
-    assert any(send.in_loop for send in between)  # a run of one tick is no loop
+    assert any(send.in_loop for send in between)  # a segment of one tick has no loop
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunks):
-    """XLA copies what it cannot update in place; a copy of either every tick would cost more than the work."""
+    """XLA copies arrays that it cannot update in place; copying either in every tick would cost more than the compute."""
     training, step = compiled((1, 4, 2), schedule, chunks, 8)
     slots = slot_tables(training.schedule).stash_slots
     local_layers, hidden = MODEL.layers // 4, MODEL.hidden
@@ -113,25 +115,27 @@ def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunk
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_v", 2)])
-def test_in_a_mixed_tick_no_rank_waits_between_its_loops(schedule, chunks):
-    """Ranks do different operations there; one that met another between two loops would wait for the other's operation."""
+def test_a_mixed_tick_has_no_collective_between_its_loops(schedule, chunks):
+    """Ranks run different operations there; a collective between two loops would make ranks wait for each other."""
     _, step = compiled((1, 4, 2), schedule, chunks, 8)
     loop_over_blocks = re.compile(r" while\(.*/[FBIW]/while\"")
-    meeting = re.compile(r" while\(.*/(head|embed_backward)/while\"| collective-permute(-start)?\(.*/send/ppermute\"")
+    collective = re.compile(
+        r" while\(.*/(head|embed_backward)/while\"| collective-permute(-start)?\(.*/send/ppermute\""
+    )
     seen = 0
     for computation in step.as_text().split("\n\n"):
         lines = computation.splitlines()  # in the order in which they run
         loops = [at for at, line in enumerate(lines) if loop_over_blocks.search(line)]
-        meetings = [at for at, line in enumerate(lines) if meeting.search(line)]
-        if loops and meetings:
-            assert min(meetings) > max(loops)
+        collective_lines = [at for at, line in enumerate(lines) if collective.search(line)]
+        if loops and collective_lines:
+            assert min(collective_lines) > max(loops)
             seen += len(loops) > 1
     assert seen
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("zb_v", 2)])
-def test_what_belongs_in_a_loop_stays_there(schedule, chunks):
-    """A loop may take no turn. What XLA moves out of it is done all the same, in every tick; here, of one block a chunk."""
+def test_a_blocks_operations_stay_inside_its_loop(schedule, chunks):
+    """A loop may have zero iterations. Operations that XLA hoists out of it run in every tick."""
     training, step = compiled((1, 4, 1), schedule, chunks, 8)
     ticks = [
         text for text in step.as_text().split("\n\n") if re.search(r" collective-permute\(.*/send/ppermute\"", text)
@@ -143,13 +147,13 @@ def test_what_belongs_in_a_loop_stays_there(schedule, chunks):
         found = re.findall(r" (all-reduce|all-gather|reduce-scatter|dot)\(.*op_name=\"([^\"]*)", text)
         return [name for _, name in found if re.search(loops, name)]
 
-    assert inside_loops(step.as_text())  # such operations exist, in computations of their own
+    assert inside_loops(step.as_text())  # such operations exist, in separate computations
     for text in ticks:
         assert inside_loops(text) == []
 
 
-def test_sends_are_on_the_stream_for_sends():
-    """Or XLA for GPUs ends them before the blocks run that they should travel beside; see tests/plan/test_papers_fit.py."""
+def test_sends_run_on_a_separate_stream():
+    """Otherwise XLA on GPUs completes them before the blocks that they should overlap; see tests/plan/test_papers_fit.py."""
     _, step = compiled((2, 2, 2), "interleaved_1f1b", 2, 4)
     sends = [line for line in step.as_text().splitlines() if " collective-permute(" in line and "send/ppermute" in line]
     assert sends and all('_xla_gpu_collective_stream="p2p"' in line for line in sends)

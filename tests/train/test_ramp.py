@@ -1,4 +1,4 @@
-"""Batch ramps: few compiled programs, with the losses and the samples of a program for each batch size."""
+"""Batch ramps: few compiled programs, with the losses and samples of one program per batch size."""
 
 import dataclasses
 

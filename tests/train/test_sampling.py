@@ -17,7 +17,7 @@ def successor(params, tokens, position):
 
 
 def causal_sum(params, tokens, position):
-    """A model of its whole context: the next token is the sum of all tokens up to `position`."""
+    """A model that uses its whole context: the next token is the sum of all tokens up to `position`."""
     seen = jnp.where(jnp.arange(tokens.shape[1]) <= position, jnp.asarray(tokens), 0)
     return 50.0 * jax.nn.one_hot(seen.sum(1) % VOCABULARY, VOCABULARY)
 

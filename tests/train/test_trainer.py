@@ -1,4 +1,4 @@
-"""`Trainer`: data and batches of the user's, a run directory, resume, validation."""
+"""`Trainer` with the user's data: run directory, resume and validation."""
 
 import dataclasses
 import json
@@ -16,13 +16,13 @@ TRAIN = {"steps": 6, "warmup_steps": 1, "log_every": 1, "validation_batches": 0}
 
 
 class Batches:
-    """The random tokens, as a class of the user's would return them."""
+    """The random tokens, from a class such as a user writes."""
 
     def __init__(self, run: RunConfig, shape: tuple[int, ...] = ()):
-        self.loader, self.shape, self.asked = runs.loader_of(run), shape, []
+        self.loader, self.shape, self.consumed = runs.loader_of(run), shape, []
 
     def batch(self, consumed_samples: int) -> dict:
-        self.asked.append(consumed_samples)
+        self.consumed.append(consumed_samples)
         batch = self.loader.batch(consumed_samples)
         return {name: a.reshape(self.shape + a.shape[2:]) for name, a in batch.items()} if self.shape else batch
 
@@ -37,7 +37,7 @@ def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, 
     run = make_run()
     batches = Batches(run)
     whole = Trainer(run, data=batches, devices=jax.devices()[:1]).fit()
-    assert batches.asked[:6] == [small.BATCH * step for step in range(6)]
+    assert batches.consumed[:6] == [small.BATCH * step for step in range(6)]
     assert whole.metrics["step"] == 6 and whole.stopped is None and whole.metrics["samples"] == 6 * small.BATCH
     assert "batches of Batches" in capsys.readouterr().out
     output = OutputConfig(run_dir=str(tmp_path), exit_after_minutes=1e-6, tensorboard=False)
