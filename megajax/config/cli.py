@@ -19,6 +19,7 @@ from megajax.config import (
     TrainConfig,
     preset,
 )
+from megajax.config.compare import changed_options
 from megajax.config.fields import check_field, check_fields
 from megajax.config.options import describe_unknown, first_parser, make_parser, option_names
 from megajax.config.toml import load_config
@@ -27,7 +28,7 @@ from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Fields of a Request that are no options of their own.
-COMPOUND = ("given", "output", "launch")
+COMPOUND = ("given", "passed", "defaults", "output", "launch")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
     "model": ModelConfig,
@@ -68,9 +69,19 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be run: the configuration's fields that are known, and the options that are no part of it."""
+    """A command line that has been read: the configuration's fields, and the options that are not part of it.
+
+    Attributes:
+      given: by field name, the values that do not depend on the devices: those passed, the experiment's or recipe's, and
+        those that follow from them.
+      passed: those on the command line and in the file of --config.
+      defaults: what `given` is if nothing but --model is passed.
+      output, launch: complete configurations of their own.
+    """
 
     given: Mapping[str, Any]
+    passed: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     output: OutputConfig
     launch: LaunchConfig
     model: str
@@ -105,14 +116,24 @@ class Request:
           device_count: devices to lay the run over where the degrees were not typed.
           precision: used if none was typed.
         """
-        model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
-        parallel = self._given(ParallelConfig) | self.mesh(device_count)
+        model = dataclasses.replace(preset(self.model), **_fields(ModelConfig, self.given))
+        parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
         name = parallel.get("schedule", ParallelConfig.schedule)
         several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
         parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
-        train = {"precision": precision} | self._given(TrainConfig)
-        data = DataConfig(**self._given(DataConfig))
+        train = {"precision": precision} | _fields(TrainConfig, self.given)
+        data = DataConfig(**_fields(DataConfig, self.given))
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train), data, imports=self.imports)
+
+    def changed(self, run: RunConfig) -> str:
+        """The passed options that differ from the experiment's defaults for this model: "--pipe 4 --steps 100".
+
+        Args:
+          run: as the method `run` returned it.
+        """
+        usual = dataclasses.replace(self, given=self.defaults).run(run.parallel.devices, run.train.precision)
+        output = OutputConfig(**_fields(OutputConfig, self.defaults))
+        return changed_options(run, self.output, usual, output, names=self.passed)
 
     @property
     def sample(self) -> SampleConfig | None:
@@ -126,9 +147,6 @@ class Request:
         """The options that are in none of the dataclasses, as a saved configuration holds them."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in COMPOUND]
         return {name: getattr(self, name) for name in names}
-
-    def _given(self, config: type) -> dict[str, Any]:
-        return {name: self.given[name] for name in option_names(config) if name in self.given}
 
 
 def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
@@ -174,42 +192,49 @@ def parse(
     parser = make_parser(description, defaults, program)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
-    if saved.get("clip_norm") == "none":
-        saved["clip_norm"] = None
     _check_saved(saved)
     import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
+    parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(describe_unknown(unknown[0], parser))
-    typed = vars(values)
-    del typed["config"]
-    if any(axis in typed for axis in MESH_FIELDS):  # a mesh that is typed is a whole one
+    passed = vars(values)
+    del passed["config"]
+    if any(axis in passed for axis in MESH_FIELDS):  # one degree on the command line replaces the file's whole mesh
         saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
-    typed = saved | typed
-    other = {name: typed.pop(name) for name in names}
+    passed = saved | passed
+    other = {name: passed.pop(name) for name in names}
+    recipe = (recipes or {}).get(other["model"])
+    usual = {name: value for name, value in (recipe or defaults).items() if name not in names}
     if other["new_tokens"] is None:
-        other["new_tokens"] = (recipes or {}).get(other["model"], defaults).get("new_tokens", 0)
-    other["imports"] = tuple(other["imports"])
-    chosen = (recipes or {}).get(other["model"], defaults)
-    given = {name: value for name, value in chosen.items() if name != "model"} | typed
-    output, launch = (
-        config(**{name: given.pop(name) for name in option_names(config) if name in given})
-        for config in (OutputConfig, LaunchConfig)
-    )
+        other["new_tokens"] = (recipe or defaults).get("new_tokens", 0)
+    other["imports"] = tuple(dict.fromkeys(other["imports"]))
+    given = usual | passed
+    output, launch = (config(**_fields(config, given)) for config in (OutputConfig, LaunchConfig))
     output.validate()
     launch.validate()
-    plain = TrainConfig(**{name: given[name] for name in option_names(TrainConfig) if name in given})
-    check_fields(plain)  # before computing with them: a saved configuration may hold anything
-    if chosen is not defaults:
-        given |= _scaled(chosen, plain, typed)
-    if "warmup_steps" not in typed:
-        given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
-    given.setdefault("minimum_learning_rate", plain.learning_rate / 10)
+    given = _derive(given, passed, recipe)
     if is_schedule_file(given.get("schedule", "")):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
-    return Request(given=given, output=output, launch=launch, **other)
+    return Request(given, passed, _derive(usual, {}, recipe), output, launch, **other)
+
+
+def _derive(given: Mapping[str, Any], passed: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`given` with the lengths and learning rates that follow from the others, except those that are passed."""
+    train = TrainConfig(**_fields(TrainConfig, given))
+    check_fields(train)  # before computing with them: a saved configuration may hold any value
+    given = dict(given) | (_scaled(recipe, train, passed) if recipe else {})
+    if "warmup_steps" not in passed:
+        given["warmup_steps"] = min(train.warmup_steps, train.steps // 10)
+    given.setdefault("minimum_learning_rate", train.learning_rate / 10)
+    return given
+
+
+def _fields(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in `given` for the fields of a dataclass."""
+    return {name: given[name] for name in option_names(config) if name in given}
 
 
 def _check_saved(saved: Mapping[str, Any]) -> None:

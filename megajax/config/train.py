@@ -75,6 +75,12 @@ class TrainConfig:
     validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
     validation_batches: int = setting(8, "global batches in a validation; 0: no validation", low=0)
 
+    @property
+    def batch_sizes(self) -> range:
+        """Every batch size of the run, ascending: those of the batch ramp, and the global batch size."""
+        start, increment, _ = self.batch_ramp or (self.global_batch_size, 1, 0)
+        return range(start, self.global_batch_size + 1, increment)
+
     def validate(self) -> None:
         """Checks batch, learning rate and precision by themselves.
 

@@ -6,15 +6,17 @@ python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batc
 
 import argparse
 import dataclasses
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config import ConfigError, ModelConfig, RunConfig, preset
+from megajax.config.toml import save_config, toml_text
 from megajax.estimate.gpus import GPUS, find_gpu
-from megajax.plan.config_file import write_config
 from megajax.plan.explain import explain
 from megajax.plan.report import LEGEND, heading, plot, smallest, table
 from megajax.plan.search import Candidate, Question, best_by, search
@@ -66,9 +68,7 @@ def _plan(asked: argparse.Namespace) -> int:
 def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     """Writes the fastest layout as a configuration file."""
     best = fitting[0]
-    command = f"python -m experiments.gpt3 --config {asked.out}" + "".join(
-        f" --import {name}" for name in asked.imports
-    )
+    command = f"python -m experiments.gpt3 --config {asked.out}"
     header = (
         f"{best.run.model.name} on {asked.gpus} {asked.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
@@ -76,9 +76,26 @@ def _write(asked: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     )
     # auto stays auto, so that the file is valid on any machine
     parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)
-    write_config(asked.out, dataclasses.replace(best.run, parallel=parallel), asked.model, header)
+    tables = config_sections(
+        dataclasses.replace(best.run, parallel=parallel, imports=tuple(asked.imports)), asked.model
+    )
+    save_config(pathlib.Path(asked.out), toml_text(tables, header), "pass --out with a writable path")
     print(f"written: {asked.out}   {command}")
     return 0
+
+
+def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
+    """A planned run as sections of a configuration file: the preset, what differs from it, and what the plan decides.
+
+    The experiment's defaults apply to everything else.
+    """
+    model, base = dataclasses.asdict(run.model), dataclasses.asdict(preset(name))
+    return {
+        "options": {"model": name} | ({"imports": run.imports} if run.imports else {}),
+        "model": {field: value for field, value in model.items() if field != "name" and value != base[field]},
+        "parallel": dataclasses.asdict(run.parallel),
+        "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision},
+    }
 
 
 def question_of(asked: argparse.Namespace) -> Question:

@@ -13,8 +13,9 @@ import pytest
 
 from megajax.checkpoint import inspect, layout, manager, reader, writer
 from megajax.checkpoint.manager import Checkpoints, Progress
-from megajax.config import ConfigError, OutputConfig
-from megajax.config.toml import run_meta, tokenizer_hash
+from megajax.checkpoint.metadata import run_meta
+from megajax.config import ConfigError, DataConfig, OutputConfig
+from megajax.data.tokenizers import tokenizer_hash
 from tests import small
 from tests.train import runs
 
@@ -200,10 +201,14 @@ def test_another_tokenizer_is_refused(written, training):
 
 def test_what_may_differ_is_said(written):
     other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
+    other = dataclasses.replace(other, data=DataConfig(text="other.txt"))
     meta = reader.read_meta(newest(written))
     said = reader.compare(meta, other, meta["tokenizer"], newest(written))
     assert said[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
-    assert said[1] == "resume    training options differ: learning_rate was 0.003, is 0.001"
+    assert said[1:] == [
+        "resume    training options differ: learning_rate was 0.003, is 0.001",
+        "resume    data differ: text was None, is other.txt",
+    ]
 
 
 def test_which_checkpoint_is_taken(copy, tmp_path):

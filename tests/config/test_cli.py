@@ -10,7 +10,7 @@ import pytest
 from megajax.config import ConfigError, DataConfig, ModelConfig, OutputConfig, ParallelConfig, TrainConfig, preset
 from megajax.config.cli import Experiment, SampleConfig, mesh_for, parse
 from megajax.config.run_schedule import run_schedule
-from megajax.config.toml import config_text
+from megajax.config.toml import config_tables, toml_text
 from megajax.schedules import registry
 from megajax.schedules.io import save
 from megajax.schedules.registry import make_schedule
@@ -199,6 +199,41 @@ def test_a_recipe_also_decides_what_the_run_writes():
     assert parse([], experiment).output.save_every == OutputConfig().save_every
 
 
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("", ""),
+        ("--steps 300 --learning-rate 3e-3", ""),  # as in the defaults
+        ("--pipe 4 --steps 50 --save-every 7", "--pipe 4 --steps 50 --save-every 7"),
+        ("--model gpt2 --layers 8", "--layers 8"),
+        ("--model gpt2 --steps 100 --warmup-steps 3", "--warmup-steps 3"),
+        ("--schedule 1f1b --no-sequence-parallel", "--schedule 1f1b --no-sequence-parallel"),
+    ],
+)
+def test_the_start_lists_what_differs_from_the_experiments_defaults(words, changed, tmp_path):
+    experiment = Experiment("", DEFAULTS, {"gpt2": {"steps": 100, "global_batch_size": 8, "save_every": 7}})
+    request = parse(words.split(), experiment)
+    run = request.run(8, "fp32")
+    assert request.changed(run) == changed
+    path = tmp_path / "config.toml"  # the same after a replay
+    path.write_text(toml_text(config_tables(run, request.output, request.others), "A run."))
+    replay = parse(["--config", str(path)], experiment)
+    assert replay.run(8, "fp32") == run
+    if "--steps" not in words and "--schedule" not in words:  # else warmup or chunks, derived before, are passed now
+        assert replay.changed(run) == changed
+
+
+def test_imports_of_the_file_and_of_the_command_line_are_added(tmp_path):
+    paths = [tmp_path / name for name in ("a.py", "b.py")]
+    for path in paths:
+        path.write_text("")
+    run = run_of(f"--import {paths[0]}")
+    file = tmp_path / "config.toml"
+    file.write_text(toml_text(config_tables(run, OutputConfig(), {"model": "tiny"}), ""))
+    assert run_of(f"--config {file}").imports == (str(paths[0]),)
+    assert run_of(f"--config {file} --import {paths[1]} --import {paths[0]}").imports == tuple(map(str, paths))
+
+
 def test_users_files_are_imported_before_the_options_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "SPECS", dict(registry.SPECS))
     path = tmp_path / "mine.py"
@@ -216,7 +251,7 @@ def test_clip_norm_can_be_off_and_is_saved_so(tmp_path):
     run = run_of("--clip-norm none")
     assert run.train.clip_norm is None
     path = tmp_path / "config.toml"
-    path.write_text(config_text(run, OutputConfig(), {"model": "tiny"}))
+    path.write_text(toml_text(config_tables(run, OutputConfig(), {"model": "tiny"}), ""))
     assert run_of(f"--config {path}") == run
 
 

@@ -324,6 +324,7 @@ def test_a_users_model_is_checked_by_its_own_rules_and_the_general_ones():
     ("fields", "message"),
     [
         ({"text": "a", "data_path": ("b",)}, "--text and --data-path exclude one another"),
+        ({"data_path": ("a",), "train_data_path": ("b",)}, "--data-path and --train-data-path exclude one another"),
         ({"valid_data_path": ("b",)}, "pass --train-data-path PREFIX"),
         ({"split": "9,1,0"}, "pass --data-path PREFIX"),
         ({"text": 3}, "text = 3 must be a text"),
