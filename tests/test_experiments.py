@@ -121,7 +121,7 @@ def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
     assert "log_every = 3" in saved and "hidden = 32" in saved and 'devices = "cpu:1"' in saved
     capsys.readouterr()
     assert gpt3.main(["--config", config]) == 2
-    assert "type --resume auto to go on from step 5" in capsys.readouterr().err
+    assert "pass --resume auto to resume from step 5" in capsys.readouterr().err
     assert gpt3.main(["--config", config, "--resume", "auto"]) == 0
     assert "resume    after step 5, 32 samples, 0 skipped steps" in capsys.readouterr().out
 

@@ -277,11 +277,11 @@ def test_a_disk_that_refuses_to_write(copy, training, state, caplog):
 
 
 def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monkeypatch):
-    """What the others bring along when the processes meet fails the save here too, before it gets its name."""
+    """A problem of another process fails the save here too, before the directory gets its final name."""
     keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "meet", full)
+        patch.setattr(writer, "gather_problems", full)
         keep.save(training.state_layout, state, Progress(step=9))
         (said,) = keep.wait()
     assert "step 9: checkpoint NOT saved" in said and "process 1: No space left on device (" in said

@@ -1,6 +1,5 @@
-"""What a person may type by mistake: each is one line that says what is wrong and what to type, exit code 2."""
+"""Mistakes on the command line: one line that says what is wrong and which option to pass, and exit code 2."""
 
-import jax
 import pytest
 
 from experiments import gpt3
@@ -68,7 +67,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
 def test_what_cannot_run_is_one_line_and_exit_code_2(words, said, capsys):
-    jax.devices()
     assert gpt3.main(words.split()) == 2
     out, err = capsys.readouterr()
     print(err)
