@@ -1,7 +1,7 @@
-"""The command line of a training run: one option for every field of the run's dataclasses, and nothing said twice.
+"""The command line of a training run: one option for every field of the run's dataclasses.
 
-The help of an option is its field's. What is not given comes from the experiment's defaults, then from the dataclass;
-what is wrong is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
+Precedence: the command line, the file of --config, the model's recipe or else the experiment's defaults, the dataclass.
+A mistake is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
-# Fields of a Request that are no options of their own.
+# Fields of a Request that are not options.
 COMPOUND = ("given", "passed", "defaults", "output", "launch")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
@@ -44,10 +44,10 @@ class Experiment:
     """A complete default configuration.
 
     Attributes:
-      description: what `--help` prints first.
-      defaults: by field name, the experiment's values; "model" is the preset's name. The dataclasses' defaults fill the
-        rest.
-      recipes: by preset's name, the values in place of `defaults` for that model.
+      description: the first lines of `--help`.
+      defaults: the experiment's values by field name; "model" is the preset's name. Other fields have the dataclasses'
+        defaults.
+      recipes: for each preset's name, the values that replace `defaults` for that model.
       program: the command as `--help` prints it, "python -m experiments.gpt3"; None: the file's name.
     """
 
@@ -59,7 +59,7 @@ class Experiment:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """The text that is generated after the training."""
+    """The text to generate after the training."""
 
     prompt: str
     new_tokens: int
@@ -94,13 +94,13 @@ class Request:
     top_k: int | None
 
     def mesh(self, device_count: int) -> dict[str, int]:
-        """Degrees data, pipe, tensor for a number of devices; those typed are kept as they are."""
+        """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
         context = max(1, self.given.get("context", 1))
         return mesh_for(device_count // context, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
 
     @property
     def devices_needed(self) -> int | None:
-        """How many devices the mesh typed needs; None if no degree was typed, so that any number will do."""
+        """Devices that the passed mesh needs; None if no degree was passed, so that any number is legal."""
         degrees = [self.given[axis] for axis in MESH_FIELDS if axis in self.given]
         if not degrees:
             return None
@@ -113,8 +113,8 @@ class Request:
         """The configuration, not yet validated.
 
         Args:
-          device_count: devices to lay the run over where the degrees were not typed.
-          precision: used if none was typed.
+          device_count: devices that the degrees which were not passed divide.
+          precision: used if none was passed.
         """
         model = dataclasses.replace(preset(self.model), **_fields(ModelConfig, self.given))
         parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
@@ -137,7 +137,7 @@ class Request:
 
     @property
     def sample(self) -> SampleConfig | None:
-        """The text to generate after the training; None: none."""
+        """The text to generate after the training, or None."""
         if self.new_tokens == 0:
             return None
         return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k)
@@ -150,10 +150,10 @@ class Request:
 
 
 def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
-    """Degrees for a number of devices: those given, and for the rest what shows all three kinds of parallelism.
+    """Degrees of parallelism for a number of devices: those given, and defaults for the others.
 
-    With none given, tensor and pipe are 2 where the count allows it. As soon as one is given, the others are 1; data,
-    if it is not given, takes the devices that are left, as it does in Megatron-LM.
+    If none is given, tensor and pipe are 2 where the count allows it. If one is given, the others are 1. `data`, if it
+    is not given, is the number of devices divided by the other degrees, as in Megatron-LM.
     """
     if given:
         mesh = {"data": 1, "pipe": 1, "tensor": 1} | dict(given)
@@ -238,7 +238,7 @@ def _fields(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_saved(saved: Mapping[str, Any]) -> None:
-    """Checks the values of a saved configuration, which may have any type: fields by their rules, others by their type."""
+    """Checks the values of a saved configuration: fields of dataclasses by their rules, the others by their type."""
     fields = {name: field for config in SECTIONS.values() for name, field in config.__dataclass_fields__.items()}
     for name, value in saved.items():
         if name in fields and name != "model":
@@ -253,12 +253,12 @@ def _check_saved(saved: Mapping[str, Any]) -> None:
         raise ConfigError(f"imports = {saved['imports']!r} in the configuration must be a list of texts.")
 
 
-def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's lengths in samples, for a run that is shorter or longer than the recipe's."""
+def _scaled(recipe: Mapping[str, Any], train: TrainConfig, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's lengths in samples, scaled to the length of the run."""
     share = train.steps * train.global_batch_size / (recipe["steps"] * recipe["global_batch_size"])
-    names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in typed]
+    names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in passed]
     scaled: dict[str, Any] = {name: round(share * recipe[name]) for name in names}
-    if recipe.get("batch_ramp") and "batch_ramp" not in typed:
+    if recipe.get("batch_ramp") and "batch_ramp" not in passed:
         start, increment, samples = recipe["batch_ramp"]
         fits = start < train.global_batch_size and (train.global_batch_size - start) % increment == 0
         scaled["batch_ramp"] = (start, increment, max(1, round(share * samples))) if fits else ()
@@ -266,6 +266,6 @@ def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, A
 
 
 def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The names that a saved configuration may have, by its sections."""
+    """The legal names of a saved configuration by section."""
     known = {section: tuple(option_names(config)) for section, config in SECTIONS.items()}
     return known | {"options": tuple(others)}

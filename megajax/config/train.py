@@ -30,9 +30,7 @@ class TrainConfig:
     warmup_steps: int = setting(
         20, "steps of global_batch_size in which the learning rate rises linearly from zero", low=0
     )
-    warmup_samples: int | None = setting(
-        None, "the warm-up in samples, in place of warmup_steps", low=0, shown_default="warmup_steps"
-    )
+    warmup_samples: int | None = setting(None, "the warm-up in samples", low=0, shown_default="warmup_steps")
     decay_samples: int | None = setting(None, "samples until the end of the decay", shown_default="the whole run")
     cooldown_samples: int | None = setting(
         None, "wsd: samples of the cool-down", low=0, shown_default="a tenth of the decay"
