@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megajax.config import (
-    PRESETS,
     ConfigError,
     DataConfig,
     LaunchConfig,
@@ -19,7 +18,6 @@ from megajax.config import (
     TrainConfig,
     option,
     padded_vocabulary,
-    preset,
 )
 
 CONFIGS = (ModelConfig, ParallelConfig, TrainConfig, DataConfig, OutputConfig, LaunchConfig)
@@ -194,94 +192,12 @@ def test_a_padded_vocabulary_splits_evenly_into_tiles_and_is_the_smallest(vocabu
     assert not any(rows % 128 == 0 and rows % tensor == 0 for rows in smaller)
 
 
-def itemised_parameters(model: ModelConfig) -> int:
-    """Parameters of a GPT, array by array."""
-    hidden = model.hidden
-    block = {
-        "attention norm": 2 * hidden,
-        "query, key, value": hidden * 3 * hidden + 3 * hidden,
-        "attention output": hidden * hidden + hidden,
-        "mlp norm": 2 * hidden,
-        "mlp in": hidden * 4 * hidden + 4 * hidden,
-        "mlp out": 4 * hidden * hidden + hidden,
-    }
-    tables = model.vocabulary * hidden + model.sequence_length * hidden
-    return model.layers * sum(block.values()) + tables + 2 * hidden
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "llama2-7b"])
-def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
-    assert preset(name).parameters == itemised_parameters(preset(name))
-
-
-@pytest.mark.parametrize(
-    "name,count",
-    [
-        # as counted in the released checkpoints
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-        ("llama2-7b", 6_738_415_616),
-    ],
-)
-def test_parameters_of_released_models(name, count):
-    assert preset(name).parameters == count
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if re.search(r"-[\d.]+[mb](-2019)?$", name)])
-def test_published_names_tell_the_size(name):
-    number, unit = re.search(r"-([\d.]+)([mb])", name).groups()
-    size = float(number) * {"m": 1e6, "b": 1e9}[unit]
-    assert preset(name).parameters == pytest.approx(size, rel=0.05)
-
-
 def test_grouped_query_attention_has_fewer_key_and_value_weights():
     grouped = ModelConfig(**SMALL, kv_heads=3)
     every = ModelConfig(**SMALL)
     assert (every.key_value_heads, grouped.key_value_heads, grouped.head_size) == (12, 3, 8)
     # 9 heads of 8 fewer for keys and as many for values, each with 96 weights and a bias, in 8 layers
     assert every.parameters - grouped.parameters == 8 * (2 * 9 * 8) * (96 + 1)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_legal_on_one_device(name):
-    RunConfig(preset(name), ParallelConfig(), TrainConfig()).validate(device_count=1)
-
-
-# 2104.04473 table 1: tensor, pipe, GPUs, batch, for the runs the paper timed.
-TABLE_1 = {
-    "megatron-1.7b": (1, 1, 32, 512),
-    "megatron-3.6b": (2, 1, 64, 512),
-    "megatron-7.5b": (4, 1, 128, 512),
-    "megatron-18.4b": (8, 1, 256, 1024),
-    "megatron-39.1b": (8, 2, 512, 1536),
-    "megatron-76.1b": (8, 4, 1024, 1792),
-    "megatron-145.6b": (8, 8, 1536, 2304),
-    "megatron-310.1b": (8, 16, 1920, 2160),
-    "megatron-529.6b": (8, 35, 2520, 2520),
-    "megatron-1008b": (8, 64, 3072, 3072),
-}
-
-
-@pytest.mark.parametrize("name", TABLE_1)
-def test_the_layouts_of_table_1_are_legal(name):
-    tensor, pipe, devices, batch = TABLE_1[name]
-    parallel = ParallelConfig(data=devices // (tensor * pipe), pipe=pipe, tensor=tensor)
-    run = RunConfig(preset(name), parallel, TrainConfig(global_batch_size=batch))
-    run.validate(devices)
-
-
-def test_aliases_are_the_same_models():
-    assert preset("gpt3-530b") is preset("megatron-529.6b")
-    assert preset("gpt3-1t") is preset("megatron-1008b")
-
-
-def test_an_unknown_preset_names_the_near_ones():
-    with pytest.raises(ConfigError, match=r"model = 'gpt3-175' is not a preset: did you mean .*gpt3-175b.*--model"):
-        preset("gpt3-175")
-    with pytest.raises(ConfigError, match="choose from tiny, gpt2,"):
-        preset("zzz")
 
 
 def test_every_field_has_help_and_one_option_of_its_own():
