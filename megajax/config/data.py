@@ -1,4 +1,4 @@
-"""The data: what a run reads, how text becomes tokens, what happens at the end of a document."""
+"""The data: text or datasets, the tokenizer, and the treatment of document boundaries."""
 
 from dataclasses import dataclass
 

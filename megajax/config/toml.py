@@ -18,7 +18,7 @@ def config_tables(run: RunConfig, output: OutputConfig, options: Mapping[str, An
 
     Args:
       run: the configuration; its `imports` are written to the section options.
-      output: what the run writes.
+      output: the files that the run writes.
       options: the options that are in none of the dataclasses (`Request.others`).
     """
     tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train", "data")}

@@ -114,7 +114,7 @@ def test_the_help_says_every_default_once_and_how_to_start(capsys):
     for flag, body in options.items():
         assert body.count("(default: ") == (flag not in flags_only | of_the_preset), flag
     assert text.count("the preset's") == 1
-    for flag, said in {
+    for flag, ending in {
         "--steps": "(default: 300)",  # the experiment's own, not the dataclass's
         "--warmup-steps": "(default: 30, or a tenth of --steps if that is less)",
         "--minimum-learning-rate": "(default: a tenth of --learning-rate)",
@@ -122,7 +122,7 @@ def test_the_help_says_every_default_once_and_how_to_start(capsys):
         "--start-timeout": "(default: 300)",
         "--axis-order": "(default: data,pipe,tensor)",
     }.items():
-        assert options[flag].endswith(said)
+        assert options[flag].endswith(ending)
 
 
 def test_the_help_of_an_option_is_not_repeated(capsys):
@@ -311,12 +311,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
-def test_a_mistake_is_one_line_with_a_remedy(words, said):
+@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[words for words, _ in WRONG])
+def test_a_mistake_is_one_line_with_a_remedy(words, expected):
     with pytest.raises(ConfigError) as error:
         run_of(words)
     message = str(error.value)
-    assert said in message and "\n" not in message
+    assert expected in message and "\n" not in message
 
 
 def test_abbreviations_are_refused():

@@ -1,3 +1,5 @@
+"""The dataclasses: legal values, rules between them, and messages whose remedies are legal."""
+
 import contextlib
 import dataclasses
 import itertools
@@ -25,7 +27,7 @@ SMALL = {"layers": 8, "hidden": 96, "heads": 12, "vocabulary": 257, "sequence_le
 
 
 def make_run(**fields) -> RunConfig:
-    """A legal run on one device, except for the fields given; each field's name says whose it is."""
+    """A legal run on one device, with the given fields of ModelConfig, ParallelConfig or TrainConfig."""
     split = {config: {} for config in (ModelConfig, ParallelConfig, TrainConfig)}
     for name, value in (SMALL | {"global_batch_size": 8} | fields).items():
         owner = next(config for config in split if name in config.__dataclass_fields__)
@@ -102,7 +104,7 @@ ILLEGAL = [
 
 
 @pytest.mark.parametrize("fields,devices,parts", ILLEGAL, ids=lambda value: str(value)[:50])
-def test_an_illegal_run_is_refused_in_one_line_naming_field_value_and_option(fields, devices, parts):
+def test_an_illegal_run_is_refused_in_one_line(fields, devices, parts):
     with pytest.raises(ConfigError) as error:
         make_run(**fields).validate(devices)
     message = str(error.value)
@@ -156,13 +158,13 @@ def any_mesh_is_legal(run, devices: int) -> bool:
 
 
 @given(devices=st.integers(1, 96), data=st.integers(1, 4), pipe=st.sampled_from([1, 2, 4]))
-def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices, data, pipe):
+def test_meshes_offered_for_the_devices_are_legal_and_use_all(devices, data, pipe):
     run = make_run(global_batch_size=48, data=data, pipe=pipe, layers=24)
     assume(run.parallel.devices != devices)
     with pytest.raises(ConfigError) as error:
         run.validate(devices)
     offered = re.findall(r"--data (\d+) --pipe (\d+) --tensor (\d+)", str(error.value))
-    assert bool(offered) == any_mesh_is_legal(run, devices), "a mesh is offered exactly where there is one"
+    assert bool(offered) == any_mesh_is_legal(run, devices), "a mesh is offered if and only if one is legal"
     assert ("no mesh of" in str(error.value)) == (not offered)
     for mesh in offered:
         sizes = dict(zip(("data", "pipe", "tensor"), map(int, mesh), strict=True))
@@ -171,7 +173,7 @@ def test_a_mesh_offered_for_the_devices_there_is_legal_and_uses_them_all(devices
 
 
 @given(offered=st.integers(1, 60), heads=st.integers(1, 60))
-def test_the_heads_and_widths_a_message_offers_are_legal(offered, heads):
+def test_heads_and_widths_offered_by_a_message_are_legal(offered, heads):
     assume(offered * 2 % heads)
     with pytest.raises(ConfigError) as error:
         make_run(hidden=offered * 2, heads=heads).validate()
@@ -185,7 +187,7 @@ def test_the_heads_and_widths_a_message_offers_are_legal(offered, heads):
 
 
 @given(vocabulary=st.integers(1, 300_000), tensor=st.integers(1, 64))
-def test_a_padded_vocabulary_splits_evenly_into_tiles_and_is_the_smallest(vocabulary, tensor):
+def test_a_padded_vocabulary_is_the_smallest_that_splits_into_tiles(vocabulary, tensor):
     padded = padded_vocabulary(vocabulary, tensor)
     assert padded >= vocabulary and padded % 128 == 0 and padded % tensor == 0
     smaller = range(vocabulary, padded)
@@ -217,7 +219,7 @@ def test_defaults_of_named_fields_are_among_their_choices():
 
 @dataclasses.dataclass(frozen=True)
 class OwnModel:
-    """A model's configuration of a user's: no fields beyond the two that are needed, and a rule about its layout."""
+    """A user's model configuration: the two required fields, and a rule about its layout."""
 
     name: str = "own"
     layers: int = 6

@@ -65,12 +65,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
-def test_what_cannot_run_is_one_line_and_exit_code_2(words, said, capsys):
+@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[words for words, _ in WRONG])
+def test_what_cannot_run_is_one_line_and_exit_code_2(words, expected, capsys):
     assert gpt3.main(words.split()) == 2
     out, err = capsys.readouterr()
     print(err)
     assert out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
-    for part in said:
+    for part in expected:
         assert part in err
