@@ -30,6 +30,10 @@ def test_a_short_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "data 2 x pipe 2 x tensor 2 on 8 cpu devices" in done.stdout
     assert "schedule  interleaved_1f1b, 2 chunks a rank, 4 microbatches" in done.stdout
+    changed = (
+        "--hidden 32 --sequence-length 16 --microbatch-size 1 --global-batch-size 8 --steps 3 --validation-batches 1"
+    )
+    assert f"config    {changed} --log-jsonl {log}\n" in done.stdout  # what differs from the defaults, and no more
     assert "step 3: validation loss" in done.stdout and "a sample, continuing 'The ':\nThe " in done.stdout
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
