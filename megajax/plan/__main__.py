@@ -68,19 +68,17 @@ def _plan(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     """Writes the fastest layout as a configuration file."""
     best = fitting[0]
-    command = f"python -m experiments.gpt3 --config {asked.out}"
+    command = f"python -m experiments.gpt3 --config {args.out}"
     header = (
         f"{best.run.model.name} on {args.gpus} {args.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
         f"{command}"
     )
     # auto stays auto, so that the file is valid on any machine
-    parallel = dataclasses.replace(best.run.parallel, attention=asked.attention)
-    tables = config_sections(
-        dataclasses.replace(best.run, parallel=parallel, imports=tuple(asked.imports)), asked.model
-    )
-    save_config(pathlib.Path(asked.out), toml_text(tables, header), "pass --out with a writable path")
-    print(f"written: {asked.out}   {command}")
+    parallel = dataclasses.replace(best.run.parallel, attention=args.attention)
+    tables = config_sections(dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model)
+    save_config(pathlib.Path(args.out), toml_text(tables, header), "pass --out with a writable path")
+    print(f"written: {args.out}   {command}")
     return 0
 
 
@@ -98,7 +96,7 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def question_of(asked: argparse.Namespace) -> Question:
+def question_of(args: argparse.Namespace) -> Question:
     """The search that the command line asks for.
 
     Raises:

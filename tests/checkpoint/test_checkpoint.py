@@ -278,13 +278,13 @@ def test_a_failed_write_is_reported_and_a_later_save_succeeds(copy, training, st
 
 def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monkeypatch):
     """A problem of another process fails the save here too, before the directory gets its final name."""
-    keep = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(writer, "gather_problems", full)
-        keep.save(training.state_layout, state, Progress(step=9))
-        (said,) = keep.wait()
-    assert "step 9: checkpoint NOT saved" in said and "process 1: No space left on device (" in said
+        checkpoints.save(training.state_layout, state, Progress(step=9))
+        (message,) = checkpoints.wait()
+    assert "step 9: checkpoint NOT saved" in message and "process 1: No space left on device (" in message
     assert list(tmp_path.iterdir()) == []
     checkpoints.save(training.state_layout, state, Progress(step=9))
     assert "step 9: checkpoint saved" in checkpoints.close()[0]
