@@ -6,7 +6,7 @@ python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-
 python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 
-Every preset is trained with its paper's recipe (RECIPES); without --model, a toy with its own settings (DEFAULTS).
+Every preset has the recipe of its paper; without --model, a toy is trained with its own settings.
 """
 
 import sys
@@ -18,7 +18,7 @@ from megajax.config.cli import Experiment
 from megajax.config.presets import ALIASES
 from megajax.train import command
 
-# What suits eight fake devices on two cores: under three minutes, and the loss visibly falls.
+# The toy on eight CPU devices of a machine with two cores: under three minutes, and the loss falls visibly.
 DEFAULTS = {
     "model": "tiny",
     "microbatch_size": 2,
@@ -33,7 +33,7 @@ DEFAULTS = {
 SEQUENCE = 2048  # tokens in a sample of GPT-3
 
 
-def recipe(batch_tokens: float, learning_rate: float) -> dict[str, Any]:
+def recipe(batch_tokens: float, learning_rate: float, tokens: float = 300e9) -> dict[str, Any]:
     """GPT-3's training (2005.14165 table 2.1 and appendix B), its batch in samples a multiple of 32.
 
     The batch ramp is Megatron-LM's for the 175B run (16 more samples at a time over 12 billion tokens) where GPT-3 only
@@ -42,11 +42,11 @@ def recipe(batch_tokens: float, learning_rate: float) -> dict[str, Any]:
     batch = 32 * round(batch_tokens / SEQUENCE / 32)
     return {
         "global_batch_size": batch,
-        "steps": round(300e9 / SEQUENCE / batch),
+        "steps": round(tokens / SEQUENCE / batch),
         "learning_rate": learning_rate,
         "learning_rate_decay": "cosine",
         "warmup_samples": round(375e6 / SEQUENCE),
-        "decay_samples": round(260e9 / SEQUENCE),
+        "decay_samples": round(260 / 300 * tokens / SEQUENCE),
         "batch_ramp": (16, 16, round((4e9 if batch < 1024 else 12e9) / SEQUENCE)),
         "beta1": 0.9,
         "beta2": 0.95,
@@ -92,8 +92,8 @@ MEGATRON_2019 = {
     "save_every": 5000,
     "nonfinite": "skip",
 }
-# 2104.04473 table 1 gives the batch in samples; it times steps and does not train. Learning rate and tokens are GPT-3
-# 175B's, whose trend over sizes ends there.
+# 2104.04473 table 1 gives the batch in samples; the paper times steps and does not train. Learning rate and tokens are
+# those of GPT-3 175B, the largest of 2005.14165; for the 1T model section 5.1 assumes 450 billion tokens.
 MEGATRON_2021 = {
     "megatron-1.7b": 512,
     "megatron-3.6b": 512,
@@ -120,18 +120,13 @@ RECIPES = {
     "gpt3-175b": recipe(3.2e6, 0.6e-4),
     "llama2-7b": llama2(3e-4),
 }
-RECIPES |= {
-    name: {
-        **recipe(3.2e6, 0.6e-4),
-        "global_batch_size": batch,
-        "steps": round(300e9 / SEQUENCE / batch),
-        "batch_ramp": (),
-    }
-    for name, batch in MEGATRON_2021.items()
-}
+for name, batch in MEGATRON_2021.items():
+    tokens = 450e9 if name == "megatron-1008b" else 300e9
+    sizes = {"global_batch_size": batch, "steps": round(tokens / SEQUENCE / batch), "batch_ramp": ()}
+    RECIPES[name] = {**recipe(3.2e6, 0.6e-4, tokens), **sizes}
 RECIPES |= {alias: RECIPES[name] for alias, name in ALIASES.items()}
 RECIPES |= {name: MEGATRON_2019 for name in PRESETS if name.startswith("gpt2") or name.endswith("-2019")}
-# Text is generated after the training of the toy only.
+# Only the toy generates text after its training.
 RECIPES = {name: {**fields, "new_tokens": 0} for name, fields in RECIPES.items()}
 
 
@@ -139,7 +134,7 @@ EXPERIMENT = Experiment(__doc__ or "", DEFAULTS, RECIPES, program="python -m exp
 
 
 def main(arguments: Sequence[str] | None = None, experiment: Experiment = EXPERIMENT) -> int:
-    """Runs an experiment; returns the process's exit code: 0, or 2 for a user's mistake.
+    """Runs an experiment; returns the process's exit code (see `megajax.train.command`).
 
     Args:
       arguments: the words of the command line; the process's own if None.

@@ -11,8 +11,16 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
 )
 
+import jax  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # Compilation makes the first example slow; the same examples every time, so that a failure is everyone's.
 settings.register_profile("megajax", deadline=None, derandomize=True)
 settings.load_profile("megajax")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    """Starts jax before the first test, which might start it with fewer devices (`--devices cpu:1`)."""
+    assert jax.device_count() == 8

@@ -5,17 +5,20 @@ Format 2 is written. Format 1 (megajax before the options --nonfinite, --matmul-
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import megajax
 from megajax.config import ConfigError, RunConfig
+from megajax.config.compare import data_differences, stored_differences
+from megajax.data.tokenizers import Tokenizer, tokenizer_hash
 
 FORMAT = 2
 
 # A run may resume with other values of these fields: they do not change what the arrays mean.
 FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")
-UNREPORTED_DATA_FIELDS = ("data_cache",)  # a folder of stored indices: it does not change the samples
-REPORTED = {"parallel": "resharded", "train": "training options differ", "data": "data differ"}
+REPORTED = {"parallel": "resharded", "train": "training options differ"}
+NO_TOKENIZER = {"name": "none", "hash": ""}
 
 REQUIRED = {
     "format": int,
@@ -127,7 +130,7 @@ def differences(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str,
       ConfigError: the model or the tokenizer differs; the message names every field that does.
     """
     was = meta["config"]
-    differing = _differing(was["model"], run.model, leave_out=FREE_MODEL_FIELDS)
+    differing = stored_differences(was["model"], run.model, leave_out=FREE_MODEL_FIELDS)
     if differing:
         raise ConfigError(
             f"is of another model ({was['model'].get('name')}): " + ", ".join(differing) + "; pass the options it was "
@@ -139,39 +142,23 @@ def differences(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str,
             f"was trained with tokenizer {stored['name']} (hash {stored['hash']}), and this run's is {tokenizer['name']} "
             f"(hash {tokenizer['hash']}): pass --tokenizer {stored['name']}, or the same tokenizer files"
         )
-    messages = []
-    for section, title in REPORTED.items():
-        # A checkpoint of format 1 has no section for the data, and a run without data options reads its own batches.
-        if section in was and hasattr(run, section):
-            leave_out = UNREPORTED_DATA_FIELDS if section == "data" else ()
-            if differing := _differing(was[section], getattr(run, section), leave_out, ignore_unknown=True):
-                messages.append(f"resume    {title}: " + ", ".join(differing))
-    return messages
-
-
-def _differing(
-    was: Mapping[str, Any], now: Any, leave_out: Sequence[str] = (), ignore_unknown: bool = False
-) -> list[str]:
-    """Fields of a stored section that differ from those of the dataclass `now`.
-
-    A field that the checkpoint does not have is younger than the checkpoint, so it had its default value.
-    """
-    missing = dataclasses.MISSING
-    defaults = {
-        field.name: field.default if field.default_factory is missing else field.default_factory()
-        for field in dataclasses.fields(now)
+    found = {
+        title: stored_differences(was[section], getattr(run, section), ignore_unknown=True)
+        for section, title in REPORTED.items()
     }
-    current = dataclasses.asdict(now)
-    names = list(current) if ignore_unknown else list(dict.fromkeys([*was, *current]))
-    found = []
-    for name in names:
-        before, after = was.get(name, defaults.get(name)), current.get(name)
-        if name not in leave_out and _plain(before) != _plain(after):
-            shown = "not stored" if before is missing else before
-            found.append(f"{name} was {shown}, is {after}")
-    return found
+    found["data differ"] = data_differences(was.get("data"), run)  # format 1 has no such section
+    return [f"resume    {title}: " + ", ".join(lines) for title, lines in found.items() if lines]
 
 
-def _plain(value: Any) -> Any:
-    """JSON has lists only; a tuple equals the list of its elements."""
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+def run_meta(run: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What every checkpoint of a run stores beside its progress, as JSON: version, configuration, tokenizer.
+
+    Args:
+      run: the run's configuration.
+      tokenizer: of its text; None if the run reads batches of the user's.
+    """
+    return {
+        "megajax": megajax.__version__,
+        "config": dataclasses.asdict(run),
+        "tokenizer": {"name": tokenizer.name, "hash": tokenizer_hash(tokenizer)} if tokenizer else NO_TOKENIZER,
+    }

@@ -1,7 +1,7 @@
 """The command line of a training run: one option for every field of the run's dataclasses.
 
-The help of an option is its field's. What is not given comes from the experiment's defaults, then from the dataclass;
-what is wrong is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
+Precedence: the command line, the file of --config, the model's recipe or else the experiment's defaults, the dataclass.
+A mistake is a ConfigError of one line. Nothing here imports jax: the device count must be known before jax starts.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from megajax.config import (
     TrainConfig,
     preset,
 )
+from megajax.config.compare import changed_options
 from megajax.config.fields import check_field, check_fields
 from megajax.config.options import describe_unknown, first_parser, make_parser, option_names
 from megajax.config.toml import load_config
@@ -27,7 +28,7 @@ from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Fields of a Request that are not options.
-COMPOUND = ("given", "output", "launch")
+COMPOUND = ("given", "passed", "defaults", "output", "launch")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
     "model": ModelConfig,
@@ -43,10 +44,10 @@ class Experiment:
     """A complete default configuration.
 
     Attributes:
-      description: the first paragraph of `--help`.
+      description: the first lines of `--help`.
       defaults: the experiment's values by field name; "model" is the preset's name. Other fields have the dataclasses'
         defaults.
-      recipes: by the preset's name, the values that replace `defaults` for that model.
+      recipes: for each preset's name, the values that replace `defaults` for that model.
       program: the command as `--help` prints it, "python -m experiments.gpt3"; None: the file's name.
     """
 
@@ -58,7 +59,7 @@ class Experiment:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Settings of the text that is generated after training."""
+    """The text to generate after the training."""
 
     prompt: str
     new_tokens: int
@@ -68,9 +69,19 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A parsed command line: the given fields of the configuration, and the options outside it."""
+    """A command line that has been read: the configuration's fields, and the options that are not part of it.
+
+    Attributes:
+      given: by field name, the values that do not depend on the devices: those passed, the experiment's or recipe's, and
+        those that follow from them.
+      passed: those on the command line and in the file of --config.
+      defaults: what `given` is if nothing but --model is passed.
+      output, launch: complete configurations of their own.
+    """
 
     given: Mapping[str, Any]
+    passed: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     output: OutputConfig
     launch: LaunchConfig
     model: str
@@ -83,13 +94,13 @@ class Request:
     top_k: int | None
 
     def mesh(self, device_count: int) -> dict[str, int]:
-        """Degrees data, pipe, tensor for a number of devices; given degrees are unchanged."""
+        """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
         context = max(1, self.given.get("context", 1))
         return mesh_for(device_count // context, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
 
     @property
     def devices_needed(self) -> int | None:
-        """The number of devices that the given degrees need; None without a given degree: any number is legal."""
+        """Devices that the passed mesh needs; None if no degree was passed, so that any number is legal."""
         degrees = [self.given[axis] for axis in MESH_FIELDS if axis in self.given]
         if not degrees:
             return None
@@ -102,21 +113,31 @@ class Request:
         """The configuration, not yet validated.
 
         Args:
-          device_count: number of devices, from which degrees that were not given are derived.
-          precision: the default precision.
+          device_count: devices that the degrees which were not passed divide.
+          precision: used if none was passed.
         """
-        model = dataclasses.replace(preset(self.model), **self._given(ModelConfig))
-        parallel = self._given(ParallelConfig) | self.mesh(device_count)
+        model = dataclasses.replace(preset(self.model), **_fields(ModelConfig, self.given))
+        parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
         name = parallel.get("schedule", ParallelConfig.schedule)
         several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
         parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
-        train = {"precision": precision} | self._given(TrainConfig)
-        data = DataConfig(**self._given(DataConfig))
+        train = {"precision": precision} | _fields(TrainConfig, self.given)
+        data = DataConfig(**_fields(DataConfig, self.given))
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train), data, imports=self.imports)
+
+    def changed(self, run: RunConfig) -> str:
+        """The passed options that differ from the experiment's defaults for this model: "--pipe 4 --steps 100".
+
+        Args:
+          run: as the method `run` returned it.
+        """
+        usual = dataclasses.replace(self, given=self.defaults).run(run.parallel.devices, run.train.precision)
+        output = OutputConfig(**_fields(OutputConfig, self.defaults))
+        return changed_options(run, self.output, usual, output, names=self.passed)
 
     @property
     def sample(self) -> SampleConfig | None:
-        """Settings of the text to generate after training; None: no text."""
+        """The text to generate after the training, or None."""
         if self.new_tokens == 0:
             return None
         return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k)
@@ -127,15 +148,12 @@ class Request:
         names = [field.name for field in dataclasses.fields(self) if field.name not in COMPOUND]
         return {name: getattr(self, name) for name in names}
 
-    def _given(self, config: type) -> dict[str, Any]:
-        return {name: self.given[name] for name in option_names(config) if name in self.given}
-
 
 def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
-    """The given degrees, and defaults for the others on a number of devices.
+    """Degrees of parallelism for a number of devices: those given, and defaults for the others.
 
-    Without a given degree, tensor and pipe are 2 if the count allows it, so that all three kinds of parallelism are used.
-    Otherwise the degrees that were not given are 1, except data, which takes the remaining devices as in Megatron-LM.
+    If none is given, tensor and pipe are 2 where the count allows it. If one is given, the others are 1. `data`, if it
+    is not given, is the number of devices divided by the other degrees, as in Megatron-LM.
     """
     if given:
         mesh = {"data": 1, "pipe": 1, "tensor": 1} | dict(given)
@@ -174,46 +192,53 @@ def parse(
     parser = make_parser(description, defaults, program)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
-    if saved.get("clip_norm") == "none":
-        saved["clip_norm"] = None
     _check_saved(saved)
     import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
+    parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(describe_unknown(unknown[0], parser))
-    typed = vars(values)
-    del typed["config"]
-    if any(axis in typed for axis in MESH_FIELDS):  # a mesh that is typed is a whole one
+    passed = vars(values)
+    del passed["config"]
+    if any(axis in passed for axis in MESH_FIELDS):  # one degree on the command line replaces the file's whole mesh
         saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
-    typed = saved | typed
-    other = {name: typed.pop(name) for name in names}
+    passed = saved | passed
+    other = {name: passed.pop(name) for name in names}
+    recipe = (recipes or {}).get(other["model"])
+    usual = {name: value for name, value in (recipe or defaults).items() if name not in names}
     if other["new_tokens"] is None:
-        other["new_tokens"] = (recipes or {}).get(other["model"], defaults).get("new_tokens", 0)
-    other["imports"] = tuple(other["imports"])
-    chosen = (recipes or {}).get(other["model"], defaults)
-    given = {name: value for name, value in chosen.items() if name != "model"} | typed
-    output, launch = (
-        config(**{name: given.pop(name) for name in option_names(config) if name in given})
-        for config in (OutputConfig, LaunchConfig)
-    )
+        other["new_tokens"] = (recipe or defaults).get("new_tokens", 0)
+    other["imports"] = tuple(dict.fromkeys(other["imports"]))
+    given = usual | passed
+    output, launch = (config(**_fields(config, given)) for config in (OutputConfig, LaunchConfig))
     output.validate()
     launch.validate()
-    plain = TrainConfig(**{name: given[name] for name in option_names(TrainConfig) if name in given})
-    check_fields(plain)  # before computing with them: a saved configuration may hold anything
-    if chosen is not defaults:
-        given |= _scaled(chosen, plain, typed)
-    if "warmup_steps" not in typed:
-        given["warmup_steps"] = min(plain.warmup_steps, plain.steps // 10)
-    given.setdefault("minimum_learning_rate", plain.learning_rate / 10)
+    given = _derive(given, passed, recipe)
     if is_schedule_file(given.get("schedule", "")):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
-    return Request(given=given, output=output, launch=launch, **other)
+    return Request(given, passed, _derive(usual, {}, recipe), output, launch, **other)
+
+
+def _derive(given: Mapping[str, Any], passed: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`given` with the lengths and learning rates that follow from the others, except those that are passed."""
+    train = TrainConfig(**_fields(TrainConfig, given))
+    check_fields(train)  # before computing with them: a saved configuration may hold any value
+    given = dict(given) | (_scaled(recipe, train, passed) if recipe else {})
+    if "warmup_steps" not in passed:
+        given["warmup_steps"] = min(train.warmup_steps, train.steps // 10)
+    given.setdefault("minimum_learning_rate", train.learning_rate / 10)
+    return given
+
+
+def _fields(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in `given` for the fields of a dataclass."""
+    return {name: given[name] for name in option_names(config) if name in given}
 
 
 def _check_saved(saved: Mapping[str, Any]) -> None:
-    """Checks the values of a saved configuration, which may have any type: fields by their rules, others by their type."""
+    """Checks the values of a saved configuration: fields of dataclasses by their rules, the others by their type."""
     fields = {name: field for config in SECTIONS.values() for name, field in config.__dataclass_fields__.items()}
     for name, value in saved.items():
         if name in fields and name != "model":
@@ -228,12 +253,12 @@ def _check_saved(saved: Mapping[str, Any]) -> None:
         raise ConfigError(f"imports = {saved['imports']!r} in the configuration must be a list of texts.")
 
 
-def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's lengths in samples, for a run that is shorter or longer than the recipe's."""
+def _scaled(recipe: Mapping[str, Any], train: TrainConfig, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's lengths in samples, scaled to the length of the run."""
     share = train.steps * train.global_batch_size / (recipe["steps"] * recipe["global_batch_size"])
-    names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in typed]
+    names = [name for name in ("warmup_samples", "decay_samples") if name in recipe and name not in passed]
     scaled: dict[str, Any] = {name: round(share * recipe[name]) for name in names}
-    if recipe.get("batch_ramp") and "batch_ramp" not in typed:
+    if recipe.get("batch_ramp") and "batch_ramp" not in passed:
         start, increment, samples = recipe["batch_ramp"]
         fits = start < train.global_batch_size and (train.global_batch_size - start) % increment == 0
         scaled["batch_ramp"] = (start, increment, max(1, round(share * samples))) if fits else ()
@@ -241,6 +266,6 @@ def _scaled(recipe: Mapping[str, Any], train: TrainConfig, typed: Mapping[str, A
 
 
 def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The names that a saved configuration may have, by its sections."""
+    """The legal names of a saved configuration by section."""
     known = {section: tuple(option_names(config)) for section, config in SECTIONS.items()}
     return known | {"options": tuple(others)}

@@ -1,10 +1,11 @@
-"""The data: what a run reads, how text becomes tokens, what happens at the end of a document."""
+"""The data: text or datasets, the tokenizer, and the treatment of document boundaries."""
 
 from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
 
+DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 BLEND = "PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ... (without weights: in proportion to size)"
 
 
@@ -26,7 +27,7 @@ class DataConfig:
         None, "indexed datasets to validate on only, as --data-path", metavar="PREFIX", list_style="words"
     )
     split: str | None = setting(
-        None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default="969,30,1"
+        None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default=DEFAULT_SPLIT
     )
     data_cache: str | None = setting(
         None, "directory of the sample indices", metavar="DIR", shown_default="in the dataset's folder"

@@ -92,7 +92,7 @@ def metavar(field: dataclasses.Field) -> str:
 
 
 def _check_choice(field: dataclasses.Field, value: Any) -> None:
-    """One of the listed values, of their type (True is not 1)."""
+    """Checks that the value is one of the listed ones and of their type (True is not 1)."""
     choices = field.metadata["choices"]
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return

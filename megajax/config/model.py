@@ -1,4 +1,4 @@
-"""The transformer: its shape, what is legal, and which layouts can split it."""
+"""The transformer: its shape, its legal values, and the layouts that can split it."""
 
 import math
 from dataclasses import MISSING, dataclass

@@ -1,6 +1,10 @@
 """The options of the command line: one for every field of the configuration's dataclasses, read by argparse.
 
 The help, legal values and format of an option are its field's metadata (`megajax.config.fields`).
+
+argparse and not a library: tyro 1.0 prints a mistake as a box of several lines and exits, and cannot tell a bool that was
+not passed from its default, which the precedence of recipes and --config needs; simple-parsing 0.1, draccus 0.11 and
+jsonargparse 4.53 read neither `--no-x` nor `none` nor A,B,C as here. The commit that wrote this has the figures.
 """
 
 import argparse
@@ -22,7 +26,7 @@ from megajax.config import (
 )
 from megajax.config.fields import metavar as metavar_of
 
-# The ten options that most people need, with --model: `--help` prints them first.
+# The options that `--help` prints first, with --model.
 MOST_USED = (
     *("data_path", "tokenizer", "global_batch_size", "steps", "learning_rate", "pipe", "tensor", "run_dir", "resume"),
 )
@@ -31,7 +35,7 @@ DERIVED = {
     "data": "the devices left by --context, --pipe and --tensor",
     "pipe": "2 if the devices allow it and neither --data nor --tensor is given, else 1",
     "tensor": "2 if the devices allow it and neither --data nor --pipe is given, else 1",
-    "chunks": "2 for schedules that may have it, on 2 or more stages if the layers can be cut so, else 1; a file's",
+    "chunks": "the file's; 2 where the schedule, --pipe and --layers allow it, else 1",
     "warmup_steps": "{default}, or a tenth of --steps if that is less",
     "minimum_learning_rate": "a tenth of --learning-rate",
     "precision": "bf16 on GPUs, fp32 on CPUs",
@@ -46,7 +50,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(description: str, defaults: Mapping[str, Any], program: str | None = None) -> argparse.ArgumentParser:
-    """A parser with an option for every field; its errors are ConfigErrors."""
+    """A parser with an option for every field; its errors are ConfigErrors.
+
+    Args:
+        description: the first lines of `--help`.
+        defaults: the experiment's, by field name; the dataclasses' apply to the other fields.
+        program: the command as `--help` prints it; None: the file's name.
+    """
     parser = _Parser(
         prog=program,
         usage="%(prog)s [options]",
@@ -68,36 +78,40 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
         "--devices",
         default=None,
         metavar="WHERE",
-        help="gpu, cpu or cpu:COUNT (default: GPUs if there are, else cpu:8)",
+        help="gpu, cpu or cpu:COUNT (default: the GPUs, or cpu:8 if there are none)",
     )
     _add_imports(more)
     more.add_argument(
         "--dry-shapes",
         action="store_true",
         default=False,
-        help="print every parameter's shape, type, sharding and bytes per device, and stop; needs none of the devices",
+        help="print every parameter's shape, dtype, sharding and bytes per device, and exit; needs none of the devices",
     )
-    sample = parser.add_argument_group("the text generated at the end")
+    sample = parser.add_argument_group("text generated after the training")
     sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
     sample.add_argument(
         "--new-tokens",
         default=None,
         type=_whole,
         metavar="COUNT",
-        help=f"tokens to add; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 with a recipe)",
+        help=f"tokens to generate; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 for models with a recipe)",
     )
     sample.add_argument(
-        "--temperature", default=0.8, type=_number, metavar="NUMBER", help="0 takes the likeliest (default: 0.8)"
+        "--temperature", default=0.8, type=_number, metavar="NUMBER", help="of the sampling; 0: greedy (default: 0.8)"
     )
     sample.add_argument(
-        "--top-k", default=None, type=_whole, metavar="COUNT", help="draw among the likeliest only (default: all)"
+        "--top-k",
+        default=None,
+        type=_whole,
+        metavar="COUNT",
+        help="sample from this many most likely tokens (default: all)",
     )
     groups = {
         "data": DataConfig,
         "layout": ParallelConfig,
         "training": TrainConfig,
-        "model, in place of the preset's": ModelConfig,
-        "what the run leaves behind, and when it stops": OutputConfig,
+        "model (default: the preset's)": ModelConfig,
+        "files, and when the run stops": OutputConfig,
         "several processes": LaunchConfig,
     }
     for title, config in groups.items():
@@ -131,7 +145,7 @@ def _add_imports(group) -> None:
 
 
 def first_parser() -> argparse.ArgumentParser:
-    """Reads --config and --import, which decide what the other options may be and which defaults they have."""
+    """A parser of --config and --import, which decide the legal values and the defaults of the other options."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     _add_config(parser)
     _add_imports(parser)
@@ -139,14 +153,14 @@ def first_parser() -> argparse.ArgumentParser:
 
 
 def option_names(config: type) -> list[str]:
-    """The fields of a dataclass that are options; a model's name is that of its preset."""
+    """The fields of a dataclass that are options; the name of a model is its preset's, so it has none."""
     return [field.name for field in dataclasses.fields(config) if (config, field.name) != (ModelConfig, "name")]
 
 
 def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:
-    """Adds the option of one dataclass field; it is absent from the parsed values unless it is typed."""
+    """Adds the option of one dataclass field; it is absent from the parsed values unless it is passed."""
     name = field.name
-    default = "the preset's" if from_preset else defaults.get(name, field.default)
+    default = defaults.get(name, field.default)
     if name in DERIVED and (name not in defaults or "{default}" in DERIVED[name]):
         default = DERIVED[name].format(default=default)
     if default is None:
@@ -155,7 +169,10 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         default = ",".join(map(str, default)) or "none"
     elif isinstance(default, bool):
         default = "on" if default else "off"
-    text = f"{field.metadata['help']} (default: {default})".replace("%", "%%")
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    text = field.metadata["help"] if from_preset else f"{field.metadata['help']} (default: {default})"
+    text = text.replace("%", "%%")
     flag = "--" + name.replace("_", "-")
     if field.type is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
@@ -174,7 +191,7 @@ class _Words(argparse.Action):
 
 
 def _readers() -> dict[Any, Callable[[str], Any]]:
-    """How the text of an option is read, for each type that a field may have."""
+    """The parser of an option's text for each type of a field."""
     return {
         int: _whole,
         int | None: _whole_or_none,
@@ -214,7 +231,7 @@ def _number(text: str) -> float:
 
 
 def describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """The message for a word that belongs to no option."""
+    """The error message for a word that belongs to no option."""
     if not word.startswith("-"):
         return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"
     flags = tuple(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))

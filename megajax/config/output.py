@@ -8,7 +8,7 @@ from megajax.config.fields import check_fields, setting
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """Logs, checkpoints and early stops of a run. No field changes a number that the run computes."""
+    """The files that a run writes, and when it stops before its last step. No field changes a computed number."""
 
     run_dir: str | None = setting(
         None, "directory for checkpoints, logs and configuration", metavar="DIR", shown_default="nothing is kept"
@@ -30,7 +30,7 @@ class OutputConfig:
         None,
         "write one JSON object a step to FILE, replacing it; a resumed run appends",
         metavar="FILE",
-        shown_default="log.jsonl in --run-dir, if that is given",
+        shown_default="log.jsonl in --run-dir",
     )
     tensorboard: bool = setting(True, "write run_dir/tensorboard")
     profile: str | None = setting(

@@ -94,7 +94,7 @@ class ParallelConfig:
         return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
 
     def validate(self) -> None:
-        """Checks the layout without a model; `ModelConfig.check_parallel` checks it with one.
+        """Checks the layout by itself; `ModelConfig.check_parallel` checks it against the model.
 
         Raises:
             ConfigError: for the first field that is illegal, alone or with the others.

@@ -23,7 +23,7 @@ class RunConfig:
             `validate()` and `check_parallel(parallel)` are called if it has them.
         parallel: the layout.
         train: the optimisation.
-        data: what is read.
+        data: the text or datasets, and the tokenizer.
         imports: Python files or modules to import first: they register schedules or models.
     """
 

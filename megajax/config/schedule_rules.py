@@ -89,9 +89,9 @@ def _check_ramp(run: Any, spec: ScheduleSpec, at_once: int) -> None:
             f"batch_ramp = {shown} does not work with {spec.name}, which needs the same number of microbatches in "
             "every step: pass another --schedule, or omit --batch-ramp."
         )
-    start, increment, samples = run.train.batch_ramp
+    _, increment, samples = run.train.batch_ramp
     multiple = at_once * (pipe if spec.rounds else 1)
-    for size in range(start, run.train.global_batch_size, increment):
+    for size in run.train.batch_sizes[:-1]:
         if size % multiple:
             raise ConfigError(
                 f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {multiple} (microbatch_size * "

@@ -1,7 +1,6 @@
-"""A run's configuration as a TOML file: written when the run starts, replayed with `--config`, compared at a resume."""
+"""The configuration of a run as a TOML file: saved when the run starts, written by the planner, read by `--config`."""
 
 import dataclasses
-import hashlib
 import pathlib
 import tomllib
 from collections.abc import Mapping
@@ -9,59 +8,59 @@ from typing import Any
 
 import tomli_w
 
-import megajax
 from megajax.config import ConfigError, DataConfig, OutputConfig, RunConfig, near
 
-HEADER = (
-    "# The complete configuration of this run. Replay: --config {path}; options on the command line take precedence.\n"
-)
-
-# Words, numbers, code, accents, other scripts, an emoji and unusual spaces, on which tokenizers differ.
-PROBE = (
-    "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  "
-    "# na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
-)
+HEADER = "The complete configuration of this run. Replay: --config {path}; options on the command line take precedence."
 
 
-def config_text(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]) -> str:
-    """The TOML text with the sections model, parallel, train, data, output and options, without fields that are None.
+def config_tables(run: RunConfig, output: OutputConfig, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The complete configuration as sections: model, parallel, train, data, output and options.
 
     Args:
-      options: options that are in none of the dataclasses (`Request.others`).
+      run: the configuration; its `imports` are written to the section options.
+      output: the files that the run writes.
+      options: the options that are in none of the dataclasses (`Request.others`).
     """
     tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train", "data")}
-    if run.train.clip_norm is None:
-        tables["train"]["clip_norm"] = "none"  # TOML has no null, and an omitted name means the default
-    del tables["model"]["name"]  # the preset's name, which is in the options
-    tables |= {"output": dataclasses.asdict(output), "options": dict(options)}
+    del tables["model"]["name"]  # it is the preset's, which is in the options
+    imports = {"imports": run.imports} if run.imports else {}
+    return tables | {"output": dataclasses.asdict(output), "options": {**options, **imports}}
+
+
+def toml_text(tables: Mapping[str, Mapping[str, Any]], header: str) -> str:
+    """Sections as TOML, after the header's lines as comments; values that are None and empty sections are left out."""
     given = {
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in table.items()}
         for section, table in tables.items()
     }
-    return tomli_w.dumps(
-        {section: {name: v for name, v in table.items() if v is not None} for section, table in given.items()}
-    )
+    if "train" in given and given["train"].get("clip_norm", 0) is None:
+        given["train"]["clip_norm"] = "none"  # TOML has no null, and a name that is left out has its default
+    given = {section: {name: v for name, v in table.items() if v is not None} for section, table in given.items()}
+    comments = "".join(f"# {line}\n" for line in header.splitlines())
+    return comments + tomli_w.dumps({section: table for section, table in given.items() if table})
 
 
-def save_config(path: pathlib.Path, text: str) -> None:
-    """Writes the file atomically.
+def save_config(path: pathlib.Path, text: str, remedy: str, parents: bool = False) -> None:
+    """Writes the file atomically; `parents`: creates its directory if there is none.
 
     Raises:
-      ConfigError: the file cannot be written.
+      ConfigError: it cannot be written; the message ends with `remedy`.
     """
     temporary = path.with_suffix(".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(HEADER.format(path=path) + text, encoding="utf-8")
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
         temporary.rename(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give --run-dir a writable directory") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; {remedy}") from error
 
 
 def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The values of a saved configuration by name, from all sections; lists become tuples.
+    """Reads a saved configuration: the values of all sections by name, with lists as tuples and clip_norm "none" as None.
 
     Args:
+      path: the file, of this version's format or of format 1.
       known: the legal names of each section.
 
     Raises:
@@ -84,6 +83,8 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
             if name not in known[section]:
                 raise ConfigError(f"{path}: {name} in [{section}] is not known: {near(name, known[section])}")
             values[name] = tuple(value) if isinstance(value, list) else value
+    if values.get("clip_norm") == "none":
+        values["clip_norm"] = None
     return values
 
 
@@ -110,21 +111,3 @@ def _map_format_1(tables: dict[str, Any]) -> None:
                 value = VALUES_OF_FORMAT_1.get(old, {}).get(value, value)
             if value is not None:
                 tables[new_section].setdefault(new, value)
-
-
-def run_meta(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """The metadata stored as JSON in every checkpoint of a run: version, configuration, tokenizer."""
-    return {
-        "megajax": megajax.__version__,
-        "config": dataclasses.asdict(run),
-        "tokenizer": {"name": tokenizer.name, "hash": tokenizer_hash(tokenizer)},
-    }
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """A hash, sixteen hex digits, of a tokenizer's ids and of its encoding of PROBE; it does not depend on file names."""
-    digest = hashlib.sha256(f"{tokenizer.vocabulary} {tokenizer.end_of_document}".encode())
-    for token in range(tokenizer.vocabulary):
-        digest.update(tokenizer.decode([token]).encode("utf-8", "replace") + b"\0")
-    digest.update(str([int(token) for token in tokenizer.encode(PROBE)]).encode())
-    return digest.hexdigest()[:16]

@@ -30,9 +30,7 @@ class TrainConfig:
     warmup_steps: int = setting(
         20, "steps of global_batch_size in which the learning rate rises linearly from zero", low=0
     )
-    warmup_samples: int | None = setting(
-        None, "the warm-up in samples, in place of warmup_steps", low=0, shown_default="warmup_steps"
-    )
+    warmup_samples: int | None = setting(None, "the warm-up in samples", low=0, shown_default="warmup_steps")
     decay_samples: int | None = setting(None, "samples until the end of the decay", shown_default="the whole run")
     cooldown_samples: int | None = setting(
         None, "wsd: samples of the cool-down", low=0, shown_default="a tenth of the decay"
@@ -74,6 +72,12 @@ class TrainConfig:
     log_every: int = setting(10, "steps between two lines of the log")
     validation_every: int = setting(100, "steps between two validations; there is always one after the last step")
     validation_batches: int = setting(8, "global batches in a validation; 0: no validation", low=0)
+
+    @property
+    def batch_sizes(self) -> range:
+        """Every batch size of the run, ascending: those of the batch ramp, and the global batch size."""
+        start, increment, _ = self.batch_ramp or (self.global_batch_size, 1, 0)
+        return range(start, self.global_batch_size + 1, increment)
 
     def validate(self) -> None:
         """Checks batch, learning rate and precision by themselves.

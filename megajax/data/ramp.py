@@ -18,22 +18,12 @@ MAX_PROGRAMS = 8
 def batch_size(train: TrainConfig, consumed: int) -> int:
     """Samples of the step that starts after `consumed` samples.
 
-    With a ramp (START, INCREMENT, SAMPLES), each of the (global batch - START) / INCREMENT smaller sizes gets an equal share
-    of SAMPLES.
+    Each of the sizes below the global batch gets an equal share of the ramp's samples.
     """
-    if not train.batch_ramp:
-        return train.global_batch_size
-    start, increment, samples = train.batch_ramp
-    sizes = (train.global_batch_size - start) // increment
-    return min(train.global_batch_size, start + consumed * sizes // samples * increment)
-
-
-def batch_sizes(train: TrainConfig) -> list[int]:
-    """Every batch size of a run, ascending."""
-    if not train.batch_ramp:
-        return [train.global_batch_size]
-    start, increment, _ = train.batch_ramp
-    return list(range(start, train.global_batch_size + 1, increment))
+    sizes = train.batch_sizes
+    if len(sizes) == 1:
+        return sizes[0]
+    return sizes[min(consumed * (len(sizes) - 1) // train.batch_ramp[2], len(sizes) - 1)]
 
 
 def steps_left(run: RunConfig, consumed: int) -> int:
@@ -52,7 +42,7 @@ def padded_sizes(run: RunConfig, most: int = MAX_PROGRAMS) -> dict[int, int]:
     proportional to 1 / size, and a step of b samples takes time proportional to b + (pipe - 1) * samples per microbatch.
     The minimum is found by dynamic programming over (number of programs, sizes that they cover).
     """
-    sizes = np.array(batch_sizes(run.train))
+    sizes = np.array(run.train.batch_sizes)
     bubble = (run.parallel.pipe - 1) * run.parallel.microbatch_size * run.parallel.data
     steps = np.concatenate([[0.0], np.cumsum(1 / sizes)])  # sums over all smaller sizes
     count = len(sizes)

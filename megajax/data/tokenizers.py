@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import hashlib
 import importlib.resources
 import json
 import pathlib
@@ -14,6 +15,12 @@ from megajax.config import ConfigError, near
 
 # End-of-document tokens of well-known vocabularies: GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+# Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
+PROBE = (
+    "The quick brown fox's 1234.5678 jumps;\tdef f(x):\n    return x**2  "
+    "# na\u00efve \u0416\u4e2d\u6587 \U0001f600\r\n\u3000end"
+)
 
 
 class Tokenizer(Protocol):
@@ -175,3 +182,12 @@ def _end_of_document(name: str, wanted: str | None, token_to_id) -> int:
 
 def _packaged(name: str) -> str:
     return gzip.decompress((importlib.resources.files("megajax.data") / "gpt2" / name).read_bytes()).decode()
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Sixteen hex digits that depend on the tokenizer's ids and on how it splits a text, and not on its files' names."""
+    digest = hashlib.sha256(f"{tokenizer.vocabulary} {tokenizer.end_of_document}".encode())
+    for token in range(tokenizer.vocabulary):
+        digest.update(tokenizer.decode([token]).encode("utf-8", "replace") + b"\0")
+    digest.update(str([int(token) for token in tokenizer.encode(PROBE)]).encode())
+    return digest.hexdigest()[:16]

@@ -6,15 +6,17 @@ python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batc
 
 import argparse
 import dataclasses
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config import ConfigError, ModelConfig, RunConfig, preset
+from megajax.config.toml import save_config, toml_text
 from megajax.estimate.gpus import GPUS, find_gpu
-from megajax.plan.config_file import write_config
 from megajax.plan.explain import explain
 from megajax.plan.report import LEGEND, heading, plot, smallest, table
 from megajax.plan.search import Candidate, Question, best_by, search
@@ -66,7 +68,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     """Writes the fastest layout as a configuration file."""
     best = fitting[0]
-    command = f"python -m experiments.gpt3 --config {args.out}" + "".join(f" --import {name}" for name in args.imports)
+    command = f"python -m experiments.gpt3 --config {args.out}"
     header = (
         f"{best.run.model.name} on {args.gpus} {args.gpu}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
@@ -74,13 +76,28 @@ def _write(args: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
     )
     # auto stays auto, so that the file is valid on any machine
     parallel = dataclasses.replace(best.run.parallel, attention=args.attention)
-    write_config(args.out, dataclasses.replace(best.run, parallel=parallel), args.model, header)
+    tables = config_sections(dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model)
+    save_config(pathlib.Path(args.out), toml_text(tables, header), "pass --out with a writable path")
     print(f"written: {args.out}   {command}")
     return 0
 
 
+def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
+    """A planned run as sections of a configuration file: the preset, what differs from it, and what the plan decides.
+
+    The experiment's defaults apply to everything else.
+    """
+    model, base = dataclasses.asdict(run.model), dataclasses.asdict(preset(name))
+    return {
+        "options": {"model": name} | ({"imports": run.imports} if run.imports else {}),
+        "model": {field: value for field, value in model.items() if field != "name" and value != base[field]},
+        "parallel": dataclasses.asdict(run.parallel),
+        "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision},
+    }
+
+
 def question_of(args: argparse.Namespace) -> Question:
-    """The search of a command line.
+    """The search that the command line asks for.
 
     Raises:
       ConfigError: an unknown model or GPU, or an invalid number.

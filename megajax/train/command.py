@@ -69,7 +69,7 @@ def train_on_devices(request: Request, process_count: int, watchdog, started: fl
         check_sampling(sample.new_tokens, sample.temperature, sample.top_k)
     devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
-    trainer = Trainer(run, output=request.output, devices=devices, command_options=request.others)
+    trainer = Trainer(run, output=request.output, devices=devices, request=request)
     result = trainer.fit(watchdog, started)
     if sample and not result.stopped:
         watchdog.suspend(run.train.steps)

@@ -8,19 +8,19 @@ RUN_DIR/config.toml     the configuration that the run was started with; --confi
         profile/        traces of --profile, one directory for each process
 """
 
-import dataclasses
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from rich.console import Console
 
-import megajax
 from megajax.checkpoint import manager, reader
 from megajax.checkpoint.manager import Checkpoints, Progress
-from megajax.config import PRESETS, ConfigError, OutputConfig, RunConfig
-from megajax.config.toml import config_text, run_meta, save_config
+from megajax.checkpoint.metadata import run_meta
+from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.config.cli import Request
+from megajax.config.compare import changed_options, library_defaults
+from megajax.config.toml import HEADER, config_tables, save_config, toml_text
 from megajax.data.ramp import steps_left
 from megajax.train.logging import JsonLines, RunLog, Sink, TensorBoard
 from megajax.train.step import Training, TrainState
@@ -71,22 +71,23 @@ class RunDirectory:
       messages: lines for the start of the log.
     """
 
-    def __init__(
-        self, run: RunConfig, output: OutputConfig, tokenizer: Any | None, options: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, run: RunConfig, output: OutputConfig, tokenizer: Any | None, request: Request | None = None):
         """Creates the directory, saves the configuration, and finds the checkpoint to resume from.
 
         Args:
           tokenizer: whose hash is stored in every checkpoint; None if the run reads its own batches.
-          options: options of the command line that belong to no dataclass, for config.toml.
+          request: the command line; None: the run was configured in Python.
 
         Raises:
           ConfigError: the directory cannot be written, or has checkpoints although `resume` is "no".
         """
-        self.run, self.output, self.meta = run, output, _metadata(run, tokenizer)
+        self.run, self.output, self.meta = run, output, run_meta(run, tokenizer)
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
         self.jsonl = output.log_jsonl
-        self.messages = ["config    " + line for line in changed_fields(run, output)]
+        changed = (
+            request.changed(run) if request else changed_options(run, output, library_defaults(run), OutputConfig())
+        )
+        self.messages = [f"config    {changed}"] if changed else []
         self.checkpoints = self.profiler = self._resumed_path = None
         if self.directory is None:
             return
@@ -94,7 +95,9 @@ class RunDirectory:
         self.messages += [message] if message else []
         self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta)
         if jax.process_index() == 0:
-            save_config(self.directory / "config.toml", config_text(run, output, options or {}))
+            path = self.directory / "config.toml"
+            text = toml_text(config_tables(run, output, request.others if request else {}), HEADER.format(path=path))
+            save_config(path, text, "give --run-dir a writable directory", parents=True)
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")
         if output.profile:
             self.profiler = Profiler(output.profile, self.directory / "profile")
@@ -141,29 +144,3 @@ class RunDirectory:
         """Ends the trace, and waits for the save in progress; returns their messages."""
         traced = self.profiler.close() if self.profiler else None
         return ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
-
-
-def _metadata(run: RunConfig, tokenizer: Any | None) -> dict[str, Any]:
-    """The metadata of every checkpoint of a run, as JSON: version, configuration, tokenizer."""
-    if tokenizer is not None:
-        return run_meta(run, tokenizer)
-    none = {"name": "none", "hash": ""}
-    return {"megajax": megajax.__version__, "config": dataclasses.asdict(run), "tokenizer": none}
-
-
-def changed_fields(run: RunConfig, output: OutputConfig) -> list[str]:
-    """One line for each section of a configuration with the fields that differ from their defaults (a preset's, if any)."""
-    lines = []
-    sections = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)} | {"output": output}
-    for section, config in sections.items():
-        if not dataclasses.is_dataclass(config):
-            continue
-        preset = PRESETS.get(getattr(config, "name", None)) if section == "model" else None
-        changed = [
-            f"{field.name}={getattr(config, field.name)!r}"
-            for field in dataclasses.fields(config)
-            if getattr(config, field.name) != (getattr(preset, field.name) if preset else field.default)
-        ]
-        if changed:
-            lines.append(f"{section}: " + " ".join(changed))
-    return lines

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
+from megajax.config.cli import Request
 from megajax.data.prefetch import Prefetch
 from megajax.data.ramp import RampedLoader, batch_size
-from megajax.data.source import DataSource
-from megajax.data.source import describe as describe_data
+from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import load_tokenizer
 from megajax.estimate.gpus import device_peak
 from megajax.runtime.mesh import make_mesh
@@ -64,7 +64,7 @@ class Trainer:
         validation_data: Batches | None = None,
         rules: Any = None,
         devices: Sequence[jax.Device] | None = None,
-        command_options: Mapping[str, Any] | None = None,
+        request: Request | None = None,
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
@@ -77,7 +77,7 @@ class Trainer:
           validation_data: the same of validation batches, if `data` is given; None: no validation.
           rules: the sharding rules; None: the model's.
           devices: None: all that jax has.
-          command_options: options of the command line that are in none of the dataclasses, for the run's config.toml.
+          request: the command line that configured the run, for the run's config.toml and the log's first lines.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
@@ -92,7 +92,7 @@ class Trainer:
             self._batches = UserBatches(data, run)
             self._validation = UserBatches(validation_data, run) if validation_data is not None else None
             self._data_description = [f"batches of {type(data).__name__}"]
-        self.directory = RunDirectory(run, output, self.tokenizer, command_options)
+        self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
         choices = {name: value for name, value in {"model": model, "rules": rules}.items() if value is not None}
         self.training = make_training(run, self.mesh, **choices)
@@ -100,12 +100,11 @@ class Trainer:
     def _open_data(self) -> None:
         """Tokenizer, training and validation batches of the configuration's data."""
         settings = self.run.data
-        source = DataSource(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(DataSource)})
         self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
         check_vocabulary(self.run, self.tokenizer)
-        batches, self._validation = source.loaders(self.run, self.tokenizer, self.run.total_samples)
+        batches, self._validation = make_loaders(self.run, self.tokenizer)
         self._batches = RampedLoader(batches, self.run) if self.run.train.batch_ramp else batches
-        self._data_description = describe_data(batches.samples, self.run.total_samples)
+        self._data_description = describe(batches.samples, self.run.total_samples)
 
     def fit(self, watchdog: Watchdog | None = None, started: float | None = None) -> Result:
         """Trains until the last step, or until a signal or `output.exit_after_minutes`; resumes first if `output` says so.

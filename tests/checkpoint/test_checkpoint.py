@@ -13,8 +13,9 @@ import pytest
 
 from megajax.checkpoint import inspect, layout, manager, reader, writer
 from megajax.checkpoint.manager import Checkpoints, Progress
-from megajax.config import ConfigError, OutputConfig
-from megajax.config.toml import run_meta, tokenizer_hash
+from megajax.checkpoint.metadata import run_meta
+from megajax.config import ConfigError, DataConfig, OutputConfig
+from megajax.data.tokenizers import tokenizer_hash
 from tests import small
 from tests.train import runs
 
@@ -200,10 +201,14 @@ def test_another_tokenizer_is_refused(written, training):
 
 def test_allowed_differences_are_reported(written):
     other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
+    other = dataclasses.replace(other, data=DataConfig(text="other.txt"))
     meta = reader.read_meta(newest(written))
-    messages = reader.compare(meta, other, meta["tokenizer"], newest(written))
-    assert messages[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
-    assert messages[1] == "resume    training options differ: learning_rate was 0.003, is 0.001"
+    said = reader.compare(meta, other, meta["tokenizer"], newest(written))
+    assert said[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
+    assert said[1:] == [
+        "resume    training options differ: learning_rate was 0.003, is 0.001",
+        "resume    data differ: text was None, is other.txt",
+    ]
 
 
 def test_the_newest_complete_checkpoint_or_the_given_step_is_selected(copy, tmp_path):
@@ -271,15 +276,15 @@ def test_a_failed_write_is_reported_and_a_later_save_succeeds(copy, training, st
     load(newest(copy), training)
 
 
-def test_a_failure_in_another_process_fails_the_save(tmp_path, training, state, monkeypatch):
-    """An error that another process reports at the barrier fails the save here too, before it is renamed."""
+def test_a_disk_that_is_full_for_another_process(tmp_path, training, state, monkeypatch):
+    """A problem of another process fails the save here too, before the directory gets its final name."""
     checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
     full = lambda name, problem: {1: "No space left on device"} if name.endswith("write_own") else {}  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(writer, "gather_problems", full)
         checkpoints.save(training.state_layout, state, Progress(step=9))
-        (messages,) = checkpoints.wait()
-    assert "step 9: checkpoint NOT saved" in messages and "process 1: No space left on device (" in messages
+        (message,) = checkpoints.wait()
+    assert "step 9: checkpoint NOT saved" in message and "process 1: No space left on device (" in message
     assert list(tmp_path.iterdir()) == []
     checkpoints.save(training.state_layout, state, Progress(step=9))
     assert "step 9: checkpoint saved" in checkpoints.close()[0]

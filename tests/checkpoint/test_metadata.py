@@ -13,7 +13,7 @@ import pytest
 
 from megajax.checkpoint import inspect, layout, metadata, reader
 from megajax.checkpoint.metadata import Progress
-from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from tests import small
 
 # Written by commit 74d2b5a on Python 3.11 and jax 0.10.2: two steps of two samples, layers 2, hidden 8.
@@ -79,28 +79,23 @@ def test_format_1_is_verified_by_its_own_checksums(tmp_path, capsys):
         reader.verify(path)
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    data_path: tuple[str, ...] | None = None
-    data_cache: str | None = None
-    eod_mask_loss: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class RunWithData(RunConfig):
-    data: Data = Data()
-
-
 def test_other_data_are_reported_and_another_tokenizer_is_refused(raw):
-    run = make_run()
-    run = RunWithData(run.model, run.parallel, run.train, Data(("0.3", "b"), "cache"))
+    run = dataclasses.replace(
+        make_run(), data=DataConfig(data_path=("0.3", "b"), data_cache="cache", tokenizer="x.json")
+    )
     meta = metadata.parse(raw)
     assert metadata.differences(meta, run, TOKENIZER) == []  # format 1 does not store the data
-    meta["config"]["data"] = {"data_path": ["a"], "data_cache": None, "eod_mask_loss": False}
+    stored = dataclasses.replace(run, data=DataConfig(data_path=("a",)))
+    meta["config"] = json.loads(json.dumps(dataclasses.asdict(stored)))
     assert metadata.differences(meta, run, TOKENIZER) == ["resume    data differ: data_path was ['a'], is ('0.3', 'b')"]
+    assert metadata.differences(meta, stored, TOKENIZER) == []
     with pytest.raises(ConfigError, match=r"trained with tokenizer byte \(hash bd.*pass --tokenizer byte"):
         metadata.differences(meta, run, {"name": "byte", "hash": "0"})
     assert metadata.differences(metadata.parse(raw), run, TOKENIZER | {"name": "moved.json"}) == []  # the same file
+
+
+def test_a_checkpoint_of_a_run_with_users_batches_has_no_tokenizer():
+    assert metadata.run_meta(make_run(), None)["tokenizer"] == {"name": "none", "hash": ""}
 
 
 WRONG = {

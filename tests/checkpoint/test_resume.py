@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import manager, reader
+from megajax.checkpoint.metadata import run_meta
 from megajax.config import OutputConfig
-from megajax.config.toml import run_meta
 from megajax.train.logging import JsonLines
 from tests import small
 from tests.train import runs

@@ -1,4 +1,4 @@
-"""The command line: every field has an option, derived defaults, and errors that name the option to pass."""
+"""The command line: an option for every field, derived defaults, saved configurations, and error messages."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import pytest
 from megajax.config import ConfigError, DataConfig, ModelConfig, OutputConfig, ParallelConfig, TrainConfig, preset
 from megajax.config.cli import Experiment, SampleConfig, mesh_for, parse
 from megajax.config.run_schedule import run_schedule
-from megajax.config.toml import config_text
+from megajax.config.toml import config_tables, toml_text
 from megajax.schedules import registry
 from megajax.schedules.io import save
 from megajax.schedules.registry import make_schedule
@@ -30,7 +30,7 @@ def help_text(capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_nothing_typed_is_the_experiments_run():
+def test_without_options_the_run_is_the_experiments():
     run = run_of()
     run.validate(8)
     assert run.model == preset("tiny")
@@ -46,7 +46,7 @@ def test_nothing_typed_is_the_experiments_run():
 
 
 def text_and_value(field: dataclasses.Field):
-    """A legal value of a field other than its default, and its words on the command line."""
+    """The text of an option and its value, legal and not the default."""
     if field.name == "schedule":
         return "1f1b", "1f1b"
     if field.metadata["choices"]:
@@ -71,11 +71,11 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("part", "field"), FIELDS, ids=[field.name for _, field in FIELDS])
-def test_every_field_can_be_typed_and_is_in_the_help(part, field, capsys):
+def test_every_field_is_an_option_and_in_the_help(part, field, capsys):
     flag = "--" + field.name.replace("_", "-")
     if field.type is bool:
-        for typed, value in ((flag, True), (flag.replace("--", "--no-", 1), False)):
-            assert getattr(getattr(run_of(typed), part), field.name) is value
+        for passed, value in ((flag, True), (flag.replace("--", "--no-", 1), False)):
+            assert getattr(getattr(run_of(passed), part), field.name) is value
     else:
         text, value = text_and_value(field)
         assert getattr(getattr(run_of(f"{flag} {text}"), part), field.name) == value
@@ -98,18 +98,41 @@ def test_the_help_starts_with_the_ten_options_most_used_and_lists_each_once(caps
     assert all(f"  {form}" in "\n".join(groups) for form in formats)
 
 
-def test_the_help_says_every_default_and_how_to_start(capsys):
-    text = " ".join(help_text(capsys).split())
-    assert text.count("(default: ") >= len(FIELDS) + 8
+def options_of(text: str) -> dict[str, str]:
+    """The help of each option, on one line, by its first flag."""
+    entries = re.finditer(r"^  (--[a-z0-9-]+)[^\n]*(?:\n {10,}[^\n]*)*", text, re.M)
+    return {entry.group(1): " ".join(entry.group().split()) for entry in entries}
+
+
+def test_the_help_says_every_default_once_and_how_to_start(capsys):
+    text = help_text(capsys)
     assert "python -m experiments.it" in text
-    for part in (
-        "(default: 300)",  # the experiment's own, not the dataclass's
-        "(default: 30, or a tenth of --steps if that is less)",
-        "(default: a tenth of --learning-rate)",
-        "(default: 0.95)",
-        "(default: data,pipe,tensor)",
-    ):
-        assert part in text
+    options = options_of(text)
+    assert len(options) > len(FIELDS)
+    flags_only = {"--dry-shapes"}
+    of_the_preset = {"--" + field.name.replace("_", "-") for part, field in FIELDS if part == "model"}
+    for flag, body in options.items():
+        assert body.count("(default: ") == (flag not in flags_only | of_the_preset), flag
+    assert text.count("the preset's") == 1
+    for flag, ending in {
+        "--steps": "(default: 300)",  # the experiment's own, not the dataclass's
+        "--warmup-steps": "(default: 30, or a tenth of --steps if that is less)",
+        "--minimum-learning-rate": "(default: a tenth of --learning-rate)",
+        "--beta2": "(default: 0.95)",
+        "--start-timeout": "(default: 300)",
+        "--axis-order": "(default: data,pipe,tensor)",
+    }.items():
+        assert options[flag].endswith(ending)
+
+
+def test_the_help_of_an_option_is_not_repeated(capsys):
+    """No two options have the same text, and no default is also in the text before it."""
+    helps = {flag: re.sub(r"^(--\S+,? )+", "", body) for flag, body in options_of(help_text(capsys)).items()}
+    texts = [body.rpartition(" (default: ")[0] or body for body in helps.values()]
+    assert len(set(texts)) == len(texts)
+    for flag, body in helps.items():
+        text, _, default = body.rpartition(" (default: ")
+        assert len(default.split()) < 2 or default[:-1] not in text, flag
 
 
 @pytest.mark.parametrize(
@@ -124,7 +147,7 @@ def test_the_help_says_every_default_and_how_to_start(capsys):
         ("--learning-rate 1e-4 --minimum-learning-rate 0", 30, 0.0),
     ],
 )
-def test_what_follows_from_steps_and_learning_rate(words, warmup_steps, minimum):
+def test_defaults_derived_from_steps_and_learning_rate(words, warmup_steps, minimum):
     train = run_of(words).train
     assert (train.warmup_steps, train.minimum_learning_rate) == (warmup_steps, pytest.approx(minimum))
 
@@ -147,7 +170,7 @@ def test_what_follows_from_steps_and_learning_rate(words, warmup_steps, minimum)
         (8, {"tensor": 0}, (1, 1, 0)),  # the same
     ],
 )
-def test_the_mesh_takes_the_devices_there_are(devices, given, mesh):
+def test_the_mesh_uses_all_devices(devices, given, mesh):
     assert tuple(mesh_for(devices, given).values()) == mesh
 
 
@@ -155,7 +178,7 @@ def test_the_mesh_takes_the_devices_there_are(devices, given, mesh):
     ("words", "needed"),
     [("", None), ("--chunks 2", None), ("--tensor 4", 4), ("--data 3 --pipe 2 --tensor 2", 12), ("--data 0", 1)],
 )
-def test_how_many_devices_are_needed_is_known_before_jax_starts(words, needed):
+def test_the_device_count_is_known_before_jax_starts(words, needed):
     assert parse(words.split(), "", DEFAULTS).devices_needed == needed
 
 
@@ -172,18 +195,18 @@ def test_how_many_devices_are_needed_is_known_before_jax_starts(words, needed):
         ("--layers 8 --pipe 2 --chunks 4", 4),
     ],
 )
-def test_chunks_follow_schedule_and_pipe(words, chunks):
+def test_default_chunks_depend_on_schedule_and_pipe(words, chunks):
     run = run_of(words)
     run.validate(8)
     assert run.parallel.chunks == chunks
 
 
-def test_precision_is_the_devices_unless_typed():
+def test_default_precision_depends_on_the_devices():
     assert run_of("", precision="bf16").train.precision == "bf16"
     assert run_of("--precision fp16", precision="bf16").train.precision == "fp16"
 
 
-def test_what_is_not_part_of_the_configuration():
+def test_options_of_data_output_and_sampling():
     words = "--devices cpu:4 --text a.txt --tokenizer gpt2 --log-jsonl log --dry-shapes --prompt Hi --new-tokens 3 --top-k 2"
     request = parse(words.split(), "", DEFAULTS)
     data = request.run(8, "fp32").data
@@ -192,11 +215,46 @@ def test_what_is_not_part_of_the_configuration():
     assert parse(["--new-tokens", "0"], "", DEFAULTS).sample is None
 
 
-def test_a_recipe_also_decides_what_the_run_writes():
+def test_a_recipe_may_set_output_options():
     experiment = Experiment("", DEFAULTS, {"gpt2": {"steps": 100, "global_batch_size": 8, "save_every": 7}})
     assert parse(["--model", "gpt2"], experiment).output.save_every == 7
     assert parse(["--model", "gpt2", "--save-every", "9"], experiment).output.save_every == 9
     assert parse([], experiment).output.save_every == OutputConfig().save_every
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("", ""),
+        ("--steps 300 --learning-rate 3e-3", ""),  # as in the defaults
+        ("--pipe 4 --steps 50 --save-every 7", "--pipe 4 --steps 50 --save-every 7"),
+        ("--model gpt2 --layers 8", "--layers 8"),
+        ("--model gpt2 --steps 100 --warmup-steps 3", "--warmup-steps 3"),
+        ("--schedule 1f1b --no-sequence-parallel", "--schedule 1f1b --no-sequence-parallel"),
+    ],
+)
+def test_the_start_lists_what_differs_from_the_experiments_defaults(words, changed, tmp_path):
+    experiment = Experiment("", DEFAULTS, {"gpt2": {"steps": 100, "global_batch_size": 8, "save_every": 7}})
+    request = parse(words.split(), experiment)
+    run = request.run(8, "fp32")
+    assert request.changed(run) == changed
+    path = tmp_path / "config.toml"  # the same after a replay
+    path.write_text(toml_text(config_tables(run, request.output, request.others), "A run."))
+    replay = parse(["--config", str(path)], experiment)
+    assert replay.run(8, "fp32") == run
+    if "--steps" not in words and "--schedule" not in words:  # else warmup or chunks, derived before, are passed now
+        assert replay.changed(run) == changed
+
+
+def test_imports_of_the_file_and_of_the_command_line_are_added(tmp_path):
+    paths = [tmp_path / name for name in ("a.py", "b.py")]
+    for path in paths:
+        path.write_text("")
+    run = run_of(f"--import {paths[0]}")
+    file = tmp_path / "config.toml"
+    file.write_text(toml_text(config_tables(run, OutputConfig(), {"model": "tiny"}), ""))
+    assert run_of(f"--config {file}").imports == (str(paths[0]),)
+    assert run_of(f"--config {file} --import {paths[1]} --import {paths[0]}").imports == tuple(map(str, paths))
 
 
 def test_users_files_are_imported_before_the_options_are_checked(tmp_path, monkeypatch):
@@ -216,7 +274,7 @@ def test_clip_norm_can_be_off_and_is_saved_so(tmp_path):
     run = run_of("--clip-norm none")
     assert run.train.clip_norm is None
     path = tmp_path / "config.toml"
-    path.write_text(config_text(run, OutputConfig(), {"model": "tiny"}))
+    path.write_text(toml_text(config_tables(run, OutputConfig(), {"model": "tiny"}), ""))
     assert run_of(f"--config {path}") == run
 
 
@@ -236,7 +294,7 @@ def test_a_configuration_of_format_1_is_read():
     assert (run.model, run.train.steps, run.parallel.pipe) == (dataclasses.replace(preset("tiny"), hidden=64), 11, 2)
 
 
-# Whatever a person may type wrong: the words, and what the one line must name.
+# Mistakes, and the text that the error must contain.
 WRONG = [
     ("--pip 2", "--pipe"),
     ("--micro-batch-size 2", "--microbatch-size"),
@@ -253,15 +311,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "part"), WRONG, ids=[words for words, _ in WRONG])
-def test_what_cannot_be_read_is_one_line_that_helps(words, part):
+@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[words for words, _ in WRONG])
+def test_a_mistake_is_one_line_with_a_remedy(words, expected):
     with pytest.raises(ConfigError) as error:
         run_of(words)
     message = str(error.value)
-    assert part in message and "\n" not in message
+    assert expected in message and "\n" not in message
 
 
-def test_abbreviations_are_not_guessed():
+def test_abbreviations_are_refused():
     with pytest.raises(ConfigError, match="did you mean --global-batch-size"):
         run_of("--global-batch 8")
 
@@ -273,7 +331,7 @@ def test_presets_start_without_further_options(model, schedule):
     run_of(f"--model {model} --schedule {schedule}").validate(8)
 
 
-def test_a_schedules_file_brings_its_stages_and_chunks(tmp_path):
+def test_stages_and_chunks_default_to_the_schedule_files(tmp_path):
     path = tmp_path / "mine.csv"
     save(make_schedule("zb_v", stages=2, microbatches=8, chunks=2), str(path))
     run = run_of(f"--schedule {path} --microbatch-size 4", device_count=2)
@@ -289,8 +347,8 @@ def test_a_schedules_file_brings_its_stages_and_chunks(tmp_path):
             run_schedule(run_of(f"--schedule {path} --microbatch-size 4 {words}", device_count=2))
 
 
-def test_full_recompute_is_told_to_auto():
-    """Full recompute repeats the forward before I, which makes zero bubble in lockstep slow."""
+def test_auto_takes_full_recompute_into_account():
+    """Full recompute makes the input gradient slower, and zb_h1 in lockstep is then not the fastest."""
     words = "--schedule auto --pipe 4 --chunks 1 --recompute"
     assert run_schedule(run_of(f"{words} selective", device_count=4)).name == "auto:zb_h1"
     assert run_schedule(run_of(f"{words} full", device_count=4)).name != "auto:zb_h1"

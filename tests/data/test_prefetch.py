@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import ConfigError
+from megajax.config import ConfigError, DataConfig
 from megajax.data.blending import Blend
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import Boundaries, Loader
 from megajax.data.prefetch import Prefetch, place_batch
-from megajax.data.source import DataSource
+from megajax.data.source import make_samples
 from megajax.data.tokenizers import load_tokenizer
 
 STEPS, BATCH, LENGTH = 50, 8, 5
@@ -156,25 +156,21 @@ def test_boundaries_by_hand():
     assert list(Boundaries(0).arrays(tokens)) == ["weights"] and Boundaries(0).arrays(tokens)["weights"].all()
 
 
-def test_conflicting_options_are_refused(tmp_path):
+def test_data_that_leaves_nothing_is_refused(tmp_path):
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         for i in range(9):
             writer.add_document([i] * 9)
     path, tokenizer = (str(tmp_path / "a"),), load_tokenizer("byte")
-    for source, message in [
-        (DataSource(text="a", data_path=path), "--text and --data-path exclude one another"),
-        (DataSource(data_path=path, train_data_path=path), "exclude one another"),
-        (DataSource(valid_data_path=path), "needs --train-data-path"),
-        (DataSource(split="1"), "--split cuts what --data-path names"),
-        (DataSource(train_data_path=path), "nothing to validate on"),
-        (DataSource(data_path=path, split="1"), "leaves nothing for validation.*--validation-batches 0"),
-        (DataSource(data_path=path, split="0,1"), "leaves nothing for training"),
+    for data, message in [
+        (DataConfig(train_data_path=path), "nothing to validate on"),
+        (DataConfig(data_path=path, split="1"), "leaves nothing for validation.*--validation-batches 0"),
+        (DataConfig(data_path=path, split="0,1"), "leaves nothing for training"),
     ]:
+        data.validate()
         with pytest.raises(ConfigError, match=message):
-            source.samples(tokenizer, 4, 0, 10, 2)
-    training, validation = DataSource(train_data_path=path, valid_data_path=("1", *path)).samples(
-        tokenizer, 4, 0, 10, 2
-    )
+            make_samples(data, tokenizer, 4, 0, 10, 2)
+    data = DataConfig(train_data_path=path, valid_data_path=("1", *path))
+    training, validation = make_samples(data, tokenizer, 4, 0, 10, 2)
     assert training.count >= 10 and validation.count >= 2
-    training, validation = DataSource(data_path=path, split="1").samples(tokenizer, 4, 0, 10, 0)
+    training, validation = make_samples(DataConfig(data_path=path, split="1"), tokenizer, 4, 0, 10, 0)
     assert validation is None

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import sys
+import tomllib
 
 import pytest
 
@@ -42,7 +43,8 @@ def test_a_users_schedule_is_searched_and_written(schedule, tmp_path, capsys):
     out = tmp_path / "plan.toml"
     assert main([*words.split(), "--import", file, "--schedules", name, "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert name in text and f"--import {file}" in text and f'schedule = "{name}"' in out.read_text()
+    tables = tomllib.loads(out.read_text())
+    assert name in text and tables["options"]["imports"] == [file] and tables["parallel"]["schedule"] == name
 
 
 def test_a_users_schedule_has_a_dry_run_without_the_compiler(schedule, capsys):

@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.plan.__main__ import main
-from megajax.plan.config_file import config_text
+from megajax.config.toml import toml_text
+from megajax.plan.__main__ import config_sections, main
 from megajax.plan.report import PARTS, memory_bar
 
 SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64"
@@ -61,7 +61,7 @@ def test_a_changed_model_is_written_as_what_differs_from_its_preset(tmp_path):
 
 def test_the_file_holds_every_kind_of_value():
     model = ModelConfig(layers=2, hidden=8, heads=2, vocabulary=10, sequence_length=4, dropout=0.25, biases=False)
-    text = config_text(RunConfig(model, ParallelConfig(), TrainConfig()), "tiny", "two\nlines")
+    text = toml_text(config_sections(RunConfig(model, ParallelConfig(), TrainConfig()), "tiny"), "two\nlines")
     assert text.startswith("# two\n# lines\n")
     tables = tomllib.loads(text)
     assert tables["model"]["dropout"] == 0.25 and tables["model"]["biases"] is False
@@ -116,7 +116,10 @@ def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --heads 7", "is not a multiple of heads = 7"),
         ("--model gpt2 --gpus x --gpu a100-80gb --global-batch 8", "--gpus: invalid int value"),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 0", "microbatch_sizes = 0"),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out /no/such/plan.toml", "out = /no/such/plan.toml"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out /no/such/plan.toml",
+            "cannot write /no/such/plan.toml: No such file or directory; pass --out",
+        ),
         (
             "--model gpt3-530b --gpus 8 --gpu a100-80gb --global-batch 8 --attention cudnn",
             "attention = cudnn, but cuDNN's",

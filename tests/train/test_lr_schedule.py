@@ -101,8 +101,8 @@ def test_batch_ramp_is_that_of_2104():
     """4, 8, 12 for a third of 60 samples each, then 16: start + int(consumed / (60 / 3)) * increment."""
     sizes = {consumed: ramp.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
     assert sizes == {0: 4, 19: 4, 20: 8, 39: 8, 40: 12, 59: 12, 60: 16, 1000: 16}
-    assert ramp.batch_sizes(RAMPED) == [4, 8, 12, 16]
-    assert ramp.batch_size(TRAIN, 5) == 8 and ramp.batch_sizes(TRAIN) == [8]
+    assert list(RAMPED.batch_sizes) == [4, 8, 12, 16]
+    assert ramp.batch_size(TRAIN, 5) == 8 and list(TRAIN.batch_sizes) == [8]
     consumed, sizes = 0, []
     while consumed < 160:
         sizes.append(ramp.batch_size(RAMPED, consumed))

@@ -12,8 +12,8 @@ from rich.console import Console
 from benchmarks.checkpoints import MODELS, measure
 from megajax.checkpoint import manager, reader, writer
 from megajax.checkpoint.manager import Checkpoints, Progress
+from megajax.checkpoint.metadata import run_meta
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.config.toml import run_meta
 from megajax.data.loader import Loader, TokenSamples
 from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Preemption

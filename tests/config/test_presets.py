@@ -1,0 +1,194 @@
+"""The presets and their recipes, compared with the papers."""
+
+import re
+
+import pytest
+
+from experiments import gpt2, gpt3
+from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config.cli import parse
+
+
+def itemised_parameters(model: ModelConfig) -> int:
+    """Parameters of a GPT, array by array."""
+    hidden = model.hidden
+    block = {
+        "attention norm": 2 * hidden,
+        "query, key, value": hidden * 3 * hidden + 3 * hidden,
+        "attention output": hidden * hidden + hidden,
+        "mlp norm": 2 * hidden,
+        "mlp in": hidden * 4 * hidden + 4 * hidden,
+        "mlp out": 4 * hidden * hidden + hidden,
+    }
+    tables = model.vocabulary * hidden + model.sequence_length * hidden
+    return model.layers * sum(block.values()) + tables + 2 * hidden
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "llama2-7b"])
+def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
+    assert preset(name).parameters == itemised_parameters(preset(name))
+
+
+@pytest.mark.parametrize(
+    "name,count",
+    [
+        # as counted in the released checkpoints
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama2-7b", 6_738_415_616),
+    ],
+)
+def test_parameters_of_released_models(name, count):
+    assert preset(name).parameters == count
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if re.search(r"-[\d.]+[mb](-2019)?$", name)])
+def test_published_names_tell_the_size(name):
+    number, unit = re.search(r"-([\d.]+)([mb])", name).groups()
+    size = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    assert preset(name).parameters == pytest.approx(size, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_legal_on_one_device(name):
+    RunConfig(preset(name), ParallelConfig(), TrainConfig()).validate(device_count=1)
+
+
+# 2104.04473 table 1: tensor, pipe, GPUs, batch, for the runs the paper timed.
+TABLE_1 = {
+    "megatron-1.7b": (1, 1, 32, 512),
+    "megatron-3.6b": (2, 1, 64, 512),
+    "megatron-7.5b": (4, 1, 128, 512),
+    "megatron-18.4b": (8, 1, 256, 1024),
+    "megatron-39.1b": (8, 2, 512, 1536),
+    "megatron-76.1b": (8, 4, 1024, 1792),
+    "megatron-145.6b": (8, 8, 1536, 2304),
+    "megatron-310.1b": (8, 16, 1920, 2160),
+    "megatron-529.6b": (8, 35, 2520, 2520),
+    "megatron-1008b": (8, 64, 3072, 3072),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_the_layouts_of_table_1_are_legal(name):
+    tensor, pipe, devices, batch = TABLE_1[name]
+    parallel = ParallelConfig(data=devices // (tensor * pipe), pipe=pipe, tensor=tensor)
+    run = RunConfig(preset(name), parallel, TrainConfig(global_batch_size=batch))
+    run.validate(devices)
+
+
+def test_aliases_are_the_same_models():
+    assert preset("gpt3-530b") is preset("megatron-529.6b")
+    assert preset("gpt3-1t") is preset("megatron-1008b")
+
+
+def test_an_unknown_preset_names_the_near_ones():
+    with pytest.raises(ConfigError, match=r"model = 'gpt3-175' is not a preset: did you mean .*gpt3-175b.*--model"):
+        preset("gpt3-175")
+    with pytest.raises(ConfigError, match="choose from tiny, gpt2,"):
+        preset("zzz")
+
+
+def recipe_of(model: str, experiment=gpt3.EXPERIMENT) -> RunConfig:
+    """The run of `--model MODEL` on one device."""
+    run = parse(["--model", model], experiment).run(1, "bf16")
+    run.validate(1)
+    return run
+
+
+# 2005.14165 table 2.1: batch in tokens and learning rate; 300 billion tokens for all of them.
+GPT3 = {
+    "gpt3-125m": (0.5e6, 6.0e-4),
+    "gpt3-350m": (0.5e6, 3.0e-4),
+    "gpt3-760m": (0.5e6, 2.5e-4),
+    "gpt3-1.3b": (1e6, 2.0e-4),
+    "gpt3-2.7b": (1e6, 1.6e-4),
+    "gpt3-6.7b": (2e6, 1.2e-4),
+    "gpt3-13b": (2e6, 1.0e-4),
+    "gpt3-175b": (3.2e6, 0.6e-4),
+}
+
+
+@pytest.mark.parametrize("model", GPT3)
+def test_gpt3_has_the_papers_recipe(model):
+    run = recipe_of(model)
+    batch, rate = GPT3[model]
+    train, tokens = run.train, run.model.sequence_length
+    assert train.global_batch_size * tokens == pytest.approx(batch, rel=0.05)
+    assert run.total_samples * tokens == pytest.approx(300e9, rel=1e-3)
+    assert (train.learning_rate, train.minimum_learning_rate) == (rate, pytest.approx(rate / 10))
+    assert train.warmup_samples * tokens == pytest.approx(375e6, rel=1e-3)
+    assert train.decay_samples * tokens == pytest.approx(260e9, rel=1e-3)
+    assert (train.beta1, train.beta2, train.epsilon, train.weight_decay, train.clip_norm) == (0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert train.batch_ramp[0] * tokens == pytest.approx(32e3, rel=0.05)
+    assert 4e9 <= train.batch_ramp[2] * tokens * 1.001 and train.batch_ramp[2] * tokens <= 12.01e9
+
+
+def test_a_short_run_scales_the_lengths_of_its_recipe():
+    run = parse("--model gpt3-1.3b --steps 1000".split(), gpt3.EXPERIMENT).run(8, "bf16")
+    run.validate(8)
+    whole = gpt3.RECIPES["gpt3-1.3b"]
+    share = 1000 / whole["steps"]
+    assert run.train.decay_samples == pytest.approx(share * whole["decay_samples"], rel=1e-3)
+    assert run.train.batch_ramp == (16, 16, pytest.approx(share * whole["batch_ramp"][2], rel=1e-3))
+    run = parse("--model gpt3-1.3b --batch-ramp none".split(), gpt3.EXPERIMENT).run(8, "bf16")
+    assert run.train.batch_ramp == ()
+    parse("--model gpt3-1.3b --global-batch-size 8".split(), gpt3.EXPERIMENT).run(8, "bf16").validate(8)
+
+
+@pytest.mark.parametrize("model", [name for name in PRESETS if name != "tiny"])
+def test_no_published_model_is_trained_with_the_toys_settings(model):
+    request = parse(["--model", model], gpt3.EXPERIMENT)
+    run = request.run(1, "bf16")
+    run.validate(1)
+    assert run.train.learning_rate <= 6e-4 and run.train.global_batch_size * run.model.sequence_length >= 0.5e6
+    assert run.train.steps > 10_000 and request.output.save_every in (500, 5000) and request.sample is None
+
+
+def test_llama2_has_the_papers_recipe():
+    """2307.09288 section 2.2."""
+    run = recipe_of("llama2-7b")
+    train, tokens = run.train, run.model.sequence_length
+    assert train.global_batch_size * tokens == pytest.approx(4e6, rel=0.05)
+    assert run.total_samples * tokens == pytest.approx(2e12, rel=1e-3)
+    assert (train.learning_rate, train.minimum_learning_rate) == (3e-4, pytest.approx(3e-5))
+    assert (train.beta1, train.beta2, train.epsilon, train.weight_decay, train.clip_norm) == (0.9, 0.95, 1e-5, 0.1, 1.0)
+    assert (train.warmup_steps, train.learning_rate_decay) == (2000, "cosine")
+
+
+MEGATRON_2019 = [name for name in PRESETS if name.startswith("gpt2") or name.endswith("-2019")]
+
+
+@pytest.mark.parametrize("experiment", [gpt2.EXPERIMENT, gpt3.EXPERIMENT], ids=["gpt2", "gpt3"])
+@pytest.mark.parametrize("model", MEGATRON_2019)
+def test_gpt2_has_the_first_papers_recipe(model, experiment):
+    """1909.08053 section 4.2: 512 samples, 300k steps, 1.5e-4 after 3k, cosine to 1e-5, decay 0.01, clip 1, dropout 0.1."""
+    run = recipe_of(model, experiment)
+    train = run.train
+    assert (train.global_batch_size, train.steps, train.warmup_steps) == (512, 300_000, 3000)
+    assert (train.learning_rate, train.minimum_learning_rate, train.learning_rate_decay) == (1.5e-4, 1e-5, "cosine")
+    assert (train.weight_decay, train.clip_norm, run.parallel.recompute) == (0.01, 1.0, "full")
+    assert (run.model.dropout, run.model.sequence_length) == (0.1, 1024)
+    assert run.model == preset(model)
+
+
+@pytest.mark.parametrize("model", [*TABLE_1, "gpt3-530b", "gpt3-1t"])
+def test_the_models_of_table_1_have_its_batch_and_gpt3_175bs_rates(model):
+    """2104.04473 table 1 gives their batch size; its section 5.1 assumes 450 billion tokens for the 1T model."""
+    run, largest = recipe_of(model), recipe_of("gpt3-175b").train
+    name = {"gpt3-530b": "megatron-529.6b", "gpt3-1t": "megatron-1008b"}.get(model, model)
+    assert run.train.global_batch_size == TABLE_1[name][3]
+    tokens = 450e9 if name == "megatron-1008b" else 300e9
+    assert run.total_samples * run.model.sequence_length == pytest.approx(tokens, rel=1e-3)
+    for field in ("learning_rate", "minimum_learning_rate", "beta1", "beta2", "weight_decay", "clip_norm"):
+        assert getattr(run.train, field) == getattr(largest, field)
+    assert run.train.batch_ramp == ()
+
+
+def test_the_recipe_of_every_preset_is_checked_here():
+    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, "llama2-7b", "gpt3-530b", "gpt3-1t", "tiny"}
+    assert checked == set(PRESETS)
+    toy = recipe_of("tiny").train
+    assert (toy.steps, toy.global_batch_size, toy.learning_rate) == (500, 16, 4e-3)
