@@ -63,9 +63,8 @@ class NNXModel(PipelineModel):
           ConfigError: unknown recompute mode, or a module with state other than parameters.
         """
         super().__init__(config, context)
-        key = jax.random.key(0)  # any key: only the structure of the modules is read
-        self._block, self._block_parameters = _split(lambda: self.block_module(config, key, context))
-        self._shared, self._shared_parameters = _split(lambda: self.shared_module(config, key, context))
+        self._block, self._block_parameters = _split(lambda key: self.block_module(config, key, context))
+        self._shared, self._shared_parameters = _split(lambda key: self.shared_module(config, key, context))
         self._checkpointed = remat.checkpointed(self._run_block, context.recompute, self.saved_names)
 
     def init(self, key: jax.Array) -> Tree:
@@ -116,9 +115,10 @@ class NNXModel(PipelineModel):
         return nnx.merge(self._block, weights)(x, microbatch, layer)
 
 
-def _split(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
-    """The structure of a module, and its parameters as shapes with metadata."""
-    graph, parameters, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+def _split(make: Callable[[jax.Array], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
+    """The structure of the module that `make` returns for a key, and its parameters as shapes with metadata."""
+    key = jax.eval_shape(lambda: jax.random.key(0))  # a shape: the planner must not start the devices
+    graph, parameters, rest = nnx.split(nnx.eval_shape(make, key), nnx.Param, ...)
     if jax.tree.leaves(rest):
         names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest))
         raise ConfigError(f"{names}: a model's modules may hold nnx.Param only, and these are of other types.")

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megajax.models.costs import Elementwise, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
@@ -82,7 +83,7 @@ class _Trace:
         recording = {"constrain": self._record, "operations": plain_operations(self._record)}
         context = dataclasses.replace(model.context, dtype=jnp.bfloat16, recompute=mode, **recording)
         model = type(model)(model.config, context)
-        self.shapes = jax.eval_shape(model.init, jax.random.key(0))
+        self.shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
         self.axes = model.logical_axes()
         cast = lambda leaf, shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
         weights = jax.tree.map(lambda leaf: cast(leaf, leaf.shape[1:]), self.shapes["blocks"])
@@ -96,14 +97,14 @@ class _Trace:
             self.x = jax.eval_shape(model.embed, shared, batch)
 
             def vjp(weights, x, batch):
-                block = lambda weights, x: model.block(weights, x, batch, jnp.int32(0))  # noqa: E731
+                block = lambda weights, x: model.block(weights, x, batch, np.int32(0))  # noqa: E731
                 return jax.vjp(block, weights, x)[1]
 
             shapes = jax.eval_shape(vjp, weights, self.x, batch)
             self.residuals.insert(
                 0, [leaf for leaf in jax.tree.leaves(vjp_residuals(shapes)) if hasattr(leaf, "shape")]
             )
-        self.forward = jax.make_jaxpr(model.block)(weights, self.x, batch, jnp.int32(0))
+        self.forward = jax.make_jaxpr(model.block)(weights, self.x, batch, np.int32(0))
         flat = jax.tree.leaves(self.axes["blocks"], is_leaf=lambda node: isinstance(node, tuple))
         self.weight_splits = [_tensor_axes(axes[1:]) for axes in flat]
         backward = jax.make_jaxpr(lambda weights, x, batch, dy: vjp(weights, x, batch)(dy))(

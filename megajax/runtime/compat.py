@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 from jax.experimental import multihost_utils, topologies
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Literal
@@ -25,6 +25,7 @@ __all__ = [
     "cudnn_attention_backward",
     "cudnn_attention_forward",
     "cudnn_version",
+    "devices_started",
     "jaxlib_version",
     "manual_axes",
     "multihost_utils",
@@ -84,6 +85,11 @@ def coordination_service():
     `num_processes` and `coordinator_address`. Unlike `jax.process_index`, reading it does not start the devices.
     """
     return distributed.global_state
+
+
+def devices_started() -> bool:
+    """Whether jax has started its devices in this process, which also takes most of a GPU's memory."""
+    return xla_bridge.backends_are_initialized()
 
 
 def jaxlib_version() -> tuple[int, ...]:

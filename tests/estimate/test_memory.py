@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -137,3 +139,20 @@ def test_full_precision_has_no_16_bit_weights():
     parts, half = bytes_per_device(run), bytes_per_device(dataclasses.replace(run, train=TrainConfig()))
     assert parts["16-bit weights"] == 0
     assert parts["stash"] == 2 * half["stash"]
+
+
+def test_pricing_a_layout_starts_no_device():
+    """On a machine with GPUs the planner would take their memory."""
+    code = """
+from experiments import own_model
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.flops import flops_per_step
+from megajax.estimate.memory import bytes_per_device
+from megajax.runtime.compat import devices_started
+run = RunConfig(preset("gpt3-175b"), ParallelConfig(pipe=8, tensor=8, chunks=3), TrainConfig(global_batch_size=64))
+for one in (run, own_model.RUN):
+    assert sum(bytes_per_device(one).values()) and flops_per_step(one)
+print(devices_started())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr[-2000:]

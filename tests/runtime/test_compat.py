@@ -127,3 +127,15 @@ def test_experimental_modules_have_the_functions_used():
 def test_the_jaxlib_with_wrong_host_offload_is_detected(version, broken, monkeypatch):
     monkeypatch.setattr(compat.jaxlib, "__version__", version)
     assert compat.broken_host_offload() == broken
+
+
+def test_devices_start_with_the_first_array():
+    code = """
+from megajax.runtime.compat import devices_started
+import jax
+before = devices_started()
+jax.numpy.zeros(1)
+print(before, devices_started())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
