@@ -97,7 +97,7 @@ def _check_fields(table: Mapping[str, Any], fields: Mapping[str, type], prefix: 
 
 
 def _from_format_1(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the fields of format 1; what is not as format 1 writes it is left for `_check_fields` to find."""
+    """Renames the fields of format 1. Values that format 1 does not write are left to `_check_fields`."""
     meta = dict(raw)
     if isinstance(meta.get("progress"), dict):
         progress = dict(meta["progress"])
