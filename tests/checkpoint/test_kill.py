@@ -59,6 +59,7 @@ def undisturbed(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_two_moments_has_the_losses_of_an_undisturbed_run(tmp_path, undisturbed):
     """Every resume starts from a complete checkpoint, and finally every loss equals that of an undisturbed run."""
     shutil.copytree(undisturbed / "compiled", tmp_path / "compiled")  # a copy: a kill may spoil it

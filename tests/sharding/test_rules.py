@@ -134,6 +134,7 @@ def test_values_and_gradients_in_a_plain_jit():
     assert logits.sharding.spec == P("data", None, "tensor")
 
 
+@pytest.mark.slow
 def test_bf16_compiles_and_stays_close():
     """16-bit sums have aborted XLA's CPU compiler inside a shard_map; bf16 is the default precision."""
     mesh = make_mesh(2, 2, 2)

@@ -149,6 +149,7 @@ def test_illegal_rates_and_ramps_are_refused(fields, message):
     assert "pass --" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_ramped_run_is_the_same_after_a_resume(tmp_path):
     """Rates and batches follow the samples; the step is compiled once for each batch size."""
     train = {"batch_ramp": (8, 8, 40), "steps": 6, "learning_rate_decay": "wsd", "start_weight_decay": 0.0}

@@ -88,21 +88,28 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_the_batch(mesh):
     small.assert_gradients_close(jax.tree.map(np.asarray, gradients), jax.tree.map(np.asarray, wanted), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("increment", "few", "many"), [(6, 2, 4), pytest.param(2, 3, 12, marks=pytest.mark.slow)])
-def test_a_ramp_compiles_few_programs_and_marks_their_steps(increment, few, many, tmp_path, monkeypatch):
-    """`many` batch sizes in `few` programs, with the losses, learning rates and samples of a program for each size."""
-    results = []
-    for programs in (few, many):
-        monkeypatch.setattr(ramp.padded_sizes, "__defaults__", (programs,))
-        run = ramped_run(train={"batch_ramp": (increment, increment, 264)})
-        training = small.training_of(run)
-        result = runs.go(run, tmp_path / str(programs), training=training, loader=loader_of(run), tensorboard=False)
-        assert training._train._cache_size() == programs
-        assert sum(row["compiled"] for row in result.rows) == programs
-        assert all((row["tokens_per_second"] is None) == bool(row["compiled"]) for row in result.rows)
-        results.append(result.rows)
-    padded, plain = results
-    assert len({row["batch"] for row in plain}) == many and len(padded) == len(plain)
+def run_ramp(run: RunConfig, directory, programs: int, monkeypatch) -> list[dict]:
+    """The log of a ramped run with at most `programs` compiled steps."""
+    monkeypatch.setattr(ramp.padded_sizes, "__defaults__", (programs,))
+    training = small.training_of(run)
+    result = runs.go(run, directory, training=training, loader=loader_of(run), tensorboard=False)
+    assert training._train._cache_size() == programs
+    assert sum(row["compiled"] for row in result.rows) == programs
+    assert all((row["tokens_per_second"] is None) == bool(row["compiled"]) for row in result.rows)
+    return result.rows
+
+
+def test_a_ramp_compiles_few_programs_and_marks_their_steps(tmp_path, monkeypatch):
+    """4 batch sizes in 2 programs."""
+    rows = run_ramp(ramped_run(train={"batch_ramp": (6, 6, 264)}), tmp_path, 2, monkeypatch)
+    assert {row["batch"] for row in rows} == {6, 12, 18, 24}
+
+
+@pytest.mark.slow
+def test_padded_batches_train_as_a_program_for_each_batch_size_does(tmp_path, monkeypatch):
+    """12 batch sizes in 3 programs, with the losses, learning rates and samples of 12 programs."""
+    padded, plain = (run_ramp(ramped_run(), tmp_path / str(count), count, monkeypatch) for count in (3, 12))
+    assert len({row["batch"] for row in plain}) == 12 and len(padded) == len(plain)
     for name in ("step", "batch", "samples", "learning_rate"):
         assert [row[name] for row in padded] == [row[name] for row in plain], name
     for name in ("loss", "grad_norm"):
