@@ -8,12 +8,13 @@ the grid of runs that these terms were read from.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
-from megajax.models.costs import ModelCosts
+from megajax.models.costs import KeptValue, ModelCosts
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
 
@@ -118,17 +119,22 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
 def _kept_for_weights(run: RunConfig, item: int) -> int:
     """Bytes that I keeps for W of one block."""
-    model, parallel = model_costs(run.model), run.parallel
+    kept = model_costs(run.model).kept_for_weights
+    return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
+
+
+def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int) -> int:
+    """Bytes of these values of one block, for one microbatch, on one device."""
+    parallel = run.parallel
     return sum(
         value.bytes(
             samples=parallel.microbatch_size,
-            sequence=model.sequence_length // parallel.context,
+            sequence=model_costs(run.model).sequence_length // parallel.context,
             itemsize=item,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
         )
-        for value in model.kept_for_weights
-        if parallel.recompute in value.modes
+        for value in values
     )
 
 
@@ -146,17 +152,8 @@ def stash_copies(run: RunConfig, item: int) -> int:
     if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention == "cudnn":
         return 0
     kept = model.kept_values(parallel.recompute, is_fused(parallel))
-    return sum(
-        value.bytes(
-            samples=parallel.microbatch_size,
-            sequence=model.sequence_length // parallel.context,
-            itemsize=item,
-            tensor=parallel.tensor,
-            sequence_parallel=parallel.sequence_parallel,
-        )
-        for value in kept
-        if value.transposed_from is not None and parallel.microbatch_size >= value.transposed_from
-    )
+    copied = (value for value in kept if value.transposed_from is not None)
+    return _bytes_of((value for value in copied if parallel.microbatch_size >= value.transposed_from), run, item)
 
 
 def _workspace(run: RunConfig, item: int) -> int:
