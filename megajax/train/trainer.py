@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
+from megajax.config.batch_ramp import batch_size
 from megajax.config.cli import Request
 from megajax.data.prefetch import Prefetch
-from megajax.data.ramp import RampedLoader, batch_size
+from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import load_tokenizer
 from megajax.estimate.gpus import device_peak
