@@ -13,6 +13,9 @@ import pathlib
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megajax.schedules.arguments import text_problem
 
 DIRECTORY = "checksums"
 FORMAT_1_DIRECTORY = "digests"  # what checkpoints of format 1 call it
@@ -77,10 +80,20 @@ def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 def _read(path: pathlib.Path) -> dict[str, list[int]]:
     """A list of sums. Raises ValueError for JSON that is not one."""
-    sums = json.loads(path.read_text())
-    if not isinstance(sums, dict) or not all(isinstance(value, list) and len(value) == 2 for value in sums.values()):
+    try:
+        sums = json.loads(path.read_text())
+    except RecursionError:
+        sums = None
+    if not isinstance(sums, dict) or not all(map(_is_sum, sums.items())):
         raise ValueError("not a list of checksums")
     return sums
+
+
+def _is_sum(item: tuple[str, Any]) -> bool:
+    """Whether an entry of a list is a path inside the checkpoint with its size and CRC-32."""
+    name, value = item
+    inside = not text_problem(name) and not pathlib.Path(name).is_absolute() and bool(pathlib.Path(name).parts)
+    return inside and isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
 
 
 def _compare(root: pathlib.Path, sums: dict[str, list[int]]) -> list[str]:

@@ -29,7 +29,7 @@ def read_meta(path: pathlib.Path) -> dict[str, Any]:
         return metadata.parse(ocp.JsonCheckpointHandler().restore(path / "meta", ocp.args.JsonRestore()))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a complete megajax checkpoint: {reason_of(error)}{_earlier(path)}") from error
 
 
@@ -128,7 +128,8 @@ def _check_shape(path, name: str, stored: Mapping[str, Any], shape: tuple[int, .
 def _earlier(path: pathlib.Path) -> str:
     """The end of an error message that names the checkpoint before this one."""
     steps = complete_steps(path.parent)
-    earlier = [step for step in steps if path.name.startswith("step_") and step < int(path.name[5:13])]
+    own = path.name.removeprefix("step_")[:8]
+    earlier = [step for step in steps if own.isdecimal() and step < int(own)]
     if not earlier:
         return "; there is no earlier checkpoint"
     return f"; the one before it is of step {earlier[-1]}: pass --resume {earlier[-1]}"
