@@ -12,7 +12,6 @@ from megajax.config.options import Parser, make_parser
 from megajax.config.run_schedule import run_schedule
 from megajax.config.toml import config_tables, toml_text
 from megajax.data import preprocess
-from megajax.estimate import validate
 from megajax.plan import __main__ as plan
 from megajax.plan import dryrun
 from megajax.schedules import draw
@@ -95,7 +94,10 @@ def test_plan(words):
         plan.search = before
 
 
-@fuzz(TRAINING | st.lists(st.sampled_from(["--gpu", "--run", "--timeout", "--model-only", "--import"]) | texts, max_size=4))
+@fuzz(
+    TRAINING
+    | st.lists(st.sampled_from(["--gpu", "--run", "--timeout", "--model-only", "--import"]) | texts, max_size=4)
+)
 def test_dry_run(words):
     before, dryrun.dry_run = dryrun.dry_run, lambda *run, **options: 0
     try:
@@ -104,10 +106,10 @@ def test_dry_run(words):
         dryrun.dry_run = before
 
 
-@fuzz(st.lists(st.sampled_from(["--verify", "--arrays", "--fit", "--workers", "--input", "merge", "verify"]) | texts, max_size=4))
-def test_inspect_preprocess_and_validate(words):
-    """Options and files that do not exist; checkpoints and datasets have fuzz tests of their own."""
+@fuzz(
+    st.lists(st.sampled_from(["--verify", "--arrays", "--workers", "--input", "merge", "verify"]) | texts, max_size=4)
+)
+def test_inspect_and_preprocess(words):
+    """Options, and files that do not exist; test_files.py has checkpoints."""
     assert outcome_of(inspect.main, words).code == 2
     assert outcome_of(preprocess.main, words).code == 2
-    if words != ["--fit"] and words:
-        assert outcome_of(validate.main, [*words, "--no-such-option"]).code == 2
