@@ -70,10 +70,10 @@ def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -
             unfinished.rename(path)
 
     for work in (make_directories, write_own, finish):
-        _on_all_processes(f"{name}/{work.__name__}", work)
+        on_all_processes(f"{name}/{work.__name__}", work)
 
 
-def _on_all_processes(name: str, work: Callable[[], None]) -> None:
+def on_all_processes(name: str, work: Callable[[], None]) -> None:
     """Does this process's part, waits for the others, and raises if any of them has failed."""
     own = None
     try:
