@@ -124,7 +124,7 @@ class Trainer:
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
-            Preemption(minutes, started) as preemption,
+            Preemption(minutes, started, interrupt=self.output.run_dir is not None) as preemption,
         ):
             for line in (*self.describe(peak), *self.directory.messages):
                 log.message(line)
