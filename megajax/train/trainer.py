@@ -129,7 +129,7 @@ class Trainer:
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
-            Preemption(minutes, started) as preemption,
+            Preemption(minutes, started, interrupt=self.output.run_dir is not None) as preemption,
         ):
             checks = Checks(self.output.check_every, self.training.state_layout) if self.output.check_every else None
             checked = [checks.describe()] if checks else []
