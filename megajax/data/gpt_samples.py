@@ -112,8 +112,7 @@ def check_dataset(dataset: IndexedDataset) -> None:
     Raises:
       ConfigError: the dataset's index is damaged, or its numbers are not integers.
     """
-    if dataset.dtype.kind == "f":
-        raise ConfigError(f"{dataset.prefix} has numbers of type {dataset.dtype.name}, which are not token ids")
+    dataset.check_type()
     dataset.check()
 
 
