@@ -1,7 +1,8 @@
 """The command of an experiment: `main` parses the command line, starts processes and devices, trains, and samples a text.
 
-Exit codes: 0; 2 for a user's mistake, printed as one line; 3 when another process ended the run (runtime/watchdog.py); 130
-after Ctrl-C. jax is imported only after the command line has been read, as its devices are chosen before it starts.
+Exit codes: 0; 2 for a user's mistake, printed as one line; 3 when another process ended the run (runtime/watchdog.py) or
+copies of the state differ (train/replica_check.py); 130 after Ctrl-C. jax is imported only after the command line has been
+read, as its devices are chosen before it starts.
 """
 
 import math
@@ -41,7 +42,8 @@ def train(request: Request) -> int:
     import jax
 
     from megajax.runtime import distributed
-    from megajax.runtime.watchdog import Watchdog
+    from megajax.runtime.watchdog import EXIT_PEER, Watchdog
+    from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
     count = distributed.start(request.launch)
@@ -53,6 +55,10 @@ def train(request: Request) -> int:
     except (ConfigError, ScheduleError) as error:
         watchdog.fail(str(error), code=2)
         raise
+    except ReplicasDiffer as error:
+        watchdog.fail(str(error), code=EXIT_PEER)
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_PEER
     except jax.errors.JaxRuntimeError as error:
         watchdog.peer_lost(error)
         raise

@@ -21,10 +21,10 @@ from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.config.batch_ramp import remaining_steps
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
-from megajax.data.ramp import steps_left
 from megajax.runtime.distributed import gather_problems
 from megajax.train.log_file import LogFile
 from megajax.train.logging import RunLog
@@ -163,7 +163,7 @@ class RunDirectory:
         if self.directory and self.output.tensorboard and is_first:
             sinks.append(TensorBoard(self.directory / "tensorboard", after=progress.step))
         console = None if is_first else Console(quiet=True)
-        steps = progress.step + steps_left(self.run, progress.samples)
+        steps = progress.step + remaining_steps(self.run.train, progress.samples)[0]
         return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._process_log())
 
     def _process_log(self) -> LogFile | None:
