@@ -26,6 +26,7 @@ import jax
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
+from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, is_fused, with_attention
@@ -36,6 +37,7 @@ from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, ha
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.schedules.arguments import number, text
 from megajax.schedules.registry import import_user_files
 from megajax.schedules.schedule import ScheduleError
 
@@ -126,20 +128,13 @@ def _with_xlas_attention(run: RunConfig) -> RunConfig:
 
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", required=True)
-    parser.add_argument("--import", action="append", default=[], dest="imports")
-    parser.add_argument("--run")
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", required=True, type=text)
+    parser.add_argument("--import", action="append", default=[], dest="imports", type=text)
+    parser.add_argument("--run", type=text)
     parser.add_argument("--model-only", action="store_true")
-    parser.add_argument("--timeout", type=float, default=900)
+    parser.add_argument("--timeout", type=number(below=10**8), default=900)
     return parser.parse_known_args(words)
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists the options, e.g. --gpu h100-80gb")
 
 
 def _title(run: RunConfig, gpu: Gpu) -> str:

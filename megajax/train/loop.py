@@ -24,7 +24,7 @@ import numpy as np
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.replicated import ReplicatedState
 from megajax.config import ConfigError, RunConfig
-from megajax.data.ramp import batch_size
+from megajax.config.batch_ramp import batch_size
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Preemption

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
+from megajax.config.batch_ramp import batch_size
 from megajax.config.cli import Request
 from megajax.data.prefetch import Prefetch
-from megajax.data.ramp import RampedLoader, batch_size
+from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import load_tokenizer
 from megajax.estimate.gpus import device_peak
@@ -128,7 +129,7 @@ class Trainer:
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
-            Preemption(minutes, started) as preemption,
+            Preemption(minutes, started, interrupt=self.output.run_dir is not None) as preemption,
         ):
             checks = Checks(self.output.check_every, self.training.state_layout) if self.output.check_every else None
             checked = [checks.describe()] if checks else []

@@ -10,7 +10,7 @@ import pytest
 from megajax.checkpoint import manager, reader
 from megajax.checkpoint.metadata import run_meta
 from megajax.config import OutputConfig
-from megajax.train.logging import JsonLines
+from megajax.train.sinks import JsonLines
 from tests import small
 from tests.train import runs
 
@@ -108,5 +108,5 @@ def test_the_log_continues_at_the_checkpoint(tmp_path):
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 3.0}\n{"step": 4, "lo')
     log = JsonLines(path, after=2)
     log.write({"step": 3, "loss": 5.0})
-    log.close()
+    log.file.close()
     assert path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 5.0}\n'
