@@ -36,9 +36,22 @@ FREE = {
     "opt-barrier", "while", "conditional", "call", "async-start", "async-update", "async-done", "fusion-done", "copy-done",
     *KINDS, *(f"{kind}-start" for kind in KINDS), *(f"{kind}-done" for kind in KINDS),
 }  # fmt: skip
-MOVES = {"copy", "copy-start", "slice", "dynamic-slice", "transpose", "bitcast", "reshape", "concatenate", "pad", "reverse"}
+MOVES = {
+    "copy",
+    "copy-start",
+    "slice",
+    "dynamic-slice",
+    "transpose",
+    "bitcast",
+    "reshape",
+    "concatenate",
+    "pad",
+    "reverse",
+}
 VIEWS = {"bitcast", "reshape"}
-SCALAR = 1024  # bytes; what a fusion reads and writes of smaller arrays (loop counters, slots) does not decide its class
+SCALAR = (
+    1024  # bytes; what a fusion reads and writes of smaller arrays (loop counters, slots) does not decide its class
+)
 
 
 @dataclasses.dataclass(frozen=True)
