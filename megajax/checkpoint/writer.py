@@ -29,14 +29,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from megajax.checkpoint import checksums
+from megajax.checkpoint import checksums, durable
 from megajax.runtime.distributed import gather_problems
 
 TEMPORARY = ".unfinished"  # suffix of the directory of a checkpoint that is not complete
 
 
 def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -> None:
-    """Writes a checkpoint; `path` exists only when all of it is on the disk.
+    """Writes a checkpoint; `path` exists only when all of it is on the disk, also after a power loss.
 
     Args:
       path: the checkpoint's directory.
@@ -60,14 +60,17 @@ def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -
 
     def write_own():
         handler.save(state, args=ocp.args.PyTreeSave(arrays))
-        checksums.write_own(unfinished, jax.process_index())
+        own = checksums.write_own(unfinished, jax.process_index())
+        durable.sync_files(own)  # by the host that wrote them: others cannot force its cache to the disk
 
     def finish():
         if is_first:
             handler.finalize(state)
             ocp.JsonCheckpointHandler().save(about, args=ocp.args.JsonSave(meta))
             checksums.write_rest(unfinished)
+            durable.sync_tree(unfinished)
             unfinished.rename(path)
+            durable.sync(path.parent)
 
     for work in (make_directories, write_own, finish):
         _on_all_processes(f"{name}/{work.__name__}", work)
@@ -90,7 +93,8 @@ def _on_all_processes(name: str, work: Callable[[], None]) -> None:
 def silence_tracebacks() -> None:
     """Silences the messages that libraries print for each array of a failed write; `reason_of` is the one line shown.
 
-    The other arrays' writes end after the save has failed, when nothing waits for their errors.
+    The other arrays' writes end after the save has failed, when nothing waits for their errors. The change affects loggers,
+    warnings and `sys.unraisablehook` of the whole process, so only a command calls it.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_other_message)

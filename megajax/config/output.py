@@ -23,6 +23,12 @@ class OutputConfig:
     keep_every: int | None = setting(
         None, "also keep checkpoints whose step is a multiple of this", shown_default="none"
     )
+    check_every: int | None = setting(
+        None,
+        "steps between two checks: copies of the state on different devices are compared bit by bit (silent data "
+        "corruption), and slow processes are named; also before each save",
+        shown_default="no checks",
+    )
     exit_after_minutes: float | None = setting(
         None, "save and exit with code 0 after this long", shown_default="at the end"
     )

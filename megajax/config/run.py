@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megajax.config.batch_ramp import remaining_steps
 from megajax.config.data import DataConfig
 from megajax.config.errors import ConfigError, divisors, multiples, some
 from megajax.config.fields import setting
@@ -40,8 +41,8 @@ class RunConfig:
 
     @property
     def total_samples(self) -> int:
-        """Samples of the whole run."""
-        return self.train.steps * self.train.global_batch_size
+        """Samples of the whole run: steps * global_batch_size, or more if the last step of a batch ramp exceeds them."""
+        return remaining_steps(self.train, 0)[1]
 
     @property
     def microbatches(self) -> int:

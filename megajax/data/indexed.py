@@ -34,7 +34,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}  # 6 and 7 are in this order
 AT_VERSION, AT_DTYPE, AT_SEQUENCES, AT_DOCUMENTS = 9, 17, 18, 26
 REMEDY = "Copy or write the pair again."
-CHECKED_AT_ONCE = 1 << 22  # elements that `check` reads at once, which bounds its memory
+CHECKED_AT_ONCE = 1 << 16  # elements that `check` reads at once: few enough to stay in the CPU's cache
 
 
 def dtype_for(vocabulary: int) -> np.dtype:
@@ -135,9 +135,14 @@ class IndexedDataset:
             if part.max() >= vocabulary or part.min() < 0:
                 place = start + int(np.argmax((part >= vocabulary) | (part < 0)))
                 raise ConfigError(
-                    f"{self._bin}, byte {place * self.dtype.itemsize}: token id {self.tokens[place]} (the file's token "
-                    f"{place:,}), but the tokenizer has ids 0 to {vocabulary - 1}: it was written with another tokenizer"
+                    f"{self.describe_token(place)}, but the tokenizer has ids 0 to {vocabulary - 1}: it was written with "
+                    "another tokenizer"
                 )
+
+    def describe_token(self, place: int) -> str:
+        """The id number `place` of .bin and its byte, for messages."""
+        at = place * self.dtype.itemsize
+        return f"{self._bin}, byte {at}: token id {self.tokens[place]} (the file's token {place:,})"
 
     def _first_bad(self, wrong: np.ndarray, name: str, start: int, size: int, reason: str) -> None:
         if wrong.any():
@@ -190,8 +195,7 @@ class IndexedDataset:
     def _check_ends(self, sequences: int) -> None:
         """Checks the first and last elements of the arrays: this detects the .bin of another pair at constant cost."""
         for place, legal in ((0, 0), (-1, sequences)):
-            found = int(self.documents[place])
-            if found != legal:
+            if (found := int(self.documents[place])) != legal:
                 at = self._starts["documents"] + 8 * (place % len(self.documents))
                 raise ConfigError(
                     f"{self._idx}, byte {at}: documents[{place}] is {found}; it must be {legal}. {REMEDY}"
@@ -208,6 +212,8 @@ class IndexedDataset:
                 f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: {self._idx.name} says it has {end} bytes, it has "
                 f"{self.bin_bytes}: it {reason}, or the two files are not a pair. {REMEDY}"
             )
+        if end % self.dtype.itemsize:
+            raise ConfigError(f"{self._bin}, byte {end}: the file ends inside an id of {self.dtype.name}. {REMEDY}")
 
     def _size(self, path: pathlib.Path) -> int:
         try:

@@ -1,8 +1,9 @@
 """The command of an experiment: `main` parses the command line, starts processes and devices, trains, and samples a text.
 
-Exit codes: 0; 2 for a user's mistake, printed as one line; 3 when another process ended the run, or was not found at its
-start (runtime/watchdog.py); 130 after Ctrl-C in a run that did not save. jax is imported only after the command line has
-been read, as its devices are chosen before it starts.
+Exit codes: 0; 1 for an unexpected error; 2 for a user's mistake, printed as one line; 3 when another process ended the run
+or was not found at its start (runtime/watchdog.py), or copies of the state differ (train/replica_check.py); 130 after
+Ctrl-C in a run that did not save. jax is imported only after the command line has been read, as its devices are chosen
+before it starts.
 """
 
 import math
@@ -45,6 +46,7 @@ def train(request: Request, heartbeat: Heartbeat) -> int:
     """Connects the processes and trains; an error of one process ends all."""
     from megajax.runtime import distributed
     from megajax.runtime.watchdog import Watchdog, is_peer_error
+    from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
     try:
@@ -62,6 +64,10 @@ def train(request: Request, heartbeat: Heartbeat) -> int:
             watchdog.peer_lost(error)
         watchdog.fail(str(error), code=2)
         raise
+    except ReplicasDiffer as error:
+        watchdog.fail(str(error), code=distributed.EXIT_PEER)
+        print(f"error: {error}", file=sys.stderr)
+        return distributed.EXIT_PEER
     except KeyboardInterrupt:
         watchdog.fail("stopped by Ctrl-C", code=130)
         raise
@@ -74,10 +80,12 @@ def train(request: Request, heartbeat: Heartbeat) -> int:
 
 def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
+    from megajax.checkpoint.writer import silence_tracebacks
     from megajax.runtime.mesh import start_devices
     from megajax.train.sampling import check_sampling
     from megajax.train.trainer import Trainer
 
+    silence_tracebacks()
     sample = request.sample
     if sample:
         check_sampling(sample.new_tokens, sample.temperature, sample.top_k)

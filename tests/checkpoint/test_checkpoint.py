@@ -1,10 +1,15 @@
 """Checkpoints: canonical layout, refused configurations, damaged files, full and read-only disks."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 import resource
 import shutil
+import signal
+import sys
+import threading
+import warnings
 
 import jax
 import numpy as np
@@ -255,7 +260,36 @@ def test_a_directory_that_cannot_be_created_is_refused(tmp_path):
         Checkpoints(tmp_path / "file" / "checkpoints", OutputConfig(), {})
 
 
-def test_a_failed_write_is_reported_and_a_later_save_succeeds(copy, training, state, caplog):
+@pytest.fixture
+def quiet():
+    """Messages of libraries about failed writes are silenced, as in a command, and heard again after the test."""
+    names, hook = ("absl", "asyncio"), sys.unraisablehook
+    filters = {name: list(logging.getLogger(name).filters) for name in names}
+    writer.silence_tracebacks()
+    yield
+    sys.unraisablehook = hook
+    for name in names:
+        logging.getLogger(name).filters[:] = filters[name]
+
+
+def test_checkpoints_change_no_logger_warning_or_hook_of_the_process(training, state, tmp_path):
+    def settings():
+        loggers = [logging.root, *map(logging.getLogger, ("absl", "asyncio", "jax"))]
+        return (
+            [(logger.filters[:], logger.handlers[:], logger.level, logger.propagate) for logger in loggers],
+            warnings.filters[:],
+            (sys.unraisablehook, sys.excepthook, threading.excepthook, signal.getsignal(signal.SIGTERM)),
+        )
+
+    before = settings()
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(training.run, runs.Letters()))
+    checkpoints.save(training.state_layout, state, Progress(step=1))
+    checkpoints.close()
+    load(newest(tmp_path), training)
+    assert settings() == before
+
+
+def test_a_failed_write_is_reported_and_a_later_save_succeeds(copy, training, state, caplog, quiet):
     """The limit on file sizes simulates a full disk: the kernel rejects the same write."""
     checkpoints = Checkpoints(copy, OutputConfig(), run_meta(training.run, runs.Letters()))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
