@@ -10,6 +10,7 @@ larger run possible. Why not an existing launcher: torchrun's rendezvous is a st
 is lost with it; it needs torch, and knows nothing of jax's coordinator, nor which meshes are legal.
 """
 
+import contextlib
 import os
 import pathlib
 import random
@@ -65,23 +66,29 @@ class Agent:
         """Supervises until the run ends or this node leaves; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
-        self.log(f"node {self.own.name} joins, for {self.options.least} to {self.options.most} nodes")
+        self.log(f"node {self.own.name} joins; the run can use {', '.join(map(str, sorted(self.layouts)))} nodes")
         try:
-            while (code := self._tick()) is None:
+            while True:
+                try:
+                    if (code := self._tick()) is not None:
+                        return code
+                except OSError as error:  # a full disk, a file server that does not answer
+                    self.log(f"warning: {error}")
                 time.sleep(TICK)
-            return code
         finally:
             self.workers.kill()
-            self.rendezvous.leave()
             self._scratch.cleanup()
-            self._log.close()
+            with contextlib.suppress(OSError):
+                self.rendezvous.leave()
+                self._log.close()
 
     def log(self, text: str) -> None:
         """One line, on the console and in the agent's log; not twice in a row."""
         if text != self._last_line:
             self._last_line, line = text, f"{time.strftime('%H:%M:%S')} launch: {text}"
             print(line, file=sys.stderr, flush=True)
-            print(line, file=self._log, flush=True)
+            with contextlib.suppress(OSError):
+                print(line, file=self._log, flush=True)
 
     def _receive(self, number, frame) -> None:
         self._signals += 1
@@ -106,6 +113,7 @@ class Agent:
 
     def _publish(self) -> None:
         self.own.step = max(self.own.step, self.workers.step)
+        self.own.training = self.workers.training
         silent = time.monotonic() - self.rendezvous.published
         if silent > self.options.node_timeout and self.own.state == RUNNING:
             self._fail(f"the agent did not run for {silent:.0f} s, and the others have left this node out")
@@ -165,7 +173,7 @@ class Agent:
             if not self.rendezvous.stop_requested(generation.number) and 0 in codes:
                 self.rendezvous.end(generation.number, 0, "the training has ended")
             self._set(STOPPED)
-        elif not self._asked and self.rendezvous.stop_requested(generation.number):
+        elif not self._asked and self.workers.training and self.rendezvous.stop_requested(generation.number):
             self._asked = time.monotonic()
             self.workers.send(signal.SIGUSR1)
 
@@ -207,7 +215,7 @@ class Agent:
         running = [node for node in alive if node.generation == newest and node.state == RUNNING]
         if running:
             lost_none = {node.name for node in running} == set(current.members)
-            if lost_none and count > len(current.members) and waited > FRESH and min(n.step for n in running):
+            if lost_none and count > len(current.members) and waited > FRESH and all(n.training for n in running):
                 if not self.rendezvous.stop_requested(newest):
                     self.log(f"{len(candidates)} nodes: generation {newest} saves and stops, to go on with {count}")
                     self.rendezvous.request_stop(newest)

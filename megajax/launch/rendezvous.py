@@ -17,6 +17,7 @@ import pathlib
 import time
 from dataclasses import asdict, dataclass, field
 
+SIZE = 2048  # bytes of a node's file, whose text changes its length
 WAITING, RUNNING, STOPPED, FAILED = "waiting", "running", "stopped", "failed"
 
 
@@ -32,7 +33,8 @@ class Node:
       state: of its processes: waiting for a generation, running, stopped (ended as asked or killed), or failed.
       generation: the last one that it has started or was left out of.
       leaving: it will leave when its processes have saved.
-      step: the step that its processes have reached.
+      step: the highest step that its processes have reached, in this generation or before.
+      training: they have reached a step of this generation, and so can save and stop.
       reason: why its processes have failed.
     """
 
@@ -45,6 +47,7 @@ class Node:
     generation: int = 0
     leaving: bool = False
     step: int = 0
+    training: bool = False
     reason: str = ""
 
 
@@ -103,7 +106,7 @@ class Rendezvous:
     def publish(self) -> None:
         """Writes this agent's state; keeps it alive for the others."""
         self.own.count += 1
-        _write(self._nodes / f"{self.own.name}.json", asdict(self.own))
+        _overwrite(self._nodes / f"{self.own.name}.json", asdict(self.own))
         self.published = time.monotonic()
 
     def leave(self) -> None:
@@ -114,11 +117,11 @@ class Rendezvous:
         """Reads the states of all nodes."""
         now, present = time.monotonic(), set()
         for path in self._nodes.glob("*.json"):
+            present.add(path.stem)
             data = _read(path)
             if data is None:
                 continue
             node = Node(**data)
-            present.add(node.name)
             seen = self._seen.setdefault(node.name, _Seen(node.count, now))
             if node.count != seen.count:
                 seen.count, seen.when, seen.alive = node.count, now, True
@@ -169,11 +172,15 @@ class Rendezvous:
         return None
 
 
-def _write(path: pathlib.Path, data: dict) -> None:
-    """Replaces a file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data))
-    temporary.replace(path)
+def _overwrite(path: pathlib.Path, data: dict) -> None:
+    """Writes a file in place: that needs no space on a full disk. A reader that sees half of it reads it again."""
+    text = json.dumps(data).ljust(SIZE).encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
+    finally:
+        os.close(descriptor)
 
 
 def _create(path: pathlib.Path, data: dict, name: str) -> bool:

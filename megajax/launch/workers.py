@@ -53,6 +53,11 @@ class Workers:
         return max((worker.last.get("step", 0) for worker in self._workers), default=0)
 
     @property
+    def training(self) -> bool:
+        """Whether all of them have reached a step: from then on they save and stop at a signal."""
+        return bool(self._workers) and all(worker.last.get("step", 0) > 0 for worker in self._workers)
+
+    @property
     def running(self) -> bool:
         """Whether any of them has not ended."""
         return any(worker.process.poll() is None for worker in self._workers)

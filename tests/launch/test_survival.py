@@ -33,8 +33,7 @@ class Survivors:
         self.directory, self.run, self.agents, self.count = directory, directory / "run", [], 0
         self.text = directory / "text.txt"
         self.text.write_text("All the world's a stage, and all the men and women merely players. " * 100)
-        inherited = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-        self.environment = inherited | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+        self.environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
 
     def command(self, steps: int, run: pathlib.Path) -> list[str]:
         """The experiment and its options."""
