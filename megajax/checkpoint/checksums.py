@@ -34,15 +34,17 @@ def _sums(root: pathlib.Path, files: Iterable[pathlib.Path]) -> dict[str, list[i
         return {str(file.relative_to(root)): value for file, value in zip(files, pool.map(_sum, files), strict=True)}
 
 
-def _write(root: pathlib.Path, name: str, sums: dict[str, list[int]]) -> None:
+def _write(root: pathlib.Path, name: str, sums: dict[str, list[int]]) -> pathlib.Path:
     (root / DIRECTORY).mkdir(exist_ok=True)
-    (root / DIRECTORY / f"{name}.json").write_text(json.dumps(sums, indent=0))
+    path = root / DIRECTORY / f"{name}.json"
+    path.write_text(json.dumps(sums, indent=0))
+    return path
 
 
-def write_own(root: pathlib.Path, process: int) -> None:
-    """Writes the sums of the files that `process` wrote into a checkpoint."""
+def write_own(root: pathlib.Path, process: int) -> list[pathlib.Path]:
+    """Writes the sums of the files that `process` wrote into a checkpoint; returns these files and that of the sums."""
     own = [file for part in root.glob(f"**/ocdbt.process_{process}") for file in part.rglob("*") if file.is_file()]
-    _write(root, f"process_{process}", _sums(root, own))
+    return [*own, _write(root, f"process_{process}", _sums(root, own))]
 
 
 def write_rest(root: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import pathlib
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.gpt_samples import check_number
+from megajax.data.gpt_samples import check_dataset, check_number
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import Loader
 from megajax.data.sample_indices import cached_arrays
@@ -206,17 +206,18 @@ class BertSamples:
           cache: folder of the cached index; None: `index_cache` in the dataset's folder.
 
         Raises:
-          ConfigError: no document is usable; see `build_sentence_index` and `cached_arrays`.
+          ConfigError: no document is usable, or the dataset's index is damaged; see `build_sentence_index` and
+            `cached_arrays`.
         """
         self.dataset, self.sequence_length, self.seed = dataset, sequence_length, seed
         self.pieces, self.masking = pieces, masking
+        check_dataset(dataset)
         first, last = bounds
         documents, lengths = np.array(dataset.documents[first : last + 1]), np.array(dataset.lengths)
         room, least = sequence_length - 3, 2 if masking.pairs else 1
         settings = (samples, room, masking.short_probability, seed, least)
 
         def build():
-            dataset.check()
             return {"sentences": build_sentence_index(documents, lengths, *settings)}
 
         folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
@@ -235,7 +236,7 @@ class BertSamples:
         check_number(index, self.count)
         random = np.random.RandomState((self.seed + index) % 2**32)
         first, last, room = self.sentences[index].tolist()
-        sentences = [self.dataset.sequence(number).tolist() for number in range(first, last)]
+        sentences = [self._sentence(number) for number in range(first, last)]
         segments, swapped = self._segments(sentences, random)
         _trim(segments, room, random)
         tokens, types = [self.pieces.begin, *segments[0], self.pieces.separator], [0] * (len(segments[0]) + 2)
@@ -251,6 +252,21 @@ class BertSamples:
         weights, attended = np.zeros((2, self.sequence_length), np.float32)
         weights[list(masked)], attended[: len(tokens)] = 1, 1
         return sample | {"weights": weights, "attended": attended, "swapped": np.int32(swapped)}
+
+    def _sentence(self, number: int) -> list[int]:
+        """The ids of a sentence.
+
+        Raises:
+          ConfigError: an id is outside the vocabulary.
+        """
+        tokens, known = self.dataset.sequence(number), len(self.pieces.continues)
+        if (wrong := np.flatnonzero((tokens < 0) | (tokens >= known))).size:
+            place = int(self.dataset.offsets[number]) // self.dataset.dtype.itemsize + int(wrong[0])
+            raise ConfigError(
+                f"{self.dataset.describe_token(place)}, but the vocabulary has ids 0 to {known - 1}: pass the tokenizer "
+                "that the data was written with"
+            )
+        return tokens.tolist()
 
     def _segments(self, sentences: list[list[int]], random: np.random.RandomState) -> tuple[list[list[int]], bool]:
         """The two segments, and whether they are swapped."""

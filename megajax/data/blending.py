@@ -140,6 +140,10 @@ class BlendedSamples:
         check_number(index, self.count)
         return self.parts[self.dataset[index]].window(int(self.sample[index]))
 
+    def describe_token(self, index: int, position: int) -> str:
+        """See `GPTSamples.describe_token`."""
+        return self.parts[self.dataset[index]].describe_token(int(self.sample[index]), position)
+
 
 @dataclasses.dataclass(frozen=True)
 class Blend:

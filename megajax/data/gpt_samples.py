@@ -25,6 +25,9 @@ class Samples(Protocol):
     def window(self, index: int) -> np.ndarray:
         """Tokens of sample `index` >= 0, int32 [sequence_length + 1]: inputs are [:-1], labels [1:]."""
 
+    def describe_token(self, index: int, position: int) -> str:
+        """The id of a token of sample `index` and its place in the data, for messages."""
+
 
 class GPTSamples:
     """Samples of a range of one dataset's sequences."""
@@ -51,15 +54,13 @@ class GPTSamples:
         Raises:
           ConfigError: see `build_sample_index` and `cached_arrays`; or the dataset's index is damaged.
         """
-        if dataset.dtype.kind == "f":
-            raise ConfigError(f"{dataset.prefix} has numbers of type {dataset.dtype.name}, which are not token ids")
+        check_dataset(dataset)
         self.dataset, self.sequence_length = dataset, sequence_length
         first, last = bounds
         self.tokens = int(dataset.lengths[first:last].sum(dtype=np.int64))
         request = {"first": first, "last": last, "sequence_length": sequence_length, "samples": samples, "seed": seed}
 
         def build():
-            dataset.check()
             return build_sample_index(dataset.lengths, first, last, sequence_length, samples, seed)._asdict()
 
         folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
@@ -71,7 +72,28 @@ class GPTSamples:
         self.count = self.index.count
 
     def window(self, index: int) -> np.ndarray:
-        """Tokens of sample `index`, int32 [sequence_length + 1]; see `Samples.window`."""
+        """Tokens of sample `index`, int32 [sequence_length + 1]; see `Samples.window`.
+
+        Raises:
+          ConfigError: the sample does not exist, or an id of an int64 file does not fit int32.
+        """
+        parts = [self.dataset.tokens[begin:end] for begin, end in self._spans(index)]
+        if self.dataset.dtype.itemsize > 4:
+            wide = np.concatenate(parts)
+            if (wrong := np.flatnonzero(wide != wide.astype(np.int32))).size:
+                raise ConfigError(
+                    f"{self.describe_token(index, int(wrong[0]))}; ids must be 0 to {2**31 - 1}: write the pair again with "
+                    "the model's tokenizer"
+                )
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+    def describe_token(self, index: int, position: int) -> str:
+        """The id of a token of sample `index`, and its byte in the .bin file."""
+        places = np.concatenate([np.arange(begin, end) for begin, end in self._spans(index)])
+        return self.dataset.describe_token(int(places[position]))
+
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        """First token and last token + 1, in the .bin file, of each part of sample `index`."""
         check_number(index, self.count)
         documents, offsets, lengths = self.index.document, self.dataset.offsets, self.dataset.lengths
         place = int(self.index.shuffle[index])
@@ -81,9 +103,17 @@ class GPTSamples:
         ends = begins + lengths[numbers]
         ends[-1] = begins[-1] + end + 1
         begins[0] += start
-        tokens = self.dataset.tokens
-        spans = [tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        return np.concatenate(spans, dtype=np.int32, casting="same_kind")
+        return list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def check_dataset(dataset: IndexedDataset) -> None:
+    """Checks a dataset before training, whether or not its sample index is cached, which depends on the lengths only.
+
+    Raises:
+      ConfigError: the dataset's index is damaged, or its numbers are not integers.
+    """
+    dataset.check_type()
+    dataset.check()
 
 
 def check_number(index: int, count: int) -> None:

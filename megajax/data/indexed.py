@@ -34,7 +34,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}  # 6 and 7 are in this order
 AT_VERSION, AT_DTYPE, AT_SEQUENCES, AT_DOCUMENTS = 9, 17, 18, 26
 REMEDY = "Copy or write the pair again."
-CHECKED_AT_ONCE = 1 << 22  # elements that `check` reads at once, which bounds its memory
+CHECKED_AT_ONCE = 1 << 16  # elements that `check` reads at once: few enough to stay in the CPU's cache
 
 
 def dtype_for(vocabulary: int) -> np.dtype:
@@ -130,14 +130,24 @@ class IndexedDataset:
         Raises:
           ConfigError: an id is negative or not below `vocabulary`; the message gives the first one.
         """
+        self.check_type()
         for start in range(0, len(self.tokens), CHECKED_AT_ONCE):
             part = self.tokens[start : start + CHECKED_AT_ONCE]
             if part.max() >= vocabulary or part.min() < 0:
-                place = start + int(np.argmax((part >= vocabulary) | (part < 0)))
+                token = self.describe_token(start + int(np.argmax((part >= vocabulary) | (part < 0))))
                 raise ConfigError(
-                    f"{self._bin}, byte {place * self.dtype.itemsize}: token id {self.tokens[place]} (the file's token "
-                    f"{place:,}), but the tokenizer has ids 0 to {vocabulary - 1}: it was written with another tokenizer"
+                    f"{token}, but the tokenizer has ids 0 to {vocabulary - 1}: it was written with another tokenizer"
                 )
+
+    def check_type(self) -> None:
+        """Raises ConfigError if the file has floating-point numbers, which are not token ids."""
+        if self.dtype.kind == "f":
+            raise ConfigError(f"{self.prefix} has numbers of type {self.dtype.name}, which are not token ids")
+
+    def describe_token(self, place: int) -> str:
+        """The id number `place` of .bin and its byte, for messages."""
+        at = place * self.dtype.itemsize
+        return f"{self._bin}, byte {at}: token id {self.tokens[place]} (the file's token {place:,})"
 
     def _first_bad(self, wrong: np.ndarray, name: str, start: int, size: int, reason: str) -> None:
         if wrong.any():
@@ -180,9 +190,7 @@ class IndexedDataset:
                 f"{self._idx}, byte {size}: the file ends here, but its header (bytes {AT_SEQUENCES} to {HEADER.size - 1}) "
                 f"announces {what}, which need {expected} bytes: it is truncated. {REMEDY}"
             )
-        modes = " It may be a multimodal dataset, which has one more byte per sequence." * (
-            size - expected == sequences
-        )
+        modes = " It may be a multimodal dataset, with a byte per sequence." * (size - expected == sequences)
         raise ConfigError(
             f"{self._idx}, byte {expected}: {size - expected} extra bytes after the {what} of its header.{modes} {REMEDY}"
         )
@@ -190,8 +198,7 @@ class IndexedDataset:
     def _check_ends(self, sequences: int) -> None:
         """Checks the first and last elements of the arrays: this detects the .bin of another pair at constant cost."""
         for place, legal in ((0, 0), (-1, sequences)):
-            found = int(self.documents[place])
-            if found != legal:
+            if (found := int(self.documents[place])) != legal:
                 at = self._starts["documents"] + 8 * (place % len(self.documents))
                 raise ConfigError(
                     f"{self._idx}, byte {at}: documents[{place}] is {found}; it must be {legal}. {REMEDY}"
@@ -208,6 +215,8 @@ class IndexedDataset:
                 f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: {self._idx.name} says it has {end} bytes, it has "
                 f"{self.bin_bytes}: it {reason}, or the two files are not a pair. {REMEDY}"
             )
+        if end % self.dtype.itemsize:
+            raise ConfigError(f"{self._bin}, byte {end}: the file ends inside an id of {self.dtype.name}. {REMEDY}")
 
     def _size(self, path: pathlib.Path) -> int:
         try:

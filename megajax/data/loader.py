@@ -70,9 +70,17 @@ class TokenSamples:
 
     def window(self, index: int) -> np.ndarray:
         """Tokens of sample `index` >= 0, int32 [sequence_length + 1]: inputs are [:-1], labels [1:]."""
-        epoch, place = divmod(index, self.count)
-        start = int(self._order(epoch)[place]) * self.sequence_length
+        start = self._start(index)
         return self.tokens[start : start + self.sequence_length + 1].astype(np.int32)
+
+    def describe_token(self, index: int, position: int) -> str:
+        """The id of a token of sample `index`, and its place in the text."""
+        place = self._start(index) + position
+        return f"the text's token {place:,}: token id {self.tokens[place]}"
+
+    def _start(self, index: int) -> int:
+        epoch, place = divmod(index, self.count)
+        return int(self._order(epoch)[place]) * self.sequence_length
 
     def _draw(self, epoch: int) -> np.ndarray:
         if self.seed is None:
@@ -151,10 +159,11 @@ class Loader:
         padding = numbers == PADDING
         windows = np.stack([self.samples.window(0 if number == PADDING else int(number)) for number in numbers])
         if self.vocabulary is not None and not 0 <= windows.min() <= windows.max() < self.vocabulary:
-            bad = windows[(windows < 0) | (windows >= self.vocabulary)][0]
+            row, position = np.argwhere((windows < 0) | (windows >= self.vocabulary))[0].tolist()
             raise ConfigError(
-                f"the data has token id {bad}, the model has 0 to {self.vocabulary - 1}: it was written with another "
-                "tokenizer; pass the size of its vocabulary as --vocabulary"
+                f"{self.samples.describe_token(int(numbers[row]), position)}, but the model has ids 0 to "
+                f"{self.vocabulary - 1}: the data was written with another tokenizer; pass the size of its vocabulary as "
+                "--vocabulary"
             )
         tokens = windows[:, :-1]
         rows = {

@@ -9,30 +9,11 @@ than with one program per size (less with a larger pipeline bubble); a ramp is 4
 
 import numpy as np
 
-from megajax.config import RunConfig, TrainConfig
+from megajax.config import RunConfig
+from megajax.config.batch_ramp import batch_size
 from megajax.data.loader import Loader
 
 MAX_PROGRAMS = 8
-
-
-def batch_size(train: TrainConfig, consumed: int) -> int:
-    """Samples of the step that starts after `consumed` samples.
-
-    Each of the sizes below the global batch gets an equal share of the ramp's samples.
-    """
-    sizes = train.batch_sizes
-    if len(sizes) == 1:
-        return sizes[0]
-    return sizes[min(consumed * (len(sizes) - 1) // train.batch_ramp[2], len(sizes) - 1)]
-
-
-def steps_left(run: RunConfig, consumed: int) -> int:
-    """Steps from `consumed` samples to the end of the run; the last step may exceed the total samples."""
-    steps, ramp_end = 0, run.train.batch_ramp[2] if run.train.batch_ramp else 0
-    while consumed < min(ramp_end, run.total_samples):
-        consumed += batch_size(run.train, consumed)
-        steps += 1
-    return steps + max(0, -(-(run.total_samples - consumed) // run.train.global_batch_size))
 
 
 def padded_sizes(run: RunConfig, most: int = MAX_PROGRAMS) -> dict[int, int]:

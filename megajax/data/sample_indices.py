@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from filelock import FileLock
 from megajax.config import ConfigError
 
 LAST_EPOCH_SHARE = 0.80  # if fewer of the last epoch's samples are needed, it is shuffled separately and comes last
+CHECKSUM = "checksum"  # file of a cache entry
 DOCUMENTS_AT_ONCE = 1 << 16  # few enough that their ends stay in the CPU's cache
 
 
@@ -84,12 +86,14 @@ def epochs_needed(tokens: int, sequence_length: int, samples: int | None) -> int
     """The smallest number of epochs of `tokens` tokens that gives `samples` samples; 1 for None.
 
     Raises:
-      ConfigError: an epoch is shorter than one sample.
+      ConfigError: an epoch has no token, or `samples` is None and it is shorter than one sample.
     """
-    if tokens < sequence_length + 1:
+    if tokens < 1:
+        raise ConfigError("a split has 0 tokens: pass more data, or another --split")
+    if samples is None and tokens < sequence_length + 1:
         raise ConfigError(
-            f"a split has {tokens} tokens and a sample needs {sequence_length + 1}: pass more data, another --split, or a "
-            "lower --sequence-length"
+            f"a split has {tokens} tokens, a sample needs {sequence_length + 1}, and a blend without weights does not "
+            "repeat its datasets: pass weights in --data-path, or omit this dataset"
         )
     return 1 if samples is None else max(1, -(-(samples * sequence_length + 1) // tokens))
 
@@ -143,7 +147,7 @@ def cached_arrays(
     HASH covers all inputs of the arrays but no path or date: a dataset that was moved is found, one that was replaced is
     not mistaken for the old one. Of several concurrent processes, one builds and the others wait. The entry is renamed to
     its final name when it is complete. If the lock does not work, as on some network filesystems, every process builds,
-    the first to finish stores its arrays, and the result is the same.
+    the first to finish stores its arrays, and the result is the same. An entry with a wrong checksum is built again.
 
     Args:
       folder: the cache, created if missing.
@@ -155,29 +159,55 @@ def cached_arrays(
       Read-only memory maps of the files.
 
     Raises:
-      ConfigError: the folder is not writable.
+      ConfigError: the folder is not writable, or a damaged entry cannot be replaced.
     """
     text = json.dumps(description, sort_keys=True, indent=1)
     digest = hashlib.sha256(text.encode())
     for array in content:
         digest.update(np.ascontiguousarray(array).data)
     entry = pathlib.Path(folder) / digest.hexdigest()[:32]
-    if not entry.is_dir():
+    arrays = _load(entry)
+    if arrays is None:
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{entry}.lock"):
-                if not entry.is_dir():
+                arrays = _load(entry)
+                if arrays is None:
                     _store(entry, text, build())
+                    arrays = _load(entry)
         except OSError as error:
             raise ConfigError(
                 f"cannot store the sample index in {folder}: {error.strerror or error}; "
                 "pass --data-cache DIR with a writable folder"
             ) from None
-    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))}
+    if arrays is None:
+        raise ConfigError(f"the sample index {entry} is damaged and cannot be replaced: pass --data-cache DIR")
+    return arrays
+
+
+def _load(entry: pathlib.Path) -> dict[str, np.ndarray] | None:
+    """The arrays of an entry; None if it does not exist or is damaged."""
+    try:
+        if (entry / CHECKSUM).read_bytes() != _checksum(entry):
+            return None
+        return {path.stem: np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))}
+    except OSError:  # another process may also be replacing it
+        return None
+
+
+def _checksum(entry: pathlib.Path) -> bytes:
+    """SHA-256 of the names and contents of an entry's files."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in entry.iterdir() if path.name != CHECKSUM):
+        with open(path, "rb") as stream:
+            digest.update(f"{path.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest().encode()
 
 
 def _store(entry: pathlib.Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
-    unfinished = entry.with_name(f"{entry.name}.unfinished-{os.uname().nodename}-{os.getpid()}")
+    """Writes an entry in a folder of its own, and renames it; a damaged entry is removed first."""
+    owner = f"{os.uname().nodename}-{os.getpid()}"
+    unfinished, damaged = (entry.with_name(f"{entry.name}.{state}-{owner}") for state in ("unfinished", "damaged"))
     try:
         unfinished.mkdir()
         (unfinished / "description.json").write_text(text + "\n")
@@ -185,10 +215,17 @@ def _store(entry: pathlib.Path, text: str, arrays: Mapping[str, np.ndarray]) -> 
             with open(unfinished / f"{name}.npy", "wb") as stream:
                 np.save(stream, array)
                 os.fsync(stream.fileno())
+        (unfinished / CHECKSUM).write_bytes(_checksum(unfinished))
+        if entry.exists() and _load(entry) is None:
+            print(
+                f"the cached sample index {entry} is damaged or of an older version: it is built again", file=sys.stderr
+            )
+            os.rename(entry, damaged)
         with contextlib.suppress(FileExistsError, NotADirectoryError):
             os.rename(unfinished, entry)
     except OSError:
         if not entry.is_dir():  # if it is, another process has stored the arrays ("directory not empty")
             raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for folder in (unfinished, damaged):
+            shutil.rmtree(folder, ignore_errors=True)

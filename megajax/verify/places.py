@@ -13,7 +13,10 @@ class Places:
     """The places of one layout."""
 
     def __init__(self, training: Training):
-        """Reads the mesh and the schedule's placement of layers."""
+        """Reads the mesh and the schedule's placement of layers.
+
+        `layers`: int [chunks, pipe, layers per chunk], the model's number of each stored layer.
+        """
         self.mesh, self.parallel, self.microbatches = training.mesh, training.run.parallel, training.run.microbatches
         numbers = np.arange(training.run.model.layers)
         self.layers = np.asarray(
@@ -23,11 +26,7 @@ class Places:
                 chunks=self.parallel.chunks,
                 placement=training.schedule.placement,
             )
-        )  # [chunks, pipe, layers per chunk]
-
-    def layer_at(self, chunk: int, rank: int, index: int) -> int:
-        """The model's number of a stored layer."""
-        return int(self.layers[chunk, rank, index])
+        )
 
     def layer(self, number: int) -> str:
         """Where a layer is computed, "pipe rank 1, chunk 0"; empty without a pipeline."""

@@ -25,6 +25,7 @@ from megajax.pipeline import layout
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.registry import find
 from megajax.train.precision import compute_dtype
+from megajax.train.replica_check import ReplicaCheck
 from megajax.train.step import TrainState, make_training
 from megajax.verify.places import Places
 from megajax.verify.replicas import differing_replicas
@@ -93,7 +94,7 @@ class Replay:
                 "its steps equal those of no other layout: pass --schedule 1f1b to compare the rest of the layout."
             )
         self.run, self.training = run, make_training(run, make_mesh(run.parallel, devices), model, rules)
-        self.places = Places(self.training)
+        self.places, self._replica_check = Places(self.training), ReplicaCheck(self.training.state_layout)
         training, replicated = self.training, NamedSharding(self.training.mesh, P())
         state = training.state_sharding
         self._step = jax.jit(
@@ -169,7 +170,7 @@ class Replay:
             blocks={name: self._canonical(record) for name, record in records.items()},
             group=parallel.recompute_blocks,
             tensors=tensors,
-            replicas=differing_replicas(results.after, self.places),
+            replicas=differing_replicas(results.after, self._replica_check, self.places),
         )
 
     def _canonical(self, record: np.ndarray) -> np.ndarray:

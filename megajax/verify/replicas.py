@@ -1,7 +1,4 @@
-"""Names the devices whose copy of a replicated array differs from the other copies, in any bit.
-
-jax reads one of the copies and assumes that they are equal.
-"""
+"""Names the devices whose copy of a replicated array differs from the others in any bit, and the layer."""
 
 from typing import Any
 
@@ -9,46 +6,42 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import is_block, named
+from megajax.train.replica_check import Difference, ReplicaCheck
 from megajax.verify.places import Places
 
 Tree = Any
 
 
-def differing_replicas(state: Tree, places: Places) -> list[str]:
+def differing_replicas(state: Tree, check: ReplicaCheck, places: Places) -> list[str]:
     """A line for each array with copies that differ: its name, the first layer that differs, and the devices.
 
-    Only devices of this process are compared.
-
     Args:
-      state: a pytree of arrays on a mesh.
+      state: the state to compare.
+      check: compares its checksums.
       places: of the layout that the state is of.
     """
-    found = []
-    for name, leaf in named(state).items():
-        copies: dict[str, list] = {}
-        for shard in leaf.addressable_shards:
-            copies.setdefault(str(shard.index), []).append(shard)
-        for shards in copies.values():
-            if len(shards) > 1 and (line := _compare(name, shards, places)):
-                found.append(line)
-    return found
+    return [_describe(difference, named(state)[difference.name], places) for difference in check.differences(state)]
 
 
-def _compare(name: str, shards: list[jax.Shard], places: Places) -> str | None:
-    """The line of one shard's copies; None if all are equal."""
-    values = [np.ascontiguousarray(shard.data) for shard in shards]
-    texts = [value.tobytes() for value in values]
-    usual = max(set(texts), key=texts.count)
-    odd = [number for number, text in enumerate(texts) if text != usual]
-    if not odd:
-        return None
-    majority = 2 * texts.count(usual) > len(texts)
-    blamed = odd if majority else range(len(shards))
-    devices = ", ".join(places.device(shards[number].device) for number in blamed)
-    tensor = name
-    if is_block(name):
-        unequal = (values[odd[0]] != values[texts.index(usual)]).reshape(*values[0].shape[:3], -1).any(-1)
-        local = np.argwhere(unequal)[0] if unequal.any() else (0, 0, 0)
-        chunk, rank, index = (int(at) + (part.start or 0) for at, part in zip(local, shards[0].index, strict=False))
-        tensor = f"{name} of layer {places.layer_at(chunk, rank, index)}"
-    return f"{tensor}: the copy of {devices} differs" if majority else f"{tensor}: the copies of {devices} differ"
+def _describe(difference: Difference, leaf: jax.Array, places: Places) -> str:
+    devices = "; ".join(places.device(device) for device in difference.suspects)
+    layer = _layer(leaf, difference.suspects, places) if is_block(difference.name) else None
+    tensor = difference.name if layer is None else f"{difference.name} of layer {layer}"
+    if difference.majority:
+        return f"{tensor}: the copy of {devices} differs from the others"
+    return f"{tensor}: the copies of {devices} differ from one another"
+
+
+def _layer(leaf: jax.Array, suspects: tuple[jax.Device, ...], places: Places) -> int | None:
+    """The first layer of a suspect's copy that is not as in another copy; None if this process has only one of them."""
+    shards = leaf.addressable_shards
+    for suspect in (shard for shard in shards if shard.device in suspects):
+        for other in shards:
+            if other.index != suspect.index or other.device == suspect.device:
+                continue
+            bits, expected = (np.ascontiguousarray(shard.data).view(np.uint32) for shard in (suspect, other))
+            unequal = (bits != expected).reshape(*bits.shape[:3], -1).any(-1)
+            if unequal.any():
+                layers = places.layers[suspect.index[:3]]
+                return int(layers[unequal].min())
+    return None

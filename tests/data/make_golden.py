@@ -25,6 +25,9 @@ SAMPLES = (None, 1, 40, 333, 1000)
 SEEDS = (1234, 1, 0)
 # No split may be empty: megatron-core then counts epochs in an infinite loop.
 SPLITS = ("950,30,20", "90,5,5", "100,0,0", "0.7,0.2,0.1", "1,1,1")
+# Splits shorter than a sample, whose documents are repeated: corpus, split, sequence length.
+SHORT = (("one", "1", 70), ("one", "1", 100), ("one", "1", 1000), ("few", "1", 3000), ("few", "90,5,5", 333))
+SHORT_SAMPLES = (1, 2, 3, 7, 40)
 WEIGHTS = {
     "paper": [0.5, 0.25, 0.25],
     "equal": [1.0] * 7,
@@ -39,6 +42,16 @@ BLENDS = {
     "sizes": ["many", "few", "one"],
 }
 BLEND_SIZES = ((100, 20, 5), (1000, 33, 1))
+# Batch ramps: start, increment, samples, global batch size, steps of it. The first is GPT-3 175B's.
+RAMPS = (
+    (16, 16, 5_859_375, 1536, 95_367),
+    (16, 16, 1_953_125, 256, 10_000),
+    (4, 4, 60, 16, 10),
+    (1, 1, 37, 7, 11),
+    (2, 2, 7, 24, 14),
+    (3, 5, 1000, 33, 100),
+    (8, 8, 12, 16, 2),
+)
 
 
 def digest(array) -> str:
@@ -196,30 +209,68 @@ def blend_indices() -> dict:
     return golden
 
 
+def described(part):
+    """The order and every part's indices of a blend, the indices of one dataset, or None."""
+    if part is None or not hasattr(part, "datasets"):
+        return None if part is None else indices(part)
+    return [digest(part.dataset_index), digest(part.dataset_sample_index), *map(indices, part.datasets)]
+
+
+def located(folder: str, words: list[str]):
+    """Prefixes and weights of a blend."""
+    prefixes = [f"{folder}/{word}" for word in words if word in CORPORA]
+    weights = [float(word) for word in words if word not in CORPORA]
+    return prefixes, weights or None
+
+
 def blends(folder: str) -> dict:
-    """Whole blends, by weight and by size, over splits: their order and every part's indices."""
+    """Whole blends, by weight and by size, over splits."""
     golden = {}
-
-    def described(part):
-        if part is None or not hasattr(part, "datasets"):
-            return None if part is None else indices(part)
-        return [digest(part.dataset_index), digest(part.dataset_sample_index), *map(indices, part.datasets)]
-
-    def located(words):
-        prefixes = [f"{folder}/{word}" for word in words if word in CORPORA]
-        weights = [float(word) for word in words if word not in CORPORA]
-        return prefixes, weights or None
 
     for (name, words), sizes in itertools.product(BLENDS.items(), (*BLEND_SIZES, (None,) * 3)):
         if None in sizes and name != "sizes":
             continue
         # "one" has one sequence, that only the training split has; megatron-core cannot build a split of nothing
         split = "1" if "one" in words else "80,10,10"
-        built = build(config(folder, blend=located(words), split=split), sizes)
+        built = build(config(folder, blend=located(folder, words), split=split), sizes)
         golden[f"{name} {list(sizes)}"] = [described(part) for part in built]
         if None not in sizes:
-            built = build(config(folder, blend_per_split=[located(words), located(["few"]), None]), sizes)
+            per_split = [located(folder, words), located(folder, ["few"]), None]
+            built = build(config(folder, blend_per_split=per_split), sizes)
             golden[f"{name} {list(sizes)} per split"] = [described(part) for part in built]
+    return golden
+
+
+def short_splits(folder: str) -> dict:
+    """Indices and tokens of splits that are shorter than a sample, and a blend with such a dataset."""
+    golden = {}
+    for (name, split, length), samples, seed in itertools.product(SHORT, SHORT_SAMPLES, SEEDS):
+        blend = ([f"{folder}/{name}"], None)
+        without = {"reset_attention_mask": False, "create_attention_mask": False}  # which take most of the time
+        settings = config(folder, blend=blend, split=split, sequence_length=length, random_seed=seed, **without)
+        count = len(split.split(","))
+        built = build(settings, (samples,) * count + (0,) * (3 - count))[:count]
+        tokens = [digest(np.stack([part[i]["tokens"].numpy() for i in range(samples)])) for part in built]
+        golden[f"{name} {split} {length} {samples} {seed}"] = [list(map(indices, built)), tokens]
+    blend = located(folder, BLENDS["weights"])  # "one" is shorter than a sample of 100 tokens
+    golden["blend"] = described(build(config(folder, blend=blend, split="1", sequence_length=100), (100, 0, 0))[0])
+    return golden
+
+
+def ramps() -> dict:
+    """Steps and samples of runs with a batch ramp that end with the first step that reaches the samples asked for."""
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    golden = {}
+    for start, increment, samples, batch, steps in RAMPS:
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 0, start, increment, samples)
+        sizes, consumed = [], 0
+        while consumed < steps * batch:
+            calculator.update(consumed, False)
+            sizes.append(calculator.current_global_batch_size)
+            consumed += sizes[-1]
+        key = " ".join(map(str, (start, increment, samples, batch, steps)))
+        golden[key] = [len(sizes), consumed, digest(np.array(sizes, np.int64))]
     return golden
 
 
@@ -276,7 +327,7 @@ def main() -> None:
         golden = {"pairs": write_pairs(folder), "corpora": write_corpora(folder)}
         golden |= {"indices": gpt_indices(folder), "samples": gpt_samples(folder), "orders": blend_indices()}
         golden["blends"] = blends(folder)
-        golden["bert"] = bert(folder)
+        golden |= {"bert": bert(folder), "short": short_splits(folder), "ramps": ramps()}
     GOLDEN.write_text(json.dumps(golden, indent=0) + "\n")
 
 

@@ -92,6 +92,27 @@ def test_word_pieces_are_read_from_the_tokenizer(tmp_path):
         WordPieces.from_tokenizer(load_tokenizer("gpt2"))
 
 
+def test_damaged_data_is_refused_with_and_without_a_cached_index(tmp_path):
+    def sentences(tokens, dtype=np.int64):
+        with IndexedWriter(tmp_path / "a", dtype, overwrite=True) as writer:
+            writer.add_document(tokens, [2, len(tokens) - 2])
+        return BertSamples(IndexedDataset(tmp_path / "a"), (0, 1), 5, 16, 1, PIECES)
+
+    sentences([5, 6, 7, 8, 9]).sample(0)
+    for token in (-1, 200, 2**40):
+        with pytest.raises(
+            ConfigError, match=rf"a\.bin, byte 32: token id {token} .*, but the vocabulary has ids 0 to 199"
+        ):
+            sentences([5, 6, 7, 8, token]).sample(0)
+    with pytest.raises(ConfigError, match="type float32, which are not token ids"):
+        sentences([5, 6, 7, 8, 9], np.float32)
+    sentences([5, 6, 7, 8, 9])
+    raw = (tmp_path / "a.idx").read_bytes()
+    (tmp_path / "a.idx").write_bytes(raw[:42] + b"\x08" + raw[43:])
+    with pytest.raises(ConfigError, match="a.idx, byte 42: the first sequence begins at byte 8"):
+        BertSamples(IndexedDataset(tmp_path / "a"), (0, 1), 5, 16, 1, PIECES)
+
+
 def test_documents_of_one_sentence_give_no_pairs(tmp_path):
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_document([5, 6, 7])

@@ -43,7 +43,10 @@ def test_a_blend_with_separate_documents_trains(pairs, capfd):
         (["--data-path", "{0}/web", "--split", "1"], "leaves nothing for validation"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "80,20", "--steps", "9999"], "needs sample 79,991 of"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "98,2", "--steps", "1"], "validation has . samples"),
-        (["--data-path", "{0}/web", "--sequence-length", "9999"], "a split has .* tokens and a sample needs 10000"),
+        (
+            ["--data-path", "{0}/web", "{0}/books", "--sequence-length", "9999"],
+            "a split has .* tokens, a sample needs 100",
+        ),
     ],
 )
 def test_mistakes_are_one_line(pairs, capfd, words, message):

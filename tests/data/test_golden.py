@@ -7,6 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from megajax.config import TrainConfig
+from megajax.config.batch_ramp import batch_size, remaining_steps
 from megajax.data.blending import Blend, BlendedSamples, blend_order, exhaustive_order, normalised, split_bounds
 from megajax.data.gpt_samples import GPTSamples
 from megajax.data.indexed import IndexedDataset, IndexedWriter
@@ -85,6 +87,36 @@ def test_splits_equal_megatrons(corpora, split, samples):
     blend = Blend.parse([str(corpora / "many")])
     parts = [bounds and blend.samples(bounds, samples, 16, 1234) for bounds in split_bounds(split)]
     assert [digests(part) for part in parts] == GOLDEN["indices"][f"split {split} {samples}"]
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN["short"] if name != "blend"])
+def test_splits_shorter_than_a_sample_repeat_their_documents_as_megatrons(corpora, name):
+    corpus, split, length, samples, seed = name.split()
+    blend = Blend.parse([str(corpora / corpus)])
+    parts = [blend.samples(bounds, int(samples), int(length), int(seed)) for bounds in split_bounds(split) if bounds]
+    tokens = [np.stack([part.window(i)[:-1] for i in range(int(samples))]).astype(np.int64) for part in parts]
+    assert [[digests(part) for part in parts], [made.digest(array) for array in tokens]] == GOLDEN["short"][name]
+
+
+def test_a_blend_repeats_a_dataset_shorter_than_a_sample_as_megatrons(corpora):
+    words = [str(corpora / word) if word in made.CORPORA else word for word in made.BLENDS["weights"]]
+    assert digests(Blend.parse(words).samples((0.0, 1.0), 100, 100, 1234)) == GOLDEN["short"]["blend"]
+
+
+@pytest.mark.parametrize("name", list(GOLDEN["ramps"]))
+def test_batch_ramps_equal_megatrons(name):
+    """Sizes, number of steps and samples of a run that ends with the first step that reaches its samples."""
+    start, increment, samples, batch, steps = map(int, name.split())
+    train = TrainConfig(global_batch_size=batch, steps=steps, batch_ramp=(start, increment, samples))
+    sizes, consumed = [], 0
+    while consumed < steps * batch:
+        if len(sizes) % 997 == 0:
+            done = len(sizes), consumed
+            assert np.add(remaining_steps(train, consumed), (len(sizes), 0)).tolist() == GOLDEN["ramps"][name][:2], done
+        sizes.append(batch_size(train, consumed))
+        consumed += sizes[-1]
+    assert [len(sizes), consumed, made.digest(np.array(sizes, np.int64))] == GOLDEN["ramps"][name]
+    assert remaining_steps(train, consumed) == (0, consumed)
 
 
 @pytest.mark.parametrize("name", made.CORPORA)

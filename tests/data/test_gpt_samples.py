@@ -3,6 +3,7 @@
 import concurrent.futures
 import multiprocessing
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megajax.config import ConfigError
 from megajax.data.blending import Blend, BlendedSamples, blend_order, exhaustive_order, split_bounds
 from megajax.data.gpt_samples import GPTSamples
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.loader import Loader, TokenSamples
 from megajax.data.sample_indices import cached_arrays
 
 
@@ -59,7 +61,9 @@ def test_missing_samples_and_short_datasets_are_refused(tmp_path):
     for index in (-1, 2):
         with pytest.raises(ConfigError, match="needs sample"):
             samples.window(index)
-    with pytest.raises(ConfigError, match=r"a, sequences 0 to 1: a split has 9 tokens and a sample needs 10"):
+    with pytest.raises(
+        ConfigError, match=r"a, sequences 0 to 1: a split has 9 tokens, a sample needs 10, and a blend with"
+    ):
         whole(dataset, length=9)
 
 
@@ -77,14 +81,63 @@ def test_the_cached_index_is_found_by_content(tmp_path):
     assert len([path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]) == 2
 
 
-def test_a_damaged_dataset_gets_no_index(tmp_path):
-    write(tmp_path / "a", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+@pytest.mark.parametrize("place", [34, 54])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_damaged_dataset_is_refused_with_and_without_a_cached_index(tmp_path, cached, place):
+    dataset = write(tmp_path / "a", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    if cached:
+        whole(dataset)
     raw = bytearray((tmp_path / "a.idx").read_bytes())
-    raw[34] = 4  # the first sequence has a token more than the second begins after
+    raw[place] ^= 4  # the length of the first sequence, or the offset of the second
     (tmp_path / "a.idx").write_bytes(raw)
-    with pytest.raises(ConfigError, match=r"a\.idx, byte 54: offsets\[1\] is 6"):
+    with pytest.raises(ConfigError, match=r"a\.idx, byte 54: offsets\[1\] is [26]"):
         whole(IndexedDataset(tmp_path / "a"))
-    assert [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
+def test_a_damaged_cache_is_built_again(tmp_path, capsys, damage):
+    dataset = write(tmp_path / "a", [[1, 2, 3], [4, 5, 6], [7, 8, 9, 10]])
+    windows = [whole(dataset).window(i).tolist() for i in range(2)]
+    (entry,) = [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]
+    names = {path.name for path in entry.iterdir()}
+    assert names == {"checksum", "description.json", "document.npy", "sample.npy", "shuffle.npy"}
+    for name in sorted(names):
+        raw = (entry / name).read_bytes()
+        (entry / name).unlink()
+        changed = {"flip": raw[:-3] + bytes([raw[-3] ^ 1]) + raw[-2:], "truncate": raw[: len(raw) // 2], "empty": b""}
+        if damage in changed:
+            (entry / name).write_bytes(changed[damage])
+        again = whole(dataset)
+        assert [again.window(i).tolist() for i in range(2)] == windows
+        assert (entry / name).read_bytes() == raw
+        assert re.fullmatch(r"the cached sample index .* is built again\n", capsys.readouterr().err)
+    assert [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()] == [entry]
+
+
+def test_ids_beyond_int32_are_refused_with_their_place(tmp_path):
+    for dtype, token, legal in ((np.int64, 2**31, 2**31 - 1), (np.int64, -(2**31) - 1, 5), (np.int64, 2**32 + 5, 5)):
+        with IndexedWriter(tmp_path / "a", dtype, overwrite=True) as writer:
+            for document in ([1, 2, 3, legal], [4, 5, token]):
+                writer.add_document(document)
+        samples = whole(IndexedDataset(tmp_path / "a"), length=6)
+        message = rf"a\.bin, byte 48: token id {token} \(the file's token 6\); ids must be 0 to 2147483647"
+        with pytest.raises(ConfigError, match=message):
+            samples.window(0)
+        good = GPTSamples(IndexedDataset(tmp_path / "a"), (0, 1), 1, 3, 0)
+        assert good.window(0).tolist() == [1, 2, 3, legal] and good.window(0).dtype == np.int32
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place(tmp_path):
+    """Of the tokens 1 to 20 in documents of 5, token 17 has number 16 in the file, whatever the order."""
+    dataset = write(tmp_path / "a", np.arange(1, 21).reshape(4, 5))
+    loader = Loader(BlendedSamples([whole(dataset, length=3)], [1.0], 6), 6, 1, vocabulary=17)
+    with pytest.raises(
+        ConfigError, match=r"a\.bin, byte 32: token id 17 \(the file's token 16\), but the model has ids 0 to"
+    ):
+        loader.batch(0)
+    text = Loader(TokenSamples(np.array([3, 1, 4, 1, 5, 9, 2, 6]), 7, None), 1, 1, vocabulary=9)
+    with pytest.raises(ConfigError, match="the text's token 5: token id 9, but the model has ids 0 to 8"):
+        text.batch(0)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

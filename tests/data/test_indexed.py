@@ -100,6 +100,13 @@ def test_the_message_names_the_byte_and_the_reason(pair, index, message):
         IndexedDataset(pair)
 
 
+def test_ids_of_a_fraction_of_their_size_are_refused(pair):
+    """The type is int32, the offsets end at byte 10 of .bin: two and a half ids."""
+    pair.with_suffix(".idx").write_bytes(INDEX[:17] + b"\x04" + INDEX[18:50] + b"\x02" + INDEX[51:])
+    with pytest.raises(ConfigError, match="byte 10: the file ends inside an id of int32"):
+        IndexedDataset(pair)
+
+
 def test_missing_files_and_prefixes_with_an_ending_are_refused(pair, tmp_path):
     with pytest.raises(ConfigError, match=r"no\.idx: No such file.*without .bin and .idx"):
         IndexedDataset(tmp_path / "no")

@@ -85,7 +85,7 @@ def test_prefetching_beyond_the_end_is_not_an_error(samples):
 
 
 def test_a_token_outside_the_models_vocabulary_is_refused(samples):
-    with pytest.raises(ConfigError, match="the model has 0 to 499.*--vocabulary"):
+    with pytest.raises(ConfigError, match="the model has ids 0 to 499.*--vocabulary"):
         Loader(samples, BATCH, 1, vocabulary=500).batch(0)
 
 

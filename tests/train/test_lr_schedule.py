@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
-from megajax.data import ramp
+from megajax.config.batch_ramp import batch_size, remaining_steps
 from megajax.data.loader import Loader, TokenSamples
 from megajax.data.ramp import RampedLoader
 from megajax.train import lr_schedule
@@ -99,18 +99,19 @@ RAMPED = dataclasses.replace(TRAIN, global_batch_size=16, batch_ramp=(4, 4, 60),
 
 def test_batch_ramp_is_that_of_2104():
     """4, 8, 12 for a third of 60 samples each, then 16: start + int(consumed / (60 / 3)) * increment."""
-    sizes = {consumed: ramp.batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
+    sizes = {consumed: batch_size(RAMPED, consumed) for consumed in (0, 19, 20, 39, 40, 59, 60, 1000)}
     assert sizes == {0: 4, 19: 4, 20: 8, 39: 8, 40: 12, 59: 12, 60: 16, 1000: 16}
     assert list(RAMPED.batch_sizes) == [4, 8, 12, 16]
-    assert ramp.batch_size(TRAIN, 5) == 8 and list(TRAIN.batch_sizes) == [8]
+    assert batch_size(TRAIN, 5) == 8 and list(TRAIN.batch_sizes) == [8]
     consumed, sizes = 0, []
     while consumed < 160:
-        sizes.append(ramp.batch_size(RAMPED, consumed))
+        sizes.append(batch_size(RAMPED, consumed))
         consumed += sizes[-1]
     assert sizes == [4] * 5 + [8] * 3 + [12] * 2 + [16] * 6
     run = RunConfig(runs.MODEL, ParallelConfig(microbatch_size=2, schedule="1f1b"), RAMPED)
     run.validate()
-    assert ramp.steps_left(run, 0) == 16 and ramp.steps_left(run, 20) == 11 and ramp.steps_left(run, 160) == 0
+    assert remaining_steps(RAMPED, 0) == (16, 160 + 4) and remaining_steps(RAMPED, 20) == (11, 164)
+    assert remaining_steps(RAMPED, 164) == (0, 164) and run.total_samples == 164
 
 
 def test_a_ramped_loader_gives_every_sample_once():

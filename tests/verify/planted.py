@@ -40,7 +40,7 @@ def replay_of(run: RunConfig, model: type | None = None) -> Replay:
     """The programs of a layout on the test's CPU devices; all but the step are compiled once for each layout."""
     replay, shared = Replay(run, jax.devices(), model), without_error(run)
     replay._sketch_start, replay._sketch_step = shared._sketch_start, shared._sketch_step
-    replay.training._init = shared.training._init
+    replay.training._init, replay._replica_check = shared.training._init, shared._replica_check
     return replay
 
 
