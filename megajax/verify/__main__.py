@@ -1,5 +1,6 @@
 """The command `python -m megajax.verify`; `options.DESCRIPTION` says what it does."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,23 +26,35 @@ def run(given: Options) -> int:
     """Starts the devices and compares."""
     import jax
 
-    from megajax.runtime import distributed
+    from megajax.runtime.distributed import find_place
     from megajax.runtime.mesh import start_devices
     from megajax.runtime.xla_flags import require_flag
-    from megajax.verify import record_file, report
-    from megajax.verify.certify import LiveReference, RecordedReference, certify, record
 
     request = given.layouts[0].request
-    processes = distributed.start(request.launch) if request else 1
+    if request and find_place(request.launch, os.environ):
+        raise ConfigError(
+            "megajax.verify runs in one process, with all devices of one host: pass -- --launcher single, or omit "
+            "--coordinator, --processes and --process-id."
+        )
     if given.deterministic:
         require_flag(DETERMINISTIC, "--deterministic")
     needed = max(layout.devices_needed for layout in given.layouts) or options.DEVICES
-    devices = start_devices(request.devices if request else None, -(-needed // processes))
+    devices = start_devices(request.devices if request else None, needed)
     runs = [layout.run(len(devices)) for layout in given.layouts]
     if len(runs) == 2:
         options.check_pair(*runs)
-    if runs[0].train.precision == "fp32":  # GPUs would multiply in TF32
-        jax.config.update("jax_default_matmul_precision", "highest")
+    in_tf32 = (
+        runs[0].train.precision == "fp32" and devices[0].platform == "gpu"
+    )  # by default GPUs multiply fp32 in TF32
+    with jax.default_matmul_precision("highest" if in_tf32 else None):
+        return compare(given, runs, devices)
+
+
+def compare(given: Options, runs: Sequence[RunConfig], devices: Sequence) -> int:
+    """Compares, or records; prints the result and returns the exit code."""
+    from megajax.verify import record_file, report
+    from megajax.verify.certify import LiveReference, RecordedReference, certify, record
+
     sides = [prepare(run, devices, given) for run in runs]
     replay, batches, start = sides[-1]
     check_length(given, replay.run, start.progress)
@@ -58,9 +71,7 @@ def run(given: Options) -> int:
     else:
         reference, shown = LiveReference(*sides[0], exact=given.deterministic), given.a.words
     verdict = certify(reference, replay, batches, given.steps, start)
-    layouts = (shown, given.b.words)
-    if jax.process_index() == 0:
-        print((report.to_json if given.json else report.text)(verdict, layouts, reference.exact))
+    print((report.to_json if given.json else report.text)(verdict, (shown, given.b.words), reference.exact))
     return 0 if verdict.difference is None else 1
 
 

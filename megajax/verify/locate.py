@@ -93,8 +93,6 @@ def _gradient_of(side: Side, name: str, microbatches: slice) -> np.ndarray:
 
 def _devices(difference: Difference, kind: str, name: str, reference: Side, side: Side) -> list[str]:
     """The devices whose part of the tensor differs, where these are not all that have a part of it."""
-    if jax.process_count() > 1:
-        return []
     want = _canonical(reference, kind, name)
     parallel, placement = side.replay.run.parallel, side.replay.training.schedule.placement
     if is_block(name):

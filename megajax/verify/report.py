@@ -24,13 +24,13 @@ def verdict_line(verdict: Verdict, exact: bool) -> str:
         most = max((_quotient(*pair) for row in verdict.rows for pair in row.largest.values()), default=0.0)
         return f"equal: {_steps(verdict)} agree up to rounding; the largest distance is {most:.2g} of its tolerance"
     difference = verdict.difference
-    when = f"step {difference.step}" if verdict.rows else f"the state after step {difference.step}"
+    when = f"step {difference.step}: " if verdict.rows else ""
     shown = difference.entry.text
     if math.isfinite(difference.entry.distance):
         shown += f" differs by {difference.entry.distance:.2g} of its size, tolerance {difference.tolerance:.2g}"
     elif difference.entry.part != "replicas":
         shown += " differs"
-    return f"differs: {when}: {shown}"
+    return f"differs: {when}{shown}"
 
 
 def _steps(verdict: Verdict) -> str:
