@@ -226,10 +226,15 @@ def _make_writable(directory: pathlib.Path) -> None:
     _remove_stale(directory)
 
 
-def _remove_stale(directory: pathlib.Path) -> None:
-    for suffix in STALE:
-        for path in directory.glob(f"step_*{suffix}"):
+def _remove_stale(directory: pathlib.Path, attempts: int = 10) -> None:
+    """Deletes what a failed or killed save has left; threads of orbax may write into it for some time after a failure."""
+    for _ in range(attempts):
+        found = [path for suffix in STALE for path in directory.glob(f"step_*{suffix}")]
+        for path in found:
             shutil.rmtree(path, ignore_errors=True)
+        if not any(path.exists() for path in found):
+            return
+        time.sleep(0.1)
 
 
 def _free(directory: pathlib.Path) -> int:

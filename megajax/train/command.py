@@ -80,15 +80,12 @@ def train(request: Request, heartbeat: Heartbeat) -> int:
 
 def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
-    from megajax.checkpoint.writer import silence_tracebacks
+    from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
-    from megajax.train.sampling import check_sampling
     from megajax.train.trainer import Trainer
 
-    silence_tracebacks()
+    prepare_process()
     sample = request.sample
-    if sample:
-        check_sampling(sample.new_tokens, sample.temperature, sample.top_k)
     devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
     trainer = Trainer(run, output=request.output, devices=devices, request=request)

@@ -135,7 +135,8 @@ class Trainer:
             checked = [checks.describe()] if checks else []
             for line in (*self.describe(peak), *checked, *self.directory.messages):
                 log.message(line)
-            hooks = TrainerHooks(self.directory.checkpoints, preemption, self.directory.profiler, watchdog, checks)
+            files = self.directory
+            hooks = TrainerHooks(files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas)
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
                 with Prefetch(self._batches, self.training.batch_sharding) as batches:
