@@ -12,12 +12,33 @@
 #SBATCH --signal=TERM@300   # five minutes before the end: save a checkpoint, exit 0
 #SBATCH --requeue           # after a host failure
 #SBATCH --open-mode=append
-set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
+set -uo pipefail
+: "${RUN_DIR:?set RUN_DIR to the directory of the run, on a file system that all hosts share}"
+cd "$SLURM_SUBMIT_DIR" || exit 2
+max_requeues=${MAX_REQUEUES:-50}
 
-# A process that dies ends the others within --peer-timeout, with exit code 3. The job is then requeued and resumes.
-if srun --kill-on-bad-exit=1 bash scripts/train.sh "$@"; then
-    exit 0
+# A process that dies ends the others within --peer-timeout, with exit code 3, and the job is requeued and resumes. Exit
+# codes 1 (an unexpected error) and 2 (a user's mistake) would come again. srun reports the highest code of all tasks, and
+# a task that it kills has 137 or 143, so each task notes a code that must not be tried again in a file.
+final=$RUN_DIR/.final-exit-code-$SLURM_JOB_ID
+mkdir -p "$RUN_DIR" && rm -f "$final"
+# shellcheck disable=SC2016
+task='trap : TERM USR1; bash scripts/train.sh "$@"; code=$?; case $code in 1|2) echo $code >> "$0";; esac; exit $code'
+code=0
+srun --kill-on-bad-exit=1 bash -c "$task" "$final" "$@" || code=$?
+if [[ -s $final ]]; then
+    code=$(sort -n "$final" | tail -1)
+    rm -f "$final"
 fi
-echo "a process failed, see $RUN_DIR/logs; the job is requeued"
+
+if ((code == 0)); then
+    exit 0
+elif ((code != 3 && code <= 128)) || ((code == 130)); then
+    echo "a process ended with exit code $code, see $RUN_DIR/logs; the job is not requeued: a new start would end the same way"
+    exit "$code"
+elif ((${SLURM_RESTART_COUNT:-0} >= max_requeues)); then
+    echo "a process ended with exit code $code, see $RUN_DIR/logs; the job is not requeued: it was $max_requeues times already"
+    exit "$code"
+fi
+echo "a process ended with exit code $code, see $RUN_DIR/logs; the job is requeued"
 scontrol requeue "$SLURM_JOB_ID"

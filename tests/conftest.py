@@ -21,6 +21,21 @@ settings.load_profile("megajax")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Programs that several tests compile, in this process or in processes that they start, are compiled once.
+
+    Each pytest worker has a cache of its own: jax does not write entries atomically.
+    """
+    directory = str(tmp_path_factory.mktemp("compilation_cache"))
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", directory)
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     """Starts jax before the first test, which might start it with fewer devices (`--devices cpu:1`)."""
     assert jax.device_count() == 8

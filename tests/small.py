@@ -5,7 +5,10 @@ import functools
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint.layout import StateLayout
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.models.interface import ModelContext, PipelineModel, mean_loss, model_class
 from megajax.pipeline import layout
@@ -96,6 +99,19 @@ def canonical(params, placement: str = "loop"):
 def training_of(run: RunConfig) -> Training:
     """The run's programs on the test's CPU devices."""
     return make_training(run, make_mesh(run.parallel))
+
+
+def small_state() -> tuple[StateLayout, dict]:
+    """A state of three arrays for tests of checkpoints, and its layout: nothing has to be compiled for a model."""
+    sharding = NamedSharding(
+        jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]), P()
+    )
+    blocks = np.arange(2 * 3 * 40, dtype=np.float32).reshape(1, 2, 3, 40)  # [chunks, pipe, layers, ...]
+    params = {"blocks": {"kernel": blocks}, "shared": {"scale": np.linspace(0, 1, 50, dtype=np.float32)}}
+    state = {"params": params, "optimizer_state": {"count": np.int32(7)}}
+    state = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), state)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    return StateLayout(shapes, jax.tree.map(lambda _: sharding, state), "loop"), state
 
 
 def assert_gradients_close(got, want, rtol: float) -> None:

@@ -1,6 +1,5 @@
 """Shows what a checkpoint contains, without the run: `python -m megajax.checkpoint.inspect DIR [--verify] [--arrays]`."""
 
-import argparse
 import math
 import pathlib
 import sys
@@ -12,18 +11,22 @@ from megajax.checkpoint import checksums, layout
 from megajax.checkpoint.manager import NAME, complete_steps, format_size
 from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
+from megajax.config.options import Parser
 from megajax.runtime.mesh import start_devices
+from megajax.schedules.arguments import text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the checkpoints in a directory; returns 0, or 2 if one cannot be read or, with --verify, is damaged."""
-    parser = argparse.ArgumentParser(prog="python -m megajax.checkpoint.inspect", description=__doc__)
-    parser.add_argument("directory", metavar="DIR", help="a run's directory, its checkpoints/, or one checkpoint")
+    parser = Parser(prog="python -m megajax.checkpoint.inspect", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "directory", metavar="DIR", type=text, help="a run's directory, its checkpoints/, or one checkpoint"
+    )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
-    options = parser.parse_args(arguments)
-    start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
     try:
+        options = parser.parse_args(arguments)
+        start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
         paths = _checkpoints(pathlib.Path(options.directory).absolute())
         sound = [_show(path, options.verify) for path in paths]
         for line in _arrays(paths[-1]) if options.arrays else []:
@@ -49,7 +52,10 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
     model, parallel, train = (meta["config"][part] for part in ("model", "parallel", "train"))
     progress, tokenizer = meta["progress"], meta["tokenizer"]
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    try:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    except (OverflowError, ValueError, OSError):
+        saved = "at an unknown time"
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int)
     print(f"{path}")
     print(

@@ -9,6 +9,7 @@ can be restored on another mesh, schedule, number of chunks or of processes. `py
 what a checkpoint contains. writer.py says why this is not orbax's CheckpointManager.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import shutil
@@ -19,10 +20,11 @@ from typing import Any
 
 import jax
 
-from megajax.checkpoint import layout
+from megajax.checkpoint import durable, layout
 from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.metadata import FORMAT, Progress
-from megajax.checkpoint.writer import TEMPORARY, reason_of, silence_tracebacks, write
+from megajax.checkpoint.writer import TEMPORARY, reason_of, write
 from megajax.config import ConfigError, OutputConfig
 from megajax.runtime.compat import multihost_utils
 
@@ -41,21 +43,28 @@ class Checkpoints:
       blocked: seconds for which the last `save` kept the training waiting.
     """
 
-    def __init__(self, directory: str | pathlib.Path, output: OutputConfig, meta: Mapping[str, Any]):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        output: OutputConfig,
+        meta: Mapping[str, Any],
+        lock: DirectoryLock | None = None,
+    ):
         """Creates the directory, and deletes what killed saves have left in it.
 
         Args:
           directory: contains one directory for each checkpoint.
           output: see above.
           meta: stored beside each state: megajax's version, the configuration and the tokenizer.
+          lock: of the directory, on process 0, which `save` and `poll` check: they raise ConfigError when another process
+            has taken it over.
 
         Raises:
           ConfigError: the directory cannot be written.
         """
-        self.directory, self.output, self.meta = pathlib.Path(directory).absolute(), output, dict(meta)
+        self.directory, self.output, self.meta, self.lock = pathlib.Path(directory).absolute(), output, dict(meta), lock
         if jax.process_index() == 0:
             _make_writable(self.directory)
-        silence_tracebacks()
         self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
         self._pending: tuple[int, float, Future] | None = None  # step, start time, and result of the save in progress
         self._saves, self._bytes = 0, 0
@@ -76,10 +85,12 @@ class Checkpoints:
         Returns:
           Messages about the save before this one.
         """
-        messages = self.wait()
+        messages = self.wait() + (self.lock.check(now=True) if self.lock else [])
         path = self.directory / NAME.format(progress.step)
-        if path.exists():
+        if path.is_dir():
             return messages
+        if jax.process_index() == 0 and not self.directory.exists():
+            messages.append(f"warning: {self.directory} has vanished, with the checkpoints in it, and is created again")
         start = time.time()
         stored = layout.named(target.shapes)
         leaves = {name: leaf for name, leaf in layout.named(state).items() if name in stored}
@@ -95,8 +106,9 @@ class Checkpoints:
         return messages
 
     def poll(self) -> list[str]:
-        """Messages about a save that has ended since the last call; does not wait."""
-        return self.wait() if self._pending and self._pending[2].done() else []
+        """Messages about the directory, and about a save that has ended since the last call; does not wait."""
+        messages = self.lock.check() if self.lock else []
+        return messages + (self.wait() if self._pending and self._pending[2].done() else [])
 
     def wait(self) -> list[str]:
         """Waits for the save in progress; returns messages about it."""
@@ -117,8 +129,9 @@ class Checkpoints:
     def _success(self, step: int, seconds: float) -> str:
         if jax.process_index() == 0:
             for old in self._superfluous():
-                renamed = old.rename(old.with_name(old.name + DELETING))
-                self._deleter.submit(shutil.rmtree, renamed, ignore_errors=True)
+                with contextlib.suppress(OSError):  # it is tried again after the next save
+                    renamed = old.rename(old.with_name(old.name + DELETING))
+                    self._deleter.submit(shutil.rmtree, renamed, ignore_errors=True)
         size, waited = format_size(self._bytes), self.blocked
         return f"step {step}: checkpoint saved, {size} in {seconds:.1f} s (training waited {waited:.2f} s)"
 
@@ -147,6 +160,7 @@ class Checkpoints:
                 aside = path.with_name(f"{path.name}{ASIDE}-{int(time.time())}")
                 if jax.process_index() == 0:
                     path.rename(aside)
+                    durable.sync(self.directory)
                 messages.append(f"the checkpoint of step {step} is now called {aside.name}")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints set aside")
@@ -156,7 +170,15 @@ class Checkpoints:
 def complete_steps(directory: str | pathlib.Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
     found = pathlib.Path(directory).glob("step_*") if pathlib.Path(directory).is_dir() else []
-    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal())
+    steps = [(step_of(path), path) for path in found]
+    return sorted(step for step, path in steps if step is not None and path.is_dir())
+
+
+def step_of(path: pathlib.Path) -> int | None:
+    """The step that a checkpoint's directory has in its name; None for another name."""
+    digits = path.name.removeprefix("step_")
+    is_step = digits.isascii() and digits.isdecimal() and NAME.format(int(digits)) == path.name
+    return int(digits) if is_step else None
 
 
 def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | None, str]:
@@ -212,10 +234,15 @@ def _make_writable(directory: pathlib.Path) -> None:
     _remove_stale(directory)
 
 
-def _remove_stale(directory: pathlib.Path) -> None:
-    for suffix in STALE:
-        for path in directory.glob(f"step_*{suffix}"):
+def _remove_stale(directory: pathlib.Path, attempts: int = 10) -> None:
+    """Deletes what a failed or killed save has left; threads of orbax may write into it for some time after a failure."""
+    for _ in range(attempts):
+        found = [path for suffix in STALE for path in directory.glob(f"step_*{suffix}")]
+        for path in found:
             shutil.rmtree(path, ignore_errors=True)
+        if not any(path.exists() for path in found):
+            return
+        time.sleep(0.1)
 
 
 def _free(directory: pathlib.Path) -> int:

@@ -20,9 +20,11 @@ from megajax.config import (
     preset,
 )
 from megajax.config.compare import changed_options
-from megajax.config.fields import check_field, check_fields
+from megajax.config.fields import check_fields, field_problem
 from megajax.config.options import describe_unknown, first_parser, make_parser, option_names
+from megajax.config.sample import SampleConfig
 from megajax.config.toml import load_config
+from megajax.schedules.errors import shown
 from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import find, import_user_files, names
 
@@ -55,16 +57,6 @@ class Experiment:
     defaults: Mapping[str, Any]
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     program: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleConfig:
-    """The text to generate after the training."""
-
-    prompt: str
-    new_tokens: int
-    temperature: float
-    top_k: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +184,7 @@ def parse(
     parser = make_parser(description, defaults, program)
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
-    _check_saved(saved)
+    _check_saved(saved, first.config)
     import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
@@ -212,8 +204,9 @@ def parse(
     other["imports"] = tuple(dict.fromkeys(other["imports"]))
     given = usual | passed
     output, launch = (config(**_fields(config, given)) for config in (OutputConfig, LaunchConfig))
-    output.validate()
-    launch.validate()
+    sample = SampleConfig(**_fields(SampleConfig, other))
+    for config in (output, launch, sample):
+        config.validate()
     given = _derive(given, passed, recipe)
     if is_schedule_file(given.get("schedule", "")):
         schedule = load(given["schedule"])
@@ -237,20 +230,19 @@ def _fields(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in option_names(config) if name in given}
 
 
-def _check_saved(saved: Mapping[str, Any]) -> None:
-    """Checks the values of a saved configuration: fields of dataclasses by their rules, the others by their type."""
-    fields = {name: field for config in SECTIONS.values() for name, field in config.__dataclass_fields__.items()}
+def _check_saved(saved: Mapping[str, Any], path: str) -> None:
+    """Checks the values of a saved configuration by the rules of their fields."""
+    configs = (RunConfig, *SECTIONS.values(), SampleConfig)
+    fields = {name: field for config in configs for name, field in config.__dataclass_fields__.items()}
+    others = {
+        "dry_shapes": fields["biases"],
+        "devices": fields["run_dir"],
+        "model": fields["run_dir"],
+    }  # of their types
     for name, value in saved.items():
-        if name in fields and name != "model":
-            check_field(fields[name], value)
-    types = {"dry_shapes": bool, "new_tokens": int, "top_k": int, "temperature": (int, float), "imports": tuple}
-    for name in {field.name for field in dataclasses.fields(Request)} - set(COMPOUND):
-        legal, value = types.get(name, str), saved.get(name)
-        if value is not None and (not isinstance(value, legal) or (isinstance(value, bool) and legal is not bool)):
-            kind = {bool: "true or false", str: "a text", tuple: "a list"}.get(legal, "a number")
-            raise ConfigError(f"{name} = {value!r} in the configuration must be {kind}: change it in the file.")
-    if not all(isinstance(path, str) for path in saved.get("imports", ())):
-        raise ConfigError(f"imports = {saved['imports']!r} in the configuration must be a list of texts.")
+        problem = field_problem((fields | others)[name], value)
+        if problem:
+            raise ConfigError(f"{name} = {shown(value)} in {path} {problem.rule}: change it in the file.")
 
 
 def _scaled(recipe: Mapping[str, Any], train: TrainConfig, passed: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,11 @@ import difflib
 import math
 from collections.abc import Iterable
 
+from megajax.schedules.arguments import INT32
+from megajax.schedules.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError):
     """An invalid configuration. The message names the given value, the legal values and the option to pass."""
 
 
@@ -28,9 +31,20 @@ def divisors(number: int) -> list[int]:
 
 
 def multiples(step: int, value: int) -> list[int]:
-    """The multiples of `step` (positive) just below and just above `value`."""
+    """The multiples of `step` (positive) just below and just above `value` that are legal counts."""
     below = value // step * step
-    return [n for n in (below, below + step) if n > 0]
+    return [n for n in (below, below + step) if 0 < n < INT32]
+
+
+def one_of(name: str, legal: Iterable[int], value: int) -> str:
+    """A field's option with those of the legal values that are nearest to `value`: "--data 1 or 2"; "" without any."""
+    legal = [n for n in legal if 0 < n < INT32]
+    return f"{option(name)} {some(legal, value)}" if legal else ""
+
+
+def either(*remedies: str) -> str:
+    """The remedies that are not empty, as a list in prose: "--data 1 or 2, or --pipe 4"."""
+    return ", or ".join(filter(None, remedies))
 
 
 def some(legal: list[int], value: int) -> str:

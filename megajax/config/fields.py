@@ -1,15 +1,16 @@
 """The fields of the configuration's dataclasses: help, legal values and metavar, as metadata, and their shared rules.
 
-Every field is declared with `setting`. `check_fields` is the only code that reads the metadata's types, ranges and
+Every field is declared with `setting`. `field_problem` is the only code that reads the metadata's types, ranges and
 choices; rules between two fields are in the `validate` method of the dataclass that owns them.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megajax.config.errors import ConfigError, near, option
+from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_problem
+from megajax.schedules.errors import shown
 
 NUMBERS = (int, float, int | None, float | None)
 OPTIONAL = (int | None, float | None, str | None, tuple[str, ...] | None)
@@ -25,6 +26,7 @@ def setting(
     metavar: str | None = None,
     shown_default: str | None = None,
     list_style: str = "commas",
+    may_be_empty: bool = False,
 ) -> Any:
     """Declares a dataclass field.
 
@@ -33,10 +35,11 @@ def setting(
         text: the field's comment, and its help on the command line.
         choices: the legal values; empty: any value of the type and range.
         low: smallest legal number, itself legal; None: whole numbers start at 1, others are above 0.
-        below: numbers must be below this.
+        below: numbers must be below this; None: whole numbers must be int32, others finite in fp32.
         metavar: the format of the value, as `--help` prints it; None: derived from the type.
         shown_default: the default as `--help` prints it, if None means a computed value.
         list_style: how a tuple is passed: "commas" (A,B,C), "words" (A B C) or "repeat" (the option once for each).
+        may_be_empty: whether a text may be empty.
     """
     metadata = {
         "help": text,
@@ -46,6 +49,7 @@ def setting(
         "metavar": metavar,
         "shown_default": shown_default,
         "list_style": list_style,
+        "may_be_empty": may_be_empty,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -57,30 +61,39 @@ def check_fields(config: Any) -> None:
         ConfigError: for the first field that is illegal. Fields that were not declared with `setting` are not checked.
     """
     for field in dataclasses.fields(config):
-        check_field(field, getattr(config, field.name))
+        value = getattr(config, field.name)
+        problem = field_problem(field, value)
+        if problem:
+            raise ConfigError(f"{field.name} = {shown(value)} {problem.rule}: pass {problem.remedy}.")
 
 
-def check_field(field: dataclasses.Field, value: Any) -> None:
-    """Checks a value for one field; see `check_fields`."""
-    if field.metadata and not (value is None and field.type in OPTIONAL):
-        if field.metadata["choices"]:
-            _check_choice(field, value)
-        elif field.type in NUMBERS:
-            _check_number(field, value)
-        elif field.type is bool and not isinstance(value, bool):
-            name = option(field.name)
-            raise ConfigError(f"{field.name} = {value!r} must be True or False: pass {name} or --no-{name[2:]}.")
-        elif field.type in (str, str | None) and not isinstance(value, str):
-            raise ConfigError(f"{field.name} = {value!r} must be a text: pass {option(field.name)} {metavar(field)}.")
-        elif field.type in (tuple[str, ...], tuple[str, ...] | None):
-            if not isinstance(value, tuple) or not all(isinstance(word, str) for word in value):
-                raise ConfigError(
-                    f"{field.name} = {value!r} must be a list of texts: pass {option(field.name)} {metavar(field)}."
-                )
-        elif field.type == tuple[int, ...] and not isinstance(value, tuple):
-            raise ConfigError(
-                f"{field.name} = {value!r} must be a list of whole numbers: pass {option(field.name)} {metavar(field)}."
-            )
+class Problem(NamedTuple):
+    """Why a value is illegal: the end of a sentence that starts with the value, and the option to pass."""
+
+    rule: str
+    remedy: str
+
+
+def field_problem(field: dataclasses.Field, value: Any) -> Problem | None:
+    """Why a field cannot have a value; None if it can. Fields that were not declared with `setting` take any."""
+    if not field.metadata or (value is None and field.type in OPTIONAL):
+        return None
+    name = option(field.name)
+    if field.metadata["choices"]:
+        return _choice_problem(field, value)
+    if field.type in NUMBERS:
+        whole = field.type in (int, int | None)
+        rule = _number_rule(value, whole, field.metadata["low"], field.metadata["below"])
+        return Problem(rule, f"{name} with such a value") if rule else None
+    if field.type is bool:
+        rule, remedy = "" if isinstance(value, bool) else "must be True or False", f"{name} or --no-{name[2:]}"
+    elif field.type in (str, str | None):
+        legal = isinstance(value, str)
+        rule = text_problem(value, field.metadata["may_be_empty"]) if legal else "must be a text"
+        remedy = f"{name} {metavar(field)}"
+    else:
+        rule, remedy = _tuple_rule(field, value), f"{name} {metavar(field)}"
+    return Problem(rule, remedy) if rule else None
 
 
 def metavar(field: dataclasses.Field) -> str:
@@ -91,29 +104,32 @@ def metavar(field: dataclasses.Field) -> str:
     return field.metadata["metavar"] or default
 
 
-def _check_choice(field: dataclasses.Field, value: Any) -> None:
-    """Checks that the value is one of the listed ones and of their type (True is not 1)."""
+def _tuple_rule(field: dataclasses.Field, value: Any) -> str:
+    if field.type == tuple[int, ...]:
+        legal = isinstance(value, tuple) and not any(_number_rule(one, whole=True) for one in value)
+        return "" if legal else "must be a list of whole numbers above 0"
+    if not isinstance(value, tuple) or not all(isinstance(word, str) for word in value):
+        return "must be a list of texts"
+    if not value and field.default != ():
+        return "must not be empty"
+    return next((rule for word in value if (rule := text_problem(word))), "")
+
+
+def _choice_problem(field: dataclasses.Field, value: Any) -> Problem | None:
+    """The value must be one of the listed ones and of their type (True is not 1)."""
     choices = field.metadata["choices"]
-    if any(value == choice and type(value) is type(choice) for choice in choices):
-        return
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return None
     names = tuple(map(str, choices))
-    hint = near(str(value), names)
+    hint = near(value if isinstance(value, str) else shown(value), names).rstrip(".")
     legal = "|".join(names) if hint.startswith("did") else "and one of them"
-    raise ConfigError(f"{field.name} = {value!r} is not known: {hint} Pass {option(field.name)} {legal}.")
+    return Problem(f"is not known: {hint}", f"{option(field.name)} {legal}")
 
 
-def _check_number(field: dataclasses.Field, value: Any) -> None:
-    """A finite number of the field's kind, in its range."""
-    whole = field.type in (int, int | None)
-    low, below = field.metadata["low"], field.metadata["below"]
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    number = number and (isinstance(value, int) or math.isfinite(value))
-    smallest = 1 if whole and low is None else low
-    legal = "above 0" if smallest is None else f"{smallest} or more"
-    legal += f" and below {below}" if below is not None else ""
-    in_range = number and (value > 0 if smallest is None else value >= smallest) and (below is None or value < below)
-    if not in_range:
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(
-            f"{field.name} = {value!r} must be {kind}, {legal}: pass {option(field.name)} with such a value."
-        )
+def _number_rule(value: Any, whole: bool, low: float | None = None, below: float | None = None) -> str:
+    """The rule that the value breaks: a finite number of the field's kind, in its range; otherwise ""."""
+    kind = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        value = float("nan")
+    problem = range_problem(value, 1 if whole and low is None else low, below, INT32 if whole else FLOAT32)
+    return problem and f"must be {kind}, {problem}"

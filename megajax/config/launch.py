@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError, option
 from megajax.config.fields import check_fields, setting
+from megajax.schedules.arguments import is_count
+
+LONGEST = 10**8  # seconds: three years. Twice as many must be an int32 of jax's coordination service
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,14 @@ class LaunchConfig:
     coordinator: str | None = setting(None, "address of process 0, reachable from all", metavar="HOST:PORT")
     processes: int | None = setting(None, "number of processes")
     process_id: int | None = setting(None, "number of this process, from 0", low=0)
-    start_timeout: float = setting(300.0, "seconds to wait for the other processes at the start", metavar="SECONDS")
+    start_timeout: float = setting(
+        300.0, "seconds to wait for the other processes at the start", below=LONGEST, metavar="SECONDS"
+    )
     peer_timeout: float = setting(
-        300.0, "seconds without a heartbeat or a step of another process that end the job", metavar="SECONDS"
+        300.0,
+        "seconds without a heartbeat or a step of another process that end the job",
+        below=LONGEST,
+        metavar="SECONDS",
     )
 
     def validate(self) -> None:
@@ -35,7 +43,8 @@ class LaunchConfig:
         if self.launcher in ("auto", "flags") and (given or self.launcher == "flags") and len(given) < 3:
             missing = ", ".join(option(name) for name in by_hand if name not in given)
             raise ConfigError(f"several processes started by hand need {missing} too: pass all three.")
-        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdecimal():
+        host, _, port = (self.coordinator or "node0:12355").rpartition(":")
+        if not host or not is_count(port) or not 0 < int(port) < 65536:
             raise ConfigError(f"coordinator = {self.coordinator!r} is not HOST:PORT: pass --coordinator node0:12355.")
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise ConfigError(

@@ -3,7 +3,7 @@
 import math
 from dataclasses import MISSING, dataclass
 
-from megajax.config.errors import ConfigError, divisors, multiples, option, some
+from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import check_fields, setting
 from megajax.config.parallel import ParallelConfig
 
@@ -75,20 +75,20 @@ class ModelConfig:
         if self.hidden % self.heads:
             raise ConfigError(
                 f"hidden = {self.hidden} is not a multiple of heads = {self.heads}: "
-                f"pass --heads {some(divisors(self.hidden), self.heads)}, "
-                f"or --hidden {some(multiples(self.heads, self.hidden), self.hidden)}."
+                f"pass {one_of('heads', divisors(self.hidden), self.heads)}, "
+                f"or {one_of('hidden', multiples(self.heads, self.hidden), self.hidden)}."
             )
         if self.heads % self.key_value_heads:
             raise ConfigError(
                 f"kv_heads = {self.key_value_heads} does not divide heads = {self.heads}: "
-                f"pass --kv-heads {some(divisors(self.heads), self.key_value_heads)}."
+                f"pass {one_of('kv_heads', divisors(self.heads), self.key_value_heads)}."
             )
         if self.positions == "rotary" and self.head_size % 2:
             even = [heads for heads in divisors(self.hidden) if self.hidden // heads % 2 == 0]
-            heads = f"--heads {some(even, self.heads)}, or " if even else ""
+            heads = one_of("heads", even, self.heads)
             raise ConfigError(
                 f"positions = rotary rotates pairs of elements, but the head size hidden / heads = {self.hidden} / "
-                f"{self.heads} = {self.head_size} is odd: pass {heads}--positions learned."
+                f"{self.heads} = {self.head_size} is odd: pass {either(heads, '--positions learned')}."
             )
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
@@ -106,18 +106,28 @@ class ModelConfig:
         legal = divisors(math.gcd(*split.values()))
         for name, value in split.items():
             if value % parallel.tensor:
-                instead = ", or --no-sequence-parallel" if name == "sequence_length" else ""
+                instead = "--no-sequence-parallel" if name == "sequence_length" else ""
                 raise ConfigError(
-                    f"{name} = {value} cannot be split over tensor = {parallel.tensor}: "
-                    f"pass --tensor {some(legal, parallel.tensor)}, "
-                    f"or {option(name)} {some(multiples(parallel.tensor, value), value)}{instead}."
+                    f"{name} = {value} cannot be split over tensor = {parallel.tensor}: pass "
+                    + either(
+                        one_of("tensor", legal, parallel.tensor),
+                        one_of(name, multiples(parallel.tensor, value), value),
+                        instead,
+                    )
+                    + "."
                 )
         if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
             legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
             raise ConfigError(
                 f"sequence_length = {self.sequence_length} cannot be cut into 2 * context = {2 * parallel.context} "
-                f"pieces: pass --context {some(legal, parallel.context)}, or --sequence-length "
-                f"{some(multiples(2 * parallel.context, self.sequence_length), self.sequence_length)}."
+                "pieces: pass "
+                + either(
+                    one_of("context", legal, parallel.context),
+                    one_of(
+                        "sequence_length", multiples(2 * parallel.context, self.sequence_length), self.sequence_length
+                    ),
+                )
+                + "."
             )
         if parallel.context > 1 and self.dropout > 0:
             raise ConfigError(

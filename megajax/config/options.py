@@ -23,8 +23,12 @@ from megajax.config import (
     RunConfig,
     TrainConfig,
     near,
+    option,
 )
 from megajax.config.fields import metavar as metavar_of
+from megajax.config.sample import SampleConfig
+from megajax.schedules import arguments
+from megajax.schedules.arguments import real_number, text, whole_number
 
 # The options that `--help` prints first, with --model.
 MOST_USED = (
@@ -42,11 +46,10 @@ DERIVED = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(arguments.Parser):
     """An argument parser whose errors are ConfigErrors."""
 
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+    mistake = ConfigError
 
 
 def make_parser(description: str, defaults: Mapping[str, Any], program: str | None = None) -> argparse.ArgumentParser:
@@ -57,7 +60,7 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
         defaults: the experiment's, by field name; the dataclasses' apply to the other fields.
         program: the command as `--help` prints it; None: the file's name.
     """
-    parser = _Parser(
+    parser = Parser(
         prog=program,
         usage="%(prog)s [options]",
         description=description,
@@ -69,6 +72,7 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
     run.add_argument(
         "--model",
         default=defaults.get("model"),
+        type=text,
         metavar="NAME",
         help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
     )
@@ -77,6 +81,7 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
     more.add_argument(
         "--devices",
         default=None,
+        type=text,
         metavar="WHERE",
         help="gpu, cpu or cpu:COUNT (default: the GPUs, or cpu:8 if there are none)",
     )
@@ -88,24 +93,16 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
         help="print every parameter's shape, dtype, sharding and bytes per device, and exit; needs none of the devices",
     )
     sample = parser.add_argument_group("text generated after the training")
-    sample.add_argument("--prompt", default="The ", metavar="TEXT", help="text to continue (default: 'The ')")
-    sample.add_argument(
-        "--new-tokens",
-        default=None,
-        type=_whole,
-        metavar="COUNT",
-        help=f"tokens to generate; 0: no text (default: {defaults.get('new_tokens', 0)}; 0 for models with a recipe)",
-    )
-    sample.add_argument(
-        "--temperature", default=0.8, type=_number, metavar="NUMBER", help="of the sampling; 0: greedy (default: 0.8)"
-    )
-    sample.add_argument(
-        "--top-k",
-        default=None,
-        type=_whole,
-        metavar="COUNT",
-        help="sample from this many most likely tokens (default: all)",
-    )
+    usual = {"prompt": "'The '", "new_tokens": f"{defaults.get('new_tokens', 0)}; 0 for models with a recipe"}
+    for field in dataclasses.fields(SampleConfig):
+        sample.add_argument(
+            option(field.name),
+            default=None if field.name == "new_tokens" else field.default,
+            type=str if field.type is str else _readers()[field.type],
+            metavar=metavar_of(field),
+            help=f"{field.metadata['help']} (default: "
+            f"{usual.get(field.name) or field.metadata['shown_default'] or field.default})",
+        )
     groups = {
         "data": DataConfig,
         "layout": ParallelConfig,
@@ -127,6 +124,7 @@ def _add_config(group) -> None:
     group.add_argument(
         "--config",
         default=None,
+        type=text,
         metavar="FILE",
         help="replay a run from its config.toml; other options take precedence over it (default: none)",
     )
@@ -138,6 +136,7 @@ def _add_imports(group) -> None:
         "--import",
         dest="imports",
         action="append",
+        type=text,
         default=[],
         metavar=field.metadata["metavar"],
         help=f"{field.metadata['help']} (default: none)",
@@ -146,7 +145,7 @@ def _add_imports(group) -> None:
 
 def first_parser() -> argparse.ArgumentParser:
     """A parser of --config and --import, which decide the legal values and the defaults of the other options."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = Parser(allow_abbrev=False, add_help=False)
     _add_config(parser)
     _add_imports(parser)
     return parser
@@ -171,16 +170,16 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         default = "on" if default else "off"
     elif isinstance(default, float):
         default = f"{default:g}"
-    text = field.metadata["help"] if from_preset else f"{field.metadata['help']} (default: {default})"
-    text = text.replace("%", "%%")
+    shown = field.metadata["help"] if from_preset else f"{field.metadata['help']} (default: {default})"
+    shown = shown.replace("%", "%%")
     flag = "--" + name.replace("_", "-")
     if field.type is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
         return
     if field.metadata["list_style"] == "words":
-        group.add_argument(flag, nargs="+", action=_Words, metavar=metavar_of(field), help=text)
+        group.add_argument(flag, nargs="+", type=text, action=_Words, metavar=metavar_of(field), help=shown)
         return
-    group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=text)
+    group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=shown)
 
 
 class _Words(argparse.Action):
@@ -193,41 +192,15 @@ class _Words(argparse.Action):
 def _readers() -> dict[Any, Callable[[str], Any]]:
     """The parser of an option's text for each type of a field."""
     return {
-        int: _whole,
-        int | None: _whole_or_none,
-        float: _number,
-        float | None: _number_or_none,
-        str: str,
-        str | None: str,
-        tuple[int, ...]: _wholes,
-        tuple[str, ...]: lambda text: tuple(text.split(",")),
+        int: whole_number,
+        int | None: lambda word: None if word == "none" else whole_number(word),
+        float: real_number,
+        float | None: lambda word: None if word == "none" else real_number(word),
+        str: text,
+        str | None: text,
+        tuple[int, ...]: lambda words: () if words == "none" else tuple(map(whole_number, words.split(","))),
+        tuple[str, ...]: lambda words: tuple(map(text, words.split(","))),
     }
-
-
-def _whole_or_none(text: str) -> int | None:
-    return None if text == "none" else _whole(text)
-
-
-def _number_or_none(text: str) -> float | None:
-    return None if text == "none" else _number(text)
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _wholes(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(_whole(word) for word in text.split(","))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:

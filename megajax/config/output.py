@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
+from megajax.schedules.arguments import is_count
+from megajax.schedules.errors import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,18 @@ class OutputConfig:
     max_to_keep: int = setting(3, "newest checkpoints to keep")
     keep_every: int | None = setting(
         None, "also keep checkpoints whose step is a multiple of this", shown_default="none"
+    )
+    check_every: int | None = setting(
+        None,
+        "steps between two checks: copies of the state on different devices are compared bit by bit (silent data "
+        "corruption), and slow processes are named; also before each save",
+        shown_default="no checks",
+    )
+    replicate_state: int | None = setting(
+        None,
+        "steps between two copies of the state in the memory of this host and the next one (MEGAJAX_MEMORY_DIR, default "
+        "/dev/shm), from which --resume auto resumes if they are newer than the checkpoints",
+        shown_default="none",
     )
     exit_after_minutes: float | None = setting(
         None, "save and exit with code 0 after this long", shown_default="at the end"
@@ -46,10 +60,14 @@ class OutputConfig:
         check_fields(self)
         if self.profile is not None:
             start, _, stop = self.profile.partition(":")
-            if not (start.isdecimal() and stop.isdecimal() and 0 < int(start) < int(stop)):
-                raise ConfigError(f"profile = {self.profile!r} is not START:STOP, two steps: pass --profile 10:13.")
-        for name in ("profile", "exit_after_minutes", "keep_every"):
+            if not (is_count(start) and is_count(stop) and 0 < int(start) < int(stop)):
+                raise ConfigError(
+                    f"profile = {shown(self.profile)} is not START:STOP, two steps: pass --profile 10:13."
+                )
+        for name in ("profile", "exit_after_minutes", "keep_every", "replicate_state"):
             if getattr(self, name) is not None and self.run_dir is None:
                 raise ConfigError(f"{name} = {getattr(self, name)} has nowhere to write: pass --run-dir DIR too.")
         if self.resume != "no" and self.run_dir is None:
             raise ConfigError(f"resume = {self.resume} needs a directory: pass --run-dir DIR too.")
+        if self.resume.isdecimal() and not is_count(self.resume):
+            raise ConfigError(f"resume = {shown(self.resume)} is not a step: pass --resume auto.")

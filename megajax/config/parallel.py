@@ -8,6 +8,8 @@ from megajax.config.schedule_rules import check_schedule
 from megajax.schedules.registry import names
 
 MESH_AXES = ("data", "pipe", "tensor")
+# In one process. XLA starts threads for each of them, and a program is compiled for all.
+MOST_CPU_DEVICES = 512
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from megajax.config.batch_ramp import remaining_steps
 from megajax.config.data import DataConfig
-from megajax.config.errors import ConfigError, divisors, multiples, some
+from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import setting
-from megajax.config.parallel import ParallelConfig
+from megajax.config.parallel import MOST_CPU_DEVICES, ParallelConfig
 from megajax.config.schedule_rules import check_microbatches
 from megajax.config.train import TrainConfig
 
@@ -81,19 +81,20 @@ def _check_layers(run: RunConfig) -> None:
     pieces = parallel.pipe * parallel.chunks
     if layers % pieces:
         per_pipe = [chunks for chunks in divisors(layers) if layers % (parallel.pipe * chunks) == 0]
-        chunks = f", or --chunks {some(per_pipe, parallel.chunks)}" if per_pipe and parallel.chunks > 1 else ""
+        chunks = one_of("chunks", per_pipe if parallel.chunks > 1 else [], parallel.chunks)
         pipes = [pipe for pipe in divisors(layers) if layers % (pipe * parallel.chunks) == 0]
         pipes = [pipe for pipe in pipes if pipe > 1] if parallel.chunks > 1 else pipes
-        pipe = f"--pipe {some(pipes, parallel.pipe)}, or " if pipes else ""
+        pipe = one_of("pipe", pipes, parallel.pipe)
+        more = one_of("layers", multiples(pieces, layers), layers)
         raise ConfigError(
             f"layers = {layers} cannot be cut into pipe * chunks = {parallel.pipe} * {parallel.chunks} = {pieces} equal "
-            f"pieces: pass {pipe}--layers {some(multiples(pieces, layers), layers)}{chunks}."
+            f"pieces: pass {either(pipe, more, chunks) or '--pipe 1 --chunks 1'}."
         )
     chunk = layers // pieces
     if chunk % parallel.recompute_blocks:
         raise ConfigError(
             f"recompute_blocks = {parallel.recompute_blocks} does not divide the {chunk} layers of a chunk (layers / "
-            f"(pipe * chunks)): pass --recompute-blocks {some(divisors(chunk), parallel.recompute_blocks)}."
+            f"(pipe * chunks)): pass {one_of('recompute_blocks', divisors(chunk), parallel.recompute_blocks)}."
         )
 
 
@@ -103,10 +104,11 @@ def _check_batch(run: RunConfig) -> None:
     at_once = parallel.microbatch_size * parallel.data
     if batch % at_once:
         legal = [data for data in divisors(batch) if batch % (data * parallel.microbatch_size) == 0]
-        data = f", or --data {some(legal, parallel.data)}" if legal else ""
+        batches = one_of("global_batch_size", multiples(at_once, batch), batch)
+        remedies = either(batches, one_of("data", legal, parallel.data)) or "--microbatch-size 1 --data 1"
         raise ConfigError(
             f"global_batch_size = {batch} is not a multiple of microbatch_size * data = {parallel.microbatch_size} * "
-            f"{parallel.data} = {at_once}: pass --global-batch-size {some(multiples(at_once, batch), batch)}{data}."
+            f"{parallel.data} = {at_once}: pass {remedies}."
         )
 
 
@@ -121,10 +123,12 @@ def _check_device_count(run: RunConfig, device_count: int) -> None:
     fitting = sorted(meshes, key=lambda mesh: _distance(run, mesh))
     meshes = ", or ".join(" ".join(f"--{axis} {n}" for axis, n in mesh.items()) for mesh in fitting[:3])
     meshes = f"pass {meshes}, or" if meshes else f"no mesh of {device_count} fits this model and batch:"
+    trial = (
+        f" (for a trial on the CPU: --devices cpu:{parallel.devices})" if parallel.devices <= MOST_CPU_DEVICES else ""
+    )
     raise ConfigError(
         f"{_mesh_size(parallel)} = {parallel.devices} devices, "
-        f"but there are {device_count}: {meshes} run on {parallel.devices} "
-        f"(for a trial on the CPU: --devices cpu:{parallel.devices})."
+        f"but there are {device_count}: {meshes} run on {parallel.devices}{trial}."
     )
 
 

@@ -5,7 +5,7 @@ Arguments are a ParallelConfig or a RunConfig. They are not imported, since they
 
 from typing import Any
 
-from megajax.config.errors import ConfigError, near, option, some
+from megajax.config.errors import ConfigError, either, near, one_of, option
 from megajax.schedules.io import is_schedule_file
 from megajax.schedules.registry import ScheduleSpec, SizeProblem, check_sizes, find, names, with_option
 
@@ -41,6 +41,8 @@ def check_schedule(parallel: Any) -> None:
     fewest = spec.fewest_microbatches(parallel.pipe)
     legal_microbatches = -(-fewest // parallel.pipe) * parallel.pipe
     problem = check_sizes(spec, stages=parallel.pipe, microbatches=legal_microbatches, chunks=parallel.chunks)
+    if problem and problem.field == "stages":
+        raise ConfigError(f"pipe = {parallel.pipe}, but {problem.message}: pass --pipe 1.")
     if problem:
         other = ", or --schedule interleaved_1f1b" if parallel.chunks > 1 else ""
         raise ConfigError(
@@ -71,11 +73,12 @@ def check_microbatches(run: Any) -> None:
     problem = _problem(spec, parallel, run.microbatches)
     if problem:
         more = " or more" if run.microbatches < spec.fewest_microbatches(parallel.pipe) else ""
+        batches = one_of("global_batch_size", [at_once * count for count in problem.legal], batch)
         other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
+        other = "a larger --microbatch-size" if run.microbatches > spec.most_forwards // parallel.pipe else other
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
-            f"with pipe = {parallel.pipe}, but {problem.message}: pass --global-batch-size "
-            f"{some([at_once * count for count in problem.legal], batch)}{more}, or {other}."
+            f"with pipe = {parallel.pipe}, but {problem.message}: pass {either(batches and batches + more, other)}."
         )
     if run.train.batch_ramp:
         _check_ramp(run, spec, at_once)
@@ -89,21 +92,20 @@ def _check_ramp(run: Any, spec: ScheduleSpec, at_once: int) -> None:
             f"batch_ramp = {shown} does not work with {spec.name}, which needs the same number of microbatches in "
             "every step: pass another --schedule, or omit --batch-ramp."
         )
-    _, increment, samples = run.train.batch_ramp
     multiple = at_once * (pipe if spec.rounds else 1)
     for size in run.train.batch_sizes[:-1]:
         if size % multiple:
             raise ConfigError(
                 f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {multiple} (microbatch_size * "
-                f"data{' * pipe' if spec.rounds else ''}): pass --batch-ramp {multiple},{multiple},{samples}, or "
-                "--batch-ramp none, or a smaller --data."
+                f"data{' * pipe' if spec.rounds else ''}): pass {run.train.other_ramp(multiple, multiple)}, or a smaller "
+                "--data."
             )
         problem = _problem(spec, run.parallel, size // at_once)
         if problem:
-            least = at_once * problem.legal[0]
+            least = at_once * (problem.legal[0] if problem.legal else 1)
             raise ConfigError(
                 f"batch_ramp = {shown} has a batch of {size}, or {size // at_once} microbatches, but {problem.message}"
-                f": pass --batch-ramp {least},{increment},{samples}, or --batch-ramp none."
+                f": pass {run.train.other_ramp(least)}."
             )
 
 

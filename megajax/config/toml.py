@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from megajax.config import ConfigError, DataConfig, OutputConfig, RunConfig, near
+from megajax.schedules.errors import shown
 
 HEADER = "The complete configuration of this run. Replay: --config {path}; options on the command line take precedence."
 
@@ -72,13 +73,17 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give --config a file") from error
     except RecursionError as error:
         raise ConfigError(f"the configuration {path} is nested too deeply; compare a run's config.toml") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of more than 4,300 digits
         raise ConfigError(f"the configuration {path} is not TOML: {error}; compare a run's config.toml") from error
     _map_format_1(tables)
     values: dict[str, Any] = {}
     for section, table in tables.items():
-        if section not in known or not isinstance(table, dict):
+        if section not in known:
             raise ConfigError(f"{path} has [{section}], which is not known: {near(section, known)}")
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{path}: {section} = {shown(table)} must be a section: write [{section}] and its fields."
+            )
         for name, value in table.items():
             if name not in known[section]:
                 raise ConfigError(f"{path}: {name} in [{section}] is not known: {near(name, known[section])}")

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from megajax.config.errors import ConfigError
+from megajax.config.errors import ConfigError, divisors
 from megajax.config.fields import check_fields, setting
+
+# Of a batch ramp; GPT-3's has 98. The programs to compile are chosen in time and memory quadratic in this number.
+MOST_BATCH_SIZES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class TrainConfig:
             )
         total = self.steps * self.global_batch_size
         if total >= 2**31:
-            most = 2**31 // self.global_batch_size - 1
+            most = (2**31 - 1) // self.global_batch_size
             raise ConfigError(f"steps * global_batch_size = {total} samples must be below 2**31: pass --steps {most}.")
         warmup, decay = self.warmup_samples or 0, self.decay_samples or total
         if warmup > decay:
@@ -139,11 +142,30 @@ class TrainConfig:
         if start >= batch or (batch - start) % increment:
             raise ConfigError(
                 f"batch_ramp = {shown} does not get from {start} to global_batch_size = {batch} in steps of "
-                f"{increment}: pass --batch-ramp {increment},{increment},{samples} and a --global-batch-size that is a "
-                "multiple of it."
+                f"{increment}: pass {self.other_ramp(1)}."
+            )
+        if len(self.batch_sizes) > MOST_BATCH_SIZES:
+            steps = next(n for n in divisors(batch - start) if (batch - start) // n < MOST_BATCH_SIZES)
+            raise ConfigError(
+                f"batch_ramp = {shown} has {len(self.batch_sizes)} batch sizes, and at most {MOST_BATCH_SIZES} are "
+                f"legal: pass --batch-ramp {start},{steps},{samples}, or --batch-ramp none."
             )
         if samples > total:
             raise ConfigError(
                 f"batch_ramp = {shown} takes {samples} samples, but the run has steps * global_batch_size = {total}: "
                 f"pass --batch-ramp {start},{increment},{total // 10 or 1}, or more --steps."
             )
+
+    def other_ramp(self, least: int, multiple: int | None = None) -> str:
+        """Remedies for a batch ramp whose START or INCREMENT is illegal.
+
+        Args:
+            least: smallest legal START.
+            multiple: of START and of INCREMENT; None: the INCREMENT stays.
+        """
+        _, increment, samples = self.batch_ramp
+        step = multiple or increment
+        start = self.global_batch_size - max(0, self.global_batch_size - least) // step * step
+        if start < self.global_batch_size and (self.global_batch_size - start) // step < MOST_BATCH_SIZES:
+            return f"--batch-ramp {start},{step},{samples}, or --batch-ramp none"
+        return "--batch-ramp none"

@@ -4,12 +4,12 @@ python -m megajax.estimate.validate          the table, with errors; rows that t
 python -m megajax.estimate.validate --fit    finds the fitted constants again, from the marked rows only
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
-from megajax.config import RunConfig
+from megajax.config import ConfigError, RunConfig
+from megajax.config.options import Parser
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.op_costs import FITTED, Fitted
 from megajax.estimate.published import ROWS, ZERO_3, Row
@@ -89,11 +89,16 @@ def report(checks: Sequence[Check]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megajax.estimate.validate", description="predicted against published TFLOP/s per GPU"
     )
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
-    if parser.parse_args(arguments).fit:
+    try:
+        options = parser.parse_args(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.fit:
         found = fit()
         shares = ", ".join(f"{chip} {share:.3f}" for chip, share in found.matmul_share.items())
         print(f"matmul_share {shares}; memory_share {found.memory_share:.3f}")

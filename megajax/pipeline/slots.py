@@ -276,6 +276,7 @@ def _assign_inbox(
     row = operations[direction]
     row.inbox[:] = spare
     arrivals = tuple(np.full_like(row.inbox, spare) for _ in routes)
+    route_of = {pair: index for index, pairs in enumerate(routes) for pair in pairs}
     for tick, rank, work in _works(schedule):
         op, stage = schedule.does(work), schedule.stage(work.chunk, rank)
         slot = slots_of[rank].get((stage, work.microbatch))
@@ -284,9 +285,8 @@ def _assign_inbox(
         after = _stage_after(schedule, direction, stage)
         if wanted in schedule.results(work) and after is not None:
             edge = _edge(schedule, stage, after)
-            route = next(index for index, pairs in enumerate(routes) if edge in pairs)
             late = schedule.paired and direction == BACKWARD
-            arrivals[route][tick + late, edge[1]] = slots_of[edge[1]][after, work.microbatch]
+            arrivals[route_of[edge]][tick + late, edge[1]] = slots_of[edge[1]][after, work.microbatch]
     return slots_of, arrivals
 
 

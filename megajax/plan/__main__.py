@@ -15,24 +15,29 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, RunConfig, preset
+from megajax.config.options import Parser
 from megajax.config.toml import save_config, toml_text
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.explain import explain
 from megajax.plan.report import LEGEND, heading, plot, smallest, table
 from megajax.plan.search import Candidate, Question, best_by, search
+from megajax.schedules.arguments import number, text, whole
 from megajax.schedules.registry import import_user_files, names, search_order
 from megajax.schedules.schedule import ScheduleError
 
+# The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
+MOST_GPUS, MOST_LAYERS = 10**6, 1024
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans; returns the process's exit code: 0, 1 if nothing fits, 2 for invalid options."""
     try:
-        first = _Parser(add_help=False, allow_abbrev=False)
+        first = Parser(add_help=False, allow_abbrev=False)
         first.add_argument(
             "--import",
             action="append",
+            type=text,
             default=[],
             dest="imports",
             metavar="FILE.py",
@@ -102,16 +107,6 @@ def question_of(args: argparse.Namespace) -> Question:
     Raises:
       ConfigError: an unknown model or GPU, or an invalid number.
     """
-    for name in ("gpus", "global_batch", "top"):
-        if getattr(args, name) < 1:
-            raise ConfigError(
-                f"{name} = {getattr(args, name)} must be 1 or more: pass --{name.replace('_', '-')} COUNT."
-            )
-    if min(args.microbatch_sizes) < 1:
-        sizes = " ".join(map(str, args.microbatch_sizes))
-        raise ConfigError(f"microbatch_sizes = {sizes} must be 1 or more: pass --microbatch-sizes 1 2 4.")
-    if not args.tokens > 0:
-        raise ConfigError(f"tokens = {args.tokens} must be above 0: pass --tokens 300e9.")
     model = preset(args.model)
     changed = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
     for name in changed:
@@ -138,22 +133,17 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def _check_shape(model: ModelConfig) -> None:
-    if min(getattr(model, name) for name in SHAPE) < 1 or model.hidden % model.heads:
+    if model.layers > MOST_LAYERS:
+        raise ConfigError(f"layers = {model.layers} must be at most {MOST_LAYERS}: pass --layers with such a number.")
+    if model.hidden % model.heads:
         raise ConfigError(
-            f"hidden = {model.hidden} is not a multiple of heads = {model.heads}, or a size is below 1: "
+            f"hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
             "pass --layers, --hidden and --heads that fit together."
         )
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
-
-
 def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m megajax.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -163,17 +153,36 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--model",
         required=True,
+        type=text,
         metavar="NAME",
         help="preset, as of experiments.gpt3, or one that an --import registers",
     )
-    add("--gpus", required=True, type=int, metavar="COUNT", help="GPUs of the cluster; all are used")
-    add("--gpu", required=True, metavar="|".join(GPUS), help="kind of GPU")
-    add("--global-batch", required=True, type=int, metavar="COUNT", help="samples in a step")
-    add("--tokens", type=float, default=300e9, metavar="COUNT", help="to train on, for the days (default: 300e9)")
+    add(
+        "--gpus",
+        required=True,
+        type=whole(below=MOST_GPUS + 1),
+        metavar="COUNT",
+        help="GPUs of the cluster; all are used",
+    )
+    add("--gpu", required=True, type=text, metavar="|".join(GPUS), help="kind of GPU")
+    add("--global-batch", required=True, type=whole(), metavar="COUNT", help="samples in a step")
+    add(
+        "--tokens",
+        type=number(below=1e18),
+        default=300e9,
+        metavar="COUNT",
+        help="to train on, for the days (default: 300e9)",
+    )
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
-    add("--top", type=int, default=10, metavar="COUNT", help="layouts to list (default: 10)")
-    add("--out", default="plan.toml", metavar="FILE", help="where the fastest layout is written (default: plan.toml)")
-    add("--plot", metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
+    add(
+        "--out",
+        type=text,
+        default="plan.toml",
+        metavar="FILE",
+        help="where the fastest layout is written (default: plan.toml)",
+    )
+    add("--plot", type=text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
     searched = search_order()
     add(
         "--schedules",
@@ -184,7 +193,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     modes = ("none", "selective", "full")
     add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
-    add("--microbatch-sizes", nargs="+", type=int, default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
+    add("--microbatch-sizes", nargs="+", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
     add(
         "--vocab-parallel",
         default="pipe",
@@ -206,7 +215,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model's heads, else xla (default: auto)",
     )
     for name in SHAPE:
-        add(f"--{name.replace('_', '-')}", type=int, metavar="COUNT", help="instead of the preset's")
+        add(f"--{name.replace('_', '-')}", type=whole(), metavar="COUNT", help="instead of the preset's")
     return parser
 
 

@@ -11,8 +11,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config import ConfigError, ParallelConfig
+from megajax.config.parallel import MOST_CPU_DEVICES
 from megajax.runtime.compat import PLUGIN_LOGGER
 from megajax.runtime.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
+from megajax.schedules.arguments import is_count
+from megajax.schedules.errors import shown
 
 AXES = ("data", "pipe", "tensor")
 
@@ -44,11 +47,18 @@ def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
                 "megajax[cuda12] or megajax[cuda13], see that nvidia-smi lists a GPU, and unset JAX_PLATFORMS."
             ) from error
     if spec is None:
-        _make_cpu_devices(count)
+        _make_cpu_devices(min(count, MOST_CPU_DEVICES))
         with contextlib.nullcontext() if _has_nvidia_gpu() else _without_plugin_errors():
-            return jax.devices()
-    if spec != "cpu" and not (kind == "cpu" and number.isdecimal() and int(number) > 0):
-        raise ConfigError(f"devices = {spec!r} is not known: pass --devices gpu, --devices cpu or --devices cpu:8.")
+            devices = jax.devices()
+        if devices[0].platform == "cpu" and count > MOST_CPU_DEVICES:
+            raise _too_many(count)
+        return devices
+    if spec != "cpu" and not (kind == "cpu" and number.isdecimal() and number.strip("0")):
+        raise ConfigError(
+            f"devices = {shown(spec)} is not known: pass --devices gpu, --devices cpu or --devices cpu:8."
+        )
+    if number and (not is_count(number) or int(number) > MOST_CPU_DEVICES):
+        raise _too_many(number)
     requested = int(number or 1)
     if _make_cpu_devices(requested):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
@@ -61,6 +71,13 @@ def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={requested} before Python starts."
         )
     return devices if jax.process_count() > 1 else devices[:requested]
+
+
+def _too_many(count: int | str) -> ConfigError:
+    return ConfigError(
+        f"{shown(count)} CPU devices are too many for a process, which starts threads for each: pass --devices "
+        f"cpu:{MOST_CPU_DEVICES} or fewer, and smaller --data, --pipe and --tensor, or run on GPUs."
+    )
 
 
 def _make_cpu_devices(count: int) -> bool:
@@ -140,7 +157,8 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
 def _check_enough(devices: Sequence[jax.Device], count: int) -> None:
     """Raises ConfigError if there are fewer than `count` devices."""
     if len(devices) < count:
+        trial = f", or, for a trial on the CPU, pass --devices cpu:{count}" if count <= MOST_CPU_DEVICES else ""
         raise ConfigError(
             f"the mesh needs data * pipe * tensor = {count} devices, but there are {len(devices)}: lower --data, "
-            f"--pipe or --tensor, or, for a trial on the CPU, pass --devices cpu:{count}."
+            f"--pipe or --tensor{trial}."
         )

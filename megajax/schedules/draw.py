@@ -15,26 +15,33 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megajax.schedules.arguments import Parser, number, text, whole
+from megajax.schedules.errors import one_line, shown
 from megajax.schedules.io import is_schedule_file, load, save
 from megajax.schedules.registry import find, import_user_files, make_schedule, specs
 from megajax.schedules.render import as_json, as_text, as_trace, draw
 from megajax.schedules.schedule import Schedule, ScheduleError
 from megajax.schedules.simulate import Costs, Simulation, simulate_event, simulate_lockstep
 
+# Costs and latency: sums over all operations are finite, and no operation is lost in them.
+LEAST_TIME, MOST_TIME = 1e-6, 10**6
+WORDS = {"type": text, "metavar": "FILE"}
 
-def _costs(text: str) -> Costs:
+
+def _costs(words: str) -> Costs:
     try:
-        values = [float(number) for number in text.split(",")]
-        if len(values) not in (2, 4) or min(values) <= 0:
-            raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give F,B or F,B,I,W as numbers above 0, such as 1,2,1,1") from None
+        values = [number(LEAST_TIME, MOST_TIME)(word) for word in words.split(",")]
+    except argparse.ArgumentTypeError:
+        values = []
+    if len(values) not in (2, 4):
+        raise argparse.ArgumentTypeError(
+            f"{shown(words)}: give F,B or F,B,I,W as numbers from {LEAST_TIME:g} to {MOST_TIME:g}, such as 1,2,1,1"
+        )
     return Costs(*values) if len(values) == 4 else Costs(*values, values[1] / 2, values[1] / 2)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ScheduleError(f"{message.removeprefix('argument ')}; --help lists every option")
+class _Parser(Parser):
+    mistake = ScheduleError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,26 +57,28 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--schedule",
+        type=text,
         default="interleaved_1f1b",
         metavar="NAME|FILE",
         help="one of those below, or a file (default: %(default)s)",
     )
-    which.add_argument("--compare", nargs="+", metavar="NAME|FILE", help="several, on the same time axis")
+    which.add_argument("--compare", nargs="+", type=text, metavar="NAME|FILE", help="several, on the same time axis")
     parser.add_argument(
         "--import",
         dest="imports",
         action="append",
+        type=text,
         default=[],
         metavar="FILE.py",
         help="a Python file or module to import first, which registers schedules; may be repeated",
     )
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default: %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--stages", type=whole(), default=4, help="pipeline ranks (default: %(default)s)")
+    parser.add_argument("--microbatches", type=whole(), default=8, help="(default: %(default)s)")
     parser.add_argument(
-        "--chunks", type=int, help="model chunks on each rank (default: 2 if the schedule allows it, else 1)"
+        "--chunks", type=whole(), help="model chunks on each rank (default: 2 if the schedule allows it, else 1)"
     )
-    parser.add_argument("--group-size", type=int, help="interleaved_1f1b: consecutive microbatches through a chunk")
-    parser.add_argument("--live-chunks", type=int, help="auto: most chunk activations held on a rank at once")
+    parser.add_argument("--group-size", type=whole(), help="interleaved_1f1b: consecutive microbatches through a chunk")
+    parser.add_argument("--live-chunks", type=whole(), help="auto: most chunk activations held on a rank at once")
     parser.add_argument(
         "--costs",
         type=_costs,
@@ -77,12 +86,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F,B,I,W",
         help="time of each op on a chunk; with --compare, on all chunks of a rank (default: 1,2,1,1)",
     )
-    parser.add_argument("--latency", type=float, default=0.0, help="time of a send (default: %(default)s)")
+    parser.add_argument(
+        "--latency", type=number(low=0, below=MOST_TIME), default=0.0, help="time of a send (default: %(default)s)"
+    )
     parser.add_argument("--lockstep", action="store_true", help="time it tick by tick, as one SPMD program")
-    parser.add_argument("--out", metavar="FILE", help="write a picture: .svg, .png or .pdf (needs megajax[plot])")
-    parser.add_argument("--save", metavar="FILE", help="write the schedule, to edit or train with: .csv or .json")
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write orders and costs (no FILE: print)")
+    parser.add_argument("--out", **WORDS, help="write a picture: .svg, .png or .pdf (needs megajax[plot])")
+    parser.add_argument("--save", **WORDS, help="write the schedule, to edit or train with: .csv or .json")
+    parser.add_argument("--trace", **WORDS, help="write a trace for Perfetto")
+    parser.add_argument("--json", nargs="?", const="-", **WORDS, help="write orders and costs (no FILE: print)")
     parser.add_argument("--text", action="store_true", help="print a table (the default if no other output is named)")
     return parser
 
@@ -125,14 +136,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
       ScheduleError: an argument is illegal.
       OSError: a file cannot be written.
     """
-    imports = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    imports = _Parser(add_help=False, allow_abbrev=False)
     imports.add_argument("--import", dest="imports", action="append", default=[], nargs="?")
     known, _ = imports.parse_known_args(arguments)
     import_user_files(path for path in known.imports if path)  # first, so that --help lists what they register
     options = _parser().parse_args(arguments)
     costs = dataclasses.replace(options.costs, latency=options.latency)
-    if options.latency < 0:
-        raise ScheduleError(f"latency is {options.latency:g}; it must be 0 or more")
     names = options.compare or [options.schedule]
     schedules = [_make(name, options, costs) for name in names]
     # In a comparison, --costs are those of all chunks of a rank together, so more chunks are smaller ones.
@@ -163,9 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(arguments)
         return 0
     except ScheduleError as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot write {one_line(str(error.filename))}: {error.strerror}", file=sys.stderr)
     return 2
 
 

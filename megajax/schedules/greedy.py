@@ -10,7 +10,12 @@ from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operati
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 
-@register("auto", chunks="any", simplicity=None)  # a search tries the schedules themselves
+@register(
+    "auto",
+    chunks="any",
+    most_forwards=2**14,  # it builds and simulates about 15 tables
+    simplicity=None,  # a search tries the schedules themselves
+)
 def auto(
     stages: int,
     microbatches: int,

@@ -12,12 +12,24 @@ import pathlib
 import re
 from typing import Any
 
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, ScheduleError, pack
+from megajax.schedules.errors import shown
+from megajax.schedules.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    MOST_FORWARDS,
+    WEIGHT,
+    Operation,
+    Schedule,
+    ScheduleError,
+    pack,
+)
 from megajax.schedules.simulate import simulate_lockstep
 
 ENDINGS = (".csv", ".json")
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
-ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")  # numbers that are int32
+MOST_NUMBER = 10**9
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
@@ -40,13 +52,13 @@ def load(path: str) -> Schedule:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"{path} is not text") from None
+    except ValueError as error:  # UnicodeDecodeError, or a path with a null character
+        raise ScheduleError(f"{path} is not text: {error}") from None
     try:
         if file.suffix == ".json":
             return _from_json(file.stem, text)
         return _from_rows(file.stem, [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))])
-    except ScheduleError as error:
+    except (ScheduleError, csv.Error) as error:  # of csv: a cell of more than 131,072 characters
         raise ScheduleError(f"{path}: {error}") from None
 
 
@@ -97,6 +109,8 @@ def from_orders(
     operations = [operation for order in orders for operation in order]
     if not operations:
         raise ScheduleError("it holds no operations")
+    if len(operations) > 3 * MOST_FORWARDS:
+        raise ScheduleError(f"it holds {len(operations)} operations; at most {3 * MOST_FORWARDS} are legal")
     sizes = {"microbatches": 1 + max(operation.microbatch for operation in operations), "chunks": chunks}
     split = any(operation.op in (INPUT, WEIGHT) for operation in operations)
 
@@ -115,27 +129,36 @@ def _from_json(name: str, text: str) -> Schedule:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ScheduleError(f"line {error.lineno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of more than 4,300 digits; too many levels
+        raise ScheduleError(f"not a schedule: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("orders"), list) or not values["orders"]:
         raise ScheduleError('it must hold {"orders": [[[op, chunk, microbatch], ...] for each rank], ...}')
     placement, paired = values.get("placement", "loop"), values.get("paired")
     if placement not in ("loop", "v"):
-        raise ScheduleError(f'placement is {placement!r}; it must be "loop" or "v"')
-    if paired not in (True, False, None):
-        raise ScheduleError(f"paired is {paired!r}; it must be true or false, or omitted")
+        raise ScheduleError(f'placement is {shown(placement)}; it must be "loop" or "v"')
+    if not (paired is None or isinstance(paired, bool)):
+        raise ScheduleError(f"paired is {shown(paired)}; it must be true or false, or omitted")
+    for rank, order in enumerate(values["orders"]):
+        if not isinstance(order, list):
+            raise ScheduleError(f"rank {rank} has {shown(order)}; it must have a list of operations")
     orders = [
         [_operation(rank, place, value) for place, value in enumerate(order)]
         for rank, order in enumerate(values["orders"])
-        if isinstance(order, list)
     ]
     chunks = 1 + max((operation.chunk for order in orders for operation in order), default=0)
+    if placement == "v" and chunks != 2:
+        raise ScheduleError(f'placement "v" is for two chunks on each rank, not {chunks}')
     return from_orders(name, orders, chunks=chunks, placement=placement, paired=paired)
 
 
 def _operation(rank: int, place: int, value: Any) -> Operation:
-    whole = isinstance(value, list) and len(value) == 3 and all(type(n) is int and n >= 0 for n in value[1:])
+    whole = (
+        isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 <= n < MOST_NUMBER for n in value[1:])
+    )
     if not whole or value[0] not in OPS:
+        found = shown(value).replace("'", '"')  # as JSON writes it
         raise ScheduleError(
-            f"rank {rank}, operation {place}: {json.dumps(value)} is not [op, chunk, microbatch] such as "
+            f"rank {rank}, operation {place}: {found} is not [op, chunk, microbatch] such as "
             f'["F", 0, 3]; op is one of {", ".join(OPS)}'
         )
     return Operation(*value)
@@ -169,17 +192,20 @@ def _actions(rank: int, column: int, cell: str) -> list[tuple[int, str, int]]:
     """The (stage, op, microbatch) of a cell, if any."""
     pair = PAIR.fullmatch(cell)
     if pair:
-        return [action for part in re.split("[;,]", pair[1]) for action in _actions(rank, column, part.strip())]
+        parts = [part.strip() for part in re.split("[;,]", pair[1])]
+        if not any(map(PAIR.fullmatch, parts)):
+            return [action for part in parts for action in _actions(rank, column, part)]
     action = ACTION.fullmatch(cell)
     if action:
         return [(int(action[1]), action[2], int(action[3]))]
     if cell and not COMMUNICATION.fullmatch(cell):
         raise ScheduleError(
-            f"row {rank + 1}, column {column + 1}: {cell!r} is not an action; write stage, op ({', '.join(OPS)}) and "
+            f"row {rank + 1}, column {column + 1}: {shown(cell)} is not an action; write stage, op ({', '.join(OPS)}) and "
             "microbatch, such as 2F0, or leave the cell blank"
         )
     return []
 
 
 def _list(stages: set[int]) -> str:
-    return ", ".join(map(str, sorted(stages))) or "none"
+    most = sorted(stages)[:20]
+    return ", ".join([*map(str, most), *(["..."] if len(stages) > len(most) else [])]) or "none"

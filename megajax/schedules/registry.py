@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from megajax.schedules.io import is_schedule_file, load
-from megajax.schedules.schedule import Schedule, ScheduleError
+from megajax.schedules.schedule import MOST_FORWARDS, Schedule, ScheduleError
 
 Generator = Callable[..., Schedule]
 SPECS: dict[str, "ScheduleSpec"] = {}
@@ -42,7 +42,7 @@ class Slots(NamedTuple):
 class SizeProblem(NamedTuple):
     """Why a schedule cannot have a size."""
 
-    field: str  # "chunks" or "microbatches"
+    field: str  # "chunks", "microbatches", or "stages" if no number of microbatches is legal
     message: str  # the rule and the value given, as one sentence without a full stop
     legal: tuple[int, ...]  # the nearest legal values of the field, ascending
 
@@ -67,6 +67,7 @@ class ScheduleSpec:
         `megajax.pipeline.slots`, None for sizes that it does not cover. Without one the slots are counted in the table.
       bubble: `f(stages, microbatches, chunks, costs, lockstep, **options)`, the closed form of a rank's idle time in a
         step, in the units of `costs`; `lockstep` as in `simulate_lockstep`. Without one the table is simulated.
+      most_forwards: the largest legal stages * chunks * microbatches.
       one_chunk: the schedule that this one equals with one chunk; a search tries that one instead.
       simplicity: position in the search, which prefers the first of equally fast schedules. None: searched only by name.
       notes: one sentence that helps to choose a schedule, shown by `draw --help`.
@@ -85,6 +86,7 @@ class ScheduleSpec:
     placement: str | None = None
     slots: Callable[..., Slots | None] | None = None
     bubble: Callable[..., float] | None = None
+    most_forwards: int = MOST_FORWARDS
     one_chunk: str | None = None
     simplicity: int | None = 100
     notes: str = ""
@@ -189,6 +191,16 @@ def check_sizes(
             f"{spec.name} takes at least {fewest} microbatches on {stages} stages, not {microbatches}",
             (fewest,),
         )
+    forwards, each = stages * chunks * microbatches, stages * chunks * (stages if spec.rounds else 1)
+    if forwards > spec.most_forwards:
+        most = spec.most_forwards // each * (stages if spec.rounds else 1)
+        possible = most >= max(1, fewest)
+        return SizeProblem(
+            "microbatches" if possible else "stages",
+            f"a table of {spec.name} has at most {spec.most_forwards} forwards, not stages * chunks * microbatches = "
+            f"{stages} * {chunks} * {microbatches}",
+            (most,) if possible else (),
+        )
     return None
 
 
@@ -214,7 +226,8 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1,
     groups = {"group_size": options["group_size"]} if "group_size" in options else {}
     problem = check_sizes(spec, stages=stages, microbatches=microbatches, chunks=chunks, **groups)
     if problem:
-        raise ScheduleError(problem.message)
+        legal = f"; {problem.field} can be {' or '.join(map(str, problem.legal))}" if problem.legal else ""
+        raise ScheduleError(problem.message + legal)
     schedule = spec.generate(stages, microbatches, chunks, **options)
     require(
         isinstance(schedule, Schedule), f"{name} made a {type(schedule).__name__}, not a Schedule; return pack(...)"

@@ -19,6 +19,7 @@ IDLE = "#eeeeee"
 ROW = 0.34  # inches of a rank's row
 MARGIN = 2.4  # inches right of the time axis, for each rank's numbers
 PICTURES = ("svg", "png", "pdf")
+MOST_BOXES, MOST_ROWS = 20_000, 512  # of a picture, which takes about a millisecond a box and 0.34 inches a row
 
 
 def as_json(schedule: Schedule, event: Simulation, lockstep: Simulation) -> dict[str, Any]:
@@ -75,18 +76,24 @@ def draw(schedules: Sequence[Schedule], simulations: Sequence[Simulation], path:
     """Draws schedules one below the other on the same time axis, to a file that ends in .svg, .png or .pdf.
 
     Raises:
-      ScheduleError: the ending is another one, or matplotlib is not installed.
+      ScheduleError: the ending is another one, there are too many operations, or matplotlib is not installed.
     """
     if path.rpartition(".")[2] not in PICTURES:
         raise ScheduleError(f"out is {path!r}; end it in .svg, .png or .pdf")
+    boxes, rows = sum(len(one.spans) for one in simulations), sum(one.stages for one in schedules)
+    if boxes > MOST_BOXES or rows > MOST_ROWS:
+        raise ScheduleError(
+            f"a picture shows at most {MOST_BOXES} operations on {MOST_ROWS} ranks, not {boxes} on {rows}: pass fewer "
+            "--microbatches or --stages, or --text instead of --out"
+        )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ScheduleError("pictures need matplotlib, which is not installed: pip install 'megajax[plot]'") from None
     longest = max(simulation.makespan for simulation in simulations)
-    boxes = max(_boxes_across(simulation) for simulation in simulations)
-    width = min(18.0, max(7.0, 0.3 * boxes + MARGIN + 1))
+    across = max(_boxes_across(simulation) for simulation in simulations)
+    width = min(18.0, max(7.0, 0.3 * across + MARGIN + 1))
     heights = [schedule.stages * ROW + 0.6 for schedule in schedules]
     figure = Figure(figsize=(width, sum(heights) + 0.55), layout=None)
     FigureCanvasAgg(figure)

@@ -5,6 +5,7 @@ is makespan / ideal - 1 (2104.04473 section 2.2's bubble time over ideal time).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, ScheduleError, Work
@@ -68,8 +69,7 @@ class Simulation:
     @property
     def busy(self) -> tuple[float, ...]:
         """For each rank, the fraction of the makespan in which it works."""
-        ranks = range(len(self.peak_live))
-        return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) / self.makespan for rank in ranks)
+        return tuple(busy / self.makespan for busy in _busy(self.spans, len(self.peak_live)))
 
 
 def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
@@ -135,17 +135,28 @@ def fill_and_drain(stages: int, microbatches: int, chunks: int, costs: Costs, lo
 
 
 def _result(schedule: Schedule, spans: list[Span]) -> Simulation:
-    work = [sum(s.stop - s.start for s in spans if s.rank == rank) for rank in range(schedule.stages)]
+    work = _busy(spans, schedule.stages)
     makespan = max(s.stop for s in spans) - min(s.start for s in spans)
     return Simulation(tuple(spans), max(work), makespan, tuple(_peaks(schedule, spans)))
 
 
+def _busy(spans: Sequence[Span], stages: int) -> list[float]:
+    """For each rank, the time in which it works."""
+    busy = [0.0] * stages
+    for span in spans:
+        busy[span.rank] += span.stop - span.start
+    return busy
+
+
 def _peaks(schedule: Schedule, spans: list[Span]) -> list[int]:
     """For each rank, the most chunk activations held at once, from a forward's start to the end of its W."""
+    of_rank: list[list[Span]] = [[] for _ in range(schedule.stages)]
+    for span in spans:
+        of_rank[span.rank].append(span)
     peaks = []
-    for rank in range(schedule.stages):
+    for own in of_rank:
         forwards, weights = {}, {}
-        for span in (s for s in spans if s.rank == rank):
+        for span in own:
             place = (span.work.chunk, span.work.microbatch)
             if span.work.op == FORWARD:
                 forwards[place] = span

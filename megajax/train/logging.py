@@ -5,19 +5,20 @@ includes a compilation.
 """
 
 import collections
+import contextlib
 import dataclasses
-import json
 import math
-import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megajax.config import ConfigError
+from megajax.train.log_file import LogFile
+from megajax.train.sinks import Sink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,89 +86,6 @@ def step_record(
     }
 
 
-def to_json(record: Mapping[str, float | None]) -> str:
-    """One line of strict JSON; NaN and infinities become "nan", "inf", "-inf", which `float()` accepts; None is null."""
-    finite = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(finite, allow_nan=False)
-
-
-class Sink(Protocol):
-    """A destination of records."""
-
-    def write(self, record: Mapping[str, float | None]) -> None:
-        """Writes one step's record."""
-
-    def close(self) -> None:
-        """Ends the file."""
-
-
-class JsonLines:
-    """A file with one JSON object a step, flushed after each line, so a killed run keeps its log."""
-
-    def __init__(self, path: str | pathlib.Path, after: int = 0):
-        """Opens the file: empty, or to continue after step `after`, in which case lines of later steps are dropped.
-
-        Raises:
-          ConfigError: the file cannot be written.
-        """
-        try:
-            kept = self._until(pathlib.Path(path), after) if after else ""
-            self._file = open(path, "w", encoding="utf-8", buffering=1)
-            self._file.write(kept)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the log {path}: {error.strerror}; give --log-jsonl a writable path"
-            ) from error
-
-    @staticmethod
-    def _until(path: pathlib.Path, after: int) -> str:
-        """The file's lines up to a step, without a line that a kill has truncated."""
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                if json.loads(line)["step"] <= after:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue
-        return "".join(kept)
-
-    def write(self, record: Mapping[str, float]) -> None:
-        self._file.write(to_json(record) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """The same records as TensorBoard scalars, by step; `samples` is one of them."""
-
-    def __init__(self, directory: str | pathlib.Path, after: int = 0):
-        """Opens a new event file; TensorBoard drops the older files' events of steps after `after`."""
-        from tensorboardX import SummaryWriter  # slow to import, and not every process needs it
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        purge = after + 1 if after else None
-        self._writer = SummaryWriter(
-            str(directory), purge_step=purge, flush_secs=10, max_queue=1000, filename_suffix=f".{after}"
-        )
-        self._summary = Summary
-
-    def write(self, record: Mapping[str, float]) -> None:
-        # One event for all scalars: `add_scalar` for each would be most of the cost of logging a step.
-        values = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in record.items()
-            if name != "step" and value is not None
-        ]
-        self._writer.file_writer.add_summary(self._summary(value=values), int(record["step"]))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class SpikeDetector:
     """Finds losses far above the preceding ones."""
 
@@ -223,6 +141,28 @@ def warning(record: Mapping[str, float]) -> str | None:
     return None
 
 
+class Output:
+    """A text stream that drops what it cannot write: output to a full disk or a closed pipe does not stop a run."""
+
+    def __init__(self, stream: TextIO):
+        """`stream`: receives the text."""
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the text, or drops it."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As `write`, for buffered text."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 class RunLog:
     """Shows steps on the console and writes them to files; used as `with RunLog(...) as log`.
 
@@ -235,7 +175,7 @@ class RunLog:
         every: int = 1,
         console: Console | None = None,
         sinks: Sequence[Sink] = (),
-        file: TextIO | None = None,
+        file: LogFile | None = None,
     ):
         """A log of a run.
 
@@ -249,8 +189,10 @@ class RunLog:
         """
         self.steps = steps
         self.every = every
-        self.console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        self.console = console or Console(file=Output(sys.stdout), highlight=False, markup=False, soft_wrap=True)
         self._sinks, self._file = sinks, file
+        self._files = [sink.file for sink in sinks] + ([file] if file else [])
+        self._drops = False
         self._bar: Progress | None = None
         self._shown = 0.0
         self._first: int | None = None
@@ -260,9 +202,10 @@ class RunLog:
 
     def __exit__(self, *exception) -> None:
         self._stop_bar()
-        for sink in (*self._sinks, self._file):
-            if sink is not None:
-                sink.close()
+        if self._drops:
+            self.message(f"warning: records dropped: {self._dropped()}")
+        for file in self._files:
+            file.close()
 
     def message(self, text: str = "") -> None:
         """Prints a line, above the progress bar if there is one."""
@@ -271,8 +214,22 @@ class RunLog:
 
     def _to_file(self, text: str) -> None:
         if self._file is not None:
-            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-            self._file.flush()
+            self._file.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace"))
+
+    def _report_drops(self) -> None:
+        """Prints one line when records start to be dropped, and one when all files are written again."""
+        failing = next((file for file in self._files if file.problem), None)
+        if failing and not self._drops:
+            self._drops = True
+            self.message(
+                f"warning: cannot write {failing.path}: {failing.problem}: logs are dropped until it is possible"
+            )
+        elif self._drops and not failing:
+            self._drops = False
+            self.message(f"logs are written again; records dropped so far: {self._dropped()}")
+
+    def _dropped(self) -> str:
+        return ", ".join(f"{file.dropped} of {file.path.name}" for file in self._files if file.dropped)
 
     def compiling(self, step: int, program: str = "the first step") -> None:
         """Shows why `step` will take long."""
@@ -285,6 +242,7 @@ class RunLog:
         """Shows and writes one step's record."""
         for sink in self._sinks:
             sink.write(record)
+        self._report_drops()
         self._shown = 0.0 if record["compiled"] else self._shown
         self._first = self._first or int(record["step"])
         is_due = record["step"] in (self._first, self.steps) or record["step"] % self.every == 0

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.manager import Checkpoints, Progress
+from megajax.checkpoint.replicated import ReplicatedState
 from megajax.config import ConfigError, RunConfig
 from megajax.config.batch_ramp import batch_size
 from megajax.estimate.flops import flops_per_step
@@ -29,7 +30,9 @@ from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
 from megajax.train import diagnose
+from megajax.train.goodput import Goodput
 from megajax.train.logging import RunLog, SpikeDetector, Throughput, step_record
+from megajax.train.replica_check import Checks, ReplicasDiffer
 from megajax.train.run_directory import Profiler
 from megajax.train.step import Training, TrainState
 
@@ -52,6 +55,8 @@ class TrainerHooks:
     preemption: Preemption | None = None
     profiler: Profiler | None = None
     watchdog: Watchdog | None = None
+    checks: Checks | None = None
+    replicas: ReplicatedState | None = None
 
     def suspend_watchdog(self, step: int) -> None:
         """The work that follows has no time limit."""
@@ -112,6 +117,7 @@ def train(
     *,
     resume: tuple[TrainState, Progress] | None = None,
     hooks: TrainerHooks = NO_HOOKS,
+    goodput: Goodput | None = None,
     explain: Callable[..., str] = diagnose.explain,
 ) -> tuple[TrainState, dict[str, float | None]]:
     """Runs all steps, with a validation every `validation_every` of them and after the last.
@@ -122,6 +128,7 @@ def train(
     Args:
       validation: a `Loader` of validation batches; None: no validation.
       resume: the state to resume from and its progress; None: initialise a new one.
+      goodput: the account of the run's time; None: a new one, of this call alone.
       explain: (training, params, batch, loss scale) -> why a step is not finite.
 
     Returns:
@@ -130,18 +137,23 @@ def train(
     Raises:
       ConfigError: the loss or a gradient was not finite and `nonfinite` is "stop" (in fp16 an overflow is a normal part
         of the search for a loss scale: the step is skipped), or was not finite in `nonfinite_limit` steps in a row.
+      ReplicasDiffer: `hooks.checks` found copies of the state that differ; nothing is saved.
     """
-    with CompilationCounter() as compilations:
-        return Loop(training, batches, validation, log, peak, hooks, explain, compilations).run(resume)
+    loop = Loop(training, batches, validation, log, peak, hooks, goodput or Goodput())
+    loop.explain = explain
+    with loop.compilations:
+        return loop.run(resume)
 
 
 class Loop:
     """The state of the loop between steps."""
 
-    def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, explain, compilations):
+    def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, goodput: Goodput):
         """See `train`."""
         self.training, self.run_config, self.batches, self.validation = training, training.run, batches, validation
-        self.log, self.hooks, self.explain, self.compilations = log, hooks, explain, compilations
+        self.log, self.hooks, self.goodput = log, hooks, goodput
+        self.explain: Callable[..., str] = diagnose.explain
+        self.compilations = CompilationCounter()
         self.throughput = functools.cache(functools.partial(throughput_of, training.run, peak))
         self.spikes = SpikeDetector(training.run.train.spike_deviations)
         self.state: TrainState | None = None  # after all dispatched steps
@@ -156,7 +168,8 @@ class Loop:
         self.state, self.progress = resume or (self.training.init_state(), Progress())
         if self.progress.samples >= self.run_config.total_samples:
             return self.state, self.record
-        batch, step = self.batches.batch(self.progress.samples), None
+        self.goodput.begin(self.progress.step)
+        batch, step = self._batch(self.progress.samples), None
         while True:
             if step is None:
                 self.compiled_before = self.compilations.count
@@ -175,10 +188,19 @@ class Loop:
                 return self.state, self.record
             batch, step = following, ahead
 
+    def _batch(self, consumed_samples: int) -> Batch:
+        """The batch that starts with that sample; waits for the data."""
+        start = time.perf_counter()
+        with self.goodput.during("data"):
+            batch = self.batches.batch(consumed_samples)
+        if self.hooks.checks:
+            self.hooks.checks.stragglers.add_data(time.perf_counter() - start)
+        return batch
+
     def _batch_after(self, step: DispatchedStep) -> Batch:
         """The next batch; waits for the data while `step` runs."""
         try:
-            return self.batches.batch(step.samples)
+            return self._batch(step.samples)
         except ConfigError:
             self._finish(step)
             raise
@@ -186,7 +208,8 @@ class Loop:
     def _may_dispatch_after(self, step: DispatchedStep, following: Batch) -> bool:
         """Whether the next step may be dispatched while `step` runs."""
         edge = self.hooks.profiler and self.hooks.profiler.is_edge(step.number + 1)
-        needs_state = edge or self._validation_due(step) or self._save_due(step)
+        due = (self._validation_due, self._save_due, self._check_due, self._replication_due)
+        needs_state = edge or any(is_due(step) for is_due in due)
         return self.training.takes_hold and not needs_state and shapes_of(following) in self.shapes
 
     def _validation_due(self, step: DispatchedStep) -> bool:
@@ -194,6 +217,12 @@ class Loop:
 
     def _save_due(self, step: DispatchedStep) -> bool:
         return bool(self.hooks.checkpoints) and step.number % self.hooks.checkpoints.output.save_every == 0
+
+    def _check_due(self, step: DispatchedStep) -> bool:
+        return bool(self.hooks.checks) and step.number % self.hooks.checks.every == 0
+
+    def _replication_due(self, step: DispatchedStep) -> bool:
+        return bool(self.hooks.replicas) and step.number % self.hooks.replicas.every == 0
 
     def _dispatch(self, batch: Batch, number: int, consumed: int, hold) -> DispatchedStep:
         """Gives the devices a step; returns before they have executed it."""
@@ -207,8 +236,13 @@ class Loop:
             self.hooks.profiler.before(number)
         dispatched = time.perf_counter()
         arguments = (hold,) if self.training.takes_hold else ()
-        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+        with (
+            jax.profiler.StepTraceAnnotation("train", step_num=number),
+            self.goodput.during("compiling" if is_new else "steps"),
+        ):
             self.state, metrics = self.training.train_step(self.state, batch, *arguments)
+        if self.hooks.checks and not is_new:
+            self.hooks.checks.stragglers.add_dispatch(time.perf_counter() - dispatched)
         return DispatchedStep(number, size, consumed + size, batch, metrics, dispatched, is_new)
 
     def _finish(self, step: DispatchedStep) -> bool:
@@ -233,6 +267,7 @@ class Loop:
             bad_steps=bad,
             compiled=compiled,
         )
+        self.record |= self.goodput.finish_step(step.number)
         self.log.step(self.record)
         if self.hooks.profiler and (text := self.hooks.profiler.after(step.number)):
             self.log.message(text)
@@ -252,6 +287,8 @@ class Loop:
         if config.precision == "fp16" and math.isfinite(metrics["loss"]) and not too_often:
             return
         self.hooks.suspend_watchdog(step.number)
+        if self.hooks.checks:
+            self._check(step)
         reason = self.explain(self.training, self.state.params, step.batch, float(metrics["loss_scale"]))
         self.log.message(f"warning: step {step.number}: {reason}")
         if not too_often and (config.nonfinite == "skip" or config.precision == "fp16"):
@@ -269,14 +306,40 @@ class Loop:
             self.log.message(text)
         if self.validation is not None and (self._validation_due(step) or (ends and not stop)):
             self.hooks.suspend_watchdog(step.number)
-            if (loss := validation_loss(self.training, self.state, self.validation)) is not None:
+            with self.goodput.during("validation"):
+                loss = validation_loss(self.training, self.state, self.validation)
+            if loss is not None:
                 text = f"validation loss {loss:.4f} per token, perplexity {np.exp(loss):.4g}"
                 self.log.message(f"step {step.number}: {text}")
+        saves = self.hooks.checkpoints and (ends or self._save_due(step))
+        replicates = self._replication_due(step) and not ends
+        if self._check_due(step) or (self.hooks.checks and (saves or replicates)):  # what is saved has been checked
+            self._check(step)
         if stop:
             self.log.message(f"step {step.number}: {stop}: saving a checkpoint and stopping")
-        if self.hooks.checkpoints and (ends or self._save_due(step)):
+        if saves:
             self.hooks.suspend_watchdog(step.number)
             self._save(self.progress, wait=bool(ends))
+        if replicates:
+            self.hooks.suspend_watchdog(step.number)
+            with self.goodput.during("saving"):
+                messages = self.hooks.replicas.save(self.training.state_layout, self.state, self.progress)
+            for text in messages:
+                self.log.message(text)
+
+    def _check(self, step: DispatchedStep) -> None:
+        """Compares the replicas, and times this process."""
+        self.hooks.suspend_watchdog(step.number)
+        try:
+            with self.goodput.during("checking"):
+                messages = self.hooks.checks.run(self.state, step.number)
+        except ReplicasDiffer:
+            for saves in (self.hooks.checkpoints, self.hooks.replicas):  # of an earlier state, which has been checked
+                for text in saves.wait() if saves else []:
+                    self.log.message(text)
+            raise
+        for text in messages:
+            self.log.message(text)
 
     def _save(self, progress: Progress, *, wait: bool) -> None:
         """Starts a save, and waits for its end if no step follows.
@@ -287,8 +350,9 @@ class Loop:
         checkpoints = self.hooks.checkpoints
         if checkpoints is None:
             return
-        messages = checkpoints.save(self.training.state_layout, self.state, progress)
-        messages += checkpoints.wait() if wait else []
+        with self.goodput.during("saving"):
+            messages = checkpoints.save(self.training.state_layout, self.state, progress)
+            messages += checkpoints.wait() if wait else []
         for text in messages:
             self.log.message(text)
         if wait and checkpoints.failed:

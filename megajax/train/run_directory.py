@@ -6,6 +6,7 @@ RUN_DIR/config.toml     the configuration that the run was started with; --confi
         tensorboard/    the same records
         logs/           the log lines of each process, process_0.log and so on
         profile/        traces of --profile, one directory for each process
+        run.lock        the process that writes into the directory, see checkpoint/lock.py
 """
 
 import pathlib
@@ -15,14 +16,20 @@ import jax
 from rich.console import Console
 
 from megajax.checkpoint import manager, reader
+from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
+from megajax.checkpoint.replicated import ReplicatedState
+from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.config.batch_ramp import remaining_steps
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
-from megajax.train.logging import JsonLines, RunLog, Sink, TensorBoard
+from megajax.runtime.distributed import gather_problems
+from megajax.train.log_file import LogFile
+from megajax.train.logging import RunLog
+from megajax.train.sinks import JsonLines, Sink, TensorBoard
 from megajax.train.step import Training, TrainState
 
 
@@ -59,7 +66,10 @@ class Profiler:
         if not self.running:
             return None
         self.running = False
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:  # a full disk, of which jax gives no documented error
+            return f"warning: the profile of steps {self.start} to {self.stop - 1} was not written: {reason_of(error)}"
         return f"profile   steps {self.start} to {self.stop - 1} in {self.directory}"
 
 
@@ -67,40 +77,69 @@ class RunDirectory:
     """The files of one run; without `run_dir` in its OutputConfig there are none but an optional log.jsonl.
 
     Attributes:
-      checkpoints, profiler: for the loop; None without a directory.
+      checkpoints, profiler, replicas: for the loop; None without a directory.
       messages: lines for the start of the log.
     """
 
     def __init__(self, run: RunConfig, output: OutputConfig, tokenizer: Any | None, request: Request | None = None):
-        """Creates the directory, saves the configuration, and finds the checkpoint to resume from.
+        """Creates and locks the directory, saves the configuration, and finds the checkpoint to resume from.
 
         Args:
           tokenizer: whose hash is stored in every checkpoint; None if the run reads its own batches.
           request: the command line; None: the run was configured in Python.
 
         Raises:
-          ConfigError: the directory cannot be written, or has checkpoints although `resume` is "no".
+          ConfigError: the directory cannot be written, another run writes into it, or it has checkpoints although `resume`
+            is "no". All processes of a run raise it.
         """
-        self.run, self.output, self.meta = run, output, run_meta(run, tokenizer)
+        self.run, self.output, self.meta, self.request = run, output, run_meta(run, tokenizer), request
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
         self.jsonl = output.log_jsonl
         changed = (
             request.changed(run) if request else changed_options(run, output, library_defaults(run), OutputConfig())
         )
         self.messages = [f"config    {changed}"] if changed else []
-        self.checkpoints = self.profiler = self._resumed_path = None
+        self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
         if self.directory is None:
             return
+        manager.choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
+        self._lock_directory()
         self._resumed_path, message = manager.choose(self.directory / "checkpoints", output.resume)
         self.messages += [message] if message else []
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta)
-        if jax.process_index() == 0:
-            path = self.directory / "config.toml"
-            text = toml_text(config_tables(run, output, request.others if request else {}), HEADER.format(path=path))
-            save_config(path, text, "give --run-dir a writable directory", parents=True)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta, self.lock)
+        if self.lock:
+            self._save_config()
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")
         if output.profile:
             self.profiler = Profiler(output.profile, self.directory / "profile")
+        if output.replicate_state:
+            self.replicas = ReplicatedState(self.directory, output.replicate_state, self.meta)
+
+    def _lock_directory(self) -> None:
+        """Process 0 creates and locks the directory for all processes."""
+        problem = None
+        if jax.process_index() == 0:
+            try:
+                if self.output.resume != "no" and not self.directory.exists():
+                    self.messages.append(f"resume    {self.directory} does not exist and is created")
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self.lock = DirectoryLock(self.directory, recreate=self._recreate)
+            except OSError as error:
+                problem = f"cannot create {self.directory}: {error.strerror}; give --run-dir a writable directory"
+            except ConfigError as error:
+                problem = str(error)
+        if problems := gather_problems("run directory/lock", problem):
+            raise ConfigError(problems[0])
+
+    def _recreate(self) -> None:
+        (self.directory / "checkpoints").mkdir(exist_ok=True)
+        self._save_config()
+
+    def _save_config(self) -> None:
+        path = self.directory / "config.toml"
+        others = self.request.others if self.request else {}
+        text = toml_text(config_tables(self.run, self.output, others), HEADER.format(path=path))
+        save_config(path, text, "give --run-dir a writable directory", parents=True)
 
     def resume(self, training: Training) -> tuple[TrainState, Progress] | None:
         """The state to resume from and its progress; None for a new run.
@@ -108,15 +147,28 @@ class RunDirectory:
         Raises:
           ConfigError: the checkpoint is damaged, or of another model.
         """
-        if self._resumed_path is None:
+        found = self._restore_replicated(training)
+        if found is None and self._resumed_path is None:
             return None
-        state, progress, messages = reader.load(
+        state, progress, messages = found or reader.load(
             self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
         )
         after = f"after step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped steps"
         self.messages += [*messages, f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
         return state, progress
+
+    def _restore_replicated(self, training: Training) -> tuple[TrainState, Progress, list[str]] | None:
+        """The state replicated in host memory, if it is as new as the newest checkpoint and `resume` is "auto"."""
+        if self.replicas is None:
+            return None
+        newest = manager.complete_steps(self.directory / "checkpoints")[-1:] or [0]
+        at_least = newest[0] if self.output.resume == "auto" else None
+        found = self.replicas.restore(self.run, training.state_layout, at_least)
+        if found:
+            self.messages = [text for text in self.messages if not text.startswith("resume    ")]
+        self.messages += self.replicas.messages
+        return found
 
     def open_log(self, progress: Progress) -> RunLog:
         """The log of a run that starts at `progress`: on process 0's console, and in the directory's files."""
@@ -130,17 +182,22 @@ class RunDirectory:
         steps = progress.step + remaining_steps(self.run.train, progress.samples)[0]
         return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._process_log())
 
-    def _process_log(self):
+    def _process_log(self) -> LogFile | None:
         if self.directory is None:
             return None
         path = self.directory / "logs" / f"process_{jax.process_index()}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "a", encoding="utf-8")
+            return LogFile(path)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; give --run-dir a writable directory") from error
 
     def close(self) -> list[str]:
-        """Ends the trace, and waits for the save in progress; returns their messages."""
+        """Ends the trace, waits for the save in progress, and frees the lock; returns the messages of the first two."""
         traced = self.profiler.close() if self.profiler else None
-        return ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
+        messages = ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
+        if self.replicas:  # the loop has saved a checkpoint of the last state
+            messages += self.replicas.close(clear=True)
+        if self.lock:
+            self.lock.release()
+        return messages

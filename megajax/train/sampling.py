@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.config.sample import SampleConfig
 
 NextTokenLogits = Callable[[Any, jax.Array, int], jax.Array]
 
@@ -33,15 +34,8 @@ def choose(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | N
 
 
 def check_sampling(new_tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raises ConfigError for arguments that `generate` does not accept; called before the training, not after it."""
-    if new_tokens < 0:
-        raise ConfigError(f"new_tokens = {new_tokens} must be 0 or more: pass --new-tokens 200")
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(
-            f"temperature = {temperature} must be 0 (the most likely token) or more: pass --temperature 0.8"
-        )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k = {top_k} leaves no token to sample: pass --top-k 40, or omit it")
+    """Raises ConfigError for arguments that `generate` does not accept."""
+    SampleConfig(new_tokens=new_tokens, temperature=temperature, top_k=top_k).validate()
 
 
 def generate(

@@ -27,7 +27,9 @@ from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
 from megajax.schedules.simulate import simulate_lockstep
+from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
+from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.step import TrainState, make_training
 
@@ -119,23 +121,39 @@ class Trainer:
         Raises:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
             checkpoint could not be written, or a step was not finite (see `loop.train`).
+          ReplicasDiffer: a check of `output.check_every` found devices whose copies of the state differ.
         """
+        goodput = self._goodput(started)
         peak = device_peak(self.mesh.devices.flatten().tolist(), self.run.train.precision)
         resume = self.directory.resume(self.training)
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
-            Preemption(minutes, started) as preemption,
+            Preemption(minutes, started, interrupt=self.output.run_dir is not None) as preemption,
         ):
-            for line in (*self.describe(peak), *self.directory.messages):
+            checks = Checks(self.output.check_every, self.training.state_layout) if self.output.check_every else None
+            checked = [checks.describe()] if checks else []
+            for line in (*self.describe(peak), *checked, *self.directory.messages):
                 log.message(line)
-            hooks = TrainerHooks(self.directory.checkpoints, preemption, self.directory.profiler, watchdog)
-            with Prefetch(self._batches, self.training.batch_sharding) as batches:
-                state, metrics = train(self.training, batches, self._validation, log, peak, resume=resume, hooks=hooks)
-            log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
-            for text in self.directory.close():
-                log.message(text)
+            files = self.directory
+            hooks = TrainerHooks(files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas)
+            loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
+            try:
+                with Prefetch(self._batches, self.training.batch_sharding) as batches:
+                    state, metrics = train(self.training, batches, self._validation, log, peak, **loop)
+                log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
+                for text in self.directory.close():
+                    log.message(text)
+            finally:
+                goodput.write()
+            log.message(goodput.describe())
         return Result(state, metrics, preemption.reason)
+
+    def _goodput(self, started: float | None) -> Goodput:
+        """The account of the run's time, which process 0 writes."""
+        directory = self.directory.directory
+        path = directory / NAME if directory and jax.process_index() == 0 else None
+        return Goodput(started, path, keep=self.output.resume != "no")
 
     def describe(self, peak) -> list[str]:
         """The run in a few lines: model, mesh, attention, schedule, data, and the peak FLOP/s that MFU refers to."""

@@ -1,5 +1,6 @@
 """A run that is killed or receives a signal at any moment."""
 
+import os
 import random
 import shutil
 import signal
@@ -20,7 +21,7 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
     for number in range(kills + 1):
         # The last run, which ends, need not save all the time.
         words = WORDS.format(steps=steps, every=3 if number < kills else 10**6, directory=directory)
-        run = Run(tmp_path, words, name=f"run{number}")
+        run = Run(tmp_path, words, name=f"run{number}", **own_cache(tmp_path))
         newest = manager.complete_steps(checkpoints)[-1:]
         if number == kills:
             assert run.wait() == 0, run.err
@@ -40,6 +41,11 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
     assert [row["step"] for row in rows(directory)] == list(range(1, steps + 1))
     print(f"{during_save} of {kills} kills during a save")
     return during_save
+
+
+def own_cache(tmp_path) -> dict[str, str]:
+    """The environment of a process whose kill may leave a damaged entry in the compilation cache of this directory only."""
+    return {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
 
 
 def unfinished(checkpoints) -> bool:
@@ -62,7 +68,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_killed_at_two_moments_has_the_losses_of_an_undisturbed_run(tmp_path, undisturbed):
     """Every resume starts from a complete checkpoint, and finally every loss equals that of an undisturbed run."""
-    shutil.copytree(undisturbed / "compiled", tmp_path / "compiled")  # a copy: a kill may spoil it
+    shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], tmp_path / "compiled")
     kill_and_resume(tmp_path, kills=2, steps=400)
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
 

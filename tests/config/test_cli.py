@@ -357,21 +357,26 @@ def test_auto_takes_full_recompute_into_account():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[options]\ndry_shapes = 'no'", "dry_shapes = 'no' in the configuration must be true or false"),
-        ("[options]\nmodel = 3", "model = 3 in the configuration must be a text"),
-        ("[options]\nnew_tokens = true", "new_tokens = True in the configuration must be a number"),
-        ("[options]\nimports = 'mine.py'", "imports = 'mine.py' in the configuration must be a list"),
-        ("[parallel]\nschedule = 3", "schedule = 3 must be a text"),
-        ("[parallel]\ndata = 'two'", "data = 'two' must be a whole number"),
-        ("[train]\nlearning_rate = [1, 2]", "learning_rate = (1, 2) must be a number"),
-        ("[output]\nrun_dir = 3", "run_dir = 3 must be a text"),
-        ("[data]\ndata_path = 'a'", "data_path = 'a' must be a list of texts"),
+        (
+            "[options]\ndry_shapes = 'no'",
+            "dry_shapes = 'no' in config.toml must be True or False: change it in the file",
+        ),
+        ("[options]\nmodel = 3", "model = 3 in config.toml must be a text"),
+        ("[options]\nnew_tokens = true", "new_tokens = True in config.toml must be a whole number"),
+        ("[options]\nimports = 'mine.py'", "imports = 'mine.py' in config.toml must be a list"),
+        ("[parallel]\nschedule = 3", "schedule = 3 in config.toml must be a text"),
+        ("[parallel]\ndata = 'two'", "data = 'two' in config.toml must be a whole number"),
+        ("[train]\nlearning_rate = [1, 2]", "learning_rate = (1, 2) in config.toml must be a number"),
+        ("[output]\nrun_dir = 3", "run_dir = 3 in config.toml must be a text"),
+        ("[data]\ndata_path = 'a'", "data_path = 'a' in config.toml must be a list of texts"),
+        ("train = 3", "train = 3 must be a section"),
         ("x = " + 5000 * "[" + 5000 * "]", "nested too deeply"),
     ],
     ids=lambda text: text[:30],
 )
-def test_wrong_types_in_a_saved_configuration_are_one_line(tmp_path, text, message):
-    path = tmp_path / "config.toml"
+def test_wrong_types_in_a_saved_configuration_are_one_line(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("config.toml")
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         parse(["--config", str(path)], "", DEFAULTS)

@@ -4,6 +4,9 @@ import pytest
 
 from experiments import gpt3
 
+# Options whose value must not be empty.
+TEXTS = ("config", "data-cache", "devices", "end-of-document", "import", "log-jsonl", "model", "profile", "resume")
+TEXTS += ("run-dir", "schedule", "split", "text", "tokenizer", "coordinator", "axis-order")
 WRONG = [
     ("--model gtp2", ["gtp2", "did you mean gpt2", "--model"]),
     ("--shedule gpipe", ["--shedule", "did you mean --schedule"]),
@@ -62,10 +65,31 @@ WRONG = [
     ("--unroll-blocks --schedule pipedream_2bw", ["pipedream_2bw", "omit --unroll-blocks"]),
     ("--unroll-blocks --pipe 2 --chunks 2 --context 2", ["chunks = 2 and context", "omit --unroll-blocks"]),
     ("--schedule pipedream_2bw --precision fp16", ["fp16", "--precision bf16"]),
+    *((f"--{name}=", [f"--{name}: '' must not be empty"]) for name in TEXTS),
+    ("--data-path=", ["--data-path: '' must not be empty"]),
+    ("--run-dir \0", ["--run-dir: '\\x00' has control characters"]),
+    ("--devices cpu:100000", ["'100000' CPU devices are too many", "--devices cpu:512"]),
+    ("--devices cpu:" + "9" * 5000, ["CPU devices are too many"]),
+    ("--data 100000000", ["100000000 CPU devices are too many"]),
+    ("--global-batch-size 4000000000", ["global_batch_size = 4000000000", "below 2147483648"]),
+    ("--global-batch-size 2000000000 --steps 3", ["6000000000 samples must be below 2**31: pass --steps 1."]),
+    (
+        "--global-batch-size 2000000000 --steps 1",
+        ["at most 262144 forwards", "--global-batch-size 262144, or a larger --microbatch-size"],
+    ),
+    ("--steps " + "9" * 5000, ["is not a whole number"]),
+    ("--peer-timeout 1e300", ["peer_timeout = 1e+300", "below 100000000"]),
+    ("--learning-rate 1e300", ["learning_rate = 1e+300", "below 3.4e+38"]),
+    ("--batch-ramp 1,1,100 --global-batch-size 4096 --steps 1", ["has 4096 batch sizes", "--batch-ramp 1,5,100"]),
+    ("--resume " + "9" * 5000 + " --run-dir a", ["is not a step", "--resume auto"]),
+    ("--profile 1:" + "9" * 5000 + " --run-dir a", ["is not START:STOP"]),
+    ("--coordinator :1 --processes 2 --process-id 0", ["is not HOST:PORT"]),
+    ("--coordinator a:99999 --processes 2 --process-id 0", ["is not HOST:PORT"]),
+    ("--dry-shapes --temperature nan", ["temperature = nan", "--temperature"]),
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[words for words, _ in WRONG])
+@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[words[:40] for words, _ in WRONG])
 def test_what_cannot_run_is_one_line_and_exit_code_2(words, expected, capsys):
     assert gpt3.main(words.split()) == 2
     out, err = capsys.readouterr()

@@ -111,11 +111,14 @@ def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
     [
         ("--model gpt3-17b --gpus 8 --gpu a100-80gb --global-batch 8", "model = 'gpt3-17b' is not a preset"),
         ("--model gpt2 --gpus 8 --gpu a100 --global-batch 8", "gpu = 'a100' is not known"),
-        ("--model gpt2 --gpus 0 --gpu a100-80gb --global-batch 8", "gpus = 0 must be 1 or more"),
+        ("--model gpt2 --gpus 0 --gpu a100-80gb --global-batch 8", "--gpus: 0 must be a whole number, 1 or more"),
         ("--model gpt2 --gpus 8 --gpu a100-80gb", "--global-batch"),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --heads 7", "is not a multiple of heads = 7"),
-        ("--model gpt2 --gpus x --gpu a100-80gb --global-batch 8", "--gpus: invalid int value"),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 0", "microbatch_sizes = 0"),
+        ("--model gpt2 --gpus x --gpu a100-80gb --global-batch 8", "--gpus: 'x' is not a whole number"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 0",
+            "--microbatch-sizes: 0 must be",
+        ),
         (
             "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out /no/such/plan.toml",
             "cannot write /no/such/plan.toml: No such file or directory; pass --out",
@@ -124,7 +127,20 @@ def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
             "--model gpt3-530b --gpus 8 --gpu a100-80gb --global-batch 8 --attention cudnn",
             "attention = cudnn, but cuDNN's",
         ),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens -1", "tokens = -1.0 must be above 0"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens -1",
+            "--tokens: -1.0 must be a number, above 0",
+        ),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens inf",
+            "--tokens: inf must be a number, above 0",
+        ),
+        ("--model gpt2 --gpus 9999999 --gpu a100-80gb --global-batch 8", "--gpus: 9999999 must be"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --layers 100000",
+            "layers = 100000 must be at most 1024",
+        ),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out=", "--out: '' must not be empty"),
     ],
 )
 def test_wrong_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):

@@ -3,14 +3,12 @@
 import io
 import json
 import math
-import struct
 
 import pytest
 from rich.console import Console
-from tensorboardX.proto import event_pb2
 
-from megajax.config import ConfigError
-from megajax.train.logging import JsonLines, RunLog, TensorBoard, Throughput, step_record
+from megajax.train.logging import RunLog, Throughput, step_record
+from megajax.train.sinks import JsonLines
 
 THROUGHPUT = Throughput(tokens_per_step=4096, flops_per_step=8e12, devices=4, peak_flops=10e12)
 METRICS = {"loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0, "tokens": 4096.0}
@@ -123,46 +121,3 @@ def test_a_step_that_compiled_is_marked_and_has_no_rates(tmp_path, terminal):
     assert [row["compiled"] for row in rows] == [1, 0, 1]
     assert [row["tokens_per_second"] for row in rows] == [None, 8192, None]
     assert [row["mfu"] for row in rows] == [None, 0.4, None]
-
-
-def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="cannot write the log .*No such file.*--log-jsonl"):
-        JsonLines(tmp_path / "missing" / "log.jsonl")
-    with pytest.raises(ConfigError, match="--log-jsonl"):
-        JsonLines(tmp_path)
-
-
-def test_a_new_run_replaces_the_log(tmp_path):
-    for step in (1, 2):
-        file = JsonLines(tmp_path / "log.jsonl")
-        file.write(record(step))
-        file.close()
-    assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 2
-
-
-def test_tensorboard_has_the_same_values(tmp_path):
-    """Read back from the event files, NaN included; a resumed run's events say which old ones to drop."""
-    for after, steps in ((0, range(1, 4)), (2, range(3, 5))):
-        board = TensorBoard(tmp_path, after=after)
-        for step in steps:
-            board.write(record(step, loss=math.nan if step == 2 else float(step)))
-        board.close()
-    values, starts = {}, []
-    for path in sorted(tmp_path.iterdir()):
-        for event in read_events(path):
-            starts += [event.step] if event.session_log.status == 1 else []
-            values |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
-    assert starts == [3]
-    for step in (1, 2, 3, 4):
-        for name, value in record(step, loss=math.nan if step == 2 else float(step)).items():
-            if name != "step":
-                assert values[step, name] == pytest.approx(value, nan_ok=True), (step, name)
-
-
-def read_events(path):
-    """The records of an event file: length (8 bytes), its checksum (4), the event, its checksum (4)."""
-    data, place = path.read_bytes(), 0
-    while place < len(data):
-        (length,) = struct.unpack("<Q", data[place : place + 8])
-        yield event_pb2.Event.FromString(data[place + 12 : place + 12 + length])
-        place += 16 + length

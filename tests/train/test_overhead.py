@@ -16,9 +16,12 @@ from megajax.checkpoint.metadata import run_meta
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.data.loader import Loader, TokenSamples
 from megajax.estimate.gpus import Peak
+from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.train.loop import TrainerHooks, train
+from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
+from megajax.train.step import make_training
 from tests import small
 from tests.train import runs
 
@@ -91,3 +94,30 @@ def test_a_save_blocks_training_for_less_than_a_tenth_of_its_time(tmp_path):
     taken, waited, _ = min(found["rest"], key=lambda row: row[1] / row[0])
     print(f"{found['bytes'] / 1e6:.0f} MB: waited {waited:.3f} s of {taken:.2f} s")
     assert 80e6 < found["bytes"] < 150e6 and waited < 0.1 * taken
+
+
+@pytest.mark.slow
+def test_a_check_takes_less_time_than_a_step():
+    """So `--check-every 100` costs less than 1%: comparing 100 MB on each of two devices, and timing both devices."""
+    devices = jax.devices()[:2]
+    run = RunConfig(MODELS[100], ParallelConfig(data=2), TrainConfig(precision="fp32", global_batch_size=8, steps=10))
+    training = make_training(run, make_mesh(run.parallel, devices))
+    state, rows = training.init_state(), (4, 2)
+    tokens = np.zeros((*rows, run.model.sequence_length), np.int32)
+    batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32)}
+    batch["sample"] = np.zeros(rows, np.uint32)
+    checks = Checks(100, training.state_layout)
+    taken, steps = [], []
+    for number in range(6):
+        start = time.perf_counter()
+        checks.run(state, number)
+        taken.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        state, metrics = training.train_step(state, batch)
+        jax.block_until_ready(metrics)
+        steps.append(time.perf_counter() - start)
+    check, step = min(taken[1:]), min(steps[1:])
+    print(
+        f"check {1e3 * check:.1f} ms, step {1e3 * step:.1f} ms of 512 tokens: {check / step / 100:.3%} every 100 steps"
+    )
+    assert check < step

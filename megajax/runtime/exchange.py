@@ -1,0 +1,48 @@
+"""Short texts that the processes of a run exchange through jax's coordination service; no device takes part.
+
+In a run of one process there is no service: what it puts is what it reads.
+"""
+
+import contextlib
+
+from megajax.runtime.compat import coordination_service
+
+PREFIX = "megajax/exchange/"
+TIMEOUT = 3600  # seconds. Long, because the watchdog ends the job when a process dies.
+
+
+def exchange(name: str, text: str) -> dict[int, str]:
+    """A barrier that every process enters with a text and leaves with all texts, by process.
+
+    Args:
+      name: of the barrier; may be used once in a run of several processes.
+
+    Raises:
+      RuntimeError: not all processes arrived within an hour.
+    """
+    joined = coordination_service()
+    if joined.client is None:
+        return {0: text}
+    put(name, text)
+    joined.client.wait_at_barrier(PREFIX + name, 1000 * TIMEOUT)
+    return read(name)
+
+
+def put(name: str, text: str) -> None:
+    """Publishes this process's text, in place of an earlier one of the same name; waits for nobody.
+
+    Raises:
+      RuntimeError: the service does not answer.
+    """
+    joined = coordination_service()
+    if joined.client is not None:
+        joined.client.key_value_set(f"{PREFIX}{name}/{joined.process_id}", text, allow_overwrite=True)
+
+
+def read(name: str) -> dict[int, str]:
+    """The texts that have been put under a name so far, by process; none if the service does not answer."""
+    client = coordination_service().client
+    found = []
+    with contextlib.suppress(Exception):  # not found, or process 0 is gone, which is the watchdog's business
+        found = client.key_value_dir_get(f"{PREFIX}{name}/") if client is not None else []
+    return {int(key.rsplit("/", 1)[1]): value for key, value in found}

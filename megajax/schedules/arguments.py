@@ -1,0 +1,102 @@
+"""What the command lines of all commands share: a parser that raises its errors, and readers of options' values."""
+
+import argparse
+import re
+from collections.abc import Callable
+
+from megajax.schedules.errors import UserError, shown
+
+# Counts are int32 in the compiled program and in the tables of a schedule.
+INT32 = 2**31
+# Numbers are fp32 in the compiled program.
+FLOAT32 = 3.4e38
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises an error of one line where argparse prints the usage and exits."""
+
+    mistake: type[UserError] = UserError
+
+    def error(self, message: str):
+        raise self.mistake(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+
+
+def whole(low: int = 1, below: int | None = None) -> Callable[[str], int]:
+    """A reader of whole numbers from `low` to `below` - 1; None: to the largest int32."""
+
+    def read(text: str) -> int:
+        value = whole_number(text)
+        problem = range_problem(value, low, below, INT32)
+        if problem:
+            raise argparse.ArgumentTypeError(f"{shown(value)} must be a whole number, {problem}")
+        return value
+
+    return read
+
+
+def number(low: float | None = None, below: float | None = None) -> Callable[[str], float]:
+    """A reader of finite numbers: above 0, or from `low`."""
+
+    def read(text: str) -> float:
+        value = real_number(text)
+        problem = range_problem(value, low, below, FLOAT32)
+        if problem:
+            raise argparse.ArgumentTypeError(f"{shown(value)} must be a number, {problem}")
+        return value
+
+    return read
+
+
+def whole_number(text: str) -> int:
+    """An integer of any size; see `whole` for one with a range."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
+
+
+def real_number(text: str) -> float:
+    """A float, possibly infinite; see `number` for one with a range."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number") from None
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number, 0 or more, of int32."""
+    return text.isdecimal() and len(text) <= 10 and int(text) < INT32
+
+
+def text(value: str) -> str:
+    """A reader of names and paths, which must not be empty."""
+    problem = text_problem(value)
+    if problem:
+        raise argparse.ArgumentTypeError(f"{shown(value)} {problem}")
+    return value
+
+
+def range_problem(value: float, low: float | None, below: float | None, most: float) -> str:
+    """The legal range, if `value` is outside of it or not a number; otherwise "".
+
+    Args:
+        value: of any type that compares with numbers; integers may be of any size.
+        low: smallest legal value; None: values must be above 0.
+        below: values must be below this; None: below `most`, which the message names only if the value exceeds it.
+        most: what the program can hold: INT32 or FLOAT32.
+    """
+    limit = most if below is None else below
+    if (value > 0 if low is None else value >= low) and value < limit:  # False for NaN
+        return ""
+    legal = "above 0" if low is None else f"{low} or more"
+    return legal + (f" and below {limit}" if below is not None or abs(value) >= most else "")
+
+
+def text_problem(value: str, may_be_empty: bool = False) -> str:
+    """Why a text is not legal as a name or path; "" if it is."""
+    if not value.strip() and not may_be_empty:
+        return "must not be empty"
+    # config.toml could not hold it. Surrogates are bytes of the command line that are not UTF-8.
+    if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", value):
+        return "has control characters, or bytes that are not UTF-8"
+    return ""

@@ -1,0 +1,45 @@
+"""Errors for a user's mistakes: one line of printable text, whatever value the message quotes."""
+
+import re
+import reprlib
+from typing import Any
+
+LONGEST = 2000  # characters of a message; a legal one has less than half as many
+
+
+class UserError(ValueError):
+    """A user's mistake. Its message is one line, which says what was given, what is legal and which option to pass."""
+
+    def __init__(self, message: str = ""):
+        """`message` is shortened and escaped by `one_line`."""
+        super().__init__(one_line(str(message)))
+
+
+class _Short(reprlib.Repr):
+    """Reprs of limited length and depth, also of integers that Python does not convert to text."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 100
+        self.maxlevel = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 10_000:  # Python refuses to print more than 4,300 digits
+            return f"a number of {x.bit_length()} bits"
+        return super().repr_int(x, level)
+
+
+SHORT = _Short()
+
+
+def shown(value: Any) -> str:
+    """The repr of any value, at most about 100 characters for each of its first elements."""
+    return SHORT.repr(value)
+
+
+def one_line(text: str) -> str:
+    """Text as one line of printable characters: newlines become spaces, other control characters are escaped."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 800]} ... {text[-700:]}"
+    text = re.sub(r"\s*[\r\n]+\s*", " ", text.strip())
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -1,0 +1,144 @@
+"""The files that receive the record of every step: JSON lines and TensorBoard events."""
+
+import json
+import math
+import os
+import pathlib
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from megajax.config import ConfigError
+from megajax.train.log_file import FULL, LogFile
+
+Record = Mapping[str, float | None]
+
+
+class Sink(Protocol):
+    """A destination of records."""
+
+    file: LogFile
+
+    def write(self, record: Record) -> None:
+        """Writes one step's record, or drops it while `file` cannot be written."""
+
+
+def to_json(record: Record) -> str:
+    """One line of strict JSON; NaN and infinities become "nan", "inf", "-inf", which `float()` accepts; None is null."""
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False)
+
+
+class JsonLines:
+    """A file with one JSON object a step, written at once, so a killed run keeps its log."""
+
+    def __init__(self, path: str | pathlib.Path, after: int = 0):
+        """Opens the file: empty, or to continue after step `after`, in which case lines of later steps are dropped.
+
+        Raises:
+          ConfigError: the file cannot be written.
+        """
+        path = pathlib.Path(path)
+        try:
+            if path.is_file():
+                _keep_until(path, after)
+            self.file = LogFile(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the log {path}: {error.strerror}; give --log-jsonl a writable path"
+            ) from error
+
+    def write(self, record: Record) -> None:
+        self.file.append((to_json(record) + "\n").encode())
+
+
+def _keep_until(path: pathlib.Path, after: int) -> None:
+    """Removes the lines of steps after `after`, and damaged ones such as a line that a kill has truncated.
+
+    A kill or a power loss during this keeps either the old or the new content. The lines to remove are the last ones, unless
+    the file is damaged: then the file is truncated, which needs no room on the disk.
+    """
+    kept, is_prefix, is_scattered = 0, True, False
+    for line, is_kept in _lines(path, after) if after else ():
+        is_prefix = is_prefix and is_kept
+        is_scattered = is_scattered or (is_kept and not is_prefix)
+        kept += len(line) if is_prefix else 0
+    if not is_scattered:
+        os.truncate(path, kept)
+        return
+    new = path.with_name(path.name + ".new")
+    try:
+        with open(new, "wb") as file:
+            file.writelines(line for line, is_kept in _lines(path, after) if is_kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        new.unlink(missing_ok=True)  # the damaged lines stay
+
+
+def _lines(path: pathlib.Path, after: int) -> Iterator[tuple[bytes, bool]]:
+    """Each line, and whether it is a whole record of a step up to `after`."""
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= after
+            except (ValueError, KeyError, TypeError, RecursionError):
+                is_kept = False
+            yield line, is_kept
+
+
+class TensorBoard:
+    """The same records as TensorBoard scalars, by step; `samples` is one of them.
+
+    tensorboardX's SummaryWriter is not used: its thread ends at the first error, and after 1,000 more events `add_summary`
+    blocks for ever.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, after: int = 0):
+        """Opens a new event file; TensorBoard drops the older files' events of steps after `after`.
+
+        Raises:
+          ConfigError: the file cannot be written.
+        """
+        from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and not every process needs it
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        header = _framed(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        if after:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            header += _framed(self._event(wall_time=time.time(), step=after + 1, session_log=start))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{after}"
+        try:
+            pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+            self.file = LogFile(pathlib.Path(directory) / name, header)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {directory}: {error.strerror}; give --run-dir a writable directory, or pass --no-tensorboard"
+            ) from error
+
+    def write(self, record: Record) -> None:
+        # One event for all scalars: an event for each would be most of the cost of logging a step.
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in record.items()
+            if name != "step" and value is not None
+        ]
+        summary = self._summary(value=values)
+        self.file.append(_framed(self._event(wall_time=time.time(), step=int(record["step"]), summary=summary)))
+
+
+def _framed(event) -> bytes:
+    """A record of an event file: its length, the length's checksum, the event, the event's checksum."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
