@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megajax.schedules.arguments import text_problem
+
 DIRECTORY = "checksums"
 FORMAT_1_DIRECTORY = "digests"  # what checkpoints of format 1 call it
 READ = ("state", "meta")  # directories of a checkpoint that orbax reads
@@ -89,7 +91,10 @@ def _added(root: pathlib.Path, sums: Mapping[str, list[int]]) -> list[str]:
 
 def _read(path: pathlib.Path) -> dict[str, list[int]]:
     """A list of sums. Raises ValueError for JSON that is not one."""
-    sums = json.loads(path.read_text())
+    try:
+        sums = json.loads(path.read_text())
+    except RecursionError:
+        sums = None
     if not isinstance(sums, dict) or not all(_is_name(name) and _is_sum(value) for name, value in sums.items()):
         raise ValueError("not a list of checksums")
     return sums
@@ -98,7 +103,7 @@ def _read(path: pathlib.Path) -> dict[str, list[int]]:
 def _is_name(name: str) -> bool:
     """Whether it is the path of a file in the checkpoint."""
     parts = pathlib.PurePath(name).parts
-    return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in name
+    return bool(parts) and parts[0] != "/" and ".." not in parts and not text_problem(name)
 
 
 def _is_sum(value: Any) -> bool:

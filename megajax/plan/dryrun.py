@@ -42,7 +42,7 @@ from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, ha
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
-from megajax.schedules.arguments import number, text
+from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.registry import import_user_files
 from megajax.schedules.schedule import ScheduleError
 
@@ -175,11 +175,11 @@ def _with_xlas_attention(run: RunConfig) -> RunConfig:
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", required=True, type=text)
-    parser.add_argument("--import", action="append", default=[], dest="imports", type=text)
-    parser.add_argument("--run", type=text)
+    parser.add_argument("--gpu", required=True, type=plain_text)
+    parser.add_argument("--import", action="append", default=[], dest="imports", type=plain_text)
+    parser.add_argument("--run", type=plain_text)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--save-hlo", type=text)
+    parser.add_argument("--save-hlo", type=plain_text)
     parser.add_argument("--model-only", action="store_true")
     parser.add_argument("--timeout", type=number(below=10**8), default=900)
     return parser.parse_known_args(words)
