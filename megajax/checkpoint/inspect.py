@@ -53,7 +53,10 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
     model, parallel, train = (meta["config"][part] for part in ("model", "parallel", "train"))
     progress, tokenizer = meta["progress"], meta["tokenizer"]
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    try:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    except (OverflowError, ValueError, OSError):
+        saved = "at an unknown time"
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int)
     print(one_line(str(path)))
     print(

@@ -16,12 +16,9 @@ deletes checkpoints as this package does, and blocks training for as short a tim
 * restoring does not notice every damaged file (checksums.py).
 """
 
-import logging
 import pathlib
 import re
 import shutil
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,10 +70,10 @@ def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -
             durable.sync(path.parent)
 
     for work in (make_directories, write_own, finish):
-        _on_all_processes(f"{name}/{work.__name__}", work)
+        on_all_processes(f"{name}/{work.__name__}", work)
 
 
-def _on_all_processes(name: str, work: Callable[[], None]) -> None:
+def on_all_processes(name: str, work: Callable[[], None]) -> None:
     """Does this process's part, waits for the others, and raises if any of them has failed."""
     own = None
     try:
@@ -88,30 +85,6 @@ def _on_all_processes(name: str, work: Callable[[], None]) -> None:
         raise own
     for process, problem in problems.items():
         raise OSError(f"process {process}: {problem}")
-
-
-def silence_tracebacks() -> None:
-    """Silences the messages that libraries print for each array of a failed write; `reason_of` is the one line shown.
-
-    The other arrays' writes end after the save has failed, when nothing waits for their errors. The change affects loggers,
-    warnings and `sys.unraisablehook` of the whole process, so only a command calls it.
-    """
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_other_message)
-    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _ignore_closed_loop
-
-
-def _is_other_message(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else ""
-    text = f"{record.getMessage()} {error}"
-    return TEMPORARY not in text and "exception was never retrieved" not in text
-
-
-def _ignore_closed_loop(problem) -> None:
-    if str(problem.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(problem)
 
 
 def reason_of(error: BaseException) -> str:

@@ -31,6 +31,12 @@ class OutputConfig:
         "corruption), and slow processes are named; also before each save",
         shown_default="no checks",
     )
+    replicate_state: int | None = setting(
+        None,
+        "steps between two copies of the state in the memory of this host and the next one (MEGAJAX_MEMORY_DIR, default "
+        "/dev/shm), from which --resume auto resumes if they are newer than the checkpoints",
+        shown_default="none",
+    )
     exit_after_minutes: float | None = setting(
         None, "save and exit with code 0 after this long", shown_default="at the end"
     )
@@ -58,7 +64,7 @@ class OutputConfig:
                 raise ConfigError(
                     f"profile = {shown(self.profile)} is not START:STOP, two steps: pass --profile 10:13."
                 )
-        for name in ("profile", "exit_after_minutes", "keep_every"):
+        for name in ("profile", "exit_after_minutes", "keep_every", "replicate_state"):
             if getattr(self, name) is not None and self.run_dir is None:
                 raise ConfigError(f"{name} = {getattr(self, name)} has nowhere to write: pass --run-dir DIR too.")
         if self.resume != "no" and self.run_dir is None:

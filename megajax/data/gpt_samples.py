@@ -15,7 +15,7 @@ class Samples(Protocol):
     """The samples that a loader reads.
 
     Attributes:
-      count: number of samples. A token stream repeats after them in another order; a dataset ends.
+      count: number of samples. A token stream is repeated after them in another order; a dataset is not.
       sequence_length: input tokens of a sample.
     """
 
@@ -112,8 +112,7 @@ def check_dataset(dataset: IndexedDataset) -> None:
     Raises:
       ConfigError: the dataset's index is damaged, or its numbers are not integers.
     """
-    if dataset.dtype.kind == "f":
-        raise ConfigError(f"{dataset.prefix} has numbers of type {dataset.dtype.name}, which are not token ids")
+    dataset.check_type()
     dataset.check()
 
 
@@ -121,6 +120,6 @@ def check_number(index: int, count: int) -> None:
     """Raises ConfigError if sample `index` does not exist, as after the end of a blend by size."""
     if not 0 <= index < count:
         raise ConfigError(
-            f"the run needs sample {index:,} of {count:,}: lower --steps or --global-batch-size, pass more data, or "
-            "weights in --data-path (a blend with weights repeats its datasets)"
+            f"the run needs sample {index:,} of {count:,}: pass fewer --steps, a smaller --global-batch-size, more data, or "
+            "weights in --data-path (the datasets of a blend with weights are repeated)"
         )

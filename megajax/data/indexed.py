@@ -130,14 +130,19 @@ class IndexedDataset:
         Raises:
           ConfigError: an id is negative or not below `vocabulary`; the message gives the first one.
         """
+        self.check_type()
         for start in range(0, len(self.tokens), CHECKED_AT_ONCE):
             part = self.tokens[start : start + CHECKED_AT_ONCE]
             if part.max() >= vocabulary or part.min() < 0:
-                place = start + int(np.argmax((part >= vocabulary) | (part < 0)))
+                token = self.describe_token(start + int(np.argmax((part >= vocabulary) | (part < 0))))
                 raise ConfigError(
-                    f"{self.describe_token(place)}, but the tokenizer has ids 0 to {vocabulary - 1}: it was written with "
-                    "another tokenizer"
+                    f"{token}, but the tokenizer has ids 0 to {vocabulary - 1}: it was written with another tokenizer"
                 )
+
+    def check_type(self) -> None:
+        """Raises ConfigError if the file has floating-point numbers, which are not token ids."""
+        if self.dtype.kind == "f":
+            raise ConfigError(f"{self.prefix} has numbers of type {self.dtype.name}, which are not token ids")
 
     def describe_token(self, place: int) -> str:
         """The id number `place` of .bin and its byte, for messages."""
@@ -183,11 +188,9 @@ class IndexedDataset:
         if size < expected:
             raise ConfigError(
                 f"{self._idx}, byte {size}: the file ends here, but its header (bytes {AT_SEQUENCES} to {HEADER.size - 1}) "
-                f"announces {what}, which need {expected} bytes: it is truncated. {REMEDY}"
+                f"gives {what}, which need {expected} bytes: it is truncated. {REMEDY}"
             )
-        modes = " It may be a multimodal dataset, which has one more byte per sequence." * (
-            size - expected == sequences
-        )
+        modes = " It may be a multimodal dataset, with a byte per sequence." * (size - expected == sequences)
         raise ConfigError(
             f"{self._idx}, byte {expected}: {size - expected} extra bytes after the {what} of its header.{modes} {REMEDY}"
         )
@@ -209,8 +212,8 @@ class IndexedDataset:
         if end != self.bin_bytes:
             reason = "is truncated" if self.bin_bytes < end else "has extra bytes"
             raise ConfigError(
-                f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: {self._idx.name} says it has {end} bytes, it has "
-                f"{self.bin_bytes}: it {reason}, or the two files are not a pair. {REMEDY}"
+                f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: the file has {self.bin_bytes} bytes, but "
+                f"{self._idx.name} gives {end}: it {reason}, or the two files are not a pair. {REMEDY}"
             )
         if end % self.dtype.itemsize:
             raise ConfigError(f"{self._bin}, byte {end}: the file ends inside an id of {self.dtype.name}. {REMEDY}")

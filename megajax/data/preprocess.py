@@ -325,6 +325,7 @@ def _inspect(arguments: Sequence[str]) -> None:
     parser.add_argument("--documents", type=whole(low=0), default=3, metavar="COUNT", help="documents to print (3)")
     options = parser.parse_args(arguments)
     dataset = IndexedDataset(options.prefix)
+    dataset.check()
     lengths = dataset.lengths
     print(f"{dataset.prefix}: {dataset.document_count:,} documents, {len(dataset):,} sequences")
     print(f"{len(dataset.tokens):,} tokens of {dataset.dtype.name}, {dataset.bin_bytes:,} bytes")
@@ -337,7 +338,11 @@ def _inspect(arguments: Sequence[str]) -> None:
         ids = dataset.document(number)
         shown = ids[:SHOWN]
         ends = bool(tokenizer and len(ids) and ids[-1] == tokenizer.end_of_document)
-        text = " ".join(map(str, shown[:20].tolist())) if tokenizer is None else repr(tokenizer.decode(shown)[:SHOWN])
+        if tokenizer and ((shown >= 0) & (shown < tokenizer.vocabulary)).all():
+            text = repr(tokenizer.decode(shown)[:SHOWN])
+        else:
+            text = " ".join(map(str, shown[:20].tolist()))
+            text += f" (ids outside the {tokenizer.vocabulary} of the tokenizer)" if tokenizer else ""
         print(f"\ndocument {number}: {len(ids):,} tokens{', including the end of document' * ends}\n{text}")
 
 

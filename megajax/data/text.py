@@ -56,11 +56,16 @@ class BadLine(NamedTuple):
 
 def kind_of(path: str, text_documents: str) -> str:
     """The unit of a document in a file, by the file's name: "jsonl", or `text_documents` for any other file."""
-    return "jsonl" if pathlib.Path(re.sub(r"\.(gz|zst)$", "", path)).suffix in JSONL else text_documents
+    return "jsonl" if pathlib.Path(re.sub(r"\.(gz|zst)$", "", path)).suffix.lower() in JSONL else text_documents
 
 
-def read_blocks(path: str, kind: str) -> Iterator[Block]:
+def read_blocks(path: str, kind: str, option: str = "--input") -> Iterator[Block]:
     """The blocks of a file; .gz and .zst are decompressed. Memory is one block, or more for a longer document.
+
+    Args:
+      path: the file.
+      kind: the unit of a document.
+      option: the option that names the file, for messages.
 
     Raises:
       ConfigError: the file cannot be read, or is damaged.
@@ -79,9 +84,11 @@ def read_blocks(path: str, kind: str) -> Iterator[Block]:
             if any(held):
                 yield Block(path, kind, line, b"".join(held), _place(packed))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass --input a readable file") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass {option} a readable file") from None
     except (EOFError, zlib.error):
-        raise ConfigError(f"cannot read {path}: the compressed file is truncated or damaged") from None
+        raise ConfigError(
+            f"cannot read {path}: the compressed file is truncated or damaged; pass {option} a complete file"
+        ) from None
 
 
 def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
@@ -111,31 +118,25 @@ def split_sentences(text: str) -> list[str]:
 
 
 def load_documents(path: str | None = None) -> list[str]:
-    """The documents of a file: the "text" of each line of a .jsonl, .json or .ndjson file; otherwise the whole file.
+    """The documents of a file that are not blank, read as by preprocessing, except that a bad line is an error.
 
     Args:
-      path: a file, which may be a .gz; None: the bundled plays and poems (megajax/data/text/SOURCE.md).
+      path: a file, which may be a .gz or .zst; None: the bundled plays and poems (megajax/data/text/SOURCE.md).
 
     Raises:
       ConfigError: the file cannot be read, is empty or not UTF-8, or a line is not a JSON object with a "text".
     """
     if path is None:
         packaged = importlib.resources.files("megajax.data") / "text" / "corpus.jsonl.gz"
-        return _documents("corpus.jsonl", gzip.decompress(packaged.read_bytes()).decode())
-    try:
-        raw = pathlib.Path(path).read_bytes()
-        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the text {path}: {error.strerror or error}; pass --text a readable file"
-        ) from None
-    except (EOFError, zlib.error):
-        raise ConfigError(
-            f"cannot read the text {path}: the compressed file is truncated or damaged; pass --text a complete file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text {path} is not UTF-8 (byte {error.start}); convert it, or pass another") from None
-    documents = [document for document in _documents(path.removesuffix(".gz"), text) if document.strip()]
+        blocks = iter([Block("corpus.jsonl", "jsonl", 1, gzip.decompress(packaged.read_bytes()), 0)])
+    else:
+        blocks = read_blocks(path, kind_of(path, "file"), "--text")
+    documents = []
+    for block in blocks:
+        found, bad = documents_of(block, ("text",))
+        if bad:
+            raise ConfigError(f"{bad[0]}; correct it, or pass another --text")
+        documents += [text for (text,) in found if text.strip()]
     if not documents:
         raise ConfigError(f"the text {path} is empty; pass --text a file with text")
     return documents
@@ -246,19 +247,3 @@ def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
             bad.append(BadLine(block.path, line + part.count(b"\n", 0, error.start), "not UTF-8", start))
         line += part.count(b"\n")
     return documents, bad
-
-
-def _documents(name: str, text: str) -> list[str]:
-    if kind_of(name, "file") != "jsonl":
-        return [text]
-    documents = []
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)["text"]
-            document.encode()  # fails for values that are not strings, and for half a surrogate pair
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f'line {number} of {name} is not a JSON object with a string "text"') from None
-        documents.append(document)
-    return documents

@@ -1,12 +1,15 @@
 """Tokenizers: bytes, GPT-2's byte-pair encoding, or a file of Hugging Face, sentencepiece or BERT."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
 import importlib.resources
 import json
+import os
 import pathlib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +18,8 @@ from megajax.config import ConfigError, near
 
 # End-of-document tokens of well-known vocabularies: GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+MAX_VOCABULARY = 2**31 - 1  # ids are int32
 
 # Words, numbers, code, accents, other scripts, an emoji and odd spaces: where tokenizers differ.
 PROBE = (
@@ -68,24 +73,30 @@ class HuggingFaceTokenizer:
         """Wraps a tokenizers.Tokenizer; `end_of_document` None searches for one of ENDS.
 
         Raises:
-          ConfigError: the vocabulary has no such token.
+          ConfigError: the vocabulary has no such token, or an id that does not fit int32.
         """
         inner.no_truncation()
         inner.no_padding()
         self.name, self.inner = name, inner
-        self.vocabulary = 1 + max(inner.get_vocab(with_added_tokens=True).values())
+        last = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 <= last < MAX_VOCABULARY:
+            raise ConfigError(f"tokenizer {name} has {last + 1} token ids; pass one with 1 to {MAX_VOCABULARY}")
+        self.vocabulary = last + 1
         self.end_of_document = _end_of_document(name, end_of_document, inner.token_to_id)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # "fast": without character offsets
+        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # "fast": without character offsets
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids) -> str:
         ids = [int(token) for token in ids if token != self.end_of_document]
-        return self.inner.decode(ids, skip_special_tokens=False)
+        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+            return self.inner.decode(ids, skip_special_tokens=False)
 
 
 class SentencePieceTokenizer:
@@ -104,13 +115,16 @@ class SentencePieceTokenizer:
             self.end_of_document = _end_of_document(name, end_of_document, pieces.get)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.inner.encode(text), np.int32)
+        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            return np.array(self.inner.encode(text), np.int32)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int32) for ids in self.inner.encode(list(texts), num_threads=1)]
+        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            return [np.array(ids, np.int32) for ids in self.inner.encode(list(texts), num_threads=1)]
 
     def decode(self, ids) -> str:
-        return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
+        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+            return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
 
 
 def load_gpt2() -> HuggingFaceTokenizer:
@@ -141,7 +155,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
       end_of_document: token that ends documents, for files only; None: one of ENDS.
 
     Raises:
-      ConfigError: the name is unknown, the file cannot be read, or it has no such end of document.
+      ConfigError: the name is unknown, the file cannot be read or used, or it has no such end of document.
     """
     ending = pathlib.Path(name).suffix
     if ending not in FILES:
@@ -155,12 +169,40 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
         return TOKENIZERS[name]()
     if not pathlib.Path(name).is_file():
         raise ConfigError(f"tokenizer {name}: no such file; pass {FILES[ending]}")
+    with _panics_hidden(), _library_errors(f"tokenizer {name} is not {FILES[ending]}"):
+        tokenizer = _read(name, ending, end_of_document)
+        tokenizer.decode(tokenizer.encode(PROBE))  # some damaged files fail only when they are used
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """Raises ConfigError with `message` and the reason if a tokenizer's library fails."""
     try:
-        return _read(name, ending, end_of_document)
-    except ConfigError:
+        yield
+    except (ConfigError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except Exception as error:  # the libraries raise Exception, RuntimeError and others for a file of another format
-        raise ConfigError(f"tokenizer {name} is not {FILES[ending]}: {str(error).splitlines()[0]}") from None
+    except BaseException as error:  # Exception, RuntimeError and others; a Rust panic is a BaseException
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{message}: {reason}; pass another --tokenizer") from None
+
+
+@contextlib.contextmanager
+def _panics_hidden() -> Iterator[None]:
+    """Withholds standard error if a ConfigError is raised: a Rust panic writes a backtrace there."""
+    with tempfile.TemporaryFile() as held:
+        original = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+            held.seek(0)
+            if not failed:
+                os.write(2, held.read())
 
 
 def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:

@@ -13,11 +13,13 @@ from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.linear import Operations, plain_operations
 from megajax.ops.ring_attention import ring_attention
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
+from megajax.runtime.compat import broken_host_offload
 from megajax.runtime.xla_flags import check_ring_flags
+from megajax.schedules.registry import find
 from megajax.schedules.schedule import Schedule
 from megajax.sharding.rules import AxisRules, default_rules
 
-__all__ = ["attention_choice", "model_context", "model_rules", "model_shapes", "vocabulary_shares"]
+__all__ = ["attention_choice", "check_offload", "model_context", "model_rules", "model_shapes", "vocabulary_shares"]
 
 
 def model_rules(run: RunConfig, model: type[PipelineModel] | None = None) -> AxisRules:
@@ -50,6 +52,24 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         precision=run.train.precision,
         device=device,
     )
+
+
+def check_offload(run: RunConfig, device: jax.Device) -> None:
+    """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot."""
+    kinds = [memory.kind for memory in device.addressable_memories()]  # empty for a device that is only compiled for
+    if not run.parallel.offload_activations:
+        return
+    if not find(run.parallel.schedule).drains:
+        problem = f"is not supported with schedule = {run.parallel.schedule}, whose stash is carried from step to step"
+        raise ConfigError(f"offload_activations = True {problem}: omit --offload-activations, or pass --schedule 1f1b.")
+    if broken_host_offload() and device.platform == "gpu":
+        problem = "gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231)"
+        raise ConfigError(
+            f"offload_activations = True {problem}: install another jaxlib, or omit --offload-activations."
+        )
+    if kinds and "pinned_host" not in kinds:
+        problem = f"{device.device_kind} has no memory called pinned_host (it has {', '.join(kinds)})"
+        raise ConfigError(f"offload_activations = True, but {problem}: omit --offload-activations.")
 
 
 def vocabulary_shares(parallel: ParallelConfig, rules: AxisRules) -> int:
@@ -89,8 +109,11 @@ def model_context(
       ConfigError: a ring under a schedule in which not all ranks run a block at once, or under an XLA flag that breaks
         it; or fp8 without its library.
     """
-    find, shares = partial(lookup, sequence_parallel=rules.sequence_parallel), vocabulary_shares(run.parallel, rules)
-    vocabulary = VocabularySharding(shares, find)
+    split_lookup, shares = (
+        partial(lookup, sequence_parallel=rules.sequence_parallel),
+        vocabulary_shares(run.parallel, rules),
+    )
+    vocabulary = VocabularySharding(shares, split_lookup)
     if rules.vocabulary_over_pipe:
         vocabulary = VocabularySharding(shares, *over_pipe(rules.sequence_parallel))
     elif not rules.mesh_axes("vocabulary"):

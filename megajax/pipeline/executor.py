@@ -61,6 +61,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, reduce_gradients, sum_over, vary
 from megajax.pipeline.rank import DEFAULT_OPTIONS, ExecutorOptions, Rank, local_rows
+from megajax.pipeline.records import RECORDS_SPEC
 from megajax.pipeline.slots import TickRow, slot_tables
 from megajax.schedules.schedule import Schedule
 
@@ -81,13 +82,15 @@ def gradient_function(
       options: how arrays are sharded and blocks are run.
 
     Returns:
-      `f(params, batch, cotangent) -> (losses, gradients)`, to be traced under `jax.set_mesh(mesh)`, with
+      `f(params, batch, cotangent) -> (losses, gradients, records)`, to be traced under `jax.set_mesh(mesh)`, with
 
       params: {"blocks": leaves [chunks, pipe, layers per chunk, ...], "shared": pytree}, sharded as `options.specs`.
       batch: pytree of [microbatches, data * samples, ...].
-      cotangent: scalar.
+      cotangent: scalar, or [microbatches].
       losses: [microbatches], fp32; `head_loss` summed over the replicas.
-      gradients: fp32, of cotangent * losses.sum(), in the structure of `params`.
+      gradients: fp32, of (cotangent * losses).sum(), in the structure of `params`.
+      records: with `options.statistics`, for each name in `records.RECORDED` fp32 [chunks, pipe, blocks per chunk,
+        microbatches, data * samples, k]; else ().
     """
 
     def run(params: Tree, batch: Tree, cotangent: jax.Array, rows: TickRow):
@@ -98,14 +101,15 @@ def gradient_function(
             "blocks": jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"]),
             "shared": carry.shared_gradients,
         }
-        return sum_over(carry.output, MANUAL_AXES), reduce_gradients(gradients, options.specs)
+        records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.per_chunk, *a.shape[1:]), carry.records)
+        return sum_over(carry.output, MANUAL_AXES), reduce_gradients(gradients, options.specs), records
 
     table = slot_tables(schedule, share_ends=options.share_ends)
     mapped = jax.shard_map(
         run,
         mesh=mesh,
         in_specs=(options.specs.manual.weights, BATCH_SPEC, P(), P(None, "pipe")),
-        out_specs=(P(), options.specs.manual.gradients),
+        out_specs=(P(), options.specs.manual.gradients, RECORDS_SPEC),
         axis_names=set(MANUAL_AXES),
     )
     return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.rows)

@@ -15,6 +15,7 @@ from jax import lax
 
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, is_spec, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
 from megajax.pipeline.stage import ChunkWork, Stack
 from megajax.pipeline.stash import StashRef
@@ -44,6 +45,8 @@ class ExecutorOptions:
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
+      statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
+        None: nothing is recorded.
     """
 
     constrain: Callable = lambda x: x
@@ -53,6 +56,7 @@ class ExecutorOptions:
     unroll: bool = False
     compute_bubbles: bool = False
     poison_bubbles: bool = False
+    statistics: Callable | None = None
 
 
 DEFAULT_OPTIONS = ExecutorOptions()
@@ -70,6 +74,7 @@ class Carry(NamedTuple):
     shared_gradients: Tree  # fp32
     output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
     iterations: jax.Array  # int32, of all loops so far; see `Rank.mixed_tick`
+    records: Tree  # `ExecutorOptions.statistics` of each block and microbatch; empty without
 
 
 def local_rows(rows: TickRow) -> TickRow:
@@ -135,7 +140,11 @@ class Rank:
             stash, kept, totals = (), (), ((), ())
             result = jax.eval_shape(self.collect, self.shared, x, first)
             output = jax.tree.map(lambda a: vary(jnp.zeros((count, *a.shape), a.dtype)), result)
-        return Carry(stash, activations, gradients, x, kept, *totals, output, vary(jnp.int32(0)))
+        records = ()
+        if self.options.statistics is not None:
+            blocks = jax.tree.leaves(self.stack.weights)[0].shape[0]
+            records = vary(empty_records(self.options.statistics, x, first, (blocks, count)))
+        return Carry(stash, activations, gradients, x, kept, *totals, output, vary(jnp.int32(0)), records)
 
     def run(self, rows: TickRow, carry: Carry, cotangents: jax.Array | None = None) -> Carry:
         """Runs all ticks, one `lax.scan` per segment.
@@ -232,8 +241,8 @@ class Rank:
             x = jnp.where(on, x, jnp.nan)
         if self.collect is not None:
             return carry._replace(iterations=iterations), self.constrain(self.stack.forward(x, work))
-        y, stash, iterations = self.stack.forward_stashing(x, work, iterations)
-        return carry._replace(stash=stash, iterations=iterations), self.constrain(y)
+        y, stash, iterations, records = self.stack.forward_stashing(x, work, iterations)
+        return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
     @jax.named_scope(FORWARD)
     def head(self, carry: Carry, y: jax.Array, row: TickRow) -> Carry:
@@ -274,17 +283,18 @@ class Rank:
         work = self.work(operation, carry, self.block_range(operation, segment))
         if self.schedule.paired:
             dy = jnp.where(on, dy, jnp.nan) if self.options.poison_bubbles else dy
-            dx, totals, iterations = self.stack.backward(dy, work, totals, keep=on, iterations=carry.iterations)
+            dx, totals, *rest = self.stack.backward(dy, work, totals, keep=on, iterations=carry.iterations)
         elif self.schedule.split:
-            dx, totals, kept, iterations = self.stack.backward_input(dy, work, totals, carry.iterations)
+            dx, totals, kept, *rest = self.stack.backward_input(dy, work, totals, carry.iterations)
             carry = carry._replace(kept=kept)
         else:
             dy = jnp.where(on & (operation.part == 0), dy, carry.pending)
             low, high = self.stack.part_bounds(operation.part, operation.parts)
             work = dataclasses.replace(work, blocks=(low, jnp.where(on, high, low)))
-            dx, totals, iterations = self.stack.backward(dy, work, totals, iterations=carry.iterations)
+            dx, totals, *rest = self.stack.backward(dy, work, totals, iterations=carry.iterations)
             carry = carry._replace(pending=self.constrain(dx))
-        return carry._replace(block_gradients=totals, iterations=iterations), self.constrain(dx)
+        iterations, records = rest
+        return carry._replace(block_gradients=totals, iterations=iterations, records=records), self.constrain(dx)
 
     def embed_backward(self, carry: Carry, dx: jax.Array, row: TickRow) -> Carry:
         """The gradients of the embedding, in the tick in which the first stage completes a microbatch's backward.
@@ -342,6 +352,7 @@ class Rank:
 
     def work(self, operation: OperationRow, carry: Carry, blocks: tuple) -> ChunkWork:
         """The arguments of the stack for one operation of a tick."""
+        statistics = self.options.statistics
         return ChunkWork(
             self.microbatch(operation.microbatch),
             operation.chunk,
@@ -349,6 +360,8 @@ class Rank:
             StashRef(carry.stash, operation.stash, self.options.offload),
             StashRef(carry.kept, operation.kept),
             blocks,
+            statistics and Recorder(statistics, operation.microbatch, operation.on == 1),
+            carry.records,
         )
 
 

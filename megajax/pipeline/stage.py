@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from megajax.pipeline.loops import counted_loop
+from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import StashRef, empty_stash
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
@@ -40,6 +41,8 @@ class ChunkWork:
       kept: the slot that I writes and W reads. None: the backward is not split.
       blocks: (low, high), the range of the chunk's blocks to run. Python ints if known at compile time, else int32
         scalars, equal where the rank has no work. None: all blocks.
+      recorder: records statistics of the blocks' inputs, outputs and gradients. None: nothing is recorded.
+      records: its buffers.
     """
 
     microbatch: Tree
@@ -48,6 +51,12 @@ class ChunkWork:
     stash: StashRef | None = None
     kept: StashRef | None = None
     blocks: tuple | None = None
+    recorder: Recorder | None = None
+    records: Tree = ()
+
+    def record(self, records: Tree, block, **values: jax.Array) -> Tree:
+        """`records` with the statistics of `values` of a local block."""
+        return self.recorder.write(records, block, self.microbatch, values) if self.recorder else records
 
 
 class Stack:
@@ -116,28 +125,30 @@ class Stack:
 
         return lax.fori_loop(0, self.per_chunk, step, x)
 
-    def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array]:
+    def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array, Tree]:
         """As `forward`, and writes each block's residuals and input to `work.stash`.
 
         Args:
           iterations: here and below, the iteration count of earlier loops; see `loops.counted_loop`.
 
         Returns:
-          (y of [samples, sequence, hidden], the stash's buffer, the iteration count).
+          (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
         """
 
         def step(index, place, zero, state):
-            x, buffer = state
+            x, buffer, records = state
             y, vjp = self._vjp(place, work.stage * self.per_chunk + index, x, work.microbatch)
             stash = dataclasses.replace(work.stash, buffer=buffer)
-            return y, stash.write(index, (vjp_residuals(vjp), x))
+            records = work.record(records, place, input=x, output=y)
+            return y, stash.write(index, (vjp_residuals(vjp), x)), records
 
-        iterations, (y, buffer) = self._run_blocks(iterations, work, step, (x, work.stash.buffer))
-        return y, buffer, iterations
+        state = (x, work.stash.buffer, work.records)
+        iterations, (y, buffer, records) = self._run_blocks(iterations, work, step, state)
+        return y, buffer, iterations, records
 
     def backward(
         self, dy: jax.Array, work: ChunkWork, gradients: Tree, *, keep=None, iterations=0
-    ) -> tuple[jax.Array, Tree, jax.Array]:
+    ) -> tuple[jax.Array, Tree, jax.Array, Tree]:
         """Gradients of a chunk, or of the range `work.blocks` of its blocks, last block first.
 
         Args:
@@ -147,12 +158,12 @@ class Stack:
             NaN, and are discarded. None: always True.
 
         Returns:
-          (gradient of the first block's input, the accumulators, the iteration count).
+          (gradient of the first block's input, the accumulators, the iteration count, the records).
         """
         template = self._template(dy, work.microbatch)
 
         def step(index, place, zero, state):
-            dy, gradients = state
+            dy, gradients, records = state
             residuals, weights, x = self._saved(index, place, work.stash, zero)
             dw, dx = rebuild_vjp(template, residuals, (weights, x))(dy)
 
@@ -160,35 +171,38 @@ class Stack:
                 new = cut.scatter(new.astype(total.dtype))
                 return total.at[place].add(new if keep is None else jnp.where(keep, new, 0))
 
-            return dx, jax.tree.map(add, gradients, dw, self.cut)
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            return dx, jax.tree.map(add, gradients, dw, self.cut), records
 
-        iterations, (dx, gradients) = self._run_blocks(iterations, work, step, (dy, gradients), backwards=True)
-        return dx, gradients, iterations
+        state = (dy, gradients, work.records)
+        iterations, (dx, gradients, records) = self._run_blocks(iterations, work, step, state, backwards=True)
+        return dx, gradients, iterations, records
 
     def backward_input(
         self, dy: jax.Array, work: ChunkWork, gradients: Tree, iterations=0
-    ) -> tuple[jax.Array, Tree, Tree, jax.Array]:
+    ) -> tuple[jax.Array, Tree, Tree, jax.Array, Tree]:
         """I: the gradients of a chunk's input, and of the weights whose gradient needs no matmul (biases, norms).
 
         Writes to `work.kept` the values that `backward_weight` needs in addition to the stash.
 
         Returns:
           (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
-          iteration count).
+          iteration count, the records).
         """
         template = self._template(dy, work.microbatch)
 
         def step(index, place, zero, state):
-            dy, gradients, buffer = state
+            dy, gradients, buffer, records = state
             residuals, weights, x = self._saved(index, place, work.stash, zero)
             split = self._split(template, residuals, weights, x)
             dx, early, new = split.input(residuals, weights, x, dy)
             buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
-            return dx, self._add(gradients, early, place, split.is_late, False), buffer
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
 
-        state = (dy, gradients, work.kept.buffer)
-        iterations, (dx, gradients, buffer) = self._run_blocks(iterations, work, step, state, backwards=True)
-        return dx, gradients, buffer, iterations
+        state = (dy, gradients, work.kept.buffer, work.records)
+        iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, step, state, backwards=True)
+        return dx, gradients, buffer, iterations, records
 
     def backward_weight(self, x: jax.Array, work: ChunkWork, gradients: Tree, iterations=0) -> tuple[Tree, jax.Array]:
         """W: the weight gradients that `backward_input` did not compute; only the type of `x` is read.

@@ -6,26 +6,32 @@ each entry and names the jax versions on which it passed.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import jaxlib
-from jax._src import distributed, xla_bridge
+from jax._src import compiler, distributed, xla_bridge
 from jax.experimental import multihost_utils, topologies
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Literal
 
 __all__ = [
+    "COORDINATION_SERVICE",
     "MAKE_CPU_CLIENT",
     "PLUGIN_LOGGER",
     "Literal",
     "broken_host_offload",
+    "call_after_compilation",
     "coordination_service",
     "cudnn_attention_backward",
     "cudnn_attention_forward",
     "cudnn_version",
     "devices_started",
+    "initialize_distributed",
     "jaxlib_version",
     "manual_axes",
     "multihost_utils",
@@ -40,6 +46,9 @@ Tree = Any
 PLUGIN_LOGGER = "jax._src.xla_bridge"  # logs a traceback when an installed CUDA plugin finds no GPU
 # A program that reads XLA_FLAGS and ends: XLA exits with an error message on an unknown flag.
 MAKE_CPU_CLIENT = "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"
+
+# Module and function that start jax's coordination service; the module does not import jax.
+COORDINATION_SERVICE = ("jaxlib._jax", "get_distributed_runtime_service")
 
 
 def vjp_residuals(vjp: Any) -> Tree:
@@ -85,6 +94,36 @@ def coordination_service():
     `num_processes` and `coordinator_address`. Unlike `jax.process_index`, reading it does not start the devices.
     """
     return distributed.global_state
+
+
+def initialize_distributed(start_service: Callable[..., Any], *place: Any, **settings: Any) -> None:
+    """`jax.distributed.initialize`, with a coordination service that `start_service` starts on process 0.
+
+    Args:
+      start_service: takes the arguments of COORDINATION_SERVICE, and returns an object with a method `shutdown`.
+      place, settings: as for `jax.distributed.initialize`.
+    """
+    with mock.patch.object(distributed._jax, COORDINATION_SERVICE[1], start_service):
+        jax.distributed.initialize(*place, **settings)
+
+
+def call_after_compilation(callback: Callable[[str, Sequence[int]], None]) -> None:
+    """From now on, calls `callback(program's name, its processes)` after each compilation or hit of the compilation cache.
+
+    Only for programs whose devices belong to several processes; the call precedes the program's first execution, and is
+    made in the thread that needs the program.
+    """
+    original = compiler.compile_or_get_cached
+
+    @functools.wraps(original)
+    def compile_and_call(backend, computation, devices, *others, **settings):
+        executable = original(backend, computation, devices, *others, **settings)
+        processes = sorted({device.process_index for device in devices.flat})
+        if len(processes) > 1:
+            callback(str(computation.operation.attributes["sym_name"]).strip('"'), processes)
+        return executable
+
+    compiler.compile_or_get_cached = compile_and_call
 
 
 def devices_started() -> bool:

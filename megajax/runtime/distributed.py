@@ -4,20 +4,33 @@
 when a process dies or hangs; `gather_problems` is a barrier that needs no device.
 """
 
+import functools
 import os
 import pathlib
 import re
+import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
 from megajax.config import ConfigError, LaunchConfig
-from megajax.runtime.compat import coordination_service
+from megajax.runtime.compat import (
+    COORDINATION_SERVICE,
+    call_after_compilation,
+    coordination_service,
+    initialize_distributed,
+)
+from megajax.runtime.coordinator import ServiceProcess
 
-BARRIER = "megajax/barrier/"
+EXIT_PEER = 3  # exit code of a process that cannot continue without another: a new start may succeed
+BARRIER, COMPILED = "megajax/barrier/", "megajax/compiled/"
+COMPILE_TIMEOUT = 7 * 24 * 3600  # seconds; a process that dies or hangs is the watchdog's business
+
+
+class StartError(Exception):
+    """The processes of a run did not connect to one another. It may succeed if it is tried again."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +161,11 @@ def _local_devices(variables: _Environment, local_rank: int | None, tasks_here: 
 def start(launch: LaunchConfig) -> int:
     """Connects to the other processes, if there are any; returns their number. Call it before jax starts its devices.
 
+    Ends the process with exit code 3 if the others have not connected within `start_timeout` seconds.
+
     Raises:
-      ConfigError: they cannot be found, or do not connect within `start_timeout` seconds.
+      ConfigError: the launcher's variables or the options are wrong.
+      StartError: the service cannot be started or reached.
     """
     place = find_place(launch, os.environ)
     if place is None:
@@ -158,22 +174,72 @@ def start(launch: LaunchConfig) -> int:
     timer.daemon = True
     timer.start()
     try:
-        jax.distributed.initialize(
+        initialize_distributed(
+            # It outlives process 0 until the other processes have found out that process 0 is dead.
+            functools.partial(ServiceProcess, *COORDINATION_SERVICE, launch.peer_timeout + 30),
             place.coordinator,
             place.processes,
             place.process_id,
             place.local_devices,
             cluster_detection_method=place.method,
+            coordinator_bind_address=bind_address(place.coordinator) if place.process_id == 0 else None,
             # `timer` and the watchdog must act first: jax aborts the process without naming the one at fault.
             initialization_timeout=int(2 * launch.start_timeout + 60),
             heartbeat_timeout_seconds=int(2 * launch.peer_timeout + 60),
             shutdown_timeout_seconds=int(launch.peer_timeout) + 1,
         )
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(_not_connected(place, " ".join(str(error).split())[:200])) from error
+        problem = ConfigError if isinstance(error, ValueError) else StartError
+        raise problem(_not_connected(place, " ".join(str(error).split())[:200])) from error
     finally:
         timer.cancel()
-    return coordination_service().num_processes
+    joined = coordination_service()
+    if joined.num_processes > 1:
+        call_after_compilation(CompilationBarrier(joined.client))
+    return joined.num_processes
+
+
+class CompilationBarrier:
+    """Lets the processes of a program execute it for the first time together, however long each has compiled it.
+
+    A program's first execution connects its devices' processes, with deadlines: gloo waits 30 s for the others. One
+    process may find a program in the compilation cache that another compiles for an hour.
+    """
+
+    def __init__(self, client):
+        """`client` is that of jax's coordination service."""
+        self._client, self._programs = client, Counter()
+
+    def __call__(self, program: str, processes: Sequence[int]) -> None:
+        """Waits until all `processes` have compiled `program`. They compile their common programs in the same order."""
+        key = "-".join(map(str, processes))
+        self._programs[key] += 1
+        name = f"{COMPILED}{key}/{self._programs[key]}/{program}"
+        self._client.wait_at_barrier(name, 1000 * COMPILE_TIMEOUT, process_ids=list(processes))
+
+
+def bind_address(coordinator: str | None) -> str | None:
+    """The address on which process 0 listens: the coordinator's own; None: jax's default, all interfaces.
+
+    None if the address is not one of this host's (behind a forwarded port), or if a host's name stands for loopback, as
+    in the /etc/hosts of some distributions: other hosts resolve it to another address.
+    """
+    host, _, port = (coordinator or "").rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return None
+    family, *_, (address, *_) = found[0]
+    is_loopback = address.startswith("127.") or address == "::1"
+    if is_loopback and host not in (address, "localhost"):
+        return None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return None
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _not_connected(place: Place, reason: str) -> str:
@@ -188,7 +254,7 @@ def _exit_for_timeout(place: Place, seconds: float) -> None:
     """Ends a process whose main thread waits inside jax."""
     reason = f"not all of them started within {seconds:g} s"
     print(f"error: {_not_connected(place, reason)}", file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(EXIT_PEER)
 
 
 def gather_problems(name: str, problem: str | None = None, timeout: float = 3600) -> dict[int, str]:

@@ -5,10 +5,15 @@ a transfer to the host. A process that has a reason to stop publishes it. Every 
 a second, publishes the step that its main thread has reached, and waits at a barrier for the others; while it does, the main
 thread does not start another step. The run stops after the step that follows the latest of these: no process has
 started it, and all of them will.
+
+Python runs a signal's handler in the main thread, which may wait in C++ for the end of a step or of a compilation. So a
+thread reads the signals from the descriptor of `signal.set_wakeup_fd`: a second Ctrl-C ends the process at once.
 """
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 
@@ -16,6 +21,7 @@ from megajax.runtime.compat import coordination_service
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM and Kubernetes send them before they kill
 REQUEST, REACHED = "megajax/stop/request", "megajax/stop/reached"
+EXIT_INTERRUPTED = 130  # after Ctrl-C, without a save
 INTERVAL = 1.0  # seconds between two reads of the coordination service
 
 
@@ -25,13 +31,17 @@ class Preemption:
     A step is never interrupted.
     """
 
-    def __init__(self, minutes: float | None = None, started: float | None = None):
+    def __init__(self, minutes: float | None = None, started: float | None = None, interrupt: bool = False):
         """Starts without a reason to stop.
 
         Args:
           minutes: time limit of the run; None: no limit.
           started: `time.monotonic()` at the start of the run; None: now.
+          interrupt: whether the first Ctrl-C (SIGINT) is such a reason, and the second ends the process at once; False:
+            Python's KeyboardInterrupt.
         """
+        self._signals = (*SIGNALS, signal.SIGINT) if interrupt else SIGNALS
+        self._interrupts, self._pipe, self._wakeup = 0, (), -1
         self._deadline = None
         if minutes is not None:
             self._deadline = (time.monotonic() if started is None else started) + 60 * minutes
@@ -44,7 +54,11 @@ class Preemption:
         self._closed = threading.Event()
 
     def __enter__(self) -> "Preemption":
-        for number in SIGNALS:
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=self._read_signals, args=self._pipe[:1], daemon=True, name="signals").start()
+        for number in self._signals:
             self._previous[number] = signal.signal(number, self._receive)
         if self._count > 1:
             threading.Thread(target=self._poll, daemon=True, name="preemption").start()
@@ -54,6 +68,23 @@ class Preemption:
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._pipe[1])  # ends the thread
+
+    def _read_signals(self, pipe: int) -> None:
+        """The thread that receives the signals while the main thread waits."""
+        while received := os.read(pipe, 1):
+            number = received[0]
+            if number not in self._signals:
+                continue
+            self._receive(number, None)
+            self._interrupts += number == signal.SIGINT
+            if number == signal.SIGINT and self._interrupts == 1:
+                print("\nCtrl-C: the run stops after this step and saves; Ctrl-C again stops at once", file=sys.stderr)
+            elif number == signal.SIGINT:
+                print("\nstopped without saving", file=sys.stderr, flush=True)
+                os._exit(EXIT_INTERRUPTED)
+        os.close(pipe)
 
     def _receive(self, number, frame) -> None:
         self._signal = int(number)

@@ -1,13 +1,18 @@
 """Ends the job on every process when a process of the run is dead, hung or has failed, and names that process.
 
 Each process has two threads. The first publishes a heartbeat (step, host, failure) to jax's coordination service about
-once a second and reads process 0's verdict. The second ends the process when there is a verdict, or when process 0 no longer
-answers. On process 0 the first thread reads all heartbeats and the second decides which processes are missing or behind.
+once a second, and reads process 0's heartbeat and verdict. The second ends the process when there is a verdict, or when
+process 0 is silent. On process 0 the first thread reads all heartbeats and the second decides which processes are missing
+or behind. The service is a process of its own (`coordinator.py`), so that it answers when process 0 is dead.
+
+Every process prints the reason, as one line, and exits: with 2 if a process ended for a user's mistake, which a new start
+would repeat; else with 3. A process that failed itself exits with its own code.
 """
 
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -16,8 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megajax.runtime.compat import coordination_service
+from megajax.runtime.distributed import EXIT_PEER
+from megajax.runtime.heartbeat import Heartbeat
 
-EXIT_PEER = 3  # a process's exit code when another process ended the run
+USER_ERROR = 2  # exit code for a user's mistake
+# Errors of a collective whose other side is gone; other errors are this process's own.
+PEER_ERRORS = re.compile(
+    "gloo|nccl|connection (reset|closed|refused)|socket closed|coordination|heartbeat|barrier", re.I
+)
 HEARTBEAT, VERDICT = "megajax/heartbeat/", "megajax/verdict"
 
 
@@ -32,19 +43,22 @@ class _Peer:
 class Watchdog:
     """Watches the processes of a run; inactive in a run of one process."""
 
-    def __init__(self, timeout: float, show: Callable[[str], None]):
+    def __init__(self, timeout: float, show: Callable[[str], None], heartbeat: Heartbeat | None = None):
         """Starts the threads.
 
         Args:
           timeout: seconds without a heartbeat, or without a new step, after which the job ends.
           show: prints the error message.
+          heartbeat: the launcher's, which is told of each step.
         """
+        self._heartbeat = heartbeat or Heartbeat({})
         self.timeout, self.show, self.interval = timeout, show, min(1.0, timeout / 10)
         joined = coordination_service()  # jax.process_count() would start the devices
         self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
-        self._step, self._entered, self._suspended, self._failure = 0, time.monotonic(), True, None
+        self._step, self._entered, self._suspended = 0, time.monotonic(), True
+        self._failure, self._failure_code = None, 0
         self._beat, self._answered = 0, time.monotonic()
-        unknown = {"step": 0, "failure": None}
+        unknown = {"step": 0, "failure": None, "code": 0}
         self._peers = {process: _Peer(time.monotonic(), unknown) for process in range(self._count)}
         self._closed = threading.Event()
         self._exiting = threading.Lock()
@@ -55,10 +69,12 @@ class Watchdog:
 
     def enter(self, step: int) -> None:
         """The main thread starts to wait for `step`, which must end within `timeout`."""
+        self._heartbeat.step = step
         self._step, self._entered, self._suspended = step, time.monotonic(), False
 
     def suspend(self, step: int) -> None:
         """As `enter`, for work without a time limit: compilation, validation, a checkpoint. Heartbeats stay required."""
+        self._heartbeat.step = step
         self._step, self._entered, self._suspended = step, time.monotonic(), True
 
     def close(self) -> None:
@@ -66,30 +82,46 @@ class Watchdog:
         self._closed.set()
 
     def fail(self, message: str, code: int) -> None:
-        """Ends the job for an error of this process; does not return if there are other processes."""
+        """Ends the job for an error of this process; does not return if there are other processes.
+
+        Args:
+          message: of one line.
+          code: this process's exit code; the others exit with it too if it is 2, else with 3.
+        """
         if self._count > 1:
-            self._failure = message
+            self._failure, self._failure_code = message, code
             self._publish()
             if self._id == 0:
                 self._end_job(message, code)
-            time.sleep(5 * self.interval)  # process 0's verdict, which has this message, should come first
+            self._closed.wait(5 * self.interval)  # process 0 reads it
             self._exit(message, code)
 
-    def peer_lost(self, error: Exception) -> None:
-        """Ends the job after a collective has failed because another process is gone, naming it if it can be found."""
+    def peer_lost(self, error: BaseException) -> bool:
+        """Ends the job if a collective has failed because another process is gone, naming it if it can be found.
+
+        Returns:
+          False if there are no other processes, or they are alive and the error is not one of a collective.
+        """
         if self._count == 1:
-            return
-        if self._id != 0:
-            self._closed.wait(15 * self.interval)
-            text = " ".join(str(error).split())[:200]
-            self._exit(f"process {self._id} lost contact with the others in step {self._step}: {text}", EXIT_PEER)
-        deadline = time.monotonic() + 8 * self.interval
-        while time.monotonic() < deadline:
-            if silent := self._silent(time.monotonic()):
-                break
-            time.sleep(self.interval / 2)
-        names = self._names(silent) if silent else "another process"
-        self._end_job(f"{names} died in step {self._step}, and the others cannot continue without it", EXIT_PEER)
+            return False
+        is_collective = is_peer_error(error)
+        others = [process for process in self._peers if process != self._id]
+        deadline = time.monotonic() + (15 if is_collective and self._id else 8) * self.interval
+        silent: list[int] = []
+        while time.monotonic() < deadline and not silent:
+            self._closed.wait(self.interval / 2)  # a verdict ends this process meanwhile
+            silent = [process for process in self._silent(time.monotonic()) if process in others]
+        if not silent and not is_collective:
+            return False
+        if silent or self._id == 0:
+            names = self._names(silent) if silent else "another process"
+            verdict = f"{names} died in step {self._step}, and the others cannot continue without it"
+            if self._id == 0:
+                self._end_job(verdict, EXIT_PEER)
+            self._exit(verdict, EXIT_PEER)
+        text = " ".join(str(error).split())[:200]
+        self._exit(f"process {self._id} lost contact with the others in step {self._step}: {text}", EXIT_PEER)
+        return True
 
     def _name(self, process: int) -> str:
         host = self._peers[process].heartbeat.get("host")
@@ -99,26 +131,37 @@ class Watchdog:
         return ", ".join(map(self._name, processes))
 
     def _silent(self, now: float) -> list[int]:
-        """Processes that have missed several heartbeats."""
-        return [process for process, peer in self._peers.items() if now - peer.heard > 4 * self.interval]
+        """Processes that have missed several heartbeats; a process other than process 0 reads that of process 0 only."""
+        heard = self._peers if self._id == 0 else {0: self._peers[0]}
+        return [process for process, peer in heard.items() if now - peer.heard > 4 * self.interval]
 
     def _publish(self) -> None:
         self._beat += 1
-        heartbeat = {"beat": self._beat, "step": self._step, "host": socket.gethostname(), "failure": self._failure}
+        heartbeat = {
+            "beat": self._beat,
+            "step": self._step,
+            "host": socket.gethostname(),
+            "failure": self._failure,
+            "code": self._failure_code,
+        }
         # If this cannot be sent, the next read fails too, and `_check_deadlines` acts on that.
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{HEARTBEAT}{self._id}", json.dumps(heartbeat), allow_overwrite=True)
 
     def _exchange_heartbeats(self) -> None:
-        """The first thread. A call in it can hang when process 0 hangs."""
+        """The first thread. A call in it can hang when the service hangs."""
         while not self._closed.wait(self.interval):
             self._publish()
             try:
                 if self._id == 0:
                     self._read(dict(self._client.key_value_dir_get(HEARTBEAT)))
                 else:
-                    self._client.key_value_try_get(VERDICT)
-                    self._exit(None, EXIT_PEER)  # process 0 has printed the verdict
+                    key = f"{HEARTBEAT}0"
+                    self._read({key: self._client.key_value_try_get(key)})
+                    verdict = json.loads(self._client.key_value_try_get(VERDICT))
+                    if self._failure is None:
+                        self._exit(verdict["reason"], verdict["code"])
+                    self._exit(self._failure, self._failure_code)
             except Exception as error:
                 if "NOT_FOUND" not in str(error):  # NOT_FOUND is an answer: there is no verdict
                     continue
@@ -134,29 +177,36 @@ class Watchdog:
     def _check_deadlines(self) -> None:
         """The second thread."""
         while not self._closed.wait(self.interval):
-            if self._id != 0:
-                silent = time.monotonic() - self._answered
-                if silent > self.timeout:
-                    address = coordination_service().coordinator_address
-                    self._exit(
-                        f"process 0 ({address}) has not answered for {silent:.0f} s: dead, hung or disconnected",
-                        EXIT_PEER,
-                    )
-            elif verdict := self._verdict():
-                self._end_job(verdict, EXIT_PEER)
+            if self._id == 0:
+                if verdict := self._verdict():
+                    self._end_job(*verdict)
+                continue
+            now = time.monotonic()
+            silent = max(now - self._answered, now - self._peers[0].heard)
+            if silent > self.timeout:
+                address = coordination_service().coordinator_address
+                self._exit(
+                    f"process 0 ({address}) has not answered for {silent:.0f} s: dead, hung or disconnected", EXIT_PEER
+                )
 
-    def _verdict(self) -> str | None:
-        """On process 0: why the job must end; None if it need not."""
+    def _verdict(self) -> tuple[str, int] | None:
+        """On process 0: why the job must end, and its exit code; None if it need not."""
         now, peers = time.monotonic(), dict(self._peers)
         for process, peer in peers.items():
             if peer.heartbeat["failure"] and process != 0:
-                return f"{self._name(process)} failed: {peer.heartbeat['failure']}"
+                code = USER_ERROR if peer.heartbeat["code"] == USER_ERROR else EXIT_PEER
+                return f"{self._name(process)} failed: {peer.heartbeat['failure']}", code
             if now - peer.heard > self.timeout:
                 silent = f"{now - peer.heard:.0f} s (in step {peer.heartbeat['step']})"
-                return f"{self._name(process)} has sent no heartbeat for {silent}: dead or disconnected"
+                return f"{self._name(process)} has sent no heartbeat for {silent}: dead or disconnected", EXIT_PEER
         waiting = now - self._entered
         if self._suspended or waiting <= self.timeout:
             return None
+        return self._explain_wait(now, waiting), EXIT_PEER
+
+    def _explain_wait(self, now: float, waiting: float) -> str:
+        """On process 0: why a step has not ended."""
+        peers = dict(self._peers)
         if silent := self._silent(now):
             return (
                 f"{self._names(silent)} has sent no heartbeat, and step {self._step} waits for it for {waiting:.0f} s"
@@ -170,20 +220,34 @@ class Watchdog:
             )
         return f"step {self._step} has not ended for {waiting:.0f} s, and all processes are in it: a network or device hangs"
 
-    def _end_job(self, verdict: str, code: int) -> None:
-        """Publishes why the job ends, gives the others time to read it, and exits."""
+    def _end_job(self, reason: str, code: int) -> None:
+        """On process 0: publishes why the job ends, gives the others time to read it, and exits."""
+        others = USER_ERROR if code == USER_ERROR else EXIT_PEER
         with contextlib.suppress(Exception):
+            verdict = json.dumps({"reason": reason, "code": others})
             self._client.key_value_set(VERDICT, verdict, allow_overwrite=True)
-        self.show(f"error: {verdict}")
-        # The coordination service ends with this process: the others must have exited by then.
-        time.sleep(4 * self.interval)
-        self._exit(None, code)
+        with self._exiting:
+            self.show(f"error: {reason}")
+            time.sleep(4 * self.interval)
+            coordination_service().service.release(10)
+            self._leave(code)
 
-    def _exit(self, message: str | None, code: int) -> None:
+    def _exit(self, message: str, code: int) -> None:
         """Ends this process at once: its main thread may hang in a collective for ever."""
         with self._exiting:
-            if message is not None:
-                self.show(f"error: {message}")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            self.show(f"error: {message}")
+            self._leave(code)
+
+    def _leave(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether the error, or one that it was raised from, is that of a collective or barrier of several processes."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(PEER_ERRORS.search(str(cause)) for cause in chain)

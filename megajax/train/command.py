@@ -1,17 +1,21 @@
 """The command of an experiment: `main` parses the command line, starts processes and devices, trains, and samples a text.
 
-Exit codes: 0; 2 for a user's mistake, printed as one line; 3 when another process ended the run (runtime/watchdog.py) or
-copies of the state differ (train/replica_check.py); 130 after Ctrl-C. jax is imported only after the command line has been
-read, as its devices are chosen before it starts.
+Exit codes: 0; 1 for an unexpected error; 2 for a user's mistake, printed as one line; 3 when another process ended the run
+or was not found at its start (runtime/watchdog.py), or copies of the state differ (train/replica_check.py); 130 after
+Ctrl-C in a run that did not save. jax is imported only after the command line has been read, as its devices are chosen
+before it starts.
 """
 
 import math
+import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Request, parse
+from megajax.runtime.heartbeat import Heartbeat
 from megajax.schedules.schedule import ScheduleError
 
 CPU_DEVICES = 8  # without GPUs, and without --devices and degrees of parallelism
@@ -24,11 +28,12 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
       experiment: its default configuration.
       arguments: of the command line; None: the process's own.
     """
+    heartbeat = Heartbeat(os.environ)
     try:
         request = parse(arguments, experiment)
         if request.dry_shapes:
             return print_shapes(request)
-        return train(request)
+        return train(request, heartbeat)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -37,40 +42,49 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def train(request: Request) -> int:
+def train(request: Request, heartbeat: Heartbeat) -> int:
     """Connects the processes and trains; an error of one process ends all."""
-    import jax
-
     from megajax.runtime import distributed
-    from megajax.runtime.watchdog import EXIT_PEER, Watchdog
+    from megajax.runtime.watchdog import Watchdog, is_peer_error
     from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
-    count = distributed.start(request.launch)
-    watchdog = Watchdog(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr))
+    try:
+        count = distributed.start(request.launch)
+    except distributed.StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return distributed.EXIT_PEER
+    watchdog = Watchdog(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr), heartbeat)
     try:
         train_on_devices(request, count, watchdog, started)
         watchdog.close()
         return 0
     except (ConfigError, ScheduleError) as error:
+        if is_peer_error(error):  # a checkpoint that could not be read or saved because a process died
+            watchdog.peer_lost(error)
         watchdog.fail(str(error), code=2)
         raise
     except ReplicasDiffer as error:
-        watchdog.fail(str(error), code=EXIT_PEER)
+        watchdog.fail(str(error), code=distributed.EXIT_PEER)
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_PEER
-    except jax.errors.JaxRuntimeError as error:
-        watchdog.peer_lost(error)
+        return distributed.EXIT_PEER
+    except KeyboardInterrupt:
+        watchdog.fail("stopped by Ctrl-C", code=130)
+        raise
+    except Exception as error:
+        if count > 1 and not watchdog.peer_lost(error):
+            traceback.print_exc()
+            watchdog.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", code=1)
         raise
 
 
 def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
-    from megajax.checkpoint.writer import silence_tracebacks
+    from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
     from megajax.train.trainer import Trainer
 
-    silence_tracebacks()
+    prepare_process()
     sample = request.sample
     devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")

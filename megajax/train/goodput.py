@@ -56,7 +56,7 @@ class Goodput:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self._earlier: list[dict[str, Any]] = []
         self._before = dict.fromkeys((*CATEGORIES, *LOST), 0.0)  # totals of earlier sessions
-        self._written = 0.0
+        self._written, self._begun = 0.0, False
 
     def begin(self, step: int) -> None:
         """The first step is dispatched next. Reads the earlier sessions.
@@ -65,7 +65,7 @@ class Goodput:
           step: the last step that has been taken, 0 in a new run.
         """
         self._switch("steps")
-        self._step = step
+        self._step, self._begun = step, True
         if self._path is not None:
             self._earlier = read_lines(self._path) if self._keep else []
             if not self._keep:
@@ -109,7 +109,7 @@ class Goodput:
         return {name: self._before[name] + self.seconds.get(name, 0.0) for name in self._before}
 
     def write(self) -> None:
-        """Appends this session's account to the file, if there is one."""
+        """Appends this session's account to the file, if there is one and a step has begun."""
         self._switch(self._category)
         self._written = sum(self.seconds.values())
         rounded = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
@@ -117,7 +117,7 @@ class Goodput:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         # A line is cumulative, so the next one makes up for one that could not be written.
-        if self._path is not None:
+        if self._path is not None and self._begun:
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.manager import Checkpoints, Progress
+from megajax.checkpoint.replicated import ReplicatedState
 from megajax.config import ConfigError, RunConfig
 from megajax.config.batch_ramp import batch_size
 from megajax.estimate.flops import flops_per_step
@@ -55,6 +56,7 @@ class TrainerHooks:
     profiler: Profiler | None = None
     watchdog: Watchdog | None = None
     checks: Checks | None = None
+    replicas: ReplicatedState | None = None
 
     def suspend_watchdog(self, step: int) -> None:
         """The work that follows has no time limit."""
@@ -206,7 +208,8 @@ class Loop:
     def _may_dispatch_after(self, step: DispatchedStep, following: Batch) -> bool:
         """Whether the next step may be dispatched while `step` runs."""
         edge = self.hooks.profiler and self.hooks.profiler.is_edge(step.number + 1)
-        needs_state = edge or self._validation_due(step) or self._save_due(step) or self._check_due(step)
+        due = (self._validation_due, self._save_due, self._check_due, self._replication_due)
+        needs_state = edge or any(is_due(step) for is_due in due)
         return self.training.takes_hold and not needs_state and shapes_of(following) in self.shapes
 
     def _validation_due(self, step: DispatchedStep) -> bool:
@@ -217,6 +220,9 @@ class Loop:
 
     def _check_due(self, step: DispatchedStep) -> bool:
         return bool(self.hooks.checks) and step.number % self.hooks.checks.every == 0
+
+    def _replication_due(self, step: DispatchedStep) -> bool:
+        return bool(self.hooks.replicas) and step.number % self.hooks.replicas.every == 0
 
     def _dispatch(self, batch: Batch, number: int, consumed: int, hold) -> DispatchedStep:
         """Gives the devices a step; returns before they have executed it."""
@@ -306,13 +312,20 @@ class Loop:
                 text = f"validation loss {loss:.4f} per token, perplexity {np.exp(loss):.4g}"
                 self.log.message(f"step {step.number}: {text}")
         saves = self.hooks.checkpoints and (ends or self._save_due(step))
-        if self._check_due(step) or (self.hooks.checks and saves):  # what is saved has been checked
+        replicates = self._replication_due(step) and not ends
+        if self._check_due(step) or (self.hooks.checks and (saves or replicates)):  # what is saved has been checked
             self._check(step)
         if stop:
             self.log.message(f"step {step.number}: {stop}: saving a checkpoint and stopping")
         if saves:
             self.hooks.suspend_watchdog(step.number)
             self._save(self.progress, wait=bool(ends))
+        if replicates:
+            self.hooks.suspend_watchdog(step.number)
+            with self.goodput.during("saving"):
+                messages = self.hooks.replicas.save(self.training.state_layout, self.state, self.progress)
+            for text in messages:
+                self.log.message(text)
 
     def _check(self, step: DispatchedStep) -> None:
         """Compares the replicas, and times this process."""
@@ -321,8 +334,9 @@ class Loop:
             with self.goodput.during("checking"):
                 messages = self.hooks.checks.run(self.state, step.number)
         except ReplicasDiffer:
-            for text in self.hooks.checkpoints.wait() if self.hooks.checkpoints else []:  # of an earlier, good state
-                self.log.message(text)
+            for saves in (self.hooks.checkpoints, self.hooks.replicas):  # of an earlier state, which has been checked
+                for text in saves.wait() if saves else []:
+                    self.log.message(text)
             raise
         for text in messages:
             self.log.message(text)

@@ -205,13 +205,15 @@ class Checks:
         return f"check     every {self.every} steps: {self._replicas.describe()}"
 
     def run(self, state: Tree, step: int) -> list[str]:
-        """Compares the replicas and times this process; returns messages. All processes must call it.
+        """Compares the replicas and, at a multiple of `every`, times this process; returns messages.
+
+        All processes must call it.
 
         Raises:
           ReplicasDiffer: see `ReplicaCheck.check`.
         """
         self._replicas.check(state, step)
-        return self.stragglers.measure(step)
+        return [] if step % self.every else self.stragglers.measure(step)
 
 
 # The functions below are traced.

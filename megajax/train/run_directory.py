@@ -19,6 +19,7 @@ from megajax.checkpoint import manager, reader
 from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
+from megajax.checkpoint.replicated import ReplicatedState
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.config.batch_ramp import remaining_steps
@@ -76,7 +77,7 @@ class RunDirectory:
     """The files of one run; without `run_dir` in its OutputConfig there are none but an optional log.jsonl.
 
     Attributes:
-      checkpoints, profiler: for the loop; None without a directory.
+      checkpoints, profiler, replicas: for the loop; None without a directory.
       messages: lines for the start of the log.
     """
 
@@ -98,7 +99,7 @@ class RunDirectory:
             request.changed(run) if request else changed_options(run, output, library_defaults(run), OutputConfig())
         )
         self.messages = [f"config    {changed}"] if changed else []
-        self.checkpoints = self.profiler = self.lock = self._resumed_path = None
+        self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
         if self.directory is None:
             return
         manager.choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
@@ -111,6 +112,8 @@ class RunDirectory:
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")
         if output.profile:
             self.profiler = Profiler(output.profile, self.directory / "profile")
+        if output.replicate_state:
+            self.replicas = ReplicatedState(self.directory, output.replicate_state, self.meta)
 
     def _lock_directory(self) -> None:
         """Process 0 creates and locks the directory for all processes."""
@@ -144,15 +147,28 @@ class RunDirectory:
         Raises:
           ConfigError: the checkpoint is damaged, or of another model.
         """
-        if self._resumed_path is None:
+        found = self._restore_replicated(training)
+        if found is None and self._resumed_path is None:
             return None
-        state, progress, messages = reader.load(
+        state, progress, messages = found or reader.load(
             self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
         )
         after = f"after step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped steps"
         self.messages += [*messages, f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
         return state, progress
+
+    def _restore_replicated(self, training: Training) -> tuple[TrainState, Progress, list[str]] | None:
+        """The state replicated in host memory, if it is as new as the newest checkpoint and `resume` is "auto"."""
+        if self.replicas is None:
+            return None
+        newest = manager.complete_steps(self.directory / "checkpoints")[-1:] or [0]
+        at_least = newest[0] if self.output.resume == "auto" else None
+        found = self.replicas.restore(self.run, training.state_layout, at_least)
+        if found:
+            self.messages = [text for text in self.messages if not text.startswith("resume    ")]
+        self.messages += self.replicas.messages
+        return found
 
     def open_log(self, progress: Progress) -> RunLog:
         """The log of a run that starts at `progress`: on process 0's console, and in the directory's files."""
@@ -180,6 +196,8 @@ class RunDirectory:
         """Ends the trace, waits for the save in progress, and frees the lock; returns the messages of the first two."""
         traced = self.profiler.close() if self.profiler else None
         messages = ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
+        if self.replicas:  # the loop has saved a checkpoint of the last state
+            messages += self.replicas.close(clear=True)
         if self.lock:
             self.lock.release()
         return messages

@@ -6,6 +6,7 @@ of tokens), so it does not depend on how the batch is split into microbatches or
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +18,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import StateLayout
-from megajax.config import ConfigError, RunConfig
+from megajax.config import RunConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.data.loader import PADDING
-from megajax.models.context import attention_choice, model_context, model_rules, model_shapes
+from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
 from megajax.models.interface import PipelineModel, model_class
 from megajax.models.remat import grouped
 from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
-from megajax.runtime.compat import broken_host_offload
 from megajax.schedules.registry import find, make_schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
@@ -219,17 +219,31 @@ class Training:
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
+        return self.traced_step(state, batch, hold)[0]
+
+    def traced_step(
+        self, state: TrainState, batch: Tree, hold: jax.Array, factors: jax.Array | None = None, **options
+    ) -> tuple[tuple[TrainState, dict[str, jax.Array]], Tree, jax.Array, Tree]:
+        """The step of `train_step`, to be traced, with the values that megajax.verify compares.
+
+        Args:
+          factors: fp32 [microbatches], of each microbatch's loss in the gradients; None: 1.
+          options: fields of `ExecutorOptions` that replace the run's.
+
+        Returns:
+          ((state, metrics), fp32 gradients, each microbatch's summed loss, the executor's records).
+        """
         scale = state.loss_scale.scale
-        loss, gradients = self._loss_and_gradients(state.params, batch, scale)
+        cotangent = scale if factors is None else scale * factors
+        loss, gradients, losses, records = self._execute(state.params, batch, cotangent, **options)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
-        return self._update(state, gradients, loss, batch, ready=hold == 0)
+        return self._update(state, gradients, loss, batch, ready=hold == 0), gradients, losses, records
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        microbatches, samples = leading_sizes(batch)
-        batch_size = microbatches * samples
+        batch_size = math.prod(leading_sizes(batch))
         if self.run.train.batch_ramp and "sample" in batch:  # some batches are padded, see data/ramp.py
             batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
         updates, optimizer_state = self.optimizer.update(
@@ -255,11 +269,15 @@ class Training:
         return new, metrics
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
-        options = dataclasses.replace(self.executor_options, poison_bubbles=poison_bubbles)
+        return self._execute(params, batch, scale, poison_bubbles=poison_bubbles)[:2]
+
+    def _execute(self, params: Tree, batch: Tree, cotangent: jax.Array, **options):
+        """(mean loss, gradients sharded as parameters, each microbatch's summed loss, records)."""
+        options = dataclasses.replace(self.executor_options, **options)
         run = gradient_function(self.functions, run_schedule(self.run, leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
-        losses, gradients = run(self._cast(params), self._split(batch), scale / total)
-        return losses.sum() / total, self._gradients_of(params, gradients)
+        losses, gradients, records = run(self._cast(params), self._split(batch), cotangent / total)
+        return losses.sum() / total, self._gradients_of(params, gradients), losses, records
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         model, functions = self._evaluation()
@@ -324,24 +342,6 @@ class Training:
 def leading_sizes(batch: Tree) -> tuple[int, int]:
     """Microbatches, and samples in one of them over all replicas."""
     return jax.tree.leaves(batch)[0].shape[:2]
-
-
-def check_offload(run: RunConfig, device: jax.Device) -> None:
-    """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot."""
-    kinds = [memory.kind for memory in device.addressable_memories()]  # empty for a device that is only compiled for
-    if not run.parallel.offload_activations:
-        return
-    if not find(run.parallel.schedule).drains:
-        problem = f"is not supported with schedule = {run.parallel.schedule}, whose stash is carried from step to step"
-        raise ConfigError(f"offload_activations = True {problem}: omit --offload-activations, or pass --schedule 1f1b.")
-    if broken_host_offload() and device.platform == "gpu":
-        problem = "gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231)"
-        raise ConfigError(
-            f"offload_activations = True {problem}: install another jaxlib, or omit --offload-activations."
-        )
-    if kinds and "pinned_host" not in kinds:
-        problem = f"{device.device_kind} has no memory called pinned_host (it has {', '.join(kinds)})"
-        raise ConfigError(f"offload_activations = True, but {problem}: omit --offload-activations.")
 
 
 def make_training(

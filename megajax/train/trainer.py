@@ -129,13 +129,14 @@ class Trainer:
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
-            Preemption(minutes, started) as preemption,
+            Preemption(minutes, started, interrupt=self.output.run_dir is not None) as preemption,
         ):
             checks = Checks(self.output.check_every, self.training.state_layout) if self.output.check_every else None
             checked = [checks.describe()] if checks else []
             for line in (*self.describe(peak), *checked, *self.directory.messages):
                 log.message(line)
-            hooks = TrainerHooks(self.directory.checkpoints, preemption, self.directory.profiler, watchdog, checks)
+            files = self.directory
+            hooks = TrainerHooks(files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas)
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
                 with Prefetch(self._batches, self.training.batch_sharding) as batches:

@@ -5,12 +5,13 @@ import json
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
 from megajax.data.loader import Loader, TokenSamples
-from megajax.data.text import load_documents, split_documents, tokenise
+from megajax.data.text import documents_of, kind_of, load_documents, read_blocks, split_documents, tokenise
 from megajax.data.tokenizers import load_tokenizer
 
 
@@ -38,12 +39,19 @@ def test_plain_and_compressed_files_are_read(tmp_path):
         ("missing.txt", None, "No such file"),
         ("empty.txt", b"", "is empty"),
         ("latin.txt", b"caf\xe9", "not UTF-8"),
-        ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}', "line 2 of .* is not a JSON object with a string"),
+        ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}', "bad.jsonl, line 2: no 'text': '{\"txt\": 1}'; correct it"),
+        ("array.json", b'[\n{"text": "a"}\n]', r"array.json, line 1: not JSON: '\['"),
+        ("deep.json", b"[" * 100_000, "deep.json, line 1: not an object with a string 'text'"),
         ("cut.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:20], "truncated"),
         ("plain.gz", b"not gzip", "Not a gzipped file"),
         ("damaged.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:10] + b"\xff" * 20, "damaged"),
-        ("number.jsonl", b'{"text": 5}', "line 1 of .* is not a JSON object with a string"),
-        ("surrogate.jsonl", b'{"text": "\\ud800"}', "line 1 of .* is not a JSON object with a string"),
+        ("number.jsonl", b'{"text": 5}', "line 1: not an object with a string 'text'"),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}', "line 1: half a surrogate pair"),
+        (
+            "cut.jsonl.zst",
+            zstandard.compress(b'{"text": "a"}')[:-3],
+            "truncated or damaged; pass --text a complete file",
+        ),
         ("blank.txt", b" \n ", "is empty"),
     ],
 )
@@ -56,11 +64,15 @@ def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("ending", [".json", ".ndjson", ".jsonl", ".ndjson.gz"])
-def test_every_json_ending_is_read_line_by_line(tmp_path, ending):
-    path, content = tmp_path / f"a{ending}", b'{"text": "one"}\n{"text": "two"}\n'
-    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("ending", [".json", ".ndjson", ".jsonl", ".JSON"])
+def test_every_json_ending_is_read_line_by_line_as_in_preprocessing(tmp_path, ending, packing):
+    path, content = tmp_path / f"a{ending}{packing}", b'{"text": "one"}\n{"text": "two"}\n'
+    path.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(packing, bytes)(content))
     assert load_documents(str(path)) == ["one", "two"]
+    assert kind_of(str(path), "file") == "jsonl"
+    blocks = read_blocks(str(path), "jsonl")
+    assert [text for block in blocks for (text,) in documents_of(block, ["text"])[0]] == ["one", "two"]
 
 
 def test_line_separators_blank_lines_and_a_byte_order_mark_are_read(tmp_path):

@@ -118,6 +118,8 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     assert "600 documents" in capsys.readouterr().out
     assert main(["inspect", f"{prefix}2", "--tokenizer", "gpt2", "--documents", "2"]) == 0
     assert "document 1: 4 tokens, including the end of document\n'document 1 '" in capsys.readouterr().out
+    assert main(["inspect", f"{prefix}2", "--tokenizer", "byte", "--documents", "2"]) == 0
+    assert "22897 352 220 50256 (ids outside the 257 of the tokenizer)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,37 @@ def test_tokenizers_are_loaded_from_files(tmp_path):
     )
     bert = load_tokenizer(str(tmp_path / "vocab.txt"))
     assert (bert.encode("Unable able").tolist(), bert.end_of_document) == ([5, 6, 7], 3)
+
+
+WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "</s>": 1}, "unk_token": "[UNK]"}
+WORD_PIECE |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        (
+            "model",
+            WORD_PIECE,
+            "cannot encode.*Missing .UNK",
+        ),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode a text: chunk size must be non-zero"),
+        (
+            "model",
+            {"type": "WordLevel", "vocab": {"a": 0, "</s>": 2**32 - 1}, "unk_token": "a"},
+            "has 4294967296 token ids",
+        ),
+        ("model", {"type": "WordLevel", "vocab": {}, "unk_token": "a"}, "has 0 token ids"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "Cannot parse precompiled_charsmap"),
+    ],
+)
+def test_tokenizers_that_load_and_cannot_be_used_are_one_line(tmp_path, capfd, part, value, message):
+    """Some of these are panics of the Rust library, which writes a backtrace and raises a BaseException."""
+    file = {"model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}} | {part: value}
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1.0", "added_tokens": []} | file))
+    with pytest.raises(ConfigError, match=message) as error:
+        load_tokenizer(str(tmp_path / "a.json"))
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))

@@ -77,7 +77,7 @@ def run(name, stages, microbatches, chunks, data=1, program=None, **options):
         blocks = jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))
         batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
         run = gradient_function(FUNCTIONS, schedule, mesh, ExecutorOptions(**program or {}))
-        losses, gradients = jax.jit(run)({**params, "blocks": blocks}, batch, jnp.float32(2))
+        losses, gradients, _ = jax.jit(run)({**params, "blocks": blocks}, batch, jnp.float32(2))
     blocks = layout.from_pipeline_layout(jax.tree.map(np.asarray, gradients["blocks"]), **placement)
     return losses.sum(), jax.tree.map(np.asarray, {**gradients, "blocks": blocks})
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
+from megajax.models.context import check_offload
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime import compat
 from megajax.schedules.registry import make_schedule
-from megajax.train.step import check_offload
 from tests import gpu, small
 
 

@@ -1,5 +1,6 @@
 """Each entry of megajax/runtime/compat.py, against the installed jax. All passed on jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
+import importlib
 import logging
 import os
 import subprocess
@@ -139,3 +140,41 @@ print(before, devices_started())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_compilation_for_several_processes_is_reported(monkeypatch):
+    """Before its first execution, with the processes of its devices; a program of one process is not reported."""
+    calls = []
+    monkeypatch.setattr(compat.compiler, "compile_or_get_cached", compat.compiler.compile_or_get_cached)
+    compat.call_after_compilation(lambda name, processes: calls.append((name, processes)))
+    compile_or_get_cached, seen = compat.compiler.compile_or_get_cached, []
+
+    def in_two_processes(backend, computation, devices, *others, **settings):
+        seen.append(computation)
+        return compile_or_get_cached(backend, computation, devices, *others, **settings)
+
+    monkeypatch.setattr(compat.compiler, "compile_or_get_cached", in_two_processes)
+    jax.jit(lambda x: x + 41)(np.ones(3))
+    assert len(seen) == 1 and calls == []
+    monkeypatch.setattr(compat.compiler, "compile_or_get_cached", lambda *arguments: "executable")
+    compat.call_after_compilation(lambda name, processes: calls.append((name, processes)))
+    devices = np.array([[types.SimpleNamespace(process_index=index) for index in (2, 0)]])
+    assert compat.compiler.compile_or_get_cached(None, seen[0], devices) == "executable"
+    assert [processes for _, processes in calls] == [[0, 2]] and calls[0][0].startswith("jit")
+
+
+def test_the_coordination_service_can_be_started_by_others(monkeypatch):
+    """`jax.distributed.initialize` of process 0 calls the given function in place of jaxlib's."""
+    module, function = compat.COORDINATION_SERVICE
+    assert callable(getattr(importlib.import_module(module), function))
+    started = []
+
+    def start_service(address, processes, **settings):
+        started.append((address, processes, settings["heartbeat_timeout"]))
+        raise RuntimeError("started")
+
+    monkeypatch.setattr(compat.xla_bridge, "backends_are_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match="started"):
+        settings = {"heartbeat_timeout_seconds": 7, "cluster_detection_method": "deactivate"}
+        compat.initialize_distributed(start_service, "127.0.0.1:1", 2, 0, **settings)
+    assert started == [("[::]:1", 2, 7)]

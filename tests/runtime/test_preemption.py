@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -15,6 +17,7 @@ from megajax.runtime import preemption
 from megajax.runtime.preemption import SIGNALS, Preemption
 from tests import small
 from tests.train import runs
+from tests.train.front_door import ROOT
 
 RUN = {"mesh": (1, 1, 1), "schedule": "1f1b", "steps": 9}
 
@@ -35,17 +38,38 @@ class Signalling(RampedLoader):
         return super().batch(consumed_samples)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", (*SIGNALS, signal.SIGINT), ids=lambda number: number.name)
 def test_a_signal_ends_the_run_after_the_current_step(tmp_path, training, number):
     loader = Signalling(runs.loader_of(training.run), training.run)
     loader.number = number
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with Preemption() as stop:
+    before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
+    with Preemption(interrupt=True) as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop, loader=loader)
     assert stop.reason == f"{number.name} received"
     assert f"step 4: {number.name} received: saving a checkpoint and stopping" in result.text
     assert len(result.rows) == 4 and manager.complete_steps(tmp_path / "checkpoints") == [4]
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
+
+
+def test_a_second_ctrl_c_ends_the_process():
+    code = (
+        "import os, signal, time, threading\nfrom megajax.runtime.preemption import Preemption\n"
+        "with Preemption(interrupt=True):\n"
+        "    send = lambda: [(time.sleep(0.3), os.kill(os.getpid(), signal.SIGINT)) for _ in range(2)]\n"
+        "    threading.Thread(target=send).start()\n"
+        "    time.sleep(60)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 130 and run.stderr.split("\n")[1].startswith("Ctrl-C: the run stops after this step")
+    assert run.stderr.endswith("stopped without saving\n")
+
+
+def test_ctrl_c_raises_where_there_is_nothing_to_save(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with pytest.raises(KeyboardInterrupt), Preemption():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
 
 
 def test_the_time_limit_ends_the_run(tmp_path, training):

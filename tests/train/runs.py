@@ -82,7 +82,7 @@ def go(
     with log:
         for line in files.messages:
             log.message(line)
-        hooks = TrainerHooks(files.checkpoints, stop, files.profiler, checks=checks)
+        hooks = TrainerHooks(files.checkpoints, stop, files.profiler, checks=checks, replicas=files.replicas)
         peak = Peak(1e12, "published")
         state, _ = train(training, batches, validation, log, peak, resume=resume, hooks=hooks)
         for line in files.close():

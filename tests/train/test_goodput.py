@@ -101,3 +101,12 @@ def test_a_directory_that_cannot_be_written_does_not_end_the_run(tmp_path):
     goodput = session(tmp_path / "absent" / "goodput.jsonl", clock, 1, 10)
     goodput.write()
     assert goodput.share() == pytest.approx(10 / 15)
+
+
+def test_a_session_without_a_step_writes_nothing(tmp_path):
+    """A run that is started again after its last step."""
+    clock, path = Clock(), tmp_path / "goodput.jsonl"
+    session(path, clock, 1, 10)
+    before = path.read_text()
+    Goodput(clock(), path, True, clock, clock).write()
+    assert path.read_text() == before

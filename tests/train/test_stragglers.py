@@ -3,6 +3,7 @@
 import pytest
 
 from megajax.train.stragglers import HostTimes, Stragglers, slow_processes
+from tests.runtime.test_distributed import free_port
 from tests.train.front_door import Run, rows
 
 
@@ -65,8 +66,6 @@ Prefetch.batch = slow
 
 @pytest.mark.slow
 def test_a_process_whose_data_are_slow_is_named(tmp_path):
-    from tests.runtime.test_distributed import free_port
-
     (tmp_path / "slow.py").write_text(SLOW_DATA)
     port = free_port()
     flags = f"--data 2 --devices cpu:1 --coordinator 127.0.0.1:{port} --processes 2 --steps 12 --check-every 3"

@@ -1,0 +1,64 @@
+"""Statistics of the arrays between blocks, recorded while a schedule runs (`ExecutorOptions.statistics`, megajax.verify).
+
+For each block and microbatch a rank records the statistics of four arrays [samples, sequence, hidden]:
+
+    input              x, the block's input                    recorded by the forward
+    output             y, its output
+    output_gradient    dy, the gradient of the loss for y      recorded by the backward, or by I
+    input_gradient     dx, that for x
+
+The buffers are part of the carry and small: [local blocks, microbatches, samples, statistics]. Without the option the
+carry has no buffers, and the program is the same as if this file did not exist.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+Tree = Any
+RECORDED = ("input", "output", "output_gradient", "input_gradient")
+RECORDS_SPEC = P(
+    None, "pipe", None, None, "data"
+)  # of the executor's result, [chunks, pipe, blocks, microbatches, ...]
+
+
+def empty_records(statistics: Callable, x: jax.Array, microbatch: Tree, sizes: tuple[int, int]) -> dict[str, jax.Array]:
+    """Buffers of zeros.
+
+    Args:
+      statistics: `statistics(x, microbatch) -> fp32 [samples, k]`.
+      x: [samples, sequence, hidden]; only its type is read, as of `microbatch`.
+      sizes: blocks of this rank, and microbatches.
+    """
+    shape = jax.eval_shape(statistics, x, microbatch)
+    return {name: jnp.zeros((*sizes, *shape.shape), shape.dtype) for name in RECORDED}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """Records one operation of a tick.
+
+    Attributes:
+      statistics: as for `empty_records`.
+      index: int32 scalar, the microbatch of the operation.
+      on: bool scalar; False in a bubble that runs its blocks anyway, which records nothing.
+    """
+
+    statistics: Callable
+    index: Any
+    on: Any
+
+    def write(self, buffers: dict, block, microbatch: Tree, values: dict[str, jax.Array]) -> dict:
+        """The buffers with the statistics of `values` (name -> [samples, sequence, hidden]) of the local block `block`."""
+        buffers = dict(buffers)
+        for name, value in values.items():
+            whole, new = buffers[name], self.statistics(value, microbatch)[None, None]
+            start = (block, self.index, *[0] * (whole.ndim - 2))
+            old = lax.dynamic_slice(whole, start, new.shape)
+            buffers[name] = lax.dynamic_update_slice(whole, jnp.where(self.on, new, old), start)
+        return buffers
