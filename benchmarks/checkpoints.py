@@ -19,6 +19,7 @@ import numpy as np
 
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.runtime.mesh import make_mesh, start_devices
+from megajax.schedules.arguments import CommandParser, whole
 
 # Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
 MODELS = {
@@ -80,10 +81,12 @@ def _busy(state):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state")
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--megabytes", type=whole(), nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state"
+    )
     parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
-    parser.add_argument("--saves", type=int, default=5, help="of each size, after the first (default: %(default)s)")
+    parser.add_argument("--saves", type=whole(), default=5, help="of each size, after the first (default: %(default)s)")
     parser.add_argument("--steps", action="store_true", help="train during the saves")
     parser.add_argument(
         "--directory", help="where to write and then delete them (default: the system's temporary directory)"

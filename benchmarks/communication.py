@@ -12,13 +12,14 @@ The bytes are read from the HLO, with the iterations of loops. Idle ranks send b
 are more ticks than microbatches; the formulas count microbatches.
 """
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
+from megajax.config.options import Parser
+from megajax.schedules.arguments import plain_text
 from megajax.schedules.schedule import ScheduleError
 
 DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
@@ -28,14 +29,22 @@ ON_CPU = 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the process's exit code: 0, or 2 for invalid options."""
     try:
-        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        own.add_argument("--hlo", default=None)
+        own = Parser(add_help=False, allow_abbrev=False)
+        own.add_argument("--hlo", default=None, type=plain_text)
         args, rest = own.parse_known_args(arguments)
         print("\n".join(comparison(rest, args.hlo)))
         return 0
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def read_file(path: str) -> str:
+    """The text of a compiled step."""
+    try:
+        return pathlib.Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}: pass --hlo FILE, the text of a compiled step.") from None
 
 
 def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
@@ -47,8 +56,8 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     on_cpu = request.devices is not None and request.devices.startswith("cpu")
     run = request.run(request.devices_needed or ON_CPU, "fp32" if on_cpu else "bf16")
     run.validate()
-    text, source = (pathlib.Path(hlo).read_text(), hlo) if hlo else compiled(run, request.devices)
-    module = read(text, loop_trip_counts(run))
+    program, source = (read_file(hlo), hlo) if hlo else compiled(run, request.devices)
+    module = read(program, loop_trip_counts(run))
     shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
     axes: dict[tuple[str, ...], list[Collective]] = {}
     for collective in module.collectives:

@@ -28,6 +28,7 @@ import time
 import numpy as np
 
 from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
+from megajax.schedules.arguments import CommandParser, number, whole
 
 SEQUENCE_LENGTH = 2048
 PARTS = ("preprocess", "index", "blend", "loader", "step")
@@ -137,9 +138,11 @@ def index_rows(folder: pathlib.Path, options) -> list[dict]:
             f"build = lambda: Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
             "start, begun = time.perf_counter(), time.process_time()\n"
             "samples = build()\n"
-            "seconds, spent = time.perf_counter() - start, time.process_time() - begun\nstart = time.perf_counter()\n"
-            "build()\nagain = time.perf_counter() - start\n"
-            "print(json.dumps({'samples': samples.count, 'seconds': seconds, 'processor': spent, 'found again': again}))"
+            "seconds, spent = time.perf_counter() - start, time.process_time() - begun\n"
+            "start, begun = time.perf_counter(), time.process_time()\nbuild()\n"
+            "row = {'samples': samples.count, 'seconds': seconds, 'processor': spent}\n"
+            "row |= {'found again': time.perf_counter() - start, 'found processor': time.process_time() - begun}\n"
+            "print(json.dumps(row))"
         )
         row = {"M documents": millions} | _json([sys.executable, "-c", code, str(prefix)])
         if options.megatron_python:
@@ -284,12 +287,14 @@ def _print(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
-    parser.add_argument("--megabytes", type=int, default=60, help="of text to preprocess (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="of preprocessing (%(default)s)")
-    parser.add_argument("--documents", nargs="+", type=float, default=[1, 10, 100], help="millions to index (1 10 100)")
-    parser.add_argument("--steps", type=int, default=30, help="of training (%(default)s)")
+    parser.add_argument("--megabytes", type=whole(), default=60, help="of text to preprocess (%(default)s)")
+    parser.add_argument("--rounds", type=whole(), default=2, help="of preprocessing (%(default)s)")
+    parser.add_argument(
+        "--documents", nargs="+", type=number(), default=[1, 10, 100], help="millions to index (1 10 100)"
+    )
+    parser.add_argument("--steps", type=whole(), default=30, help="of training (%(default)s)")
     parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
     parser.add_argument(
         "--folder", help="where files are written, 6 GB for 100 M documents (the system's temporary directory)"

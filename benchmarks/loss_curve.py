@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megajax.schedules.arguments import CommandParser, whole
+
 WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
 COLOURS = ("#2171b5", "#e6550d", "#31a354", "#756bb1")
 
@@ -71,14 +73,14 @@ def draw(logs: Sequence[pathlib.Path], out: pathlib.Path, guess: int | None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.loss_curve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("logs", nargs="+", type=pathlib.Path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
-    parser.add_argument("--vocabulary", type=int, metavar="TOKENS", help="also shows the loss of a uniform guess")
+    parser.add_argument("--vocabulary", type=whole(), metavar="TOKENS", help="also shows the loss of a uniform guess")
     options = parser.parse_args(arguments)
     if len(options.logs) > len(COLOURS):
         print(f"error: {len(options.logs)} logs; pass at most {len(COLOURS)}", file=sys.stderr)

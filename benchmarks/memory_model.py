@@ -20,6 +20,7 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, 
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.plan.compiler import compile_for, run_from_json
+from megajax.schedules.arguments import CommandParser
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"
 GPU = "h100-80gb"
@@ -138,7 +139,7 @@ def show(results: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="compare the model with the existing results")
     parser.add_argument("--missing", action="store_true", help="compile only the runs that the results do not have yet")
     options = parser.parse_args()

@@ -22,7 +22,6 @@ the fraction of the measured ceiling is printed too. The time of a step is the m
 machine's cores, only ratios are meaningful: all programs are compiled first and then timed in turn, and the fastest counts.
 """
 
-import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -44,6 +43,8 @@ from benchmarks.mfu_cases import BLOCKS, Case, blocks, sweeps
 from benchmarks.peers import PEERS, run_peer
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
+from megajax.config.options import Parser
+from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.schedule import ScheduleError
 
 CPU_DEVICES = 8
@@ -90,35 +91,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
-
-
 def read_options(words: Sequence[str]) -> MfuOptions:
     """The command line.
 
     Raises:
       ConfigError: an invalid value.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
-    for name, kind in (("--meshes", str), ("--schedules", str), ("--microbatch-sizes", int), ("--recomputes", str)):
+    for name, kind in (
+        ("--meshes", plain_text),
+        ("--schedules", plain_text),
+        ("--microbatch-sizes", whole()),
+        ("--recomputes", plain_text),
+    ):
         add(name, nargs="+", type=kind, default=None)
-    add("--blocks", nargs="*", type=int, default=None)
+    add("--blocks", nargs="*", type=whole(), default=None)
     add("--peers", action="store_true")
-    add("--peer-python", default=sys.executable)
-    add("--rounds", type=int, default=5)
+    add("--peer-python", type=plain_text, default=sys.executable)
+    add("--rounds", type=whole(), default=5)
     add("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
     own, rest = parser.parse_known_args(words)
     several = lambda value: None if value is None else tuple(value)  # noqa: E731
     own.blocks = BLOCKS if own.blocks == [] else own.blocks
-    for name in ("rounds", "microbatch_sizes", "blocks"):
-        value = getattr(own, name)
-        if value is not None and min(value if isinstance(value, (list, tuple)) else [value]) < 1:
-            raise ConfigError(f"{name} = {value} must be 1 or more: pass --{name.replace('_', '-')} COUNT.")
     if own.out.exists() and not own.out.is_dir():
         raise ConfigError(f"out = {own.out} is a file: pass --out FOLDER.")
     if own.peers and shutil.which(own.peer_python) is None:

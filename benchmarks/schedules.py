@@ -20,6 +20,7 @@ import time
 
 from megajax.pipeline.slots import slot_tables
 from megajax.plan.report import new_figure
+from megajax.schedules.arguments import CommandParser, whole
 from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
@@ -188,9 +189,9 @@ def _print(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
-    parser.add_argument("--repeats", type=int, default=7, help="steps timed for each size (default: %(default)s)")
+    parser.add_argument("--repeats", type=whole(), default=7, help="steps timed for each size (default: %(default)s)")
     parser.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="(default: %(default)s)")
     options = parser.parse_args()
     folder = pathlib.Path(options.out)

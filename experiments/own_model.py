@@ -54,7 +54,7 @@ class NoisySigns:
 
 
 PARALLEL = ParallelConfig(data=2, pipe=2, tensor=2, chunks=2, microbatch_size=4, zero=1)
-RUN = RunConfig(DenoiserConfig(), PARALLEL, TrainConfig(global_batch_size=32, warmup_steps=10))
+RUN, DATA = RunConfig(DenoiserConfig(), PARALLEL, TrainConfig(global_batch_size=32, warmup_steps=10)), NoisySigns()
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)  # where there are no GPUs
-    print("loss", megajax.Trainer(RUN, data=NoisySigns()).fit().metrics["loss"])
+    print("loss", megajax.Trainer(RUN, data=DATA).fit().metrics["loss"])

@@ -23,8 +23,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SUBCOMMANDS = ("merge", "inspect", "verify")  # of megajax.data.preprocess
 # Commands that also take every option of the training command.
-WITH_TRAINING_OPTIONS = ("megajax.plan.dryrun", "benchmarks.communication", "benchmarks.mfu")
-OF_OTHERS = {"--xla_gpu_enable_pipelined_p2p"}  # options that are not megajax's
+WITH_TRAINING_OPTIONS = ("megajax.plan.dryrun", "megajax.verify", "benchmarks.communication", "benchmarks.mfu")
+OF_OTHERS = {"--xla_gpu_enable_pipelined_p2p", "--xla_gpu_deterministic_ops"}  # options that are not megajax's
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -68,7 +68,8 @@ def test_commands_and_their_options_exist(page):
             continue
         assert importlib.util.find_spec(module), f"python -m {module}"
         subcommand = words[0] if words and words[0] in SUBCOMMANDS else None
-        named = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        parts = [part for word in words for part in word.split()]  # a word may hold options: --a "--data 8"
+        named = {part.partition("=")[0] for part in parts if part.startswith("--")} - {"--help", "--"}
         if module == "experiments.own_model":  # a script without options
             assert not named
         elif named:

@@ -11,11 +11,15 @@ one damaged file, 30 restored without an error because the file was not read, an
 import json
 import pathlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megajax.schedules.arguments import text_problem
 
 DIRECTORY = "checksums"
 FORMAT_1_DIRECTORY = "digests"  # what checkpoints of format 1 call it
+READ = ("state", "meta")  # directories of a checkpoint that orbax reads
 BLOCK = 1 << 24  # bytes read at once
 
 
@@ -54,33 +58,56 @@ def write_rest(root: pathlib.Path) -> None:
     _write(root, "rest", _sums(root, [file for file in files if str(file.relative_to(root)) not in known]))
 
 
-def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """One line for each file of a checkpoint that is missing, has another size, or other content than was written.
+def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1), below: str = "") -> list[str]:
+    """One line for each file of a checkpoint that is missing, was added, or has another size or content than was written.
 
     Args:
       root: the checkpoint's directory.
       share: (index, count): verifies part `index` of `count` parts of the files.
+      below: verifies only the files in this directory of the checkpoint; "": all.
     """
     index, count = share
     directory = FORMAT_1_DIRECTORY if (root / FORMAT_1_DIRECTORY).is_dir() else DIRECTORY
     try:
         rest = _read(root / directory / "rest.json")
-        lists = [name for name in rest if pathlib.Path(name).parts[0] == directory]
+        lists = [name for name in rest if pathlib.PurePath(name).parts[0] == directory]
         # The lists of sums are verified first: the sums in a damaged list mean nothing.
         if found := _compare(root, {name: rest[name] for name in lists}):
             return found
         sums = rest | {name: value for file in lists for name, value in _read(root / file).items()}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return [f"{directory}/rest.json: {getattr(error, 'strerror', None) or error}"]
-    return _compare(root, {name: sums[name] for name in sorted(sums)[index::count]})
+    chosen = sorted(name for name in sums if name.startswith(below))
+    return _compare(root, {name: sums[name] for name in chosen[index::count]}) + (
+        _added(root, sums) if index == 0 else []
+    )
+
+
+def _added(root: pathlib.Path, sums: Mapping[str, list[int]]) -> list[str]:
+    """Files that orbax might read although they were not written with the checkpoint; also where the list lost an entry."""
+    found = [str(file.relative_to(root)) for part in READ for file in (root / part).rglob("*") if not file.is_dir()]
+    return [f"{name}: was not there when the checkpoint was written" for name in sorted(set(found) - set(sums))]
 
 
 def _read(path: pathlib.Path) -> dict[str, list[int]]:
     """A list of sums. Raises ValueError for JSON that is not one."""
-    sums = json.loads(path.read_text())
-    if not isinstance(sums, dict) or not all(isinstance(value, list) and len(value) == 2 for value in sums.values()):
+    try:
+        sums = json.loads(path.read_text())
+    except RecursionError:
+        sums = None
+    if not isinstance(sums, dict) or not all(_is_name(name) and _is_sum(value) for name, value in sums.items()):
         raise ValueError("not a list of checksums")
     return sums
+
+
+def _is_name(name: str) -> bool:
+    """Whether it is the path of a file in the checkpoint."""
+    parts = pathlib.PurePath(name).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and not text_problem(name)
+
+
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
 
 
 def _compare(root: pathlib.Path, sums: dict[str, list[int]]) -> list[str]:

@@ -13,14 +13,15 @@ from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.runtime.mesh import start_devices
-from megajax.schedules.arguments import text
+from megajax.schedules.arguments import plain_text
+from megajax.schedules.errors import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the checkpoints in a directory; returns 0, or 2 if one cannot be read or, with --verify, is damaged."""
     parser = Parser(prog="python -m megajax.checkpoint.inspect", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "directory", metavar="DIR", type=text, help="a run's directory, its checkpoints/, or one checkpoint"
+        "directory", metavar="DIR", type=plain_text, help="a run's directory, its checkpoints/, or one checkpoint"
     )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
@@ -52,21 +53,25 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
     model, parallel, train = (meta["config"][part] for part in ("model", "parallel", "train"))
     progress, tokenizer = meta["progress"], meta["tokenizer"]
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    try:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    except (OverflowError, ValueError, OSError):
+        saved = "at an unknown time"
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int)
-    print(f"{path}")
+    print(one_line(str(path)))
     print(
         f"  step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped; {format_size(size)}, "
         f"saved {saved}"
     )
-    print(f"  {model.get('name')}: {sizes}; tokenizer {tokenizer['name']} ({tokenizer['hash']})")
+    print("  " + one_line(f"{model.get('name')}: {sizes}; tokenizer {tokenizer['name']} ({tokenizer['hash']})"))
     mesh = " x ".join(f"{axis} {parallel.get(axis)}" for axis in ("data", "pipe", "tensor"))
-    print(f"  written on {mesh}, {parallel.get('schedule')}, {train.get('precision')}; megajax {meta['megajax']}")
+    written = f"{mesh}, {parallel.get('schedule')}, {train.get('precision')}; megajax {meta['megajax']}"
+    print("  written on " + one_line(written))
     if not verify:
         return True
     found = checksums.problems(path)
     for problem in found:
-        print(f"  DAMAGED: {problem}")
+        print("  DAMAGED: " + one_line(problem))
     if not found:
         print("  every file is as it was written")
     return not found

@@ -87,7 +87,7 @@ class Checkpoints:
         """
         messages = self.wait() + (self.lock.check(now=True) if self.lock else [])
         path = self.directory / NAME.format(progress.step)
-        if path.exists():
+        if path.is_dir():
             return messages
         if jax.process_index() == 0 and not self.directory.exists():
             messages.append(f"warning: {self.directory} has vanished, with the checkpoints in it, and is created again")
@@ -170,7 +170,15 @@ class Checkpoints:
 def complete_steps(directory: str | pathlib.Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
     found = pathlib.Path(directory).glob("step_*") if pathlib.Path(directory).is_dir() else []
-    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal())
+    steps = [(step_of(path), path) for path in found]
+    return sorted(step for step, path in steps if step is not None and path.is_dir())
+
+
+def step_of(path: pathlib.Path) -> int | None:
+    """The step that a checkpoint's directory has in its name; None for another name."""
+    digits = path.name.removeprefix("step_")
+    is_step = digits.isascii() and digits.isdecimal() and NAME.format(int(digits)) == path.name
+    return int(digits) if is_step else None
 
 
 def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | None, str]:

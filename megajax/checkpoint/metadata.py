@@ -12,8 +12,12 @@ import megajax
 from megajax.config import ConfigError, RunConfig
 from megajax.config.compare import data_differences, stored_differences
 from megajax.data.tokenizers import Tokenizer, tokenizer_hash
+from megajax.schedules.arguments import INT32
+from megajax.schedules.errors import shown
 
 FORMAT = 2
+MOST_LEVELS = 10  # of nested objects and lists; the configuration of a run has 4
+LATEST = 2**33  # seconds since 1970: the year 2242
 
 # A run may resume with other values of these fields: they do not change what the arrays mean.
 FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")
@@ -72,18 +76,33 @@ def parse(raw: Any) -> dict[str, Any]:
     """
     if not isinstance(raw, dict):
         raise ValueError(f"its metadata is a JSON {type(raw).__name__}, not an object")
+    if _is_deeper(raw, MOST_LEVELS):
+        raise ValueError(f"its metadata has more than {MOST_LEVELS} levels")
     version = raw.get("format")
-    if isinstance(version, int) and version > FORMAT:
+    if type(version) is int and version > FORMAT:
         writer = raw.get("megajax", "unknown")
         raise ConfigError(
             f"checkpoint format {version} was written by a newer megajax ({writer}) and this one reads formats up to "
             f"{FORMAT}: install megajax {writer}"
         )
-    meta = _from_format_1(raw) if version == 1 else dict(raw)
+    meta = _from_format_1(raw) if version == 1 and version is not True else dict(raw)
     _check_fields(meta, REQUIRED, "")
+    if meta["format"] < 1 or not 0 <= meta["time"] < LATEST:
+        raise ValueError(f"format {meta['format']} or time {meta['time']} in its metadata is out of range")
     for section, fields in REQUIRED_PARTS.items():
         _check_fields(meta[section], fields, f"{section}.")
+    for name in REQUIRED_PARTS["progress"]:
+        if not 0 <= meta["progress"][name] < INT32:
+            raise ValueError(f"progress.{name} = {shown(meta['progress'][name])} in its metadata is out of range")
+    if not isinstance(meta["config"].get("data"), dict | None):
+        raise ValueError(f"config.data = {shown(meta['config']['data'])} in its metadata is not an object")
     return meta | {"progress": Progress(**{name: meta["progress"][name] for name in REQUIRED_PARTS["progress"]})}
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value is nested more deeply than `levels`."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)
 
 
 def _check_fields(table: Mapping[str, Any], fields: Mapping[str, type], prefix: str) -> None:
@@ -110,7 +129,7 @@ def _from_format_1(raw: Mapping[str, Any]) -> dict[str, Any]:
             part = config.get(section)
             if isinstance(part, dict) and old in part:
                 value = part.pop(old)
-                part[new] = values.get(value, value)
+                part[new] = values.get(value, value) if isinstance(value, str) else value
         meta["config"] = config
     return meta
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from megajax.checkpoint import checksums, layout, metadata
 from megajax.checkpoint.layout import StateLayout
-from megajax.checkpoint.manager import complete_steps
+from megajax.checkpoint.manager import NAME, complete_steps, step_of
 from megajax.checkpoint.metadata import Progress
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, RunConfig, near, padded_vocabulary
@@ -29,13 +29,18 @@ def read_meta(path: pathlib.Path) -> dict[str, Any]:
         return metadata.parse(ocp.JsonCheckpointHandler().restore(path / "meta", ocp.args.JsonRestore()))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a complete megajax checkpoint: {reason_of(error)}{_earlier(path)}") from error
 
 
-def verify(path: pathlib.Path) -> None:
-    """Raises ConfigError on all processes if any file is damaged; each process verifies its share of the files."""
-    found = checksums.problems(path, (jax.process_index(), jax.process_count()))
+def verify(path: pathlib.Path, below: str = "") -> None:
+    """Raises ConfigError on all processes if any file is damaged; each process verifies its share of the files.
+
+    Args:
+      path: the checkpoint's directory.
+      below: verifies only the files in this directory of the checkpoint; "": all.
+    """
+    found = checksums.problems(path, (jax.process_index(), jax.process_count()), below)
     count = len(found)
     if jax.process_count() > 1:
         count = int(multihost_utils.process_allgather(np.int32(count)).sum())
@@ -62,8 +67,12 @@ def load(
     Raises:
       ConfigError: it is damaged, or of another model or tokenizer.
     """
+    verify(path, "meta/")  # so that a damaged configuration is not taken for that of another model
     meta = read_meta(path)
     messages = compare(meta, run, tokenizer, path)
+    if step_of(path) not in (None, meta["progress"].step):
+        name = NAME.format(meta["progress"].step)
+        raise ConfigError(f"checkpoint {path} is of step {meta['progress'].step}: rename its directory to {name}")
     verify(path)
     return _restore(path, run, target), meta["progress"], messages
 
@@ -107,7 +116,7 @@ def arrays_in(path: pathlib.Path) -> Tree:
     """
     try:
         return ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever orbax makes of a damaged file, which has not been verified in every command
         raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error
 
 
@@ -127,8 +136,8 @@ def _check_shape(path, name: str, stored: Mapping[str, Any], shape: tuple[int, .
 
 def _earlier(path: pathlib.Path) -> str:
     """The end of an error message that names the checkpoint before this one."""
-    steps = complete_steps(path.parent)
-    earlier = [step for step in steps if path.name.startswith("step_") and step < int(path.name[5:13])]
+    steps, own = complete_steps(path.parent), step_of(path)
+    earlier = [step for step in steps if own is not None and step < own]
     if not earlier:
         return "; there is no earlier checkpoint"
     return f"; the one before it is of step {earlier[-1]}: pass --resume {earlier[-1]}"

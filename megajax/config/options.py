@@ -28,7 +28,7 @@ from megajax.config import (
 from megajax.config.fields import metavar as metavar_of
 from megajax.config.sample import SampleConfig
 from megajax.schedules import arguments
-from megajax.schedules.arguments import real_number, text, whole_number
+from megajax.schedules.arguments import plain_text, real_number, whole_number
 
 # The options that `--help` prints first, with --model.
 MOST_USED = (
@@ -72,7 +72,7 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
     run.add_argument(
         "--model",
         default=defaults.get("model"),
-        type=text,
+        type=plain_text,
         metavar="NAME",
         help=f"preset to start from: {', '.join(PRESETS)} (default: {defaults.get('model')})",
     )
@@ -81,7 +81,7 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
     more.add_argument(
         "--devices",
         default=None,
-        type=text,
+        type=plain_text,
         metavar="WHERE",
         help="gpu, cpu or cpu:COUNT (default: the GPUs, or cpu:8 if there are none)",
     )
@@ -124,7 +124,7 @@ def _add_config(group) -> None:
     group.add_argument(
         "--config",
         default=None,
-        type=text,
+        type=plain_text,
         metavar="FILE",
         help="replay a run from its config.toml; other options take precedence over it (default: none)",
     )
@@ -136,7 +136,7 @@ def _add_imports(group) -> None:
         "--import",
         dest="imports",
         action="append",
-        type=text,
+        type=plain_text,
         default=[],
         metavar=field.metadata["metavar"],
         help=f"{field.metadata['help']} (default: none)",
@@ -177,7 +177,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
         return
     if field.metadata["list_style"] == "words":
-        group.add_argument(flag, nargs="+", type=text, action=_Words, metavar=metavar_of(field), help=shown)
+        group.add_argument(flag, nargs="+", type=plain_text, action=_Words, metavar=metavar_of(field), help=shown)
         return
     group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=shown)
 
@@ -196,10 +196,10 @@ def _readers() -> dict[Any, Callable[[str], Any]]:
         int | None: lambda word: None if word == "none" else whole_number(word),
         float: real_number,
         float | None: lambda word: None if word == "none" else real_number(word),
-        str: text,
-        str | None: text,
+        str: plain_text,
+        str | None: plain_text,
         tuple[int, ...]: lambda words: () if words == "none" else tuple(map(whole_number, words.split(","))),
-        tuple[str, ...]: lambda words: tuple(map(text, words.split(","))),
+        tuple[str, ...]: lambda words: tuple(map(plain_text, words.split(","))),
     }
 
 

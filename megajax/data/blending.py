@@ -8,14 +8,14 @@
 same forms, give each split separate datasets.
 
 `blend_order` is the order in which a blend draws from its datasets; it equals Megatron's. Sample i comes from the dataset d
-that is furthest behind its share: the largest w_d * max(i, 1) - (samples drawn from d) in float64, the lowest d if several
-are equal. The samples of each dataset keep their order.
+with the largest deficit, w_d * max(i, 1) - (samples drawn from d) in float64, or the lowest such d if several are equal.
+The samples of each dataset keep their order.
 
 That loop is sequential: each draw depends on the counts before it. Here it is divided into stretches that are computed in
 parallel (one lane each), from estimated counts. A stretch whose estimate differs from the final counts of the previous
 stretch is computed again from those, so the result does not depend on the estimates. An estimate rounds the shares, then
-simulates RUN_UP draws per dataset before the stretch; this corrects most errors, because the dataset furthest behind is
-drawn first.
+simulates RUN_UP draws per dataset before the stretch; this corrects most errors, because the dataset with the largest
+deficit is drawn first.
 """
 
 import dataclasses
@@ -91,10 +91,10 @@ def _run(weights, limits, starts, counts, draws, until=None):
     dataset, sample = np.empty((len(starts), draws), np.int16), np.empty((len(starts), draws), np.int64)
     for draw in range(draws):
         now = starts + draw
-        behind = weights * np.maximum(now, 1)[:, None] - counts
+        deficit = weights * np.maximum(now, 1)[:, None] - counts
         if limits is not None:
-            behind[counts >= limits] = -np.inf
-        drawn = behind.argmax(1)
+            deficit[counts >= limits] = -np.inf
+        drawn = deficit.argmax(1)
         before = counts[lanes, drawn]
         dataset[:, draw], sample[:, draw] = drawn, before
         counts[lanes, drawn] = before + (1 if until is None else now < until)
@@ -131,8 +131,8 @@ class BlendedSamples:
         for part, drawn in zip(parts, self.drawn.tolist(), strict=True):
             if drawn > part.count:
                 raise ConfigError(
-                    f"the blend draws {drawn} samples from {part.dataset.prefix}, which has {part.count}: give it a lower "
-                    "weight in --data-path, or more data"
+                    f"the blend draws {drawn} samples from {part.dataset.prefix}, which has {part.count}: pass a "
+                    "lower weight for it in --data-path, or more data"
                 )
 
     def window(self, index: int) -> np.ndarray:

@@ -15,7 +15,7 @@ class Samples(Protocol):
     """The samples that a loader reads.
 
     Attributes:
-      count: number of samples. A token stream repeats after them in another order; a dataset ends.
+      count: number of samples. A token stream is repeated after them in another order; a dataset is not.
       sequence_length: input tokens of a sample.
     """
 
@@ -120,6 +120,6 @@ def check_number(index: int, count: int) -> None:
     """Raises ConfigError if sample `index` does not exist, as after the end of a blend by size."""
     if not 0 <= index < count:
         raise ConfigError(
-            f"the run needs sample {index:,} of {count:,}: lower --steps or --global-batch-size, pass more data, or "
-            "weights in --data-path (a blend with weights repeats its datasets)"
+            f"the run needs sample {index:,} of {count:,}: pass fewer --steps, a smaller --global-batch-size, more data, or "
+            "weights in --data-path (the datasets of a blend with weights are repeated)"
         )

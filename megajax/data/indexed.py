@@ -188,7 +188,7 @@ class IndexedDataset:
         if size < expected:
             raise ConfigError(
                 f"{self._idx}, byte {size}: the file ends here, but its header (bytes {AT_SEQUENCES} to {HEADER.size - 1}) "
-                f"announces {what}, which need {expected} bytes: it is truncated. {REMEDY}"
+                f"gives {what}, which need {expected} bytes: it is truncated. {REMEDY}"
             )
         modes = " It may be a multimodal dataset, with a byte per sequence." * (size - expected == sequences)
         raise ConfigError(
@@ -212,8 +212,8 @@ class IndexedDataset:
         if end != self.bin_bytes:
             reason = "is truncated" if self.bin_bytes < end else "has extra bytes"
             raise ConfigError(
-                f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: {self._idx.name} says it has {end} bytes, it has "
-                f"{self.bin_bytes}: it {reason}, or the two files are not a pair. {REMEDY}"
+                f"{self._bin}, byte {max(0, min(end, self.bin_bytes))}: the file has {self.bin_bytes} bytes, but "
+                f"{self._idx.name} gives {end}: it {reason}, or the two files are not a pair. {REMEDY}"
             )
         if end % self.dtype.itemsize:
             raise ConfigError(f"{self._bin}, byte {end}: the file ends inside an id of {self.dtype.name}. {REMEDY}")

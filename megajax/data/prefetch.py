@@ -53,7 +53,7 @@ class Prefetch:
         return batch
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops prefetching."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 

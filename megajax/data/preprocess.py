@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.config.options import Parser
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.schedules.arguments import plain_text, whole
 
 BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
@@ -158,26 +160,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
-
-
-def _parser(command: str = "") -> _Parser:
+def _parser(command: str = "") -> Parser:
     name = f"python -m megajax.data.preprocess {command}".strip()
-    return _Parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    return Parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
 
 def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--tokenizer",
         required=required,
+        type=plain_text,
         help="byte, gpt2, or a file: tokenizer.json (Hugging Face), .model (sentencepiece), vocab.txt (BERT)",
     )
     parser.add_argument(
         "--end-of-document",
+        type=plain_text,
         metavar="TOKEN",
         help="token of a tokenizer's file that ends documents, if it has none of the usual names",
     )
@@ -185,12 +182,15 @@ def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def _preprocess(arguments: Sequence[str]) -> None:
     parser = _parser()
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="texts, in order")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--input", nargs="+", required=True, type=plain_text, metavar="FILE", help="texts, in order")
+    parser.add_argument(
+        "--output", required=True, type=plain_text, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
     _tokenizer_options(parser, required=True)
     parser.add_argument(
         "--keys",
         nargs="+",
+        type=plain_text,
         default=["text"],
         metavar="KEY",
         help="keys of JSON objects; several: writes PREFIX_KEY (text)",
@@ -203,11 +203,9 @@ def _preprocess(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--bad-lines", choices=("skip", "fail"), default="skip", help="lines that are not a document (skip)"
     )
-    parser.add_argument("--workers", type=int, default=_cores(), help="processes (one per core)")
+    parser.add_argument("--workers", type=whole(below=1025), default=_cores(), help="processes (one per core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
-    if options.workers < 1:
-        raise ConfigError(f"--workers {options.workers}: must be at least 1")
     recipe = Recipe(
         options.tokenizer,
         options.end_of_document,
@@ -303,8 +301,10 @@ class _Report:
 
 def _merge(arguments: Sequence[str]) -> None:
     parser = _parser("merge")
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="pairs, in order")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--input", nargs="+", required=True, type=plain_text, metavar="PREFIX", help="pairs, in order")
+    parser.add_argument(
+        "--output", required=True, type=plain_text, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
     sources = [IndexedDataset(prefix) for prefix in options.input]
@@ -320,9 +320,9 @@ def _merge(arguments: Sequence[str]) -> None:
 
 def _inspect(arguments: Sequence[str]) -> None:
     parser = _parser("inspect")
-    parser.add_argument("prefix", metavar="PREFIX")
+    parser.add_argument("prefix", type=plain_text, metavar="PREFIX")
     _tokenizer_options(parser, required=False)
-    parser.add_argument("--documents", type=int, default=3, metavar="COUNT", help="documents to print (3)")
+    parser.add_argument("--documents", type=whole(low=0), default=3, metavar="COUNT", help="documents to print (3)")
     options = parser.parse_args(arguments)
     dataset = IndexedDataset(options.prefix)
     dataset.check()
@@ -348,7 +348,7 @@ def _inspect(arguments: Sequence[str]) -> None:
 
 def _verify(arguments: Sequence[str]) -> None:
     parser = _parser("verify")
-    parser.add_argument("prefix", metavar="PREFIX")
+    parser.add_argument("prefix", type=plain_text, metavar="PREFIX")
     _tokenizer_options(parser, required=True)
     options = parser.parse_args(arguments)
     tokenizer = load_tokenizer(options.tokenizer, options.end_of_document)

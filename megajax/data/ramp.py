@@ -1,10 +1,10 @@
 """Batch size ramps (2104.04473 section 5.1, GPT-3's runs): the size and the samples of each batch.
 
 A step is compiled once for each number of microbatches. A ramp of GPT-3 has 98 batch sizes; `padded_sizes` chooses at most
-eight of them to compile, and a batch of any other size is padded with microbatches of weight 0 to the next one. They add
-exactly zero to the loss and to the gradients, and the samples of a batch, their order, microbatches and replicas
-are those of the batch without padding. The cost of padding: 98 sizes in equal shares of samples take 12 to 21% more time
-than with one program per size (less with a larger pipeline bubble); a ramp is 4% of GPT-3's samples.
+eight of them to compile, and a batch of any other size is padded with microbatches of weight 0 to the next one. These
+microbatches add exactly zero to the loss and to the gradients. The samples of a padded batch, their order, microbatches and
+replicas are those of the batch without padding. The cost of padding: 98 sizes in equal shares of samples take 12 to 21%
+more time than with one program per size (less with a larger pipeline bubble); a ramp is 4% of GPT-3's samples.
 """
 
 import numpy as np

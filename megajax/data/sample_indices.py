@@ -144,8 +144,8 @@ def cached_arrays(
 ) -> dict[str, np.ndarray]:
     """Loads arrays from FOLDER/HASH, or builds and stores them there.
 
-    HASH covers all inputs of the arrays but no path or date: a dataset that was moved is found, one that was replaced is
-    not mistaken for the old one. Of several concurrent processes, one builds and the others wait. The entry is renamed to
+    HASH covers all inputs of the arrays but no path or date: a dataset that was moved has the same entry, one that was
+    replaced another. Of several concurrent processes, one builds and the others wait. The entry is renamed to
     its final name when it is complete. If the lock does not work, as on some network filesystems, every process builds,
     the first to finish stores its arrays, and the result is the same. An entry with a wrong checksum is built again.
 

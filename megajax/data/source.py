@@ -12,18 +12,18 @@ from megajax.data.tokenizers import Tokenizer
 def make_samples(
     data: DataConfig, tokenizer: Tokenizer, sequence_length: int, seed: int, training: int, validation: int
 ) -> tuple[Samples, Samples | None]:
-    """Samples to train on and to validate on; the second is None where `validation` is 0.
+    """The training and the validation samples; the second is None if `validation` is 0.
 
     Args:
-      data: valid options.
-      tokenizer: for text; datasets have ids already.
-      sequence_length: inputs of a sample.
-      seed: of the order of the samples.
-      training: samples that the run takes.
-      validation: samples of one validation.
+      data: validated options.
+      tokenizer: tokenizer of a text; datasets contain ids.
+      sequence_length: input tokens of a sample.
+      seed: seed of the order of the samples.
+      training: number of samples of the run.
+      validation: number of samples of one validation.
 
     Raises:
-      ConfigError: a file cannot be read, or the data does not suffice.
+      ConfigError: a file cannot be read, or has too few samples.
     """
     if not (data.data_path or data.train_data_path):
         parts = [tokenise(documents, tokenizer) for documents in split_documents(load_documents(data.text))]
@@ -33,8 +33,7 @@ def make_samples(
     if data.train_data_path:
         if validation and not data.valid_data_path:
             raise ConfigError(
-                "--train-data-path leaves nothing to validate on: pass --valid-data-path PREFIX, or "
-                "--validation-batches 0"
+                "--train-data-path has no validation data: pass --valid-data-path PREFIX, or --validation-batches 0"
             )
         valid = Blend.parse(data.valid_data_path).whole(validation, *settings) if validation else None
         return Blend.parse(data.train_data_path).whole(max(1, training), *settings), valid
@@ -43,14 +42,14 @@ def make_samples(
     for name, part, needed in (("training", bounds[0], 1), ("validation", bounds[1], validation)):
         if part is None and needed:
             remedy = " or --validation-batches 0" * (name == "validation")
-            raise ConfigError(f"--split {split} leaves nothing for {name}: pass another split{remedy}")
+            raise ConfigError(f"--split {split} has no share for {name}: pass another split{remedy}")
     blend = Blend.parse(data.data_path)
     valid = blend.samples(bounds[1], validation, *settings) if validation else None
     return blend.samples(bounds[0], max(1, training), *settings), valid
 
 
 def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
-    """Training and validation batches of a run; without validation batches the second is never read.
+    """Loaders of the training and the validation batches of a run. Without validation batches the second is unused.
 
     Raises:
       ConfigError: see `make_samples`; or a blend by size, which is not repeated, has too few samples.
@@ -62,8 +61,8 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
         check_number(max(0, needed - 1), training.count)
     if isinstance(validation, BlendedSamples) and validation.count < train.global_batch_size:
         raise ConfigError(
-            f"validation has {validation.count} samples and a batch takes {train.global_batch_size}: give it more "
-            "data, or weights, or lower --global-batch-size"
+            f"validation has {validation.count} samples, fewer than a batch of {train.global_batch_size}: pass more "
+            "validation data, weights in --data-path or --valid-data-path, or a smaller --global-batch-size"
         )
     switches = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     boundaries = Boundaries(tokenizer.end_of_document, *switches) if any(switches) else None
@@ -72,18 +71,18 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
 
 
 def describe(samples: Samples, needed: int) -> list[str]:
-    """The data of a run of `needed` samples, a line for each dataset: its tokens, and the number of epochs."""
+    """One line per dataset: its tokens, and the number of epochs in a run of `needed` samples."""
     if isinstance(samples, TokenSamples):
-        return [_reading(len(samples.tokens), needed, samples)]
+        return [_token_count(len(samples.tokens), needed, samples)]
     if isinstance(samples, GPTSamples):
-        return [f"{samples.dataset.prefix}: {_reading(samples.tokens, needed, samples)}"]
+        return [f"{samples.dataset.prefix}: {_token_count(samples.tokens, needed, samples)}"]
     assert isinstance(samples, BlendedSamples)
     drawn = zip(samples.parts, samples.drawn.tolist(), strict=True)
     return [
-        f"{part.dataset.prefix}: {count / samples.count:.1%}, {_reading(part.tokens, count, part)}"
+        f"{part.dataset.prefix}: {count / samples.count:.1%}, {_token_count(part.tokens, count, part)}"
         for part, count in drawn
     ]
 
 
-def _reading(tokens: int, needed: int, samples: Samples) -> str:
+def _token_count(tokens: int, needed: int, samples: Samples) -> str:
     return f"{tokens:,} tokens, {needed * samples.sequence_length / tokens:.3g} epochs of them"

@@ -10,18 +10,34 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from megajax.config import RunConfig
 from megajax.config.run_schedule import run_schedule
+from megajax.estimate.hlo_parser import (
+    KINDS,
+    Line,
+    Visit,
+    array_bytes,
+    arrays,
+    average_trip_counts,
+    called_by,
+    computations,
+    is_matmul,
+    known_trip_count,
+    matmul_flops,
+    numbers,
+    scope_of,
+    second_part,
+    visits,
+)
 from megajax.runtime.mesh import AXES
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
 __all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes that a device sends for each byte that the collective returns, in a group of g, by a ring: the fewest possible.
 SENT = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
@@ -30,16 +46,9 @@ SENT = {
     "all-to-all": lambda g: (g - 1) / g,
     "collective-permute": lambda g: 1,
 }
-MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha")  # custom calls, attention's included
 COMPUTE = ("fusion", "custom-call", "dot", "while", "call", "conditional")
-NAME = re.compile(r"%?([\w.\-]+)")
-HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
-ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-SCOPES = re.compile(r'op_name="([^"]*)/while"')
 ENDS = ("embed", "head", "embed_backward")  # the executor's scopes of embedding and head
 BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of blocks
-CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,25 +137,6 @@ class HloModule:
         return sum(one.flops for one in self.matmuls if not scopes or one.scope in scopes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Visit:
-    """One call path to a computation."""
-
-    name: str
-    times: float = 1
-    conditional: bool = False
-    scope: str = ""
-    in_loop: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    name: str
-    type: str
-    op: str
-    rest: str  # operands and attributes
-
-
 def collectives(text: str) -> tuple[Collective, ...]:
     """The collectives of a module."""
     return read(text).collectives
@@ -181,130 +171,59 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
         given). They are divided equally among the executions of these loops. Loops in no given scope count as one
         iteration.
     """
-    computations, entry = _computations(text)
-    heavy, trip_counts = _with_matmuls(computations), trip_counts or {}
-    executions = Counter()
-    for visit in _visits(computations, _Visit(entry), dict.fromkeys(trip_counts, 1)):
-        for line in computations[visit.name]:
-            if line.op == "while" and _known_trip_count(line) is None:
-                executions[_scope(line, trip_counts)] += visit.times
-    each = {scope: count / executions[scope] for scope, count in trip_counts.items() if executions[scope]}
+    modules, entry = computations(text)
+    heavy = _with_matmuls(modules)
+    each = average_trip_counts(modules, entry, trip_counts)
     found, matmuls, kernels, sliced = [], [], Counter(), 0.0
-    for visit in _visits(computations, _Visit(entry), each):
-        lines = computations[visit.name]
+    for visit in visits(modules, Visit(entry), each):
+        lines = modules[visit.name]
         types = {line.name: line.type for line in lines}
         for place, line in enumerate(lines):
             kind = line.op.removesuffix("-start")
             if kind in KINDS:
                 found.append(_collective(lines, place, kind, heavy, visit))
-            if flops := _matmul_flops(line, types):
-                matmuls.append(Matmul(_arrays(line.type)[0][1], visit.times * flops, visit.scope))
-            if line.op == "fusion" and computations[_called(line.rest)[0]][-1].op == "dynamic-slice":
-                sliced += visit.times * sum(map(_bytes, _arrays(line.type)))
+            if flops := matmul_flops(line, types):
+                matmuls.append(Matmul(arrays(line.type)[0][1], visit.times * flops, visit.scope))
+            if line.op == "fusion" and modules[called_by(line.rest)[0]][-1].op == "dynamic-slice":
+                sliced += visit.times * sum(map(array_bytes, arrays(line.type)))
             if line.op == "custom-call":
                 kernels[re.search(r'custom_call_target="([^"]*)"', line.rest)[1]] += visit.times
     return HloModule(tuple(found), tuple(matmuls), dict(kernels), sliced)
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
-    """The computations by name, and the entry's name."""
-    computations, lines, entry = {}, [], ""
-    for row in text.splitlines():
-        head = HEAD.match(row)
-        if head:
-            lines = computations.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif match := LINE.match(row):
-            lines.append(_Line(*match.groups()))
-    return computations, entry
-
-
-def _visits(computations: dict, visit: _Visit, each: Mapping[str, float]) -> Iterator[_Visit]:
-    """Every call path to a computation; `each`: iterations of a loop with a dynamic trip count, by scope."""
-    yield visit
-    for line in computations[visit.name]:
-        if line.op in ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS):
-            continue  # its computation is applied to scalars
-        after = visit
-        if line.op == "while":
-            known, scope = _known_trip_count(line), _scope(line, each)
-            count = each.get(scope, 1) if known is None else known
-            after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
-            if known is None:
-                after = dataclasses.replace(after, conditional=True, scope=scope)
-        elif line.op == "conditional":
-            after = dataclasses.replace(visit, conditional=True)
-        for called in _called(line.rest):
-            if called in computations:
-                yield from _visits(computations, dataclasses.replace(after, name=called), each)
-
-
-def _known_trip_count(line: _Line) -> int | None:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
-    return int(found[1]) if found else None
-
-
-def _scope(line: _Line, scopes: Iterable[str]) -> str:
-    """The innermost of these named scopes around a loop, "" if there is none."""
-    names = SCOPES.search(line.rest)
-    return next((name for name in reversed(names[1].split("/")) if name in scopes), "") if names else ""
-
-
-def _called(rest: str) -> list[str]:
-    """Names of the computations that an operation calls."""
-    names = []
-    for match in CALLED.finditer(rest):
-        after = rest[match.end() :]
-        listed = after[1 : after.index("}")].split(",") if after.startswith("{") else [after]
-        names += [NAME.match(word.strip())[1] for word in listed]
-    return names
-
-
-def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, _numbers(sizes)) for name, sizes in ARRAY.findall(type_)]
-
-
-def _bytes(array: tuple[str, tuple[int, ...]]) -> int:
-    """Bytes of one array; the name of its type has the bits, except pred's."""
-    bits = re.match(r"[a-z]+(\d+)", array[0])
-    return math.prod(array[1]) * max(1, int(bits[1]) // 8 if bits else 1)
-
-
-def _is_matmul(line: _Line) -> bool:
-    return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
-
-
-def _multiplies(line: _Line, heavy: set[str]) -> bool:
+def _multiplies(line: Line, heavy: set[str]) -> bool:
     """Whether a line is a matmul, or is certain to call a computation that has one (on ranks that do not idle)."""
     perhaps = line.op == "conditional" or (
-        line.op == "while" and _known_trip_count(line) is None and _scope(line, ENDS + BLOCKS) not in BLOCKS
+        line.op == "while" and known_trip_count(line) is None and scope_of(line, ENDS + BLOCKS) not in BLOCKS
     )
-    return _is_matmul(line) or (not perhaps and not heavy.isdisjoint(_called(line.rest)))
+    return is_matmul(line) or (not perhaps and not heavy.isdisjoint(called_by(line.rest)))
 
 
-def _with_matmuls(computations: dict[str, list[_Line]]) -> set[str]:
+def _with_matmuls(computations: dict[str, list[Line]]) -> set[str]:
     """Names of the computations that have matmuls, or call one that has."""
-    calls = {name: {called for line in lines for called in _called(line.rest)} for name, lines in computations.items()}
-    heavy = {name for name, lines in computations.items() if any(map(_is_matmul, lines))}
+    calls = {
+        name: {called for line in lines for called in called_by(line.rest)} for name, lines in computations.items()
+    }
+    heavy = {name for name, lines in computations.items() if any(map(is_matmul, lines))}
     while more := {name for name, called in calls.items() if called & heavy} - heavy:
         heavy |= more
     return heavy
 
 
-def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
+def _collective(lines, place, kind, heavy, visit: Visit) -> Collective:
     line = lines[place]
     started = line.op.endswith("-start")
     # A start returns its operands, then its results; before jax 0.12 an all-reduce-start returned its results alone.
     with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
-    returned = _arrays(_second(line.type) if with_operands else line.type)
+    returned = arrays(second_part(line.type) if with_operands else line.type)
     done = f"{kind}-done"
     end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
     between = lines[place + 1 : max(end, place + 1)]
     return Collective(
         kind=kind,
         shape=returned[0][1],
-        bytes=sum(map(_bytes, returned)),
-        groups=_groups(line.rest),
+        bytes=sum(map(array_bytes, returned)),
+        groups=collective_groups(line.rest),
         times=visit.times,
         conditional=visit.conditional,
         scope=visit.scope,
@@ -315,36 +234,11 @@ def _collective(lines, place, kind, heavy, visit: _Visit) -> Collective:
     )
 
 
-def _uses(line: _Line, name: str) -> bool:
+def _uses(line: Line, name: str) -> bool:
     return re.match(rf"%?{re.escape(name)}[,)]", line.rest) is not None
 
 
-def _second(type_: str) -> str:
-    """The second part of a tuple's type: a start returns its operands, then its results."""
-    depth, parts = 0, [""]
-    for letter in type_[1:-1]:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts[1]
-
-
-def _matmul_flops(line: _Line, types: dict[str, str]) -> float:
-    """2 for each multiply-add; 0 if the line is not a matmul."""
-    if not _is_matmul(line):
-        return 0.0
-    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
-    operand = ARRAY.search(line.rest.split("%")[0]) or ARRAY.search(types.get(NAME.search(line.rest)[1], ""))
-    if not contracted or not operand:
-        return 0.0
-    sizes = _numbers(operand[2])
-    length = math.prod(sizes[axis] for axis in _numbers(contracted[1].replace('"', "")))
-    return 2.0 * math.prod(_arrays(line.type)[0][1]) * length
-
-
-def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+def collective_groups(rest: str) -> tuple[tuple[int, ...], ...]:
     """The groups in the text, in one of three forms.
 
     A list, {{0,1},{2,3}}; an iota, [2,2]<=[4] or [2,2]<=[2,2]T(1,0); or axes of a mesh, mesh['a'=2,'b'=4] {'b'}, whose
@@ -352,10 +246,10 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
     """
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
     if listed:
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+        return tuple(numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
-        ids = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
+        ids = _iota(iota[2], iota[3]).reshape(numbers(iota[1]))
         return tuple(map(tuple, ids.tolist()))
     mesh = re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
@@ -369,13 +263,9 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ids.reshape(-1, math.prod(shape[axis] for axis in meeting)).tolist()))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number)
-
-
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
-    return ids.transpose(_numbers(order)) if order else ids
+    ids = np.arange(math.prod(numbers(sizes))).reshape(numbers(sizes))
+    return ids.transpose(numbers(order)) if order else ids
 
 
 def most_sent(found: Iterable[Collective]) -> float:

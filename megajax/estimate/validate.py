@@ -8,12 +8,12 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
-from megajax.config import ConfigError, RunConfig
-from megajax.config.options import Parser
+from megajax.config import RunConfig
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.op_costs import FITTED, Fitted
 from megajax.estimate.published import ROWS, ZERO_3, Row
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.schedules.arguments import CommandParser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +89,11 @@ def report(checks: Sequence[Check]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m megajax.estimate.validate", description="predicted against published TFLOP/s per GPU"
     )
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
-    try:
-        options = parser.parse_args(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.fit:
+    if parser.parse_args(arguments).fit:
         found = fit()
         shares = ", ".join(f"{chip} {share:.3f}" for chip, share in found.matmul_share.items())
         print(f"matmul_share {shares}; memory_share {found.memory_share:.3f}")

@@ -21,7 +21,7 @@ from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.explain import explain
 from megajax.plan.report import LEGEND, heading, plot, smallest, table
 from megajax.plan.search import Candidate, Question, best_by, search
-from megajax.schedules.arguments import number, text, whole
+from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.registry import import_user_files, names, search_order
 from megajax.schedules.schedule import ScheduleError
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first.add_argument(
             "--import",
             action="append",
-            type=text,
+            type=plain_text,
             default=[],
             dest="imports",
             metavar="FILE.py",
@@ -153,7 +153,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--model",
         required=True,
-        type=text,
+        type=plain_text,
         metavar="NAME",
         help="preset, as of experiments.gpt3, or one that an --import registers",
     )
@@ -164,7 +164,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="COUNT",
         help="GPUs of the cluster; all are used",
     )
-    add("--gpu", required=True, type=text, metavar="|".join(GPUS), help="kind of GPU")
+    add("--gpu", required=True, type=plain_text, metavar="|".join(GPUS), help="kind of GPU")
     add("--global-batch", required=True, type=whole(), metavar="COUNT", help="samples in a step")
     add(
         "--tokens",
@@ -177,12 +177,12 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(
         "--out",
-        type=text,
+        type=plain_text,
         default="plan.toml",
         metavar="FILE",
         help="where the fastest layout is written (default: plan.toml)",
     )
-    add("--plot", type=text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
     searched = search_order()
     add(
         "--schedules",

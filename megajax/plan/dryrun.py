@@ -8,6 +8,8 @@ Options are those of experiments.gpt3 (its --help lists them), and
   --gpu NAME        the GPUs of the cluster: {gpus}
   --import FILE.py  a Python file or module to import first, which registers schedules or models (repeatable)
   --run FILE.py     a Python file or module with a RunConfig called RUN, of any model, instead of these options
+  --json            print the compiled program's figures as a JSON object instead of the report
+  --save-hlo FILE   keep the optimized program; its op names have the scopes F, B, I, W, embed, head, embed_backward, send
   --model-only      do not compile: the memory model's numbers, as without XLA's CUDA plugin
   --timeout COUNT   seconds the compiler may take (default: 900)
 
@@ -17,7 +19,9 @@ invalid options.
 
 import argparse
 import dataclasses
+import json
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,11 +37,12 @@ from megajax.estimate.gpus import GPUS, Gpu, find_gpu, is_fused, with_attention
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention import cudnn_installed
+from megajax.plan.account import account_of, account_table, to_json
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
-from megajax.schedules.arguments import number, text
+from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.registry import import_user_files
 from megajax.schedules.schedule import ScheduleError
 
@@ -55,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
         run.validate()
         gpu = find_gpu(own.gpu)
-        return dry_run(with_attention(run, gpu), gpu, compiling=not own.model_only, timeout=own.timeout)
+        run = with_attention(run, gpu)
+        if own.json:
+            return print_json(run, gpu, own.save_hlo, own.timeout)
+        return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -87,7 +95,9 @@ def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     return dataclasses.replace(run, imports=(*imports, *run.imports))
 
 
-def dry_run(run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900) -> int:
+def dry_run(
+    run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900, save_hlo: str | None = None
+) -> int:
     """Compiles, prints the report, and returns the exit code; the run's attention is xla or cudnn (`with_attention`)."""
     print(_title(run, gpu))
     compiling_here = compiling and has_compiler()
@@ -109,12 +119,48 @@ def dry_run(run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float 
         print("The program would fail on the cluster in the same way. By the memory model:")
         print(_memory(modelled, sum(modelled.values()), gpu))
         return 1
+    _save_hlo(result, save_hlo)
     peak = result["memory"]["peak"]
     print(_memory(_parts(modelled, result), peak, gpu))
     print(_buffers(result["buffers"]))
     print(_communication(run, result))
+    print(account_table(account_of(run, gpu, result["hlo"])))
     print(f"compiled in {result['seconds']:.0f} s; nothing was run or autotuned")
     return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout)
+
+
+def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -> int:
+    """Compiles and prints memory, times and traffic as one JSON object; returns the exit code.
+
+    Raises:
+      ConfigError: the compiler is not installed, or refuses the program.
+    """
+    if is_fused(run.parallel) and not cudnn_installed():
+        run = _with_xlas_attention(run)
+    try:
+        result = compile_for(run, gpu, timeout)
+    except CompilerError as error:
+        raise ConfigError(f"not compiled: {error}") from error
+    _save_hlo(result, save_hlo)
+    figures = {
+        "gpu": gpu.name,
+        "attention": run.parallel.attention,
+        "compile_seconds": result["seconds"],
+        "memory": result["memory"],
+        "fits": result["memory"]["peak"] <= usable_bytes(gpu),
+        **to_json(account_of(run, gpu, result["hlo"])),
+    }
+    print(json.dumps(figures, indent=1))
+    return 0 if figures["fits"] else 1
+
+
+def _save_hlo(result: dict[str, Any], path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        pathlib.Path(path).write_text(result["hlo"])
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; pass --save-hlo a writable path") from error
 
 
 _NO_CUDNN = (
@@ -129,9 +175,11 @@ def _with_xlas_attention(run: RunConfig) -> RunConfig:
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", required=True, type=text)
-    parser.add_argument("--import", action="append", default=[], dest="imports", type=text)
-    parser.add_argument("--run", type=text)
+    parser.add_argument("--gpu", required=True, type=plain_text)
+    parser.add_argument("--import", action="append", default=[], dest="imports", type=plain_text)
+    parser.add_argument("--run", type=plain_text)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save-hlo", type=plain_text)
     parser.add_argument("--model-only", action="store_true")
     parser.add_argument("--timeout", type=number(below=10**8), default=900)
     return parser.parse_known_args(words)

@@ -25,6 +25,7 @@ __all__ = [
     "add_gpu_flags",
     "check_ring_flags",
     "gpu_flags",
+    "require_flag",
     "unknown_flags",
 ]
 
@@ -58,6 +59,18 @@ BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 def add_flags(flags: Sequence[str]) -> None:
     """Adds `flags` to XLA_FLAGS, except those that it sets already, to whatever value."""
     os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", "").split(), flags)
+
+
+def require_flag(flag: str, option: str) -> None:
+    """Adds a flag that `option` needs to XLA_FLAGS; call it before jax starts.
+
+    Raises:
+      ConfigError: the user set it to another value.
+    """
+    for given in os.environ.get("XLA_FLAGS", "").split():
+        if _name(given) == _name(flag) and given != flag:
+            raise ConfigError(f"{option} needs {flag}, and XLA_FLAGS has {given}: remove it from XLA_FLAGS.")
+    add_flags((flag,))
 
 
 def _with_flags(given: Sequence[str], flags: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Callable
 
-from megajax.schedules.errors import UserError, shown
+from megajax.schedules.errors import UserError, one_line, shown
 
 # Counts are int32 in the compiled program and in the tables of a schedule.
 INT32 = 2**31
@@ -19,6 +19,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise self.mistake(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser for commands whose only errors are in their options: prints one line and exits with code 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"error: {one_line(message.removeprefix('argument '))}; --help lists every option\n")
 
 
 def whole(low: int = 1, below: int | None = None) -> Callable[[str], int]:
@@ -68,7 +75,7 @@ def is_count(text: str) -> bool:
     return text.isdecimal() and len(text) <= 10 and int(text) < INT32
 
 
-def text(value: str) -> str:
+def plain_text(value: str) -> str:
     """A reader of names and paths, which must not be empty."""
     problem = text_problem(value)
     if problem:

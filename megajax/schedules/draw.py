@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megajax.schedules.arguments import Parser, number, text, whole
+from megajax.schedules.arguments import Parser, number, plain_text, whole
 from megajax.schedules.errors import one_line, shown
 from megajax.schedules.io import is_schedule_file, load, save
 from megajax.schedules.registry import find, import_user_files, make_schedule, specs
@@ -25,7 +25,7 @@ from megajax.schedules.simulate import Costs, Simulation, simulate_event, simula
 
 # Costs and latency: sums over all operations are finite, and no operation is lost in them.
 LEAST_TIME, MOST_TIME = 1e-6, 10**6
-WORDS = {"type": text, "metavar": "FILE"}
+WORDS = {"type": plain_text, "metavar": "FILE"}
 
 
 def _costs(words: str) -> Costs:
@@ -57,17 +57,19 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--schedule",
-        type=text,
+        type=plain_text,
         default="interleaved_1f1b",
         metavar="NAME|FILE",
         help="one of those below, or a file (default: %(default)s)",
     )
-    which.add_argument("--compare", nargs="+", type=text, metavar="NAME|FILE", help="several, on the same time axis")
+    which.add_argument(
+        "--compare", nargs="+", type=plain_text, metavar="NAME|FILE", help="several, on the same time axis"
+    )
     parser.add_argument(
         "--import",
         dest="imports",
         action="append",
-        type=text,
+        type=plain_text,
         default=[],
         metavar="FILE.py",
         help="a Python file or module to import first, which registers schedules; may be repeated",

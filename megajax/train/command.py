@@ -1,8 +1,9 @@
 """The command of an experiment: `main` parses the command line, starts processes and devices, trains, and samples a text.
 
-Exit codes: 0; 2 for a user's mistake, printed as one line; 3 when another process ended the run, or was not found at its
-start (runtime/watchdog.py), or copies of the state differ (train/replica_check.py); 130 after Ctrl-C in a run that did not
-save. jax is imported only after the command line has been read, as its devices are chosen before it starts.
+Exit codes: 0; 1 for an unexpected error; 2 for a user's mistake, printed as one line; 3 when another process ended the run
+or was not found at its start (runtime/watchdog.py), or copies of the state differ (train/replica_check.py); 130 after
+Ctrl-C in a run that did not save. jax is imported only after the command line has been read, as its devices are chosen
+before it starts.
 """
 
 import math

@@ -230,7 +230,7 @@ def blends(folder: str) -> dict:
     for (name, words), sizes in itertools.product(BLENDS.items(), (*BLEND_SIZES, (None,) * 3)):
         if None in sizes and name != "sizes":
             continue
-        # "one" has one sequence, that only the training split has; megatron-core cannot build a split of nothing
+        # The only sequence of "one" is in the training split; megatron-core cannot build an empty split.
         split = "1" if "one" in words else "80,10,10"
         built = build(config(folder, blend=located(folder, words), split=split), sizes)
         golden[f"{name} {list(sizes)}"] = [described(part) for part in built]
@@ -246,7 +246,7 @@ def short_splits(folder: str) -> dict:
     golden = {}
     for (name, split, length), samples, seed in itertools.product(SHORT, SHORT_SAMPLES, SEEDS):
         blend = ([f"{folder}/{name}"], None)
-        without = {"reset_attention_mask": False, "create_attention_mask": False}  # which take most of the time
+        without = {"reset_attention_mask": False, "create_attention_mask": False}  # the masks take most of the time
         settings = config(folder, blend=blend, split=split, sequence_length=length, random_seed=seed, **without)
         count = len(split.split(","))
         built = build(settings, (samples,) * count + (0,) * (3 - count))[:count]

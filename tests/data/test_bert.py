@@ -41,7 +41,7 @@ def test_samples_equal_megatrons(dataset, name):
     names = {"text": "tokens", "labels": "labels", "types": "types", "loss_mask": "weights", "is_random": "swapped"}
     golden = json.loads(made.GOLDEN.read_text())["bert"][name]
     columns = {key: np.stack([part[value] for part in drawn]) for key, value in names.items()}
-    # Megatron takes a token that masking has replaced by id 0, drawn from the whole vocabulary, for padding; not so here.
+    # Megatron also treats a token that masking has replaced by id 0 as padding; megajax does not.
     columns["padding_mask"] = columns["text"] != PIECES.padding
     ours = {key: made.digest(column.astype(np.int64)) for key, column in columns.items()}
     assert ours | {"index": made.digest(samples.sentences)} == golden

@@ -40,7 +40,7 @@ def test_a_blend_with_separate_documents_trains(pairs, capfd):
         (["--data-path", "{0}/none"], "cannot read"),
         (["--data-path", "0", "{0}/web"], "weights must be above 0"),
         (["--data-path", "{0}/web", "--text", "a.txt"], "exclude one another"),
-        (["--data-path", "{0}/web", "--split", "1"], "leaves nothing for validation"),
+        (["--data-path", "{0}/web", "--split", "1"], "has no share for validation"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "80,20", "--steps", "9999"], "needs sample 79,991 of"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "98,2", "--steps", "1"], "validation has . samples"),
         (

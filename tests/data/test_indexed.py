@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megajax.config import ConfigError
 from megajax.data.indexed import DTYPES, IndexedDataset, IndexedWriter, dtype_for
 
-# Documents [1, 2, 3] and [4, 5] of uint16, as the format's description gives them (shared by no code here).
+# Documents [1, 2, 3] and [4, 5] of uint16, written from the format's description.
 INDEX = bytes.fromhex(
     "4d4d494449445800000100000000000000"  # MMIDIDX, version 1
     "0802000000000000000300000000000000"  # uint16, 2 sequences, 3 boundaries of documents
@@ -118,7 +118,7 @@ def test_the_bin_of_another_pair_is_refused(pair, tmp_path):
     with IndexedWriter(tmp_path / "b", np.uint16) as writer:
         writer.add_document([7] * 9)
     os.replace(tmp_path / "b.bin", tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match="byte 10: a.idx says it has 10 bytes, it has 18.*not a pair"):
+    with pytest.raises(ConfigError, match="byte 10: the file has 18 bytes, but a.idx gives 10.*not a pair"):
         IndexedDataset(pair)
 
 

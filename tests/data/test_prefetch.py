@@ -80,7 +80,7 @@ def test_prefetching_beyond_the_end_is_not_an_error(samples):
     last = (samples.count // BATCH - 1) * BATCH
     with Prefetch(Loader(samples, BATCH, 1), on(1)) as ahead:
         ahead.batch(last)
-        with pytest.raises(ConfigError, match=f"of {samples.count}: lower --steps"):
+        with pytest.raises(ConfigError, match=f"of {samples.count}: pass fewer --steps"):
             ahead.batch(last + BATCH)
 
 
@@ -162,9 +162,9 @@ def test_data_that_leaves_nothing_is_refused(tmp_path):
             writer.add_document([i] * 9)
     path, tokenizer = (str(tmp_path / "a"),), load_tokenizer("byte")
     for data, message in [
-        (DataConfig(train_data_path=path), "nothing to validate on"),
-        (DataConfig(data_path=path, split="1"), "leaves nothing for validation.*--validation-batches 0"),
-        (DataConfig(data_path=path, split="0,1"), "leaves nothing for training"),
+        (DataConfig(train_data_path=path), "has no validation data"),
+        (DataConfig(data_path=path, split="1"), "has no share for validation.*--validation-batches 0"),
+        (DataConfig(data_path=path, split="0,1"), "has no share for training"),
     ]:
         data.validate()
         with pytest.raises(ConfigError, match=message):

@@ -131,7 +131,10 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/no.json", "no such file"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.json", "not a tokenizer.json of Hugging Face"),
         ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.model", "not a sentencepiece model"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer byte --workers 0", "at least 1"),
+        (
+            "--input {0}/bad.jsonl --output {0}/o --tokenizer byte --workers 0",
+            "--workers: 0 must be a whole number",
+        ),
         ("--input {0}/bad.jsonl --output {0}/bad.json/o --tokenizer byte", "cannot write"),
         ("--input {0}/bad.json --output {0}/o --tokenizer byte", "no document with text"),
         ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is not a .jsonl file and has no keys"),

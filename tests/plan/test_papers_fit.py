@@ -12,6 +12,7 @@ from megajax.estimate.communication import expected
 from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import GPUS
 from megajax.estimate.hlo import loop_trip_counts, most_sent, read
+from megajax.plan.account import account_of
 from megajax.plan.compiler import compile_for, has_compiler
 from megajax.runtime.compat import jaxlib_version
 
@@ -72,6 +73,23 @@ def test_175b_copies_only_the_weights_of_the_blocks_it_runs():
     run, module = read_175b()
     runs = 2 * run.microbatches * run.model.layers // run.parallel.pipe
     assert 1 <= module.sliced / (runs * 2 * 12 * run.model.hidden**2 / run.parallel.tensor) < 1.03
+
+
+def test_175b_has_the_traffic_that_its_shapes_say():
+    """The roofline's account against formulas: 12 h^2 / t weights a block, 2048 tokens of h numbers, b = 1.
+
+    Each block's weights are sliced in both passes (read and written in 16 bits); each gradient of them is read in 16 bits
+    and added to an fp32 accumulator, which is read and written.
+    """
+    run, module = read_175b()
+    one = account_of(run, GPUS["h100-80gb"], compiled(run)["hlo"]).account
+    weights, runs = 12 * run.model.hidden**2 / run.parallel.tensor, run.microbatches * run.model.layers / 8
+    assert one.read["accumulation"] + one.written["accumulation"] == pytest.approx(10 * weights * runs, rel=0.05)
+    slices = 2 * runs * weights * (2 + 2)
+    assert slices <= one.read["copy"] + one.written["copy"] < 1.15 * slices
+    assert one.flops["matmul"] == pytest.approx(module.flops(), rel=0.001)
+    assert 1000 < one.synchronisations < 1200  # loops over blocks in fill and drain, embedding and head in each tick
+    assert sum(one.seconds.values()) == pytest.approx(one.total)
 
 
 def test_175b_sends_while_it_computes():

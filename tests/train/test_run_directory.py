@@ -1,8 +1,11 @@
 """A run's directory: one run at a time, and what is said when it vanishes."""
 
+import contextlib
 import io
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 from rich.console import Console
@@ -72,8 +75,9 @@ def test_a_directory_that_vanishes_in_mid_run_is_said_and_created_again(tmp_path
         directory.checkpoints.save(target, state, Progress(step=1))
         directory.checkpoints.wait()
         shutil.rmtree(path)
-        assert directory.checkpoints.poll() == []  # it is looked up every two seconds, and before a save
-        for line in directory.checkpoints.save(target, state, Progress(step=2)) + directory.checkpoints.wait():
+        messages = directory.checkpoints.poll()  # looks every two seconds, and before a save
+        messages += directory.checkpoints.save(target, state, Progress(step=2))
+        for line in messages + directory.checkpoints.wait():
             log.message(line)
         log.step(record(2))
         assert directory.close() == []
@@ -93,3 +97,54 @@ def test_checkpoints_that_vanish_are_said(tmp_path):
     (text,) = checkpoints.save(target, state, Progress(step=2))
     assert f"{tmp_path / 'checkpoints'} has vanished, with the checkpoints in it, and is created again" in text
     assert "step 2: checkpoint saved" in checkpoints.close()[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with 1.5 MB; needs the right to mount one."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(path)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("cannot mount a file system")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(path) -> None:
+    """Writes until there is no room."""
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_logs_and_saves_continue_after_the_disk_was_full(small_disk):
+    """On a real full disk: all logs drop records, the save fails in one line, and both work again when there is room."""
+    path, target, state = small_disk / "run", *small.small_state()
+    run, text = runs.make_run((1, 1, 1), schedule="1f1b"), io.StringIO()
+    directory = RunDirectory(run, OutputConfig(run_dir=str(path)), runs.Letters())
+    with directory.open_log(Progress()) as log:
+        log.console = Console(file=text, width=300)
+        for step in range(1, 91):
+            if step == 31:
+                fill(small_disk / "filler")
+            if step == 61:
+                (small_disk / "filler").unlink()
+            log.step(record(step))
+            if step % 10 == 0:
+                messages = directory.checkpoints.save(target, state, Progress(step=step))
+                for line in messages + directory.checkpoints.wait():
+                    log.message(line)
+        assert directory.close() == []
+    said = [line for line in text.getvalue().splitlines() if "checkpoint saved" not in line and "loss" not in line]
+    assert [line.partition(":")[0] for line in said] == [
+        "warning",
+        *["warning"] * 3,
+        "logs are written again; records dropped so far",
+    ]
+    assert sum("checkpoint NOT saved" in line and "No space left on device" in line for line in said) == 3
+    assert sum("logs are dropped" in line for line in said) == 1
+    assert manager.complete_steps(path / "checkpoints") == [70, 80, 90]
+    steps = [json.loads(line)["step"] for line in (path / "log.jsonl").read_text().splitlines()]
+    assert set(range(1, 31)) | set(range(62, 91)) <= set(steps) and steps == sorted(set(steps)) and len(steps) < 90
+    assert "step 90" in (path / "logs" / "process_0.log").read_text()

@@ -1,0 +1,74 @@
+"""Where the compiled step's time goes on H100s: estimated times and memory traffic by class, for a few fixed runs.
+
+python -m benchmarks.roofline
+python -m benchmarks.roofline --case llama2-7b --gpu h200-141gb
+
+Compiles each step for the GPUs of a cluster, on a machine without any (megajax[dryrun], and nvidia-cudnn-cu12 for the fused
+attention that runs on GPUs), and prints the dry run's account of it. Nothing is run.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megajax.config import ConfigError
+
+# The runs that docs/parallelism.md quotes.
+CASES = {
+    "gpt3-175b": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64",
+    "gpt3-175b-1f1b": "--model gpt3-175b --tensor 8 --pipe 8 --schedule 1f1b --global-batch-size 64",
+    "gpt3-175b-zb_v": "--model gpt3-175b --tensor 8 --pipe 8 --schedule zb_v --chunks 2 --global-batch-size 64",
+    "llama2-7b": "--model llama2-7b --tensor 2 --pipe 2 --data 2 --chunks 1 --schedule eager_1f1b --microbatch-size 1 "
+    "--global-batch-size 64",
+    "one-gpu": "--model gpt2-xl --layers 8 --hidden 4096 --heads 32 --sequence-length 2048 --microbatch-size 4 "
+    "--global-batch-size 16",
+    "zb_v-short": "--model gpt3-175b --tensor 8 --pipe 8 --schedule zb_v --chunks 2 --global-batch-size 16",
+    "interleaved-short": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 2 --global-batch-size 16",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the accounts; returns the exit code: 0, or 2 for invalid options or a program that does not compile."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
+    parser.add_argument("--gpu", default="h100-80gb")
+    options = parser.parse_args(arguments)
+    try:
+        for name in options.case or CASES:
+            print(f"{name}: {CASES[name]}\n{report(CASES[name].split(), options.gpu)}\n", flush=True)
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def report(words: Sequence[str], gpu_name: str) -> str:
+    """The account of one run, its compile time and its peak memory.
+
+    Raises:
+      ConfigError: for an unknown GPU, or a step that does not compile.
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # no GPU is used
+    from megajax.config.cli import parse
+    from megajax.estimate.gpus import find_gpu, with_attention
+    from megajax.plan.account import account_of, account_table
+    from megajax.plan.compiler import CompilerError, compile_for
+
+    request, gpu = parse(words, __doc__, {}), find_gpu(gpu_name)
+    run = with_attention(request.run(request.devices_needed or 1, "bf16"), gpu)
+    run.validate()
+    try:
+        result = compile_for(run, gpu)
+    except CompilerError as error:
+        raise ConfigError(str(error)) from error
+    peak = result["memory"]["peak"] / 1e9
+    return (
+        f"attention {run.parallel.attention}; compiled in {result['seconds']:.0f} s; {peak:.2f} GB at the peak\n"
+        + account_table(account_of(run, gpu, result["hlo"]))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

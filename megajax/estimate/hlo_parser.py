@@ -1,0 +1,180 @@
+"""Parses compiled HLO (the text of `compiled.as_text()`) into computations, and walks them with their trip counts.
+
+hlo.py counts collectives and matmuls, kernels.py the bytes of every kernel, roofline.py estimates times.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha")  # custom calls, attention's included
+NAME = re.compile(r"%?([\w.\-]+)")
+OPERAND = re.compile(r"%([\w.\-]+)")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+SCOPES = re.compile(r'op_name="([^"]*)/while"')
+CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
+SCALAR_CODE = ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS)  # call it per element
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """One call path to a computation.
+
+    Attributes:
+      name: of the computation.
+      times: how often it runs.
+      conditional: whether it is in a loop with a dynamic trip count, or in a branch.
+      scope: the name of that loop, if its iterations were given; otherwise "".
+      in_loop: whether it is in a `while`.
+    """
+
+    name: str
+    times: float = 1
+    conditional: bool = False
+    scope: str = ""
+    in_loop: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One operation.
+
+    Attributes:
+      name: of its result.
+      type: of its result.
+      op: its opcode.
+      rest: operands and attributes, as in the text.
+      is_root: whether its result is the computation's.
+    """
+
+    name: str
+    type: str
+    op: str
+    rest: str
+    is_root: bool = False
+
+
+def computations(text: str) -> tuple[dict[str, list[Line]], str]:
+    """The computations by name, and the entry's name."""
+    computations, lines, entry = {}, [], ""
+    for row in text.splitlines():
+        head = HEAD.match(row)
+        if head:
+            lines = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif match := LINE.match(row):
+            lines.append(Line(*match.groups()[1:], is_root=bool(match[1])))
+    return computations, entry
+
+
+def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Iterator[Visit]:
+    """Every call path to a computation; `each`: iterations of a loop with a dynamic trip count, by scope."""
+    yield visit
+    for line in computations[visit.name]:
+        if line.op in SCALAR_CODE:
+            continue
+        after = visit
+        if line.op == "while":
+            known, scope = known_trip_count(line), scope_of(line, each)
+            count = each.get(scope, 1) if known is None else known
+            after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
+            if known is None:
+                after = dataclasses.replace(after, conditional=True, scope=scope)
+        elif line.op == "conditional":
+            after = dataclasses.replace(visit, conditional=True)
+        for called in called_by(line.rest):
+            if called in computations:
+                yield from visits(computations, dataclasses.replace(after, name=called), each)
+
+
+def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str, float] | None) -> dict[str, float]:
+    """Iterations of one execution of a loop with a dynamic trip count, by scope.
+
+    Args:
+      trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given). They are
+        divided equally among the executions. Loops in no given scope count as one iteration.
+    """
+    executions, totals = Counter(), trip_counts or {}
+    for visit in visits(computations, Visit(entry), dict.fromkeys(totals, 1)):
+        for line in computations[visit.name]:
+            if line.op == "while" and known_trip_count(line) is None:
+                executions[scope_of(line, totals)] += visit.times
+    return {scope: count / executions[scope] for scope, count in totals.items() if executions[scope]}
+
+
+def known_trip_count(line: Line) -> int | None:
+    """XLA's trip count of a `while`; None if it is dynamic."""
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.rest)
+    return int(found[1]) if found else None
+
+
+def scope_of(line: Line, scopes: Iterable[str]) -> str:
+    """The innermost of these named scopes around a loop, "" if there is none."""
+    names = SCOPES.search(line.rest)
+    return next((name for name in reversed(names[1].split("/")) if name in scopes), "") if names else ""
+
+
+def called_by(rest: str) -> list[str]:
+    """Names of the computations that an operation calls."""
+    names = []
+    for match in CALLED.finditer(rest):
+        after = rest[match.end() :]
+        listed = after[1 : after.index("}")].split(",") if after.startswith("{") else [after]
+        names += [NAME.match(word.strip())[1] for word in listed]
+    return names
+
+
+def operands(line: Line) -> list[str]:
+    """Names of the operands."""
+    return OPERAND.findall(line.rest.split(")")[0])
+
+
+def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Element type and sizes of each array of a type."""
+    return [(name, numbers(sizes)) for name, sizes in ARRAY.findall(type_)]
+
+
+def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    """Bytes of one array; the name of its type has the bits, except pred's."""
+    bits = re.match(r"[a-z]+(\d+)", array[0])
+    return math.prod(array[1]) * max(1, int(bits[1]) // 8 if bits else 1)
+
+
+def is_matmul(line: Line) -> bool:
+    """Whether a line is a matmul or fused attention."""
+    return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
+
+
+def matmul_flops(line: Line, types: dict[str, str]) -> float:
+    """2 for each multiply-add; 0 if the line is not a matmul."""
+    if not is_matmul(line):
+        return 0.0
+    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
+    operand = ARRAY.search(line.rest.split("%")[0]) or ARRAY.search(types.get(NAME.search(line.rest)[1], ""))
+    if not contracted or not operand:
+        return 0.0
+    sizes = numbers(operand[2])
+    length = math.prod(sizes[axis] for axis in numbers(contracted[1].replace('"', "")))
+    return 2.0 * math.prod(arrays(line.type)[0][1]) * length
+
+
+def second_part(type_: str) -> str:
+    """The second part of a tuple's type: a start returns its operands, then its results."""
+    depth, parts = 0, [""]
+    for letter in type_[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as "4,2"."""
+    return tuple(int(number) for number in text.split(",") if number)

@@ -1,0 +1,209 @@
+"""The kernels of a compiled GPU program: bytes that each reads and writes, its FLOPs, and its class.
+
+A kernel is an operation of the scheduled HLO that runs on the GPU: a fusion, a library call, a copy. Bytes are those that
+it touches in HBM: of an array that it only slices, the slice; of an array that it updates in place, the update. What XLA's
+cost analysis gets wrong is thereby right: it counts the whole stack of weights for a fusion that slices one layer's.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from megajax.estimate.hlo_parser import (
+    KINDS,
+    Line,
+    array_bytes,
+    arrays,
+    called_by,
+    is_matmul,
+    matmul_flops,
+    operands,
+)
+
+__all__ = ["CLASSES", "Kernel", "kernel_of"]
+
+# In the order of the report.
+CLASSES = {
+    "matmul": "matmuls, with what is fused into them",
+    "attention": "fused attention",
+    "accumulation": "adding to an accumulator in place, outside a matmul",
+    "copy": "slices cut out of arrays, copies and transposes: nothing is computed",
+    "stash": "writing into a buffer in place",
+    "elementwise": "everything else",
+}
+# Operations without a kernel. The ends of asynchronous ones are counted at their start.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "while", "conditional", "call", "async-start", "async-update", "async-done", "fusion-done", "copy-done",
+    *KINDS, *(f"{kind}-start" for kind in KINDS), *(f"{kind}-done" for kind in KINDS),
+}  # fmt: skip
+MOVES = {
+    "copy",
+    "copy-start",
+    "slice",
+    "dynamic-slice",
+    "transpose",
+    "bitcast",
+    "reshape",
+    "concatenate",
+    "pad",
+    "reverse",
+}
+VIEWS = {"bitcast", "reshape"}
+SCALAR = (
+    1024  # bytes; what a fusion reads and writes of smaller arrays (loop counters, slots) does not decide its class
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel, for one execution.
+
+    Attributes:
+      name: XLA's.
+      kind: of CLASSES.
+      read, written: bytes.
+      flops: of its matmuls; of attention those of the whole, unmasked square.
+    """
+
+    name: str
+    kind: str
+    read: int
+    written: int
+    flops: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+
+def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, Sequence[Line]]) -> Kernel | None:
+    """The kernel of a line; None if it has none.
+
+    Args:
+      types: of the results in the line's computation, by name.
+      computations: of the module.
+    """
+    if line.op in FREE:
+        return None
+    if line.op in ("fusion", "fusion-start"):
+        return _fusion(line, computations[called_by(line.rest)[0]])
+    if line.op == "custom-call":
+        return _library_call(line, types)
+    out, inputs = _size(line.type), [_size(types.get(name, "")) for name in operands(line)]
+    read, written = sum(inputs), out
+    if line.op in ("dynamic-slice", "slice", "gather"):
+        read = out
+    elif line.op == "dynamic-update-slice":
+        read = written = inputs[1]
+    elif line.op == "copy-start":
+        read = written = array_bytes(arrays(line.type)[0])
+    elif line.op in ("iota", "broadcast"):
+        read = min(read, out)
+    kind = "copy" if line.op in MOVES else "stash" if line.op == "dynamic-update-slice" else "elementwise"
+    flops = matmul_flops(line, dict(types))
+    return Kernel(line.name, "matmul" if flops else kind, read, written, flops)
+
+
+def _size(type_: str) -> int:
+    return sum(map(array_bytes, arrays(type_)))
+
+
+def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
+    """cuBLAS, cuDNN: operands and results are read and written whole; the workspace, bytes, is not counted."""
+    results = [array for array in arrays(line.type) if array[0] != "s8"]
+    read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
+    if "__cudnn$fmha" in line.rest:
+        return Kernel(line.name, "attention", read, written, _attention_flops(line, types))
+    return Kernel(
+        line.name, "matmul" if is_matmul(line) else "elementwise", read, written, matmul_flops(line, dict(types))
+    )
+
+
+def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
+    """FLOPs of the two matmuls of attention's forward pass, or the five of its backward pass, on the whole square.
+
+    Operands are queries, keys and values [batch, sequence, heads, head dimension].
+    """
+    shapes = [shapes_[0][1] for name in operands(line)[:2] if (shapes_ := arrays(types.get(name, "")))]
+    (batch, queries, heads, width), keys = shapes[0], shapes[1][1]
+    return (5 if "Backward" in line.rest else 2) * 2.0 * batch * heads * queries * keys * width
+
+
+def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
+    lines = {one.name: one for one in inner}
+    users: dict[str, list[Line]] = {}
+    for one in inner:
+        for name in operands(one):
+            users.setdefault(name, []).append(one)
+    read = sum(_read_of(one, users) for one in inner if one.op == "parameter")
+    roots = _roots(next(one for one in inner if one.is_root), lines)
+    written = sum(_written_by(root, lines) for root in roots)
+    flops = sum(matmul_flops(one, {name: other.type for name, other in lines.items()}) for one in inner)
+    if any("__cudnn$fmha" in one.rest for one in inner if one.op == "custom-call"):
+        kind = "attention"
+    elif any(is_matmul(one) for one in inner):
+        kind = "matmul"
+    else:
+        kind = _class_of(roots, inner, lines, users)
+    return Kernel(line.name, kind, read, written, flops)
+
+
+def _uses(name: str, users: Mapping[str, Sequence[Line]]) -> Iterator[tuple[str, Line]]:
+    """(operand's name, user) of a value, through views of it."""
+    for user in users.get(name, ()):
+        if user.op in VIEWS:
+            yield from _uses(user.name, users)
+        else:
+            yield name, user
+
+
+def _read_of(parameter: Line, users: Mapping[str, Sequence[Line]]) -> int:
+    """Bytes that a fusion reads of a parameter."""
+    whole, partial = _size(parameter.type), 0
+    for name, user in _uses(parameter.name, users):
+        names = operands(user)
+        if user.op in ("dynamic-slice", "slice", "gather") and names[0] == name:
+            partial += _size(user.type)
+        elif not (user.op in ("dynamic-update-slice", "scatter") and names[0] == name):
+            return whole
+    return min(whole, partial)
+
+
+def _roots(root: Line, lines: Mapping[str, Line]) -> list[Line]:
+    """The results of a fusion."""
+    names = operands(root) if root.op == "tuple" else [root.name]
+    return [_behind_views(lines[name], lines) for name in names]
+
+
+def _behind_views(line: Line, lines: Mapping[str, Line]) -> Line:
+    while line.op in VIEWS:
+        line = lines[operands(line)[0]]
+    return line
+
+
+def _written_by(root: Line, lines: Mapping[str, Line]) -> int:
+    if root.op == "dynamic-update-slice":
+        return _size(lines[operands(root)[1]].type)
+    if root.op == "scatter":
+        return _size(lines[operands(root)[-1]].type)
+    if root.op == "custom-call":
+        return sum(array_bytes(array) for array in arrays(root.type) if array[0] != "s8")
+    if root.op == "get-tuple-element" and lines[operands(root)[0]].op == "custom-call":
+        return sum(array_bytes(array) for array in arrays(root.type) if array[0] != "s8")
+    return _size(root.type)
+
+
+def _class_of(
+    roots: Sequence[Line], inner: Sequence[Line], lines: Mapping[str, Line], users: Mapping[str, Sequence[Line]]
+) -> str:
+    """The class of a fusion without a matmul, from what it does with arrays that are not tiny."""
+    updates = [root for root in roots if root.op in ("dynamic-update-slice", "scatter")]
+    for root in updates:
+        buffer = _behind_views(lines[operands(root)[0]], lines)
+        sliced = any(user.op in ("dynamic-slice", "gather") for _, user in _uses(buffer.name, users))
+        if sliced and any(one.op == "add" and one.type.split("[")[0] == root.type.split("[")[0] for one in inner):
+            return "accumulation"
+    if updates:
+        return "stash"
+    large = (one for one in inner if _size(one.type) >= SCALAR and one.op not in ("parameter", "constant", "broadcast"))
+    return "copy" if all(one.op in MOVES or one.op == "tuple" for one in large) else "elementwise"

@@ -1,0 +1,223 @@
+"""Estimates a step's time from its compiled program: the kernels in XLA's order, each at its roofline (`Rates`).
+
+    kernel       max(FLOPs / rate of its class, bytes / HBM bandwidth) + the gap before the next kernel
+    collective   bytes sent by a ring / bandwidth of the slowest link; runs beside the kernels between its start and its
+                 done, one collective at a time; what is left at its done is exposed
+    loop         its body times its trip count; where the trip count is dynamic, the host waits for the device before each
+                 iteration and at the end (and at each branch)
+
+The account is of a rank that computes all of its microbatches, without the time in which it idles in the pipeline's fill
+and drain: multiply by 1 + bubble for the step's time. No kernel was run; the rates are what well-tuned kernels reach.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from megajax.estimate.gpus import Gpu
+from megajax.estimate.hlo import SENT, collective_groups
+from megajax.estimate.hlo_parser import (
+    KINDS,
+    Line,
+    array_bytes,
+    arrays,
+    average_trip_counts,
+    called_by,
+    computations,
+    known_trip_count,
+    scope_of,
+    second_part,
+)
+from megajax.estimate.kernels import kernel_of
+
+__all__ = ["Account", "Rates", "account", "rates_of"]
+
+GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What kernels reach on a GPU.
+
+    Attributes:
+      matmul, attention: FLOP/s. Attention's are of the causal half of the square.
+      memory: bytes/s of HBM.
+      host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
+      host_size: GPUs in a host.
+      gap: seconds between two kernels.
+      synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    host: float
+    network: float
+    host_size: int
+    gap: float = 2e-6
+    synchronisation: float = 25e-6
+
+
+# Shares of the published peaks. Matmul: large bf16 products reach about 700 TFLOP/s on H100s in training (MaxText and NeMo
+# train at 460 to 544 TFLOP/s in all, with a ceiling of 790 measured for a product alone). Attention: FlashAttention-3
+# (2407.08608, figure 5) reports 400 to 640 TFLOP/s for causal attention at head dimension 128. HBM: copy kernels reach 0.9.
+MATMUL, ATTENTION, MEMORY = 0.71, 0.455, 0.9
+
+
+def rates_of(gpu: Gpu, precision: str) -> Rates:
+    """The rates of a GPU in "bf16", "fp16" or "fp32".
+
+    Raises:
+      ConfigError: the GPU has no tensor cores for that type.
+    """
+    peak = gpu.peak(precision)
+    return Rates(
+        matmul=MATMUL * peak,
+        attention=ATTENTION * peak,
+        memory=MEMORY * gpu.memory_bandwidth,
+        host=gpu.host_bandwidth,
+        network=gpu.network_bandwidth,
+        host_size=gpu.host_size,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """What a step of a compiled program takes on one GPU.
+
+    Attributes:
+      seconds: by class: those of `kernels.CLASSES`, exposed collectives, gaps, host synchronisation.
+      read, written: bytes of HBM by class of kernel.
+      flops: of matmuls and of attention.
+      kernels: launched, by class.
+      synchronisations: how often the host waits for the device.
+      hidden, exposed: seconds of collectives by kind, beside kernels and not.
+    """
+
+    seconds: Counter
+    read: Counter
+    written: Counter
+    flops: Counter
+    kernels: Counter
+    synchronisations: float
+    hidden: Counter
+    exposed: Counter
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def __add__(self, other: "Account") -> "Account":
+        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
+
+    def __mul__(self, times: float) -> "Account":
+        scaled = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return Account(
+            *(Counter({k: times * v for k, v in x.items()}) if isinstance(x, Counter) else times * x for x in scaled)
+        )
+
+
+def _nothing() -> Account:
+    return Account(*(Counter() for _ in range(5)), 0.0, Counter(), Counter())
+
+
+def account(text: str, trip_counts: Mapping[str, float], rates: Rates) -> Account:
+    """The account of one run of a module.
+
+    Args:
+      text: the module, scheduled, as `compiled.as_text()`.
+      trip_counts: total iterations of the loops with dynamic trip counts (`hlo.loop_trip_counts`).
+      rates: of the GPU.
+    """
+    modules, entry = computations(text)
+    return _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates).computation(entry)
+
+
+class _Reader:
+    """Reads computations once each: what one execution takes does not depend on the caller."""
+
+    def __init__(self, modules: Mapping[str, list[Line]], each: Mapping[str, float], rates: Rates):
+        self.modules, self.each, self.rates = modules, each, rates
+        self._read: dict[str, Account] = {}
+
+    def computation(self, name: str) -> Account:
+        """The account of one execution of a computation."""
+        if name not in self._read:
+            self._read[name] = self._execute(self.modules[name])
+        return self._read[name]
+
+    def _execute(self, lines: list[Line]) -> Account:
+        types = {line.name: line.type for line in lines}
+        total, now, free = _nothing(), 0.0, 0.0  # `free`: when the collectives started so far will have ended
+        pending: dict[str, tuple[float, float]] = {}  # by the name of the start: its end and its seconds
+        for line in lines:
+            kind = line.op.removesuffix("-start").removesuffix("-done")
+            if kind in KINDS:
+                if line.op.endswith("-done"):
+                    start = next(name for name in pending if name in line.rest)
+                    end, seconds = pending.pop(start)
+                else:
+                    seconds = self._collective_seconds(line, kind)
+                    free = max(now, free) + seconds
+                    if line.op.endswith("-start") and '"is_sync":true' not in line.rest:
+                        pending[line.name] = (free, seconds)
+                        continue
+                    end = free
+                    if line.op.endswith("-start"):
+                        pending[line.name] = (free, 0.0)
+                waited = max(0.0, end - now)
+                now += waited
+                total.exposed[kind] += min(waited, seconds)
+                total.hidden[kind] += max(0.0, seconds - waited)
+                total.seconds[EXPOSED] += waited
+                continue
+            part = self._called(line) if line.op in ("while", "conditional", "call", "async-start") else None
+            part = part or self._kernel(line, types)
+            if part is not None:
+                total, now = total + part, now + part.total
+        return total
+
+    def _kernel(self, line: Line, types: Mapping[str, str]) -> Account | None:
+        kernel = kernel_of(line, types, self.modules)
+        if kernel is None:
+            return None
+        flops = kernel.flops / 2 if kernel.kind == "attention" else kernel.flops  # of the causal half
+        rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul
+        part = _nothing()
+        part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
+        part.seconds[GAPS] = self.rates.gap
+        part.read[kernel.kind], part.written[kernel.kind] = kernel.read, kernel.written
+        part.flops[kernel.kind], part.kernels[kernel.kind] = flops, 1
+        return part
+
+    def _called(self, line: Line) -> Account | None:
+        """The account of a loop, of a branch (the one that takes longest), or of a call."""
+        parts = [self.computation(name) for name in called_by(line.rest) if name in self.modules]
+        if line.op == "while":
+            condition, body = (self.computation(_attribute(line, name)) for name in ("condition", "body"))
+            known = known_trip_count(line)
+            if known is not None:
+                return body * known
+            turns = self.each.get(scope_of(line, self.each), 1.0)
+            return body * turns + (condition + self._synchronisation()) * (turns + 1)
+        if line.op == "conditional":
+            return max(parts, key=lambda part: part.total) + self._synchronisation()
+        return parts[0] if parts else None
+
+    def _synchronisation(self) -> Account:
+        part = dataclasses.replace(_nothing(), synchronisations=1.0)
+        part.seconds[SYNCS] = self.rates.synchronisation
+        return part
+
+    def _collective_seconds(self, line: Line, kind: str) -> float:
+        started = line.op.endswith("-start")
+        with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
+        size = sum(map(array_bytes, arrays(second_part(line.type) if with_operands else line.type)))
+        groups = collective_groups(line.rest)
+        one_host = all(len({device // self.rates.host_size for device in group}) == 1 for group in groups)
+        sent = SENT[kind](len(groups[0])) * size
+        return sent / (self.rates.host if one_host else self.rates.network) + self.rates.gap
+
+
+def _attribute(line: Line, name: str) -> str:
+    return line.rest.split(f"{name}=%", 1)[1].split(",")[0].split(" ")[0].rstrip(")")

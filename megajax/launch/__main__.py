@@ -1,0 +1,103 @@
+"""python -m megajax.launch --nodes 2:4 -- experiments.gpt3 --run-dir /shared/run ...
+
+Exit codes: 0 the training has ended, or this node has left after saving; 2 a user's mistake; 3 too many failures, or too few
+nodes for too long.
+"""
+
+import hashlib
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from megajax.config import ConfigError
+from megajax.config.cli import Request
+from megajax.launch.agent import Agent
+from megajax.launch.layouts import devices_per_process, gpus_of, layouts, read_request
+from megajax.launch.options import Options, read_options
+from megajax.launch.rendezvous import Generation
+from megajax.schedules.schedule import ScheduleError
+
+MEMORY = "MEGAJAX_MEMORY_DIR"  # where a host's processes keep the state that outlives them
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the agent of this host; returns its exit code."""
+    try:
+        options = read_options(sys.argv[1:] if arguments is None else arguments)
+        sys.path.insert(0, os.getcwd())
+        request = read_request(options.module, options.arguments)
+        if request.output.run_dir is None:
+            raise ConfigError("the launcher needs a directory that all hosts share: pass --run-dir DIR")
+        return supervise(options, request)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def supervise(options: Options, request: Request) -> int:
+    """Prepares the directories and the commands, and runs the agent."""
+    per_node = options.processes_per_node
+    devices = devices_per_process(request, options.most * per_node, per_node, os.environ)
+    legal = layouts(request, options.least, options.most, per_node * devices)
+    run = pathlib.Path(request.output.run_dir).absolute()
+    memory = memory_directory(run)
+    on_cpu = request.devices is None and not gpus_of(0, 2, os.environ)
+
+    def commands(generation: Generation, first: int) -> dict[int, tuple[list[str], dict[str, str]]]:
+        words = [sys.executable, "-m", options.module, *options.arguments, *generation.arguments]
+        words += ["--devices", f"cpu:{devices}"] if on_cpu else []
+        words += ["--resume", "auto"] if has_checkpoints(run) or request.output.resume == "no" else []
+        found = {}
+        for index in range(per_node):
+            place = placement(generation, first + index, len(generation.members) * per_node)
+            environment = worker_environment(os.environ, run, memory) | gpus_of(index, per_node, os.environ)
+            found[first + index] = [*words, *place], environment
+        return found
+
+    try:
+        agent = Agent(options, run / "launch", legal, commands)
+    except OSError as error:
+        problem = f"cannot write {run / 'launch'}: {error.strerror}; give --run-dir a directory that all hosts share"
+        raise ConfigError(problem) from error
+    try:
+        return agent.run()
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+def placement(generation: Generation, rank: int, processes: int) -> list[str]:
+    """The options of a process about the others."""
+    if processes == 1:
+        return ["--launcher", "single"]
+    found = {"launcher": "flags", "coordinator": generation.coordinator, "processes": processes, "process-id": rank}
+    return [word for name, value in found.items() for word in (f"--{name}", str(value))]
+
+
+def worker_environment(environment: Mapping[str, str], run: pathlib.Path, memory: pathlib.Path) -> dict[str, str]:
+    """The environment of a training process: compiled programs are kept, so that a restart need not compile them."""
+    defaults = {
+        "JAX_COMPILATION_CACHE_DIR": str(run / "launch" / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        MEMORY: str(memory),
+    }
+    return defaults | dict(environment)
+
+
+def memory_directory(run: pathlib.Path) -> pathlib.Path:
+    """A directory in this host's memory, of this run and agent; removes those of agents that have died."""
+    prefix = f"megajax-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}-"
+    for old in pathlib.Path("/dev/shm").glob(f"{prefix}*"):
+        if not pathlib.Path(f"/proc/{old.name.removeprefix(prefix)}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return pathlib.Path("/dev/shm") / f"{prefix}{os.getpid()}"
+
+
+def has_checkpoints(run: pathlib.Path) -> bool:
+    """Whether the run has a complete checkpoint."""
+    return any(path.name[5:].isdecimal() for path in (run / "checkpoints").glob("step_*"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Names the devices whose copy of a replicated array differs from the others in any bit, and the layer."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.checkpoint.layout import is_block, named
+from megajax.train.replica_check import Difference, ReplicaCheck
+from megajax.verify.places import Places
+
+Tree = Any
+
+
+def differing_replicas(state: Tree, check: ReplicaCheck, places: Places) -> list[str]:
+    """A line for each array with copies that differ: its name, the first layer that differs, and the devices.
+
+    Args:
+      state: the state to compare.
+      check: compares its checksums.
+      places: of the layout that the state is of.
+    """
+    return [_describe(difference, named(state)[difference.name], places) for difference in check.differences(state)]
+
+
+def _describe(difference: Difference, leaf: jax.Array, places: Places) -> str:
+    devices = "; ".join(places.device(device) for device in difference.suspects)
+    layer = _layer(leaf, difference.suspects, places) if is_block(difference.name) else None
+    tensor = difference.name if layer is None else f"{difference.name} of layer {layer}"
+    if difference.majority:
+        return f"{tensor}: the copy of {devices} differs from the others"
+    return f"{tensor}: the copies of {devices} differ from one another"
+
+
+def _layer(leaf: jax.Array, suspects: tuple[jax.Device, ...], places: Places) -> int | None:
+    """The first layer of a suspect's copy that is not as in another copy; None if this process has only one of them."""
+    shards = leaf.addressable_shards
+    for suspect in (shard for shard in shards if shard.device in suspects):
+        for other in shards:
+            if other.index != suspect.index or other.device == suspect.device:
+                continue
+            bits, expected = (np.ascontiguousarray(shard.data).view(np.uint32) for shard in (suspect, other))
+            unequal = (bits != expected).reshape(*bits.shape[:3], -1).any(-1)
+            if unequal.any():
+                layers = places.layers[suspect.index[:3]]
+                return int(layers[unequal].min())
+    return None

@@ -1,0 +1,157 @@
+"""Kernels and times read from a module whose bytes, FLOPs and order are counted by hand."""
+
+import pytest
+
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.hlo_parser import computations
+from megajax.estimate.kernels import kernel_of
+from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Rates, account, rates_of
+
+# One layer of 12 is [64, 32]. Each iteration of the loop cuts a layer's weights out of the stack, multiplies, adds the
+# product to an accumulator of the stack in place, and gathers 128 of 256 bf16 numbers beside the matmul.
+MODULE = """HloModule step, is_scheduled=true
+
+%cut (p0: bf16[12,64,32], p1: s32[]) -> bf16[64,32] {
+  %p0 = bf16[12,64,32]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,64,32]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,64,32}
+  ROOT %flat = bf16[64,32]{1,0} bitcast(%slice)
+}
+
+%accumulate (q0: f32[12,16,32], q1: bf16[16,32], q2: s32[]) -> f32[12,16,32] {
+  %q0 = f32[12,16,32]{2,1,0} parameter(0)
+  %q2 = s32[] parameter(2)
+  %none = s32[] constant(0)
+  %old = f32[1,16,32]{2,1,0} dynamic-slice(%q0, %q2, %none, %none), dynamic_slice_sizes={1,16,32}
+  %q1 = bf16[16,32]{1,0} parameter(1)
+  %wide = f32[16,32]{1,0} convert(%q1)
+  %new = f32[1,16,32]{2,1,0} bitcast(%wide)
+  %sum = f32[1,16,32]{2,1,0} add(%old, %new)
+  ROOT %put = f32[12,16,32]{2,1,0} dynamic-update-slice(%q0, %sum, %q2, %none, %none)
+}
+
+%store (r0: bf16[8,16,32], r1: bf16[16,32], r2: s32[]) -> bf16[8,16,32] {
+  %r0 = bf16[8,16,32]{2,1,0} parameter(0)
+  %r1 = bf16[16,32]{1,0} parameter(1)
+  %one = bf16[1,16,32]{2,1,0} bitcast(%r1)
+  %r2 = s32[] parameter(2)
+  %start = s32[] constant(0)
+  ROOT %kept = bf16[8,16,32]{2,1,0} dynamic-update-slice(%r0, %one, %r2, %start, %start)
+}
+
+%activate (s0: bf16[16,32]) -> bf16[16,32] {
+  %s0 = bf16[16,32]{1,0} parameter(0)
+  ROOT %tanh = bf16[16,32]{1,0} tanh(%s0)
+}
+
+%matmul_of_slice (t0: bf16[16,64], t1: bf16[12,64,32], t2: s32[]) -> (bf16[16,32], s8[1024]) {
+  %t0 = bf16[16,64]{1,0} parameter(0)
+  %t1 = bf16[12,64,32]{2,1,0} parameter(1)
+  %t2 = s32[] parameter(2)
+  %nil = s32[] constant(0)
+  %part = bf16[1,64,32]{2,1,0} dynamic-slice(%t1, %t2, %nil, %nil), dynamic_slice_sizes={1,64,32}
+  %weights = bf16[64,32]{1,0} bitcast(%part)
+  ROOT %call = (bf16[16,32]{1,0}, s8[1024]{0}) custom-call(%t0, %weights), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+}
+
+%condition (c: (s32[], bf16[12,64,32])) -> pred[] {
+  %c = (s32[], bf16[12,64,32]) parameter(0)
+  ROOT %less = pred[] compare(%c, %c), direction=LT
+}
+
+%body (state: (s32[])) -> (s32[]) {
+  %state = (s32[], bf16[12,64,32]{2,1,0}, f32[12,16,32]{2,1,0}, bf16[16,64]{1,0}, bf16[128]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = bf16[12,64,32]{2,1,0} get-tuple-element(%state), index=1
+  %totals = f32[12,16,32]{2,1,0} get-tuple-element(%state), index=2
+  %x = bf16[16,64]{1,0} get-tuple-element(%state), index=3
+  %share = bf16[128]{0} get-tuple-element(%state), index=4
+  %w = bf16[64,32]{1,0} fusion(%stack, %i), kind=kLoop, calls=%cut
+  %gather = (bf16[128]{0}, bf16[256]{0}) all-gather-start(%share), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  %product = (bf16[16,32]{1,0}, s8[4096]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  %y = bf16[16,32]{1,0} get-tuple-element(%product), index=0
+  %gathered = bf16[256]{0} all-gather-done(%gather)
+  %added = f32[12,16,32]{2,1,0} fusion(%totals, %y, %i), kind=kLoop, calls=%accumulate
+  ROOT %next = (s32[]) tuple(%i)
+}
+
+ENTRY %main (a: bf16[16,64]) -> bf16[16,32] {
+  %a = bf16[16,64]{1,0} parameter(0)
+  %layers = bf16[12,64,32]{2,1,0} parameter(1)
+  %place = s32[] parameter(2)
+  %buffer = bf16[8,16,32]{2,1,0} parameter(3)
+  %init = (s32[], bf16[12,64,32]{2,1,0}, f32[12,16,32]{2,1,0}, bf16[16,64]{1,0}, bf16[128]{0}) tuple(%place, %layers)
+  %known = (s32[]) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %unknown = (s32[]) while(%init), condition=%condition, body=%body, metadata={op_name="jit(f)/F/while"}
+  %in_place = (bf16[16,32]{1,0}, s8[1024]{0}) fusion(%a, %layers, %place), kind=kCustom, calls=%matmul_of_slice
+  %z = bf16[16,32]{1,0} get-tuple-element(%in_place), index=0
+  %active = bf16[16,32]{1,0} fusion(%z), kind=kLoop, calls=%activate
+  %stored = bf16[8,16,32]{2,1,0} fusion(%buffer, %active, %place), kind=kLoop, calls=%store
+  %turned = bf16[16,32]{0,1} copy(%active)
+  ROOT %out = bf16[16,32]{1,0} bitcast(%turned)
+}
+"""
+INDEX = 4  # bytes of an s32
+LAYER, X, Y = 64 * 32 * 2, 16 * 64 * 2, 16 * 32 * 2  # bf16
+KERNELS = {  # name: class, bytes read, bytes written
+    "w": ("copy", LAYER + INDEX, LAYER),
+    "product": ("matmul", X + LAYER, Y),
+    "added": ("accumulation", 2 * Y + Y + INDEX, 2 * Y),  # the fp32 slice, the bf16 product
+    "in_place": ("matmul", X + LAYER + INDEX, Y),
+    "active": ("elementwise", Y, Y),
+    "stored": ("stash", Y + INDEX, Y),
+    "turned": ("copy", Y, Y),
+}
+RATES = Rates(
+    matmul=1e12, attention=1e12, memory=1e9, host=1e6, network=1e5, host_size=8, gap=1e-6, synchronisation=1e-3
+)
+
+
+def test_a_kernel_counts_what_it_touches():
+    modules, _ = computations(MODULE)
+    found = {}
+    for name in ("body", "main"):
+        types = {line.name: line.type for line in modules[name]}
+        for line in modules[name]:
+            if kernel := kernel_of(line, types, modules):
+                found[kernel.name] = (kernel.kind, kernel.read, kernel.written)
+    assert found == KERNELS
+
+
+def test_times_of_known_and_dynamic_loops():
+    """Five iterations of one loop, three of the other: the body's kernels run eight times."""
+    one, bodies = account(MODULE, {"F": 3}, RATES), 8
+    assert one.flops["matmul"] == (bodies + 1) * 2 * 16 * 64 * 32
+    assert one.kernels == {
+        "copy": bodies + 1,
+        "matmul": bodies + 1,
+        "accumulation": bodies,
+        "elementwise": 1 + 4,
+        "stash": 1,
+    }
+    assert one.synchronisations == 3 + 1  # of the dynamic loop: before each iteration, and at its end
+    assert one.seconds[SYNCS] == pytest.approx(4e-3)
+    assert one.seconds[GAPS] == pytest.approx(sum(one.kernels.values()) * 1e-6)
+    assert one.read["accumulation"] + one.written["accumulation"] == bodies * (5 * Y + INDEX)
+    # All kernels here are bound by memory: 1 GB/s.
+    assert one.seconds["matmul"] == pytest.approx((bodies * (X + LAYER + Y) + X + LAYER + INDEX + Y) / 1e9)
+
+
+def test_a_collective_is_exposed_by_what_kernels_do_not_cover():
+    """The gather sends 256 bytes to the host's other GPU at 1 MB/s, beside a matmul."""
+    one = account(MODULE, {"F": 3}, RATES)
+    takes, beside = 256 / 1e6 + 1e-6, (X + LAYER + Y) / 1e9 + 1e-6
+    assert one.seconds[EXPOSED] == pytest.approx(8 * (takes - beside))
+    assert one.hidden["all-gather"] == pytest.approx(8 * beside)
+    far = account(MODULE.replace("{{0,1}}", "{{0,8}}"), {"F": 3}, RATES)
+    assert far.seconds[EXPOSED] == pytest.approx(8 * (256 / 1e5 + 1e-6 - beside))
+
+
+def test_rates_of_an_h100():
+    """The figures that published H100 runs support: 700 TFLOP/s of matmul, 450 of causal attention."""
+    rates = rates_of(find_gpu("h100-80gb"), "bf16")
+    assert rates.matmul == pytest.approx(700e12, rel=0.01) and rates.attention == pytest.approx(450e12, rel=0.01)
+    assert rates.memory == pytest.approx(0.9 * 3.35e12, rel=0.01)

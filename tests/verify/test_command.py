@@ -1,0 +1,145 @@
+"""Errors in a transformer, recorded references, checkpoints and the command from end to end."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.metadata import Progress
+from megajax.config import OutputConfig
+from megajax.models import transformer
+from megajax.models.gpt import GPT
+from megajax.train.trainer import Trainer
+from megajax.verify import __main__ as command
+from megajax.verify import record_file
+from megajax.verify.certify import LiveReference, RecordedReference, Start, certify, record
+from megajax.verify.replay import Replay
+from tests import small
+from tests.verify import planted
+
+pytestmark = pytest.mark.slow
+MODEL = dataclasses.replace(small.MODEL, layers=4, hidden=16, heads=2, dropout=0.1)
+
+
+class Tokens:
+    """Random batches of the tiny GPT."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def batch(self, consumed: int):
+        return small.make_batch(self.run, consumed // small.BATCH)
+
+
+@functools.cache
+def reference() -> Replay:
+    """The tiny GPT with dropout on one device, compiled before anything is planted."""
+    run = small.make_run(schedule="1f1b", model=MODEL)
+    replay = Replay(run, jax.devices())
+    replay.perturbed_step(replay.training.init_state(), Tokens(run).batch(0), 0)
+    return replay
+
+
+def compare(replay: Replay, steps: int = 2):
+    live = LiveReference(reference(), Tokens(reference().run))
+    return certify(live, replay, Tokens(replay.run), steps, Start())
+
+
+def two_stages(model=None, **options) -> Replay:
+    run = small.make_run((2, 2, 1), model=MODEL, schedule="1f1b", **options)
+    return Replay(run, jax.devices(), model)
+
+
+def test_a_transformer_with_dropout_is_equal_on_another_layout():
+    verdict = compare(Replay(small.make_run((2, 2, 2), model=MODEL, chunks=2, zero=1), jax.devices()))
+    assert verdict.difference is None and len(verdict.rows) == 2
+
+
+def test_wrong_key_of_the_dropout_in_one_layer():
+    class WrongKey(transformer.Dropout):
+        def __init__(self, rate, context, microbatch, layer):
+            super().__init__(rate, context, microbatch, jnp.where(layer == 2, 1, layer) if rate else layer)
+
+    with planted.patched(transformer, "Dropout", lambda _: WrongKey):
+        verdict = compare(two_stages())
+    assert (verdict.difference.step, verdict.difference.entry.key) == (1, "output/2")
+    assert "layer 2 is on pipe rank 1" in verdict.details and any("all samples" in line for line in verdict.details)
+
+
+def test_attention_mask_of_one_layer():
+    """Layer 1 attends to the next token too."""
+
+    def later(query, key, value, drop, constrain, document=None):
+        return original(query, jnp.roll(key, -1, axis=1), jnp.roll(value, -1, axis=1), drop, constrain, document)
+
+    class WrongMask(GPT):
+        def block(self, weights, x, microbatch, layer):
+            right = super().block(weights, x, microbatch, layer)
+            with planted.patched(transformer, "causal_attention", lambda _: later):
+                wrong = super().block(weights, x, {**microbatch}, layer)
+            return jnp.where(layer == 1, wrong, right)
+
+    original = transformer.causal_attention
+    verdict = compare(two_stages(WrongMask))
+    assert (verdict.difference.step, verdict.difference.entry.key) == (1, "output/1")
+    assert "layer 1 is on pipe rank 0" in verdict.details
+
+
+def test_a_recorded_reference_finds_the_same(tmp_path):
+    """The file stands for the layout that wrote it; an error is named as with both layouts, but for what needs arrays."""
+    path = str(tmp_path / "a.npz")
+    live = LiveReference(planted.reference_replay(), planted.Vectors())
+    header = record_file.header_of(live.replay.run, "", 0)
+    record_file.save(path, record(live, 3, Progress(), header))
+    stored = RecordedReference(record_file.load(path))
+    run = planted.make_run(data=2, pipe=2, schedule="1f1b")
+    assert certify(stored, planted.replay_of(run), planted.Vectors(), 3, Start()).difference is None
+    wrong = certify(stored, planted.replay_of(run, planted.WrongSign), planted.Vectors(), 3, Start())
+    assert (wrong.difference.step, wrong.difference.entry.key) == (1, "gradient/blocks/up/2")
+    assert wrong.details == ["layer 2 is on pipe rank 1"]
+
+
+def test_the_program_computes_what_the_training_step_computes():
+    """The state after two steps of `train_step` has the same bits."""
+    replay = planted.replay_of(planted.make_run(data=2, pipe=2, schedule="interleaved_1f1b", chunks=2, zero=1))
+    training, state, other = replay.training, replay.training.init_state(), replay.training.init_state()
+    for step in range(2):
+        batch = replay.split(planted.Vectors().batch(step * planted.SAMPLES))
+        other, metrics = training.train_step(other, batch)
+        _, results = replay.step(state, batch)
+        state = results.after
+        assert float(metrics["loss"]) == float(results.metrics["loss"])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), state, other)
+
+
+def test_equal_bits_of_a_layout_with_itself():
+    replay = planted.replay_of(planted.make_run(data=2, pipe=2, schedule="1f1b"))
+    live = LiveReference(planted.without_error(replay.run), planted.Vectors(), exact=True)
+    verdict = certify(live, replay, planted.Vectors(), 2, Start())
+    assert verdict.difference is None
+    assert all(distance == 0 for row in verdict.rows for distance, _ in row.largest.values())
+
+
+def test_the_command_from_a_checkpoint(tmp_path, capsys):
+    """Steps 3 and 4 of a run, on another layout; a record of them, and a wrong seed."""
+    shape = ["--layers", "4", "--hidden", "16", "--heads", "2", "--sequence-length", "16", "--global-batch-size", "8"]
+    shape += ["--steps", "8", "--microbatch-size", "2", "--validation-batches", "0"]
+    start = command.options.read(["--a", "--data 2", "--record", "x", "--", *shape]).a.run(8)
+    output = OutputConfig(run_dir=str(tmp_path / "run"), save_every=2, tensorboard=False)
+    run = dataclasses.replace(start, train=dataclasses.replace(start.train, steps=2))
+    Trainer(run, output=output, devices=jax.devices()[:2]).fit()
+    both = ["--steps", "2", "--from", str(tmp_path / "run")]
+    layouts = ["--a", "--data 2", "--b", "--pipe 2 --chunks 1 --schedule zb_h1"]
+    assert command.main([*layouts, *both, "--json", "--", *shape]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["equal"] and [row["step"] for row in verdict["steps"]] == [3, 4]
+    path = str(tmp_path / "a.npz")
+    assert command.main(["--record", path, *layouts[:2], *both, "--", *shape]) == 0
+    assert command.main(["--against", path, *layouts[2:], *both, "--", *shape, "--seed", "5"]) == 2
+    assert "is of another run: seed was 1234, is 5" in capsys.readouterr().err
+    assert command.main([*layouts, *both, "--steps", "9", "--", *shape]) == 2
+    assert "steps = 9, but the run has 6 steps after step 2: pass -- --steps 11" in capsys.readouterr().err
