@@ -134,7 +134,7 @@ def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
         ("[train]\nsteps = ", "is not TOML"),
         ("[train]\nstpes = 3", "stpes in [train] is not known: did you mean steps"),
         ("[trian]\nsteps = 3", "[trian], which is not known: did you mean train"),
-        ('[train]\nsteps = "many"', "steps = 'many' must be a whole number"),
+        ('[train]\nsteps = "many"', "must be a whole number, 1 or more: change it in the file"),
         (None, "cannot read the configuration"),
     ],
 )
