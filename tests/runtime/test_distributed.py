@@ -260,7 +260,7 @@ def test_an_error_of_one_process_ends_all_with_its_exit_code(tmp_path):
         Run(tmp_path, f"{flags} --process-id {i} --tokenizer {name}", name=f"process_{i}")
         for i, name in enumerate(["byte", "bite"])
     ]
-    assert [run.wait(90) for run in found] == [2, 2]  # a launcher must not start the command again
+    assert [run.wait() for run in found] == [2, 2]  # a launcher must not start the command again
     problem = "tokenizer = 'bite' is not known"
     assert found[0].err.startswith(f"error: process 1 on {socket.gethostname()} failed: {problem}")
     assert found[1].err.startswith(f"error: {problem}")
@@ -312,7 +312,8 @@ def test_process_0_listens_on_the_coordinators_address_only(tmp_path):
     words = f"--coordinator 127.0.0.1:{port} --processes 2 --process-id 0 --start-timeout 20"
     run = Run(tmp_path, f"{MESH} {words}")
     run.until(lambda: listening(port))
-    assert listening(port) == {"0100007F"}  # not 00000000, all interfaces
+    # 127.0.0.1, perhaps as ::ffff:127.0.0.1; all interfaces would be zeros.
+    assert listening(port) <= {"0100007F", "0000000000000000FFFF00000100007F"}
     run.process.kill()
 
 
