@@ -23,7 +23,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SUBCOMMANDS = ("merge", "inspect", "verify")  # of megajax.data.preprocess
 # Commands that also take every option of the training command.
-WITH_TRAINING_OPTIONS = ("megajax.plan.dryrun", "megajax.verify", "benchmarks.communication", "benchmarks.mfu")
+WITH_TRAINING_OPTIONS = (
+    "megajax.launch",
+    "megajax.plan.dryrun",
+    "megajax.verify",
+    "benchmarks.communication",
+    "benchmarks.mfu",
+)
 OF_OTHERS = {"--xla_gpu_enable_pipelined_p2p", "--xla_gpu_deterministic_ops"}  # options that are not megajax's
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

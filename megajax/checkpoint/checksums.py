@@ -1,7 +1,7 @@
-"""Size and CRC-32 of every file of a checkpoint, by which a truncated, missing or modified file is found and named.
+"""Size and CRC-32 of every file of a checkpoint; they identify truncated, missing, added and modified files.
 
-Each process sums the files it wrote; process 0 sums the files shared by all processes, and the lists of sums. So all hosts
-sum a large checkpoint in parallel, and verify it in parallel before it is read.
+Each process computes the checksums of the files it wrote; process 0 computes those of the shared files and of the lists of
+checksums. All hosts thus compute and verify the checksums of a large checkpoint in parallel.
 
 Why orbax's own checks are not enough (tried: orbax-checkpoint 0.12.8, `CheckpointManager`, zarr and zarr3): of 60 cases of
 one damaged file, 30 restored without an error because the file was not read, and 3 restored WRONG VALUES: a flipped bit in
@@ -18,7 +18,7 @@ from typing import Any
 from megajax.schedules.arguments import text_problem
 
 DIRECTORY = "checksums"
-FORMAT_1_DIRECTORY = "digests"  # what checkpoints of format 1 call it
+FORMAT_1_DIRECTORY = "digests"  # its name in checkpoints of format 1
 READ = ("state", "meta")  # directories of a checkpoint that orbax reads
 BLOCK = 1 << 24  # bytes read at once
 
@@ -46,13 +46,13 @@ def _write(root: pathlib.Path, name: str, sums: dict[str, list[int]]) -> pathlib
 
 
 def write_own(root: pathlib.Path, process: int) -> list[pathlib.Path]:
-    """Writes the sums of the files that `process` wrote into a checkpoint; returns these files and that of the sums."""
+    """Writes the checksums of the files that `process` wrote; returns these files and the list's own file."""
     own = [file for part in root.glob(f"**/ocdbt.process_{process}") for file in part.rglob("*") if file.is_file()]
     return [*own, _write(root, f"process_{process}", _sums(root, own))]
 
 
 def write_rest(root: pathlib.Path) -> None:
-    """Writes the sums of all other files, the lists of sums included."""
+    """Writes the checksums of all other files, including the lists of checksums."""
     known = {name for file in (root / DIRECTORY).glob("*.json") for name in json.loads(file.read_text())}
     files = [file for file in root.rglob("*") if file.is_file()]
     _write(root, "rest", _sums(root, [file for file in files if str(file.relative_to(root)) not in known]))
@@ -71,7 +71,7 @@ def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1), below: str = "
     try:
         rest = _read(root / directory / "rest.json")
         lists = [name for name in rest if pathlib.PurePath(name).parts[0] == directory]
-        # The lists of sums are verified first: the sums in a damaged list mean nothing.
+        # The lists of checksums are verified first: a damaged list cannot verify files.
         if found := _compare(root, {name: rest[name] for name in lists}):
             return found
         sums = rest | {name: value for file in lists for name, value in _read(root / file).items()}
@@ -84,13 +84,13 @@ def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1), below: str = "
 
 
 def _added(root: pathlib.Path, sums: Mapping[str, list[int]]) -> list[str]:
-    """Files that orbax might read although they were not written with the checkpoint; also where the list lost an entry."""
+    """Files in the directories that orbax reads without a checksum: added later, or removed from the list."""
     found = [str(file.relative_to(root)) for part in READ for file in (root / part).rglob("*") if not file.is_dir()]
     return [f"{name}: was not there when the checkpoint was written" for name in sorted(set(found) - set(sums))]
 
 
 def _read(path: pathlib.Path) -> dict[str, list[int]]:
-    """A list of sums. Raises ValueError for JSON that is not one."""
+    """A list of checksums. Raises ValueError for other JSON."""
     try:
         sums = json.loads(path.read_text())
     except RecursionError:

@@ -23,7 +23,7 @@ def prepare_process() -> None:
 
 
 def silence_tracebacks() -> None:
-    """Silences what libraries print about a failed write; `writer.reason_of` is the one line shown."""
+    """Silences the libraries' messages about a failed write, which `Checkpoints` reports in one line."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_other_message)
     warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
@@ -63,7 +63,7 @@ class _Module:
 
 
 class _FileSpec:
-    """The specification of a directory, whose JSON is what it was made from."""
+    """The specification of a directory; `to_json` returns the JSON it was constructed with."""
 
     def __init__(self, json: dict[str, str]):
         self._json = json

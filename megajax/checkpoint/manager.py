@@ -30,7 +30,7 @@ from megajax.runtime.compat import multihost_utils
 
 NAME = "step_{:08d}"
 DELETING = ".deleting"
-STALE = (TEMPORARY, DELETING)  # suffixes of what a save or a deletion leaves behind when it is killed
+STALE = (TEMPORARY, DELETING)  # suffixes of the directories that killed saves and deletions leave
 ASIDE = ".set-aside"
 
 
@@ -50,7 +50,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         lock: DirectoryLock | None = None,
     ):
-        """Creates the directory, and deletes what killed saves have left in it.
+        """Creates the directory, and deletes the unfinished directories of killed saves in it.
 
         Args:
           directory: contains one directory for each checkpoint.
@@ -235,7 +235,7 @@ def _make_writable(directory: pathlib.Path) -> None:
 
 
 def _remove_stale(directory: pathlib.Path, attempts: int = 10) -> None:
-    """Deletes what a failed or killed save has left; threads of orbax may write into it for some time after a failure."""
+    """Deletes the directories of failed or killed saves; orbax may write into them for some time after a failure."""
     for _ in range(attempts):
         found = [path for suffix in STALE for path in directory.glob(f"step_*{suffix}")]
         for path in found:

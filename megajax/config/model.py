@@ -100,22 +100,6 @@ class ModelConfig:
         Raises:
             ConfigError: for the first size that cannot be split.
         """
-        split = {"heads": self.heads, "kv_heads": self.key_value_heads, "feedforward": self.feedforward_size}
-        if parallel.sequence_parallel:
-            split["sequence_length"] = self.sequence_length // parallel.context
-        legal = divisors(math.gcd(*split.values()))
-        for name, value in split.items():
-            if value % parallel.tensor:
-                instead = "--no-sequence-parallel" if name == "sequence_length" else ""
-                raise ConfigError(
-                    f"{name} = {value} cannot be split over tensor = {parallel.tensor}: pass "
-                    + either(
-                        one_of("tensor", legal, parallel.tensor),
-                        one_of(name, multiples(parallel.tensor, value), value),
-                        instead,
-                    )
-                    + "."
-                )
         if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
             legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
             raise ConfigError(
@@ -129,6 +113,25 @@ class ModelConfig:
                 )
                 + "."
             )
+        split = {"heads": self.heads, "kv_heads": self.key_value_heads, "feedforward": self.feedforward_size}
+        if parallel.sequence_parallel:
+            split["sequence_length"] = self.sequence_length // parallel.context
+        legal = divisors(math.gcd(*split.values()))
+        for name, value in split.items():
+            if value % parallel.tensor:
+                size, step, instead, given = value, parallel.tensor, "", f"{name} = {value}"
+                if name == "sequence_length":
+                    size, instead = self.sequence_length, "--no-sequence-parallel"
+                    if parallel.context > 1:
+                        given = f"sequence_length / context = {size} / {parallel.context} = {value}"
+                        step = parallel.context * math.lcm(2, parallel.tensor)
+                raise ConfigError(
+                    f"{given} cannot be split over tensor = {parallel.tensor}: pass "
+                    + either(
+                        one_of("tensor", legal, parallel.tensor), one_of(name, multiples(step, size), size), instead
+                    )
+                    + "."
+                )
         if parallel.context > 1 and self.dropout > 0:
             raise ConfigError(
                 f"dropout = {self.dropout}, but dropout masks are drawn for whole sequences and context = "

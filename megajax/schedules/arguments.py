@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 
 from megajax.schedules.errors import UserError, one_line, shown
@@ -12,20 +13,28 @@ INT32 = 2**31
 FLOAT32 = 3.4e38
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises an error of one line where argparse prints the usage and exits."""
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line; it then exits with code 2."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, which to Python 3.12.4 returns an empty list as the value of --option=--."""
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            if word.endswith("=--"):
+                self.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str):
+        self.exit(2, f"error: {one_line(message.removeprefix('argument '))}; --help lists every option\n")
+
+
+class Parser(CommandParser):
+    """An argument parser that raises its errors."""
 
     mistake: type[UserError] = UserError
 
     def error(self, message: str):
         raise self.mistake(f"{message.removeprefix('argument ')}; --help lists every option with its values")
-
-
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser for commands whose only errors are in their options: prints one line and exits with code 2."""
-
-    def error(self, message: str):
-        self.exit(2, f"error: {one_line(message.removeprefix('argument '))}; --help lists every option\n")
 
 
 def whole(low: int = 1, below: int | None = None) -> Callable[[str], int]:

@@ -1,4 +1,4 @@
-"""A log file that a full disk does not stop: what cannot be written is dropped until there is room again."""
+"""An append-only log file. Records that cannot be written, for example to a full disk, are dropped."""
 
 import contextlib
 import errno
@@ -13,8 +13,8 @@ PATH_CHECK_SECONDS = 1.0
 class LogFile:
     """Appends records to a file; each is written whole or not at all, and before `append` returns.
 
-    An error closes the file, and every later record opens it again: so logging resumes when the disk has room, a file server
-    has restarted, or the directory has been removed.
+    An error closes the file, and every later record reopens it. Logging thus resumes when the disk has room again, when a
+    file server has restarted, and in a new file when the old one was removed.
 
     Attributes:
       path: of the file.

@@ -142,7 +142,7 @@ def warning(record: Mapping[str, float]) -> str | None:
 
 
 class Output:
-    """A text stream that drops what it cannot write: output to a full disk or a closed pipe does not stop a run."""
+    """A text stream that ignores write errors: a full disk or a closed pipe behind standard output does not end a run."""
 
     def __init__(self, stream: TextIO):
         """`stream`: receives the text."""
@@ -222,7 +222,7 @@ class RunLog:
         if failing and not self._drops:
             self._drops = True
             self.message(
-                f"warning: cannot write {failing.path}: {failing.problem}: logs are dropped until it is possible"
+                f"warning: cannot write {failing.path}: {failing.problem}: log records are dropped until a write succeeds"
             )
         elif self._drops and not failing:
             self._drops = False

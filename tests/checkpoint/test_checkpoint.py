@@ -210,9 +210,9 @@ def test_allowed_differences_are_reported(written):
     other = runs.make_run((8, 1, 1), schedule="gpipe", microbatches=2, train={"learning_rate": 1e-3})
     other = dataclasses.replace(other, data=DataConfig(text="other.txt"))
     meta = reader.read_meta(newest(written))
-    said = reader.compare(meta, other, meta["tokenizer"], newest(written))
-    assert said[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
-    assert said[1:] == [
+    messages = reader.compare(meta, other, meta["tokenizer"], newest(written))
+    assert messages[0].startswith("resume    resharded: data was 2, is 8, pipe was 2, is 1")
+    assert messages[1:] == [
         "resume    training options differ: learning_rate was 0.003, is 0.001",
         "resume    data differ: text was None, is other.txt",
     ]

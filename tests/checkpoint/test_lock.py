@@ -116,7 +116,7 @@ def test_one_process_takes_its_lock_twice(tmp_path):
     assert not (tmp_path / NAME).exists()
 
 
-def test_a_vanished_directory_is_created_again_and_said(tmp_path):
+def test_a_vanished_directory_is_created_again_and_reported(tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
     lock = DirectoryLock(directory, lambda: (directory / "config.toml").write_text(""), LEASE, 0.1)

@@ -64,6 +64,11 @@ ILLEGAL = [
     ({"minimum_learning_rate": 1.0}, None, ["minimum_learning_rate = 1.0", "--minimum-learning-rate 6e-05"]),
     ({"tensor": 8}, None, ["heads = 12", "tensor = 8", "--tensor 1, 2 or 4", "--heads 8 or 16"]),
     ({"tensor": 6}, None, ["sequence_length = 64", "--tensor 1, 2 or 4", "--no-sequence-parallel"]),
+    (
+        {"tensor": 4, "context": 3, "sequence_length": 1026, "vocabulary": 512},
+        None,
+        ["sequence_length / context = 1026 / 3 = 342", "--sequence-length 1020 or 1032", "--no-sequence-parallel"],
+    ),
     ({"tensor": 4, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 4", "--tensor 1 or 2", "--kv-heads 4"]),
     ({"tensor": 4, "feedforward": 90}, None, ["feedforward = 90", "--tensor 1 or 2", "--feedforward 88 or 92"]),
     ({"axis_order": ("data", "pipe")}, None, ["axis_order = data,pipe", "--axis-order data,pipe,tensor"]),

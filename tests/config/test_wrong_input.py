@@ -66,6 +66,7 @@ WRONG = [
     ("--unroll-blocks --pipe 2 --chunks 2 --context 2", ["chunks = 2 and context", "omit --unroll-blocks"]),
     ("--schedule pipedream_2bw --precision fp16", ["fp16", "--precision bf16"]),
     *((f"--{name}=", [f"--{name}: '' must not be empty"]) for name in TEXTS),
+    ("--import=--", ["--import: '--' is not a value"]),
     ("--data-path=", ["--data-path: '' must not be empty"]),
     ("--run-dir \0", ["--run-dir: '\\x00' has control characters"]),
     ("--devices cpu:100000", ["'100000' CPU devices are too many", "--devices cpu:512"]),

@@ -42,7 +42,7 @@ class Survivors:
 
     def add(self) -> None:
         """Starts an agent."""
-        options = f"--nodes 2:{NODES} --node-timeout 10 --hang-timeout 15 --max-failures 10 --join-wait 600"
+        options = f"--nodes 2:{NODES} --node-timeout 10 --hang-timeout 15 --max-failures 100 --join-wait 600"
         slow = ["--import", str(ROOT / "tests" / "launch" / "slow_steps.py")]
         words = [*options.split(), "--address", "127.0.0.1", "--", *self.command(10**6, self.run), *slow]
         self.count += 1

@@ -57,6 +57,7 @@ def test_weights_follow_the_papers_update_rule(mesh, recompute):
     assert int(metrics["skipped"]) == 0
 
 
+@pytest.mark.slow
 def test_losses_are_of_the_tokens_whose_head_ran_in_the_step():
     still = {"learning_rate": 1e-30, "minimum_learning_rate": 1e-30}
     run = small.make_run((1, 4, 1), schedule="pipedream_2bw", microbatches=8, train=still)

@@ -59,6 +59,7 @@ def test_the_device_with_another_bit_is_named(checked, training, name, bit):
         check.check(flip(state, name, device, bit=bit), step=5)
 
 
+@pytest.mark.slow
 def test_of_two_replicas_both_are_named():
     training = small.training_of(runs.make_run((2, 2, 1)))
     state, devices = training.init_state(), training.mesh.devices
@@ -66,6 +67,7 @@ def test_of_two_replicas_both_are_named():
     assert (found.suspects, found.majority) == ((devices[0, 0, 0], devices[1, 0, 0]), False)
 
 
+@pytest.mark.slow
 def test_with_zero_1_the_arrays_that_are_replicated_are_compared():
     """Shared parameters are replicated over pipe; blocks are sharded over data and have no copies."""
     training = small.training_of(runs.make_run((2, 4, 1), zero=1))
@@ -112,7 +114,9 @@ class FlipsABit:
         return flip(state, KERNEL, self._device) if self._taken == self._step else state, metrics
 
 
-@pytest.mark.parametrize(("save_every", "found", "saved"), [(1000, 8, []), (2, 6, [2, 4])])
+@pytest.mark.parametrize(
+    ("save_every", "found", "saved"), [(1000, 8, []), pytest.param(2, 6, [2, 4], marks=pytest.mark.slow)]
+)
 def test_a_run_ends_at_the_next_check_and_saves_no_corrupt_state(training, tmp_path, save_every, found, saved):
     """The bit changes after step 6; checks are every four steps, and before each save."""
     device = training.mesh.devices[3, 0, 0]

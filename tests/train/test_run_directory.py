@@ -1,4 +1,4 @@
-"""A run's directory: one run at a time, and what is said when it vanishes."""
+"""A run's directory: one run at a time, and messages about a directory that vanishes."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ def test_a_wrong_step_leaves_no_directory_behind(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_directory_that_is_not_there_is_said(tmp_path):
+def test_a_missing_directory_is_reported(tmp_path):
     run = runs.make_run((1, 1, 1), schedule="1f1b")
     output = OutputConfig(run_dir=str(tmp_path / "new"), resume="auto")
     for count in (1, 0):
@@ -64,7 +64,7 @@ def test_a_directory_that_is_not_there_is_said(tmp_path):
         assert len([text for text in directory.messages if "does not exist and is created" in text]) == count
 
 
-def test_a_directory_that_vanishes_in_mid_run_is_said_and_created_again(tmp_path, monkeypatch):
+def test_a_directory_that_vanishes_in_mid_run_is_reported_and_created_again(tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.train.log_file.PATH_CHECK_SECONDS", 0.0)
     path, target, state = tmp_path / "run", *small.small_state()
     run = runs.make_run((1, 1, 1), schedule="1f1b")
@@ -81,14 +81,17 @@ def test_a_directory_that_vanishes_in_mid_run_is_said_and_created_again(tmp_path
             log.message(line)
         log.step(record(2))
         assert directory.close() == []
-    says, saved = text.getvalue().splitlines()[1:3]
-    assert f"the run directory {path} has vanished and is created again" in says and "step 2: checkpoint saved" in saved
+    vanished, saved = text.getvalue().splitlines()[1:3]
+    assert (
+        f"the run directory {path} has vanished and is created again" in vanished
+        and "step 2: checkpoint saved" in saved
+    )
     assert manager.complete_steps(path / "checkpoints") == [2] and (path / "config.toml").exists()
     assert json.loads((path / "log.jsonl").read_text())["step"] == 2
     assert "has vanished" in (path / "logs" / "process_0.log").read_text()
 
 
-def test_checkpoints_that_vanish_are_said(tmp_path):
+def test_vanished_checkpoints_are_reported(tmp_path):
     target, state = small.small_state()
     checkpoints = Checkpoints(tmp_path / "checkpoints", OutputConfig(), {})
     checkpoints.save(target, state, Progress(step=1))
@@ -136,14 +139,14 @@ def test_logs_and_saves_continue_after_the_disk_was_full(small_disk):
                 for line in messages + directory.checkpoints.wait():
                     log.message(line)
         assert directory.close() == []
-    said = [line for line in text.getvalue().splitlines() if "checkpoint saved" not in line and "loss" not in line]
-    assert [line.partition(":")[0] for line in said] == [
+    messages = [line for line in text.getvalue().splitlines() if "checkpoint saved" not in line and "loss" not in line]
+    assert [line.partition(":")[0] for line in messages] == [
         "warning",
         *["warning"] * 3,
         "logs are written again; records dropped so far",
     ]
-    assert sum("checkpoint NOT saved" in line and "No space left on device" in line for line in said) == 3
-    assert sum("logs are dropped" in line for line in said) == 1
+    assert sum("checkpoint NOT saved" in line and "No space left on device" in line for line in messages) == 3
+    assert sum("log records are dropped" in line for line in messages) == 1
     assert manager.complete_steps(path / "checkpoints") == [70, 80, 90]
     steps = [json.loads(line)["step"] for line in (path / "log.jsonl").read_text().splitlines()]
     assert set(range(1, 31)) | set(range(62, 91)) <= set(steps) and steps == sorted(set(steps)) and len(steps) < 90

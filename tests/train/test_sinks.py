@@ -73,7 +73,7 @@ class Disk:
         return getattr(os, name)
 
     def write(self, descriptor: int, data: bytes) -> int:
-        """As os.write: what has no room is not written."""
+        """As os.write: the bytes beyond the room are not written."""
         if self.room == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(descriptor, data[: self.room])
@@ -127,7 +127,7 @@ def test_a_removed_or_replaced_file_is_written_again(tmp_path, monkeypatch):
     file.close()
 
 
-def test_a_run_continues_on_a_full_disk_and_says_it_once(tmp_path, disk):
+def test_a_run_continues_on_a_full_disk_and_reports_it_once(tmp_path, disk):
     """Lines of all files are dropped while there is no room, and none is cut in two."""
     text = io.StringIO()
     sinks = [JsonLines(tmp_path / "log.jsonl"), TensorBoard(tmp_path / "tensorboard")]
@@ -141,7 +141,7 @@ def test_a_run_continues_on_a_full_disk_and_says_it_once(tmp_path, disk):
     for found in (steps, [event.step for event in read_events(events) if event.summary.value]):
         assert 20 <= len(found) < 65 and found[:19] == [*range(1, 20)] and found[-41:] == [*range(60, 101)]
     lines = [line for line in text.getvalue().splitlines() if not line.startswith("step ")]
-    assert len(lines) == 2 and "No space left on device: logs are dropped" in lines[0]
+    assert len(lines) == 2 and "No space left on device: log records are dropped" in lines[0]
     dropped = 100 - len(steps)
     assert lines[1].startswith(f"logs are written again; records dropped so far: {dropped} of log.jsonl, ")
     assert text.getvalue().count("\nstep ") == 99
