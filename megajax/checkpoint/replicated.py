@@ -40,6 +40,7 @@ class ReplicatedState:
     Attributes:
       every: steps from one replication to the next, for the caller.
       blocked: seconds for which the last `save` kept the training waiting.
+      newest: step of the newest state that was restored or replicated; None: there is none.
       messages: for the start of the log.
     """
 
@@ -58,7 +59,8 @@ class ReplicatedState:
         self._thread = ThreadPoolExecutor(1, "replicate")
         self._pending: tuple[int, Future] | None = None  # step and result of the one in progress
         self._arrays: dict[str, jax.Array] | None = None  # the last copies, where their memory is reused
-        self._saves, self._newest, self._last_failure, self._told = 0, None, "", False
+        self.newest: int | None = None
+        self._saves, self._last_failure, self._told = 0, "", False
         copies = f"each of {len(self.hosts)} hosts also has a copy of the next one's"
         if not self.hosts.next:
             copies = "there is one host, so no other has a copy"
@@ -87,6 +89,7 @@ class ReplicatedState:
         if states and max(states)[0] >= at_least:
             kept = max(states)
             found = self._load(run, target, states[kept])
+            self.newest = kept[0] if found else None
         exchange("memory/restored", "")  # all hosts have read what is deleted now
         if self.hosts.leads:
             self.hosts.delete(lambda name: not found or (name.step, name.attempt) != kept)
@@ -179,9 +182,9 @@ class ReplicatedState:
         if error := written.exception():
             self._arrays, reason = None, reason_of(error)
             repeated, self._last_failure = reason == self._last_failure, reason
-            newest = f"the newest is of step {self._newest}" if self._newest else "there is none yet"
+            newest = f"the newest is of step {self.newest}" if self.newest else "there is none yet"
             return [] if repeated else [f"warning: step {step}: state NOT replicated: {reason}; {newest}"]
-        first, self._newest = not self._told or bool(self._last_failure), step
+        first, self.newest = not self._told or bool(self._last_failure), step
         self._told, self._last_failure = True, ""
         size, taken = written.result()
         waited = f"training waited {self.blocked:.2f} s"

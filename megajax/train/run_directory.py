@@ -196,8 +196,9 @@ class RunDirectory:
         """Ends the trace, waits for the save in progress, and frees the lock; returns the messages of the first two."""
         traced = self.profiler.close() if self.profiler else None
         messages = ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
-        if self.replicas:  # the loop has saved a checkpoint of the last state
-            messages += self.replicas.close(clear=True)
+        if self.replicas:
+            saved = manager.complete_steps(self.directory / "checkpoints")[-1:] or [-1]
+            messages += self.replicas.close(clear=self.replicas.newest is None or self.replicas.newest <= saved[0])
         if self.lock:
             self.lock.release()
         return messages

@@ -280,6 +280,10 @@ def test_a_killed_run_resumes_from_the_newer_of_memory_and_checkpoint(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     if resumed == 9:
+        # With fewer steps than were taken there is nothing to do, and no checkpoint: the state stays in memory.
+        fewer = small.training_of(runs.make_run((2, 1, 1), zero=1, schedule="1f1b", steps=5))
+        done = runs.go(fewer.run, tmp_path / "run", training=fewer, resume="auto", replicate_state=9)
+        assert "resume    from step 9, replicated" in done.text and list(tmp_path.glob(newest))
         monkeypatch.setattr("megajax.checkpoint.reader.load", None)  # no checkpoint is read
     result = runs.go(training.run, tmp_path / "run", resume="auto", **options)
     source = "replicated in host memory" if resumed == 9 else "the newest in"
