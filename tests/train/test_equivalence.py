@@ -1,6 +1,6 @@
-"""The promise: loss and gradients do not depend on mesh, schedule, chunks, microbatches or recompute.
+"""Loss and gradients do not depend on mesh, schedule, chunks, microbatches or recompute.
 
-The truth is the unpipelined model on one device in fp32, `mean_loss` through `jax.grad`.
+The reference is the unpipelined model on one device in fp32, `mean_loss` through `jax.grad`.
 """
 
 import functools

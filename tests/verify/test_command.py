@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import own_model
 from megajax.checkpoint.metadata import Progress
 from megajax.config import OutputConfig
 from megajax.models import transformer
@@ -125,21 +126,24 @@ def test_equal_bits_of_a_layout_with_itself():
 
 
 def test_the_command_from_a_checkpoint(tmp_path, capsys):
-    """Steps 3 and 4 of a run, on another layout; a record of them, and a wrong seed."""
-    shape = ["--layers", "4", "--hidden", "16", "--heads", "2", "--sequence-length", "16", "--global-batch-size", "8"]
-    shape += ["--steps", "8", "--microbatch-size", "2", "--validation-batches", "0"]
-    start = command.options.read(["--a", "--data 2", "--record", "x", "--", *shape]).a.run(8)
-    output = OutputConfig(run_dir=str(tmp_path / "run"), save_every=2, tensorboard=False)
-    run = dataclasses.replace(start, train=dataclasses.replace(start.train, steps=2))
-    Trainer(run, output=output, devices=jax.devices()[:2]).fit()
-    both = ["--steps", "2", "--from", str(tmp_path / "run")]
-    layouts = ["--a", "--data 2", "--b", "--pipe 2 --chunks 1 --schedule zb_h1"]
-    assert command.main([*layouts, *both, "--json", "--", *shape]) == 0
+    """Steps 3 and 4 of a run of the user's own model, on another layout; a record of them, and a wrong seed."""
+    own = ["--experiment", "experiments.own_model"]
+    a, b = "--pipe 1 --tensor 1 --chunks 1", "--data 1 --tensor 1 --chunks 1 --schedule zb_h1 --microbatch-size 8"
+    run = command.options.read(["--a", a, "--record", "x", *own]).a.run(8)
+    output = OutputConfig(run_dir=str(tmp_path / "run"), tensorboard=False)
+    short = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2, warmup_steps=0))
+    Trainer(short, data=own_model.DATA, output=output, devices=jax.devices()[:2]).fit()
+    both = [*own, "--steps", "2", "--from", str(tmp_path / "run")]
+    capsys.readouterr()
+    assert command.main(["--a", a, "--b", b, *both, "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["equal"] and [row["step"] for row in verdict["steps"]] == [3, 4]
     path = str(tmp_path / "a.npz")
-    assert command.main(["--record", path, *layouts[:2], *both, "--", *shape]) == 0
-    assert command.main(["--against", path, *layouts[2:], *both, "--", *shape, "--seed", "5"]) == 2
-    assert "is of another run: seed was 1234, is 5" in capsys.readouterr().err
-    assert command.main([*layouts, *both, "--steps", "9", "--", *shape]) == 2
-    assert "steps = 9, but the run has 6 steps after step 2: pass -- --steps 11" in capsys.readouterr().err
+    assert command.main(["--record", path, "--a", a, *both]) == 0
+    assert command.main(["--against", path, "--b", b, *both, "--", "--learning-rate", "0.5"]) == 2
+    assert "is of another run: learning_rate was " in capsys.readouterr().err
+    assert command.main(["--a", a, "--b", b, *both, "--steps", "999"]) == 2
+    left = run.train.steps - 2
+    assert f"steps = 999, but the run has {left} steps after step 2: pass -- --steps 1001" in capsys.readouterr().err
+    assert command.main(["--a", a, "--b", b, *own, "--from", str(tmp_path)]) == 2
+    assert f"--from {tmp_path} is neither a checkpoint nor a directory with one" in capsys.readouterr().err
