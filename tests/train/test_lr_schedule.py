@@ -131,7 +131,7 @@ def test_a_ramped_loader_gives_every_sample_once():
     ("fields", "message"),
     [
         ({"batch_ramp": (4, 4)}, "three whole numbers"),
-        ({"batch_ramp": (0, 4, 10)}, "three whole numbers"),
+        ({"batch_ramp": (0, 4, 10)}, "whole numbers above 0"),
         ({"batch_ramp": (4, 5, 60)}, "does not get from 4 to global_batch_size = 16 in steps of 5"),
         ({"batch_ramp": (16, 4, 60)}, "does not get from 16"),
         ({"batch_ramp": (4, 4, 600)}, "the run has steps . global_batch_size = 160"),
