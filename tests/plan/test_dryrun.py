@@ -16,6 +16,7 @@ from megajax.plan import dryrun
 from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.runtime.compat import jaxlib_version
 from megajax.schedules.registry import find, names
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
@@ -168,10 +169,14 @@ Total bytes: 100 (0.10KiB)
 @needs_compiler
 @pytest.mark.parametrize("index", [0, 15, 19])
 def test_the_grid_compiles_to_what_is_on_file(index):
-    """Memory as in benchmarks/results: large runs of the papers, and a zero-bubble schedule."""
-    row = json.loads(RESULTS.read_text())["rows"][index]
-    compiled = compile_for(run_from_json(row["run"]), H100)
-    assert compiled["memory"]["peak"] == pytest.approx(row["memory"]["peak"], rel=0.02)
+    """Memory as in benchmarks/results: large runs of the papers, and a zero-bubble schedule.
+
+    Another version of XLA than the file's may need less: that of jax 0.12.0.1 needs 3.8% less for row 15.
+    """
+    results = json.loads(RESULTS.read_text())
+    row, version = results["rows"][index], tuple(map(int, results["versions"]["jaxlib"].split(".")))
+    ratio = compile_for(run_from_json(row["run"]), H100)["memory"]["peak"] / row["memory"]["peak"]
+    assert (0.98 if jaxlib_version() == version else 0.95) < ratio < 1.02
 
 
 @pytest.mark.slow
