@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a directory that may not be read
+        print(f"error: cannot read {one_line(str(error.filename))}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0 if all(sound) else 2
 
 

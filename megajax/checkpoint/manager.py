@@ -11,6 +11,7 @@ what a checkpoint contains. writer.py says why this is not orbax's CheckpointMan
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import shutil
 import time
@@ -169,7 +170,7 @@ class Checkpoints:
 
 def complete_steps(directory: str | pathlib.Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
-    found = pathlib.Path(directory).glob("step_*") if pathlib.Path(directory).is_dir() else []
+    found = pathlib.Path(directory).glob("step_*") if os.path.isdir(directory) else []
     steps = [(step_of(path), path) for path in found]
     return sorted(step for step, path in steps if step is not None and path.is_dir())
 
@@ -216,7 +217,7 @@ def choose(directory: str | pathlib.Path, resume: str) -> tuple[pathlib.Path | N
     for other in (pathlib.Path(resume).absolute(), pathlib.Path(resume).absolute() / "checkpoints"):
         if steps := complete_steps(other):
             return other / NAME.format(steps[-1]), f"resume    from step {steps[-1]}, the newest in {other}"
-        if (other / "state").is_dir():
+        if os.path.isdir(other / "state"):  # False too for what may not be read
             return other, f"resume    from {other}"
     raise ConfigError(
         f"resume = {resume!r} is neither auto, nor a step, nor a directory with a checkpoint: pass --resume auto"

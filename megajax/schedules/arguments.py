@@ -115,4 +115,7 @@ def text_problem(value: str, may_be_empty: bool = False) -> str:
     # config.toml could not hold it. Surrogates are bytes of the command line that are not UTF-8.
     if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", value):
         return "has control characters, or bytes that are not UTF-8"
+    # The system's limits, which pathlib meets as an OSError. A prompt, which may be empty, is not a name.
+    if not may_be_empty and (len(value) > 4000 or any(len(name.encode()) > 255 for name in value.split("/"))):
+        return "is longer than the name of a file can be"
     return ""

@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
 import traceback
@@ -265,7 +266,7 @@ def import_user_files(paths: Iterable[str]) -> None:
     """
     for path in paths:
         require(
-            not path.endswith(".py") or pathlib.Path(path).is_file(),
+            not path.endswith(".py") or os.path.isfile(path),
             f"cannot import {path}: there is no such file; pass --import FILE.py, or the dotted name of a module",
         )
         try:
