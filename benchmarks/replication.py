@@ -17,9 +17,10 @@ import time
 import numpy as np
 
 from benchmarks.checkpoints import MODELS
-from megajax.checkpoint.memory_hosts import DIRECTORY_VARIABLE
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.config.output import MEMORY_VARIABLE
 from megajax.runtime.mesh import make_mesh, start_devices
+from megajax.schedules.arguments import CommandParser, whole
 
 
 def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds: int) -> dict[str, float]:
@@ -57,15 +58,15 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, choices=MODELS, default=100, help="of state (default: 100)")
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=whole(), choices=MODELS, default=100, help="of state (default: 100)")
     parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=5, help="steps between two replications (default: 5)")
-    parser.add_argument("--rounds", type=int, default=5, help="replications, after the first (default: 5)")
+    parser.add_argument("--every", type=whole(), default=5, help="steps between two replications (default: 5)")
+    parser.add_argument("--rounds", type=whole(), default=5, help="replications, after the first (default: 5)")
     options = parser.parse_args()
     devices = start_devices(options.devices)
     directory = pathlib.Path(tempfile.mkdtemp())
-    os.environ.setdefault(DIRECTORY_VARIABLE, str(pathlib.Path("/dev/shm") / directory.name))
+    os.environ.setdefault(MEMORY_VARIABLE, str(pathlib.Path("/dev/shm") / directory.name))
     try:
         found = measure(options.megabytes, devices, directory, options.every, options.rounds)
     finally:

@@ -1,4 +1,4 @@
-"""Where the compiled step's time goes on H100s: estimated times and memory traffic by class, for a few fixed runs.
+"""Estimated time and memory traffic of the compiled step by class of kernel, for a few runs on H100s.
 
 python -m benchmarks.roofline
 python -m benchmarks.roofline --case llama2-7b --gpu h200-141gb
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from megajax.config import ConfigError
+from megajax.schedules.arguments import CommandParser
 
-# The runs that docs/parallelism.md quotes.
+# docs/planning.md quotes some of them.
 CASES = {
     "gpt3-175b": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64",
     "gpt3-175b-1f1b": "--model gpt3-175b --tensor 8 --pipe 8 --schedule 1f1b --global-batch-size 64",
@@ -29,9 +30,9 @@ CASES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the accounts; returns the exit code: 0, or 2 for invalid options or a program that does not compile."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
-    parser.add_argument("--gpu", default="h100-80gb")
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="one of the runs (default: all)")
+    parser.add_argument("--gpu", default="h100-80gb", help="GPU to compile for (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         for name in options.case or CASES:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.checkpoint import checksums, layout
-from megajax.checkpoint.manager import NAME, complete_steps, format_size
+from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.manager import format_size
 from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
 from megajax.config.options import Parser

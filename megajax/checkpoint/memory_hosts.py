@@ -23,10 +23,10 @@ from megajax.checkpoint import checksums
 from megajax.checkpoint.parts import INDEX, TEMPORARY, Part, PartName, open_part, parse_part
 from megajax.checkpoint.peer import FOLDERS, PartServer, PeerClient, own_address
 from megajax.config import ConfigError
+from megajax.config.output import MEMORY_VARIABLE
 from megajax.runtime.compat import coordination_service
 from megajax.runtime.exchange import exchange
 
-DIRECTORY_VARIABLE = "MEGAJAX_MEMORY_DIR"
 RUN_ID = "run_id"  # the file in the run's directory
 OWN, COPIES = FOLDERS
 
@@ -173,7 +173,7 @@ def memory_directory(run_directory: pathlib.Path) -> pathlib.Path:
     Raises:
       ConfigError: it cannot be made, or belongs to another user.
     """
-    base = pathlib.Path(os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/megajax-{os.getuid()}")
+    base = pathlib.Path(os.environ.get(MEMORY_VARIABLE) or f"/dev/shm/megajax-{os.getuid()}")
     root = base / hashlib.sha256(str(run_directory).encode()).hexdigest()[:16]
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,11 +182,11 @@ def memory_directory(run_directory: pathlib.Path) -> pathlib.Path:
         owner = root.stat().st_uid
     except OSError as error:
         raise ConfigError(
-            f"replicate_state cannot write to {base}: {error.strerror}; set {DIRECTORY_VARIABLE} to a directory in host "
+            f"replicate_state cannot write to {base}: {error.strerror}; set {MEMORY_VARIABLE} to a directory in host "
             "memory, or omit --replicate-state."
         ) from error
     if owner != os.getuid():
-        raise ConfigError(f"{root} belongs to another user: set {DIRECTORY_VARIABLE} to a directory of your own.")
+        raise ConfigError(f"{root} belongs to another user: set {MEMORY_VARIABLE} to a directory of your own.")
     return root
 
 

@@ -8,13 +8,14 @@ A piece is a block of one array in canonical layer order (layout.py). The pieces
 run on any mesh can be resumed from them. A part is complete when its directory has its name.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,14 +88,9 @@ def write_part(
     Raises:
       OSError: of the file system; nothing is left of the part.
     """
-    part = directory / str(name)
-    unfinished = part.with_name(part.name + TEMPORARY)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(part, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     pieces: dict[str, list] = {}
     offset = 0
-    try:
+    with new_part(directory, name) as unfinished:
         with open(unfinished / DATA, "wb", buffering=0) as file:
             for array_name, array in arrays.items():
                 pieces[array_name] = []
@@ -109,11 +105,23 @@ def write_part(
         about = {name: [str(array.dtype), array.shape] for name, array in arrays.items()}
         (unfinished / INDEX).write_text(json.dumps({"meta": meta, "arrays": about, "pieces": pieces}))
         checksums.write_rest(unfinished)
+    return offset
+
+
+@contextlib.contextmanager
+def new_part(directory: pathlib.Path, name: PartName) -> Iterator[pathlib.Path]:
+    """The directory in which to write a part; it gets the part's name at the end, and is deleted after an exception."""
+    part = directory / str(name)
+    unfinished = part.with_name(part.name + TEMPORARY)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
         unfinished.rename(part)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return offset
 
 
 def _write_all(file, data: np.ndarray) -> None:

@@ -16,7 +16,7 @@ import socket
 import threading
 from typing import BinaryIO
 
-from megajax.checkpoint.parts import FILES, TEMPORARY, PartName
+from megajax.checkpoint.parts import FILES, PartName, new_part
 
 TIMEOUT = 60.0  # seconds without any byte
 FOLDERS = ("own", "copies")
@@ -123,18 +123,10 @@ class PeerClient:
 
     def download_part(self, folder: str, name: PartName, into: pathlib.Path) -> None:
         """Copies a part into a directory, atomically. Raises OSError as `read`."""
-        part = into / str(name)
-        unfinished = part.with_name(part.name + TEMPORARY)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(part, ignore_errors=True)
-        try:
+        with new_part(into, name) as part:
             for file_name in FILES:
-                (unfinished / file_name).parent.mkdir(parents=True, exist_ok=True)
-                self.download(f"{folder}/{name}/{file_name}", unfinished / file_name)
-            unfinished.rename(part)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+                (part / file_name).parent.mkdir(parents=True, exist_ok=True)
+                self.download(f"{folder}/{name}/{file_name}", part / file_name)
 
     def _get(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         try:

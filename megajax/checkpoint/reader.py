@@ -9,8 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from megajax.checkpoint import checksums, layout, metadata
+from megajax.checkpoint.directory import NAME, complete_steps, step_of
 from megajax.checkpoint.layout import StateLayout
-from megajax.checkpoint.manager import NAME, complete_steps, step_of
 from megajax.checkpoint.metadata import Progress
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, RunConfig, near, padded_vocabulary

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from megajax.checkpoint import checksums, durable
-from megajax.runtime.distributed import gather_problems
+from megajax.runtime.exchange import gather_problems
 
 TEMPORARY = ".unfinished"  # suffix of the directory of a checkpoint that is not complete
 

@@ -8,7 +8,8 @@ def batch_size(train: TrainConfig, consumed: int) -> int:
 
     Each of the sizes below the global batch gets an equal share of the ramp's samples.
     """
-    return train.batch_sizes[_size_number(train, consumed)]
+    sizes = train.batch_sizes
+    return sizes[_size_number(train, len(sizes), consumed)]
 
 
 def remaining_steps(train: TrainConfig, consumed: int) -> tuple[int, int]:
@@ -20,7 +21,7 @@ def remaining_steps(train: TrainConfig, consumed: int) -> tuple[int, int]:
     steps, total = 0, train.steps * train.global_batch_size
     sizes = train.batch_sizes
     while consumed < total:
-        number = _size_number(train, consumed)
+        number = _size_number(train, len(sizes), consumed)
         end = total
         if number < len(sizes) - 1:
             end = min(total, -(-(number + 1) * train.batch_ramp[2] // (len(sizes) - 1)))  # the next size starts here
@@ -29,7 +30,7 @@ def remaining_steps(train: TrainConfig, consumed: int) -> tuple[int, int]:
     return steps, consumed
 
 
-def _size_number(train: TrainConfig, consumed: int) -> int:
-    """Index of the batch size of the step that starts after `consumed` samples."""
-    last = len(train.batch_sizes) - 1
+def _size_number(train: TrainConfig, sizes: int, consumed: int) -> int:
+    """Index, below `sizes`, of the batch size of the step that starts after `consumed` samples."""
+    last = sizes - 1
     return min(consumed * last // train.batch_ramp[2], last) if last else 0

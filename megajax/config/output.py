@@ -7,6 +7,9 @@ from megajax.config.fields import check_fields, setting
 from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
 
+# Names the directory in which the processes of a host keep their replicated state.
+MEMORY_VARIABLE = "MEGAJAX_MEMORY_DIR"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
@@ -33,7 +36,7 @@ class OutputConfig:
     )
     replicate_state: int | None = setting(
         None,
-        "steps between two copies of the state in the memory of this host and the next one (MEGAJAX_MEMORY_DIR, default "
+        f"steps between two copies of the state in the memory of this host and the next one ({MEMORY_VARIABLE}, default "
         "/dev/shm), from which --resume auto resumes if they are newer than the checkpoints",
         shown_default="none",
     )

@@ -10,6 +10,7 @@ from megajax.schedules.registry import names
 MESH_AXES = ("data", "pipe", "tensor")
 # In one process. XLA starts threads for each of them, and a program is compiled for all.
 MOST_CPU_DEVICES = 512
+DEFAULT_CPU_DEVICES = 8  # of the whole run, without GPUs, --devices and degrees of parallelism
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,15 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
+from megajax.checkpoint.directory import complete_steps
 from megajax.config import ConfigError
 from megajax.config.cli import Request
+from megajax.config.output import MEMORY_VARIABLE
 from megajax.launch.agent import Agent
 from megajax.launch.layouts import devices_per_process, gpus_of, layouts, read_request
 from megajax.launch.options import Options, read_options
 from megajax.launch.rendezvous import Generation
 from megajax.schedules.schedule import ScheduleError
-
-MEMORY = "MEGAJAX_MEMORY_DIR"  # where a host's processes keep the state that outlives them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def supervise(options: Options, request: Request) -> int:
     def commands(generation: Generation, first: int) -> dict[int, tuple[list[str], dict[str, str]]]:
         words = [sys.executable, "-m", options.module, *options.arguments, *generation.arguments]
         words += ["--devices", f"cpu:{devices}"] if on_cpu else []
-        words += ["--resume", "auto"] if has_checkpoints(run) or request.output.resume == "no" else []
+        words += ["--resume", "auto"] if complete_steps(run / "checkpoints") or request.output.resume == "no" else []
         found = {}
         for index in range(per_node):
             place = placement(generation, first + index, len(generation.members) * per_node)
@@ -80,7 +80,7 @@ def worker_environment(environment: Mapping[str, str], run: pathlib.Path, memory
     defaults = {
         "JAX_COMPILATION_CACHE_DIR": str(run / "launch" / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        MEMORY: str(memory),
+        MEMORY_VARIABLE: str(memory),
     }
     return defaults | dict(environment)
 
@@ -92,11 +92,6 @@ def memory_directory(run: pathlib.Path) -> pathlib.Path:
         if not pathlib.Path(f"/proc/{old.name.removeprefix(prefix)}").exists():
             shutil.rmtree(old, ignore_errors=True)
     return pathlib.Path("/dev/shm") / f"{prefix}{os.getpid()}"
-
-
-def has_checkpoints(run: pathlib.Path) -> bool:
-    """Whether the run has a complete checkpoint."""
-    return any(path.name[5:].isdecimal() for path in (run / "checkpoints").glob("step_*"))
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class Agent:
             lost_none = {node.name for node in running} == set(current.members)
             if lost_none and count > len(current.members) and waited > FRESH and all(n.training for n in running):
                 if not self.rendezvous.stop_requested(newest):
-                    self.log(f"{len(candidates)} nodes: generation {newest} saves and stops, to go on with {count}")
+                    self.log(f"{len(candidates)} nodes: generation {newest} saves and stops, to resume with {count}")
                     self.rendezvous.request_stop(newest)
             return
         entering = any(node.generation < newest for node in candidates)

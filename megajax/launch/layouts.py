@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megajax.config import ConfigError
 from megajax.config.cli import MESH_FIELDS, Experiment, Request, parse
-
-CPU_DEVICES = 8  # of the whole run, without GPUs, --devices and degrees of parallelism
+from megajax.config.parallel import DEFAULT_CPU_DEVICES
 
 
 def read_request(module: str, arguments: Sequence[str]) -> Request:
@@ -47,7 +46,7 @@ def devices_per_process(request: Request, processes: int, per_node: int, environ
                 "--processes-per-node 1"
             )
         return len(gpus) // per_node
-    return -(-(request.devices_needed or CPU_DEVICES) // processes)
+    return -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // processes)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

@@ -2,9 +2,13 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megajax.config import ConfigError
+from megajax.config.launch import LONGEST
+from megajax.config.options import Parser
+from megajax.schedules.arguments import is_count, number, plain_text, split_command, whole
+from megajax.schedules.errors import shown
 
 DESCRIPTION = """Supervise a host's training processes. Start the same command on every host:
 
@@ -30,56 +34,40 @@ class Options:
     arguments: tuple[str, ...]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(f"{message}; python -m megajax.launch --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of the options before `--`."""
-    made = _Parser(
+    made = Parser(
         prog="python -m megajax.launch",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="python -m megajax.launch [options] -- MODULE [the experiment's options]",
     )
-    add = made.add_argument
-    add("--nodes", metavar="MIN:MAX", default="1", help="hosts of the run; below MIN it waits (default: 1)")
-    add("--processes-per-node", type=int, default=1, metavar="COUNT", help="training processes of a host (default: 1)")
-    add(
-        "--node-timeout", type=float, default=10, metavar="SECONDS", help="a host is lost after this long (default: 10)"
-    )
-    add(
-        "--hang-timeout",
-        type=float,
-        default=30,
-        metavar="SECONDS",
-        help="a process without a heartbeat for this long is killed (default: 30)",
-    )
-    add(
-        "--join-wait",
-        type=float,
-        default=30,
-        metavar="SECONDS",
-        help="wait this long for more hosts, up to MAX, before the first start (default: 30)",
-    )
-    add(
-        "--wait-minutes",
-        type=float,
-        default=60,
-        metavar="MINUTES",
-        help="give up when there have been fewer than MIN hosts for this long (default: 60)",
-    )
-    add(
-        "--max-failures",
-        type=int,
-        default=5,
-        metavar="COUNT",
-        help="give up after this many failures without a further step (default: 5)",
-    )
-    add("--address", metavar="HOST", help="this host's address for the others (default: that of its first network)")
+
+    def add(flag: str, read: Callable, default, metavar: str, text: str) -> None:
+        usual = "that of its first network" if default is None else default
+        made.add_argument(flag, type=read, default=default, metavar=metavar, help=f"{text} (default: {usual})")
+
+    seconds = number(below=LONGEST)
+    add("--nodes", _nodes, "1", "MIN:MAX", "hosts of the run; below MIN it waits")
+    add("--processes-per-node", whole(), 1, "COUNT", "training processes of a host")
+    add("--node-timeout", seconds, 10, "SECONDS", "a host is lost when nothing has been heard of it for this long")
+    add("--hang-timeout", seconds, 30, "SECONDS", "a process without a heartbeat for this long is killed")
+    wait = "wait this long for more hosts, up to MAX, before the first start"
+    add("--join-wait", number(0, LONGEST), 30, "SECONDS", wait)
+    add("--wait-minutes", seconds, 60, "MINUTES", "give up when there have been fewer than MIN hosts for this long")
+    add("--max-failures", whole(0), 5, "COUNT", "give up after more failures than this without a further step")
+    add("--address", plain_text, None, "HOST", "this host's address for the others")
     return made
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """A reader of MIN:MAX, or of one number for both."""
+    least, colon, most = text.partition(":")
+    most = most if colon else least
+    if not (is_count(least) and is_count(most) and 0 < int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not MIN:MAX, two numbers from 1: pass --nodes 2:4")
+    return int(least), int(most)
 
 
 def read_options(words: Sequence[str]) -> Options:
@@ -88,21 +76,9 @@ def read_options(words: Sequence[str]) -> Options:
     Raises:
       ConfigError: it is wrong.
     """
-    words = list(words)
-    own, _, command = (words, "", []) if "--" not in words else _split(words)
+    own, command = split_command(words)
     values = vars(parser().parse_args(own))
     if not command:
         raise ConfigError("no training command: pass the module of an experiment after --, as in -- experiments.gpt3")
-    least, _, most = values.pop("nodes").partition(":")
-    if not (least.isdecimal() and (most or least).isdecimal() and 0 < int(least) <= int(most or least)):
-        raise ConfigError(f"nodes = {least}:{most} is not MIN:MAX, two numbers from 1: pass --nodes 2:4")
-    for name, value in values.items():
-        if isinstance(value, int | float) and not 0 < value < 1e9:
-            option = name.replace("_", "-")
-            raise ConfigError(f"{name} = {value} must be above 0: pass --{option} with such a value")
-    return Options(int(least), int(most or least), **values, module=command[0], arguments=tuple(command[1:]))
-
-
-def _split(words: list[str]) -> tuple[list[str], str, list[str]]:
-    index = words.index("--")
-    return words[:index], "--", words[index + 1 :]
+    least, most = values.pop("nodes")
+    return Options(least, most, **values, module=command[0], arguments=tuple(command[1:]))

@@ -1,7 +1,7 @@
 """Starting a run of several processes: each finds its place among them by options or by the launcher's environment.
 
 `start` calls `jax.distributed.initialize` with what SLURM, MPI, Kubernetes or the options say; `watchdog.py` ends the job
-when a process dies or hangs; `gather_problems` is a barrier that needs no device.
+when a process dies or hangs.
 """
 
 import functools
@@ -25,7 +25,7 @@ from megajax.runtime.compat import (
 from megajax.runtime.coordinator import ServiceProcess
 
 EXIT_PEER = 3  # exit code of a process that cannot continue without another: a new start may succeed
-BARRIER, COMPILED = "megajax/barrier/", "megajax/compiled/"
+COMPILED = "megajax/compiled/"
 COMPILE_TIMEOUT = 7 * 24 * 3600  # seconds; a process that dies or hangs is the watchdog's business
 
 
@@ -255,25 +255,3 @@ def _exit_for_timeout(place: Place, seconds: float) -> None:
     reason = f"not all of them started within {seconds:g} s"
     print(f"error: {_not_connected(place, reason)}", file=sys.stderr, flush=True)
     os._exit(EXIT_PEER)
-
-
-def gather_problems(name: str, problem: str | None = None, timeout: float = 3600) -> dict[int, str]:
-    """A barrier of all processes that returns the problems that they report, by process. No device takes part.
-
-    It may be called from any thread.
-
-    Args:
-      name: of the barrier; may be used once.
-      timeout: seconds. Long, because the watchdog ends the job when a process dies.
-
-    Raises:
-      RuntimeError: not all processes arrived in time.
-    """
-    joined = coordination_service()
-    if joined.client is None:
-        return {} if problem is None else {0: problem}
-    if problem is not None:
-        joined.client.key_value_set(f"{BARRIER}{name}/{joined.process_id}", problem)
-    joined.client.wait_at_barrier(f"{BARRIER}{name}", int(1000 * timeout))
-    found = joined.client.key_value_dir_get(f"{BARRIER}{name}/")
-    return {int(key.rsplit("/", 1)[1]): value for key, value in found}

@@ -25,7 +25,15 @@ def exchange(name: str, text: str) -> dict[int, str]:
         return {0: text}
     put(name, text)
     joined.client.wait_at_barrier(PREFIX + name, 1000 * TIMEOUT)
-    return read(name)
+    return _texts(joined.client, name)
+
+
+def gather_problems(name: str, problem: str | None = None) -> dict[int, str]:
+    """As `exchange`, for a problem of this process, or None; returns the problems alone, by process.
+
+    It may be called from any thread.
+    """
+    return {process: text for process, text in exchange(name, problem or "").items() if text}
 
 
 def put(name: str, text: str) -> None:
@@ -42,7 +50,11 @@ def put(name: str, text: str) -> None:
 def read(name: str) -> dict[int, str]:
     """The texts that have been put under a name so far, by process; none if the service does not answer."""
     client = coordination_service().client
-    found = []
     with contextlib.suppress(Exception):  # not found, or process 0 is gone, which is the watchdog's business
-        found = client.key_value_dir_get(f"{PREFIX}{name}/") if client is not None else []
+        return _texts(client, name) if client is not None else {}
+    return {}
+
+
+def _texts(client, name: str) -> dict[int, str]:
+    found = client.key_value_dir_get(f"{PREFIX}{name}/")
     return {int(key.rsplit("/", 1)[1]): value for key, value in found}

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megajax.schedules.errors import UserError, one_line, shown
 
@@ -37,27 +37,30 @@ class Parser(CommandParser):
         raise self.mistake(f"{message.removeprefix('argument ')}; --help lists every option with its values")
 
 
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before and after the first "--", which separates a command's own options from another command."""
+    words = list(words)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
 def whole(low: int = 1, below: int | None = None) -> Callable[[str], int]:
     """A reader of whole numbers from `low` to `below` - 1; None: to the largest int32."""
-
-    def read(text: str) -> int:
-        value = whole_number(text)
-        problem = range_problem(value, low, below, INT32)
-        if problem:
-            raise argparse.ArgumentTypeError(f"{shown(value)} must be a whole number, {problem}")
-        return value
-
-    return read
+    return _reader(whole_number, "a whole number", low, below, INT32)
 
 
 def number(low: float | None = None, below: float | None = None) -> Callable[[str], float]:
     """A reader of finite numbers: above 0, or from `low`."""
+    return _reader(real_number, "a number", low, below, FLOAT32)
 
-    def read(text: str) -> float:
-        value = real_number(text)
-        problem = range_problem(value, low, below, FLOAT32)
-        if problem:
-            raise argparse.ArgumentTypeError(f"{shown(value)} must be a number, {problem}")
+
+def _reader(convert: Callable, kind: str, low: float | None, below: float | None, most: float) -> Callable:
+    """A reader of numbers in a range; see `range_problem`."""
+
+    def read(text: str):
+        value = convert(text)
+        if problem := range_problem(value, low, below, most):
+            raise argparse.ArgumentTypeError(f"{shown(value)} must be {kind}, {problem}")
         return value
 
     return read

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Request, parse
+from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.runtime.heartbeat import Heartbeat
 from megajax.schedules.schedule import ScheduleError
-
-CPU_DEVICES = 8  # without GPUs, and without --devices and degrees of parallelism
 
 
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +85,7 @@ def train_on_devices(request: Request, process_count: int, watchdog, started: fl
 
     prepare_process()
     sample = request.sample
-    devices = start_devices(request.devices, -(-(request.devices_needed or CPU_DEVICES) // process_count))
+    devices = start_devices(request.devices, -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
     trainer = Trainer(run, output=request.output, devices=devices, request=request)
     result = trainer.fit(watchdog, started)
@@ -129,7 +128,7 @@ def print_shapes(request: Request) -> int:
     from megajax.runtime.mesh import start_devices
 
     start_devices("cpu")
-    run = request.run(request.devices_needed or CPU_DEVICES, "bf16")
+    run = request.run(request.devices_needed or DEFAULT_CPU_DEVICES, "bf16")
     run.validate()
     print(describe_shapes(run))
     return 0

@@ -139,8 +139,7 @@ def train(
         of the search for a loss scale: the step is skipped), or was not finite in `nonfinite_limit` steps in a row.
       ReplicasDiffer: `hooks.checks` found copies of the state that differ; nothing is saved.
     """
-    loop = Loop(training, batches, validation, log, peak, hooks, goodput or Goodput())
-    loop.explain = explain
+    loop = Loop(training, batches, validation, log, peak, hooks, goodput or Goodput(), explain)
     with loop.compilations:
         return loop.run(resume)
 
@@ -148,11 +147,11 @@ def train(
 class Loop:
     """The state of the loop between steps."""
 
-    def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, goodput: Goodput):
+    def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, goodput: Goodput, explain):
         """See `train`."""
         self.training, self.run_config, self.batches, self.validation = training, training.run, batches, validation
-        self.log, self.hooks, self.goodput = log, hooks, goodput
-        self.explain: Callable[..., str] = diagnose.explain
+        self.log, self.hooks, self.goodput, self.explain = log, hooks, goodput, explain
+        self.total_samples = training.run.total_samples
         self.compilations = CompilationCounter()
         self.throughput = functools.cache(functools.partial(throughput_of, training.run, peak))
         self.spikes = SpikeDetector(training.run.train.spike_deviations)
@@ -166,7 +165,7 @@ class Loop:
     def run(self, resume: tuple[TrainState, Progress] | None) -> tuple[TrainState, dict[str, float | None]]:
         """All steps."""
         self.state, self.progress = resume or (self.training.init_state(), Progress())
-        if self.progress.samples >= self.run_config.total_samples:
+        if self.progress.samples >= self.total_samples:
             return self.state, self.record
         self.goodput.begin(self.progress.step)
         batch, step = self._batch(self.progress.samples), None
@@ -174,7 +173,7 @@ class Loop:
             if step is None:
                 self.compiled_before = self.compilations.count
                 step = self._dispatch(batch, self.progress.step + 1, self.progress.samples, None)
-            is_last = step.samples >= self.run_config.total_samples
+            is_last = step.samples >= self.total_samples
             stop = None if is_last or not self.hooks.preemption else self.hooks.preemption.after(step.number)
             following, ahead = None, None
             if not (is_last or stop):

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from megajax.checkpoint import manager, reader
+from megajax.checkpoint import reader
+from megajax.checkpoint.directory import choose, complete_steps
 from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
@@ -26,7 +27,7 @@ from megajax.config.batch_ramp import remaining_steps
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
-from megajax.runtime.distributed import gather_problems
+from megajax.runtime.exchange import gather_problems
 from megajax.train.log_file import LogFile
 from megajax.train.logging import RunLog
 from megajax.train.sinks import JsonLines, Sink, TensorBoard
@@ -102,9 +103,9 @@ class RunDirectory:
         self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
         if self.directory is None:
             return
-        manager.choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
+        choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
         self._lock_directory()
-        self._resumed_path, message = manager.choose(self.directory / "checkpoints", output.resume)
+        self._resumed_path, message = choose(self.directory / "checkpoints", output.resume)
         self.messages += [message] if message else []
         self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta, self.lock)
         if self.lock:
@@ -162,7 +163,7 @@ class RunDirectory:
         """The state replicated in host memory, if it is as new as the newest checkpoint and `resume` is "auto"."""
         if self.replicas is None:
             return None
-        newest = manager.complete_steps(self.directory / "checkpoints")[-1:] or [0]
+        newest = complete_steps(self.directory / "checkpoints")[-1:] or [0]
         at_least = newest[0] if self.output.resume == "auto" else None
         found = self.replicas.restore(self.run, training.state_layout, at_least)
         if found:
@@ -197,7 +198,7 @@ class RunDirectory:
         traced = self.profiler.close() if self.profiler else None
         messages = ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
         if self.replicas:
-            saved = manager.complete_steps(self.directory / "checkpoints")[-1:] or [-1]
+            saved = complete_steps(self.directory / "checkpoints")[-1:] or [-1]
             messages += self.replicas.close(clear=self.replicas.newest is None or self.replicas.newest <= saved[0])
         if self.lock:
             self.lock.release()

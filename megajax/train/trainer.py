@@ -106,7 +106,7 @@ class Trainer:
         self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
         check_vocabulary(self.run, self.tokenizer)
         batches, self._validation = make_loaders(self.run, self.tokenizer)
-        self._batches = RampedLoader(batches, self.run) if self.run.train.batch_ramp else batches
+        self._batches = RampedLoader(batches, self.run)
         self._data_description = describe(batches.samples, self.run.total_samples)
 
     def fit(self, watchdog: Watchdog | None = None, started: float | None = None) -> Result:

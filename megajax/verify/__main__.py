@@ -4,7 +4,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megajax.checkpoint.directory import choose
 from megajax.config import ConfigError, RunConfig
+from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.schedules.schedule import ScheduleError
 from megajax.verify import options
 from megajax.verify.options import Options
@@ -38,7 +40,7 @@ def run(given: Options) -> int:
         )
     if given.deterministic:
         require_flag(DETERMINISTIC, "--deterministic")
-    needed = max(layout.devices_needed for layout in given.layouts) or options.DEVICES
+    needed = max(layout.devices_needed for layout in given.layouts) or DEFAULT_CPU_DEVICES
     devices = start_devices(request.devices if request else None, needed)
     runs = [layout.run(len(devices)) for layout in given.layouts]
     if len(runs) == 2:
@@ -81,7 +83,7 @@ def prepare(run: RunConfig, devices: Sequence, given: Options) -> tuple:
     Raises:
       ConfigError: the run is not legal, or its data or the checkpoint cannot be read.
     """
-    from megajax.checkpoint import manager, reader
+    from megajax.checkpoint import reader
     from megajax.checkpoint.metadata import run_meta
     from megajax.data.ramp import RampedLoader
     from megajax.data.source import make_loaders
@@ -95,11 +97,11 @@ def prepare(run: RunConfig, devices: Sequence, given: Options) -> tuple:
         tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
         check_vocabulary(run, tokenizer)
         loader, _ = make_loaders(run, tokenizer)
-        batches = RampedLoader(loader, run) if run.train.batch_ramp else loader
+        batches = RampedLoader(loader, run)
     if given.resume is None:
         return replay, batches, Start()
     try:
-        path, _ = manager.choose(given.resume, given.resume)
+        path, _ = choose(given.resume, given.resume)
     except ConfigError:
         raise ConfigError(f"--from {given.resume} is neither a checkpoint nor a directory with one.") from None
     meta = run_meta(run, tokenizer)["tokenizer"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megajax.checkpoint.metadata import Progress
-from megajax.data.ramp import batch_size
+from megajax.config.batch_ramp import batch_size
 from megajax.train.step import TrainState
 from megajax.verify import compare
 from megajax.verify.compare import Difference

@@ -105,12 +105,13 @@ def largest(entries: Sequence[Entry], tolerances: Mapping[str, float]) -> dict[s
     for entry in entries:
         allowed = tolerances.get(entry.key, tolerances[""])
         best = found.get(entry.part)
-        if best is None or _quotient(entry.distance, allowed) > _quotient(*best):
+        if best is None or quotient(entry.distance, allowed) > quotient(*best):
             found[entry.part] = (entry.distance, allowed)
     return found
 
 
-def _quotient(distance: float, tolerance: float) -> float:
+def quotient(distance: float, tolerance: float) -> float:
+    """How many times its tolerance a distance is; infinite if that is 0 and the distance is not."""
     return 0.0 if distance == 0 else math.inf if tolerance == 0 else distance / tolerance
 
 

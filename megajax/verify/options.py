@@ -12,7 +12,8 @@ from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Experiment, Request, parse
-from megajax.config.options import describe_unknown, make_parser
+from megajax.config.options import Parser, describe_unknown, make_parser
+from megajax.schedules.arguments import plain_text, split_command, whole
 
 DESCRIPTION = """Compares the training steps of two layouts, or of two versions of megajax, tensor by tensor.
 
@@ -25,7 +26,6 @@ python -m megajax.verify --against a.npz --b "--data 8"            with another
 Options after -- are those of the training (python -m experiments.gpt3 --help); the precision is fp32 by default.
 Exit codes: 0 equal up to rounding, 1 different, 2 wrong options."""
 USUAL_EXPERIMENT = "experiments.gpt3"
-DEVICES = 8  # without GPUs, and without degrees of parallelism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +77,13 @@ class Options:
         return [layout for layout in (self.a, self.b) if layout]
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message.removeprefix('argument ')}; --help lists every option")
-
-
 def read(arguments: Sequence[str]) -> Options:
     """Reads a command line.
 
     Raises:
       ConfigError: an option does not exist or cannot be read, or options contradict each other.
     """
-    own, shared = _split(list(arguments))
+    own, shared = split_command(arguments)
     given = _parser().parse_args(own)
     _check(given)
     experiment = _experiment(given.experiment)
@@ -98,30 +91,12 @@ def read(arguments: Sequence[str]) -> Options:
     needed = {"a": given.against is None, "b": given.record is None}
     layouts = {name: _layout(words[name] or "", shared, experiment) if needed[name] else None for name in ("a", "b")}
     data = None if isinstance(experiment, Experiment) else experiment.DATA
-    return Options(
-        **layouts,
-        data=data,
-        steps=given.steps,
-        resume=given.resume,
-        deterministic=given.deterministic,
-        record=given.record,
-        against=given.against,
-        json=given.json,
-    )
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The words before and after the first "--"."""
-    if "--" not in arguments:
-        return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
+    others = {name: value for name, value in vars(given).items() if name not in (*layouts, "experiment")}
+    return Options(**layouts, data=data, **others)
 
 
 def _check(given: argparse.Namespace) -> None:
     """Raises ConfigError if the options contradict each other."""
-    if given.steps < 1:
-        raise ConfigError(f"steps = {given.steps} must be 1 or more: pass --steps 3.")
     modes = [name for name in ("deterministic", "record", "against") if getattr(given, name)]
     if len(modes) > 1:
         raise ConfigError(f"--{modes[0]} and --{modes[1]} are two kinds of comparison: pass one of them.")
@@ -189,7 +164,7 @@ def check_pair(a: RunConfig, b: RunConfig) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m megajax.verify",
         usage="%(prog)s --a OPTIONS --b OPTIONS [options] [-- TRAINING OPTIONS]",
         description=DESCRIPTION,
@@ -199,10 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--a", metavar="OPTIONS", help="the layout to compare with, as one word: its options of the training")
     add("--b", metavar="OPTIONS", help="the layout under test")
-    add("--steps", type=int, default=3, metavar="COUNT", help="steps to compare (default: 3)")
+    add("--steps", type=whole(), default=3, metavar="COUNT", help="steps to compare (default: 3)")
     add(
         "--from",
         dest="resume",
+        type=plain_text,
         metavar="DIR",
         help="start both from this checkpoint or run directory (default: from fresh weights)",
     )
@@ -211,10 +187,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run layout a twice, compiled twice, and require equal bits; sets the XLA flag for it on GPUs",
     )
-    add("--record", metavar="FILE", help="run layout a only and write what would be compared")
-    add("--against", metavar="FILE", help="compare layout b with such a file in place of layout a")
+    add("--record", type=plain_text, metavar="FILE", help="run layout a only and write what would be compared")
+    add("--against", type=plain_text, metavar="FILE", help="compare layout b with such a file in place of layout a")
     add(
         "--experiment",
+        type=plain_text,
         default=USUAL_EXPERIMENT,
         metavar="MODULE",
         help=f"with EXPERIMENT, or with RUN and DATA as experiments.own_model (default: {USUAL_EXPERIMENT})",

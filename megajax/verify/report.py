@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.verify.certify import Verdict
-from megajax.verify.compare import PARTS
+from megajax.verify.compare import PARTS, quotient
 
 COLUMNS = {
     "outputs": "block outputs",
@@ -21,7 +21,7 @@ def verdict_line(verdict: Verdict, exact: bool) -> str:
     if verdict.difference is None:
         if exact:
             return f"equal: every bit of {_steps(verdict)} is the same"
-        most = max((_quotient(*pair) for row in verdict.rows for pair in row.largest.values()), default=0.0)
+        most = max((quotient(*pair) for row in verdict.rows for pair in row.largest.values()), default=0.0)
         return f"equal: {_steps(verdict)} agree up to rounding; the largest distance is {most:.2g} of its tolerance"
     difference = verdict.difference
     when = f"step {difference.step}: " if verdict.rows else ""
@@ -36,10 +36,6 @@ def verdict_line(verdict: Verdict, exact: bool) -> str:
 def _steps(verdict: Verdict) -> str:
     first, last = verdict.rows[0].step, verdict.rows[-1].step
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _quotient(distance: float, tolerance: float) -> float:
-    return 0.0 if distance == 0 else math.inf if tolerance == 0 else distance / tolerance
 
 
 def table(verdict: Verdict) -> list[str]:

@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_utils
 
-from megajax.checkpoint import inspect, layout, libraries, manager, reader, writer
+from megajax.checkpoint import inspect, layout, libraries, reader, writer
+from megajax.checkpoint.directory import choose, complete_steps
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.config import ConfigError, DataConfig, OutputConfig
@@ -72,7 +73,7 @@ def load(path, training, tokenizer=None):
 
 
 def newest(directory) -> pathlib.Path:
-    return manager.choose(directory, "auto")[0]
+    return choose(directory, "auto")[0]
 
 
 def test_weights_are_stored_in_the_layout_of_init(training, tmp_path):
@@ -133,7 +134,7 @@ def test_the_newest_and_every_kth_checkpoint_are_kept(training, state, tmp_path)
     for step in range(1, 8):
         checkpoints.save(training.state_layout, state, Progress(step=step))
     checkpoints.close()
-    assert manager.complete_steps(tmp_path) == [4, 6, 7]
+    assert complete_steps(tmp_path) == [4, 6, 7]
     assert sorted(path.name[:13] for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (4, 6, 7)]
 
 
@@ -219,24 +220,24 @@ def test_allowed_differences_are_reported(written):
 
 
 def test_the_newest_complete_checkpoint_or_the_given_step_is_selected(copy, tmp_path):
-    assert manager.choose(tmp_path / "new", "no") == (None, "")
-    path, messages = manager.choose(tmp_path / "new", "auto")
+    assert choose(tmp_path / "new", "no") == (None, "")
+    path, messages = choose(tmp_path / "new", "auto")
     assert path is None and "starting from step 0" in messages
-    path, messages = manager.choose(copy, "auto")
+    path, messages = choose(copy, "auto")
     assert path.name == "step_00000006" and "from step 6, the newest" in messages
-    assert manager.choose(copy, "3")[0].name == "step_00000003"
-    assert manager.choose(tmp_path / "new", str(copy))[0] == path
-    assert manager.choose(tmp_path / "new", str(copy.parent))[0] == path
-    assert manager.choose(tmp_path / "new", str(copy / "step_00000003"))[0].name == "step_00000003"
+    assert choose(copy, "3")[0].name == "step_00000003"
+    assert choose(tmp_path / "new", str(copy))[0] == path
+    assert choose(tmp_path / "new", str(copy.parent))[0] == path
+    assert choose(tmp_path / "new", str(copy / "step_00000003"))[0].name == "step_00000003"
     (copy / f"step_00000009{writer.TEMPORARY}").mkdir()  # a save that was killed
-    assert manager.choose(copy, "auto")[0] == path
+    assert choose(copy, "auto")[0] == path
     for resume, messages in [
         ("no", "--resume auto to resume from step 6"),
         ("5", "steps 3, 6"),
         ("/nowhere", "--resume auto"),
     ]:
         with pytest.raises(ConfigError, match=messages):
-            manager.choose(copy, resume)
+            choose(copy, resume)
 
 
 def test_unfinished_saves_are_removed_and_later_checkpoints_are_moved(copy, training):
@@ -246,7 +247,7 @@ def test_unfinished_saves_are_removed_and_later_checkpoints_are_moved(copy, trai
     assert sorted(path.name for path in copy.iterdir()) == ["step_00000003", "step_00000006"]
     (messages,) = checkpoints.set_aside(after=3)
     assert messages.startswith("the checkpoint of step 6 is now called step_00000006.set-aside-")
-    assert manager.complete_steps(copy) == [3]
+    assert complete_steps(copy) == [3]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
@@ -291,7 +292,7 @@ def test_saves_leak_no_object(tmp_path, command):
         counts.append(len(gc.get_objects()))
     checkpoints.close()
     assert counts[-1] - counts[5] < 40  # 6 saves; 144 without the replacement
-    assert manager.complete_steps(tmp_path) == [12]
+    assert complete_steps(tmp_path) == [12]
 
 
 def test_checkpoints_change_no_logger_warning_or_hook_of_the_process(training, state, tmp_path):
@@ -326,7 +327,7 @@ def test_a_failed_write_is_reported_and_a_later_save_succeeds(copy, training, st
     assert [record.message for record in caplog.records] == []  # no tracebacks of libraries
     for part in ("warning: step 9: checkpoint NOT saved", "File too large", "free", "the newest is of step 6"):
         assert part in messages[0]
-    assert manager.complete_steps(copy) == [3, 6]
+    assert complete_steps(copy) == [3, 6]
     assert [path.name for path in copy.iterdir() if writer.TEMPORARY in path.name] == []  # the space is freed
     checkpoints.save(training.state_layout, state, Progress(step=12))
     assert "step 12: checkpoint saved" in checkpoints.close()[0] and not checkpoints.failed

@@ -6,7 +6,8 @@ import stat
 
 import pytest
 
-from megajax.checkpoint import checksums, durable, manager
+from megajax.checkpoint import checksums, durable
+from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import OutputConfig
 from tests import small
@@ -35,7 +36,7 @@ def test_every_file_and_directory_is_synced_before_the_final_name(tmp_path, monk
         checkpoints.wait()
     checkpoints.close()
     for step in (1, 2):
-        final = tmp_path / manager.NAME.format(step)
+        final = tmp_path / NAME.format(step)
         unfinished = final.with_name(final.name + ".unfinished")
         place = calls.index(("rename", unfinished, final))
         synced = {path: (time, order) for order, (kind, path, time, *_) in enumerate(calls[:place]) if kind == "fsync"}

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megajax.checkpoint import inspect, manager, reader
+from megajax.checkpoint import inspect, reader
+from megajax.checkpoint.directory import NAME, choose
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.config import ConfigError, OutputConfig
@@ -149,7 +150,7 @@ def check(written: pathlib.Path, damages) -> str:
             assert inspect.main([str(root), "--verify", "--arrays"]) in (0, 2)
         assert err.getvalue().count("\n") <= 1
         try:
-            path, _ = manager.choose(root / "checkpoints", "auto")
+            path, _ = choose(root / "checkpoints", "auto")
             if path is None:
                 return "no checkpoint"
             state, progress, _ = reader.load(path, RUN, state_of(0)[0], META["tokenizer"])
@@ -158,7 +159,7 @@ def check(written: pathlib.Path, damages) -> str:
             return str(error)
         assert progress == Progress(step=progress.step, samples=16 * progress.step) and progress.step in STEPS
         jax.tree.map(np.testing.assert_array_equal, state, state_of(progress.step)[1])
-        assert path.name == manager.NAME.format(progress.step)
+        assert path.name == NAME.format(progress.step)
         return ""
 
 

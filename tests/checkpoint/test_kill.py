@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from megajax.checkpoint import checksums, manager, writer
+from megajax.checkpoint import checksums, writer
+from megajax.checkpoint.directory import NAME, complete_steps
 from tests.train.front_door import Run, rows
 
 WORDS = "--devices cpu:1 --steps {steps} --save-every {every} --resume auto --run-dir {directory}"
@@ -22,7 +23,7 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
         # The last run, which ends, need not save all the time.
         words = WORDS.format(steps=steps, every=3 if number < kills else 10**6, directory=directory)
         run = Run(tmp_path, words, name=f"run{number}", **own_cache(tmp_path))
-        newest = manager.complete_steps(checkpoints)[-1:]
+        newest = complete_steps(checkpoints)[-1:]
         if number == kills:
             assert run.wait() == 0, run.err
         else:
@@ -36,8 +37,8 @@ def kill_and_resume(tmp_path, kills: int, steps: int) -> int:
             during_save += unfinished(checkpoints)
         message = f"from step {newest[0]}, the newest" if newest else "starting from step 0"
         assert message in run.out
-        for step in manager.complete_steps(checkpoints):
-            assert checksums.problems(checkpoints / manager.NAME.format(step)) == []
+        for step in complete_steps(checkpoints):
+            assert checksums.problems(checkpoints / NAME.format(step)) == []
     assert [row["step"] for row in rows(directory)] == list(range(1, steps + 1))
     print(f"{during_save} of {kills} kills during a save")
     return during_save
@@ -84,6 +85,7 @@ def test_a_run_killed_at_25_moments_has_the_losses_of_an_undisturbed_run(tmp_pat
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_exits(tmp_path, number=signal.SIGTERM):
     """The run exits after the step and the save with code 0, and the next start resumes there."""
     words = WORDS.format(steps=10**6, every=10**6, directory=tmp_path / "run")
@@ -95,6 +97,6 @@ def test_a_signal_saves_and_exits(tmp_path, number=signal.SIGTERM):
     assert time.monotonic() - start < 10  # a step takes milliseconds, the first save about a second
     assert f"{number.name} received: saving a checkpoint and stopping" in run.out
     last = rows(tmp_path / "run")[-1]["step"]
-    assert manager.complete_steps(tmp_path / "run" / "checkpoints") == [last]
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [last]
     assert f"step {last}: checkpoint saved" in run.out
     assert run.err == ""

@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
-from megajax.checkpoint import manager
-from megajax.checkpoint.memory_hosts import DIRECTORY_VARIABLE
+from megajax.checkpoint.directory import complete_steps
+from megajax.config.output import MEMORY_VARIABLE
 from tests.runtime.test_distributed import RATE, free_port
 from tests.train.front_door import Run, rows
 
@@ -27,7 +27,7 @@ def start(path, hosts: list[int], name: str, words: str) -> list[Run]:
             path,
             f"{WORDS} {words} {flags} {number}",
             name=f"{name}_{number}",
-            **{DIRECTORY_VARIABLE: str(path / f"memory{host}")},
+            **{MEMORY_VARIABLE: str(path / f"memory{host}")},
         )
         for number, host in enumerate(hosts)
     ]
@@ -56,7 +56,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_replication(tmp_path):
     directory = tmp_path / "run"
     words = f"--steps 100000 --resume auto --run-dir {directory}"
     kill_after(start(tmp_path, [0, 1, 2, 3], "first", words), directory, 23)
-    assert manager.complete_steps(directory / "checkpoints") == []
+    assert complete_steps(directory / "checkpoints") == []
     killed_at = rows(directory)[-1]["step"]
 
     shutil.rmtree(tmp_path / "memory2")  # host 2 is replaced by an empty one
@@ -66,7 +66,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_replication(tmp_path):
     assert killed_at - 2 * EVERY <= begun <= killed_at and begun % EVERY == 0
     killed_again_at = rows(directory)[-1]["step"]
 
-    shutil.rmtree(tmp_path / "memory1")  # host 1 is lost, and three go on
+    shutil.rmtree(tmp_path / "memory1")  # host 1 is lost, and three resume
     third = start(tmp_path, [0, 2, 3], "third", words)
     third[0].until(lambda: rows(directory)[-1]["step"] > killed_again_at + 3, 900)
     third[1].process.send_signal(signal.SIGTERM)
@@ -78,7 +78,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_replication(tmp_path):
 
     found = rows(directory)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
-    assert manager.complete_steps(directory / "checkpoints") == [len(found)]
+    assert complete_steps(directory / "checkpoints") == [len(found)]
     assert [list(path.iterdir()) for path in tmp_path.glob("memory*")] == [[]] * 3  # the checkpoint has the state
 
     whole = start(tmp_path, [0, 1, 2, 3], "whole", f"--steps {len(found)} --run-dir {tmp_path}/whole")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import checksums, parts
-from megajax.checkpoint.memory_hosts import DIRECTORY_VARIABLE, MemoryHosts, memory_directory
+from megajax.checkpoint.memory_hosts import MemoryHosts, memory_directory
 from megajax.checkpoint.metadata import Progress, run_meta
 from megajax.checkpoint.parts import Part, PartName, Piece, assemble
 from megajax.checkpoint.peer import PartServer, PeerClient
 from megajax.checkpoint.replicated import ReplicatedState
 from megajax.config import ConfigError, OutputConfig
+from megajax.config.output import MEMORY_VARIABLE
 from tests import small
 from tests.train import runs
 
@@ -24,7 +25,7 @@ from tests.train import runs
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch) -> pathlib.Path:
     """The directory in which the tests' runs replicate their state."""
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "memory"))
+    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path / "memory"))
     return tmp_path / "memory"
 
 
@@ -156,8 +157,8 @@ def test_full_memory_is_reported_once_and_the_state_before_is_kept(saved, tmp_pa
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=f"replicate_state cannot write to .*set {DIRECTORY_VARIABLE} to a directory"):
+    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=f"replicate_state cannot write to .*set {MEMORY_VARIABLE} to a directory"):
         memory_directory(tmp_path / "run")
     with pytest.raises(ConfigError, match="replicate_state = 5 has nowhere to write: pass --run-dir"):
         OutputConfig(replicate_state=5).validate()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import manager, reader
+from megajax.checkpoint.directory import choose
 from megajax.checkpoint.metadata import run_meta
 from megajax.config import OutputConfig
 from megajax.train.sinks import JsonLines
@@ -64,13 +65,14 @@ def test_a_resume_on_the_same_mesh_is_bitwise_equal(whole, half, tmp_path):
 
 OTHERS = [
     {"mesh": (8, 1, 1), "schedule": "gpipe", "microbatches": 2},
-    pytest.param({"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (1, 1, 1), "schedule": "1f1b", "microbatches": 1}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
-    pytest.param({"mesh": (2, 4, 1), "schedule": "zb_h1", "microbatches": 8}, marks=pytest.mark.slow),
+    {"mesh": (1, 4, 2), "schedule": "zb_v", "chunks": 2, "microbatches": 8},
+    {"mesh": (1, 1, 1), "schedule": "1f1b", "microbatches": 1},
+    {"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8},
+    {"mesh": (2, 4, 1), "schedule": "zb_h1", "microbatches": 8},
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_resume_on_another_mesh_has_equal_losses_up_to_rounding(whole, half, tmp_path, other):
     result, training = resumed(half, tmp_path, **other)
@@ -84,7 +86,7 @@ def test_a_resume_on_another_mesh_has_equal_losses_up_to_rounding(whole, half, t
 
 def test_saving_on_another_mesh_and_restoring_changes_no_bit(half, tmp_path):
     """A state saved on one mesh, restored and saved on another and restored on the first is bitwise unchanged."""
-    path, _ = manager.choose(half / "checkpoints", "auto")
+    path, _ = choose(half / "checkpoints", "auto")
     tokenizer = run_meta(training_on(chunks=2).run, runs.Letters())["tokenizer"]
     first, at, _ = load(path, training_on(chunks=2), tokenizer)
     for number, other in enumerate(
@@ -97,7 +99,7 @@ def test_saving_on_another_mesh_and_restoring_changes_no_bit(half, tmp_path):
         )
         checkpoints.save(training.state_layout, state, at)
         assert "checkpoint saved" in checkpoints.close()[0]
-        path, _ = manager.choose(tmp_path / str(number), "auto")
+        path, _ = choose(tmp_path / str(number), "auto")
     last, _, _ = load(path, training_on(chunks=2), tokenizer)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, last)
 

@@ -67,11 +67,13 @@ def compiled(axis: str, kind: str = "", **parallel) -> tuple[list[float], float]
     return [line.bytes for line in expected(run) if line.axis == axis], sent
 
 
+@pytest.mark.slow
 def test_a_tensor_ring_sends_what_the_formulas_say():
     formulas, sent = compiled("tensor", "permute", data=2, tensor=4, tensor_overlap="ring")
     assert sent == sum(formulas[:2])  # the ends' are not in rings
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_sent_around_the_ring_as_the_formula_says():
     formulas, sent = compiled("data", "permute", context=4)
     assert sent == formulas[0]

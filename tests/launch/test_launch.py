@@ -106,7 +106,7 @@ def test_a_run_goes_on_after_failures_hangs_and_lost_and_new_nodes(tmp_path):
     assert "is gone" in run.logs() and run.starts()[-1][2] == "2"  # data
     run.start()
     run.until_generation(4, 3)
-    assert int((tmp_path / "saved").read_text()) > 0 and "saves and stops, to go on with 3" in run.logs()
+    assert int((tmp_path / "saved").read_text()) > 0 and "saves and stops, to resume with 3" in run.logs()
     run.do(2, "stop")
     run.until_generation(5, 3)
     assert "process 2 hangs in step" in run.logs()
@@ -202,10 +202,10 @@ def test_no_legal_number_of_nodes_is_an_error():
     ("words", "message"),
     [
         ("--nodes 2:4", "no training command"),
-        ("--nodes 4:2 -- experiments.gpt3", "nodes = 4:2 is not MIN:MAX"),
-        ("--nodes two -- experiments.gpt3", "nodes = two: is not MIN:MAX"),
-        ("--node-timeout -1 -- experiments.gpt3", "node_timeout = -1.0 must be above 0"),
-        ("--no-such 1 -- experiments.gpt3", "--help lists the options"),
+        ("--nodes 4:2 -- experiments.gpt3", "--nodes: '4:2' is not MIN:MAX"),
+        ("--nodes two -- experiments.gpt3", "--nodes: 'two' is not MIN:MAX"),
+        ("--node-timeout -1 -- experiments.gpt3", "--node-timeout: -1.0 must be a number, above 0"),
+        ("--no-such 1 -- experiments.gpt3", "unrecognized arguments: --no-such 1"),
     ],
 )
 def test_wrong_options_are_named(words, message):

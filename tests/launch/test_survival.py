@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from megajax.checkpoint.manager import complete_steps
+from megajax.checkpoint.directory import complete_steps
 from tests.train.front_door import ROOT, SMALL, rows
 
 KILLS, NODES, SAVE_EVERY = 20, 4, 5

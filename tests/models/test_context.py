@@ -38,8 +38,8 @@ def fused(monkeypatch):
     ("mesh", "schedule", "chunks", "options", "model"),
     [
         ((1, 2, 4), "interleaved_1f1b", 2, {"tensor_overlap": "ring"}, small.MODEL),
-        ((2, 1, 2), "gpipe", 1, {"context": 2, "tensor_overlap": "ring"}, small.LLAMA),
-        ((1, 2, 1), "interleaved_1f1b", 2, {"context": 4, "recompute": "none"}, small.MODEL),
+        slow((2, 1, 2), "gpipe", 1, {"context": 2, "tensor_overlap": "ring"}, small.LLAMA),
+        slow((1, 2, 1), "interleaved_1f1b", 2, {"context": 4, "recompute": "none"}, small.MODEL),
         slow((2, 2, 2), "eager_1f1b", 1, {"tensor_overlap": "ring", "recompute": "full"}, small.LLAMA),
         slow((1, 2, 2), "interleaved_1f1b", 2, {"context": 2, "tensor_overlap": "ring"}, small.MODEL),
     ],
@@ -53,7 +53,7 @@ def test_rings_change_no_loss_and_no_gradient(mesh, schedule, chunks, options, m
 @pytest.mark.parametrize(
     ("mesh", "schedule", "recompute"),
     [
-        ((1, 2, 2), "interleaved_1f1b", "selective"),
+        slow((1, 2, 2), "interleaved_1f1b", "selective"),
         slow((1, 2, 2), "1f1b", "full"),
         ((1, 2, 2), "zb_h1", "none"),
     ],

@@ -44,11 +44,12 @@ def wanted(model):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(small.busy_params(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "schedule", "chunks", "recompute"),
     [
         (small.MODEL, (2, 2, 2), "interleaved_1f1b", 2, "selective"),
-        pytest.param(small.LLAMA, (1, 2, 2), "zb_h1", 1, "none", marks=pytest.mark.slow),
+        (small.LLAMA, (1, 2, 2), "zb_h1", 1, "none"),
     ],
     ids=["gpt", "llama"],
 )

@@ -37,10 +37,10 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
         return jax.tree.map(lambda a: a[None], (output, *vjp(gradient)))
 
     run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("pipe", "data"), axis_names=set(MANUAL))
-    lies = NamedSharding(mesh, P("data", None, "tensor"))
-    laid = [jax.device_put(a, lies) for a in (query, key, value, gradient)]
-    assert not hlo.collectives(jax.jit(run).lower(*laid).compile().as_text())
-    for got, want_ in zip(jax.jit(run)(*laid), want, strict=True):
+    sharding = NamedSharding(mesh, P("data", None, "tensor"))
+    sharded = [jax.device_put(a, sharding) for a in (query, key, value, gradient)]
+    assert not hlo.collectives(jax.jit(run).lower(*sharded).compile().as_text())
+    for got, want_ in zip(jax.jit(run)(*sharded), want, strict=True):
         assert got.dtype == dtype
         tolerance = 1e-5 if dtype == jnp.float32 else 0.03 * np.abs(want_).max()
         np.testing.assert_allclose(np.float32(got[0]), want_, rtol=1e-5, atol=tolerance)

@@ -135,12 +135,12 @@ def arguments(name, mesh, dtype):
     product = np.tensordot(wide[0], wide[1], axes=contracted)
     dx = np.tensordot(wide[2], wide[1], axes=(range(2, 2 + kept), range(contracted, kernel.ndim)))
     dkernel = np.tensordot(wide[0], wide[2], axes=((0, 1), (0, 1)))
-    lies = lambda a, axis: jax.device_put(a, NamedSharding(mesh, P(*[None] * axis, "tensor")))  # noqa: E731
+    shard = lambda a, axis: jax.device_put(a, NamedSharding(mesh, P(*[None] * axis, "tensor")))  # noqa: E731
     if column(name):
-        laid = lies(x, 1), lies(kernel, number), lies(gradient, number + 1)
+        sharded = shard(x, 1), shard(kernel, number), shard(gradient, number + 1)
     else:
-        laid = lies(x, 2), lies(kernel, 0), lies(gradient, 1)
-    return laid, (product, dx, dkernel)
+        sharded = shard(x, 2), shard(kernel, 0), shard(gradient, 1)
+    return sharded, (product, dx, dkernel)
 
 
 def both_ways(name, x, kernel, gradient):
@@ -160,9 +160,9 @@ def check(got, want, dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_matmuls_in_a_plain_jit_equal_numpy(name, tensor):
     mesh = make_mesh(tensor)
-    laid, want = arguments(name, mesh, jnp.float32)
+    sharded, want = arguments(name, mesh, jnp.float32)
     with jax.set_mesh(mesh):
-        got = jax.jit(both_ways, static_argnums=0)(name, *laid)
+        got = jax.jit(both_ways, static_argnums=0)(name, *sharded)
     check(got, want, jnp.float32)
 
 
@@ -171,16 +171,16 @@ def test_matmuls_in_a_plain_jit_equal_numpy(name, tensor):
 def test_matmuls_inside_the_executors_shard_map_equal_numpy(name, dtype):
     """Manual over data and pipe, automatic over tensor, and differentiated there, as in a block."""
     mesh = make_mesh(4)
-    laid, want = arguments(name, mesh, dtype)
+    sharded, want = arguments(name, mesh, dtype)
 
-    def step(*laid):
+    def step(*sharded):
         vary = lambda a: lax.pcast(a, ("data", "pipe"), to="varying")  # noqa: E731
-        return jax.tree.map(lambda a: a[None], both_ways(name, *map(vary, laid)))
+        return jax.tree.map(lambda a: a[None], both_ways(name, *map(vary, sharded)))
 
     run = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(("data", "pipe")), axis_names={"data", "pipe"})
     )
-    got = run(*laid)
+    got = run(*sharded)
     for rank in range(2):  # all pipe ranks were given the same
         check([a[rank] for a in got], want, dtype)
 

@@ -97,21 +97,24 @@ CASES = [
     ("eager_1f1b", 4, 4, 1, 1),
     ("interleaved_1f1b", 4, 8, 2, 1),
     ("zb_h1", 4, 6, 1, 2),
-    ("zb_h1", 1, 2, 1, 1),
     ("zb_1p_interleaved", 2, 4, 4, 1),
     ("zb_v", 4, 6, 2, 2),
-    ("zb_v", 4, 3, 2, 1),
     ("looped_bfs", 2, 3, 2, 1),
     ("zb_h2", 4, 6, 1, 1),
     ("dualpipe_v", 2, 5, 2, 2),
 ]
+CASES_LONG = [("zb_h1", 1, 2, 1, 1), ("zb_v", 4, 3, 2, 1)]
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks", "data"), CASES)
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks", "data"),
+    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES_LONG],
+)
 def test_gradients_equal_those_of_the_unpipelined_model(name, stages, microbatches, chunks, data):
     check(name, stages, microbatches, chunks, data)
 
 
+@pytest.mark.slow
 def test_gradients_with_a_schedules_own_options():
     check("interleaved_1f1b", 2, 5, 2, group_size=3)
     check("auto", 2, 3, 2, live_chunks=3)
@@ -138,14 +141,17 @@ def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
     assert set(seen) == ({True, False} if poison else {False})
 
 
-UNROLLED = [("1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 4, 2)]  # in 1f1b a backward runs in two parts
-UNROLLED_LONG = [("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_v", 4, 6, 2)]
+UNROLLED = [
+    ("1f1b", 2, 5, 1),  # a backward runs in two parts
+    ("interleaved_1f1b", 2, 4, 2),
+    ("gpipe", 1, 3, 1),
+    ("eager_1f1b", 4, 8, 1),
+    ("zb_v", 4, 6, 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "microbatches", "chunks"),
-    UNROLLED + [pytest.param(*case, marks=pytest.mark.slow) for case in UNROLLED_LONG],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), UNROLLED)
 def test_gradients_with_separate_arrays_for_each_block(name, stages, microbatches, chunks):
     check(name, stages, microbatches, chunks, program={"unroll": True})
 

@@ -21,14 +21,8 @@ def batches_of(run, count):
     return [small.make_batch(run, seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "recompute"),
-    [
-        ((1, 2, 1), "none"),
-        pytest.param((2, 2, 2), "selective", marks=pytest.mark.slow),
-        pytest.param((1, 4, 1), "full", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "recompute"), [((1, 2, 1), "none"), ((2, 2, 2), "selective"), ((1, 4, 1), "full")])
 def test_weights_follow_the_papers_update_rule(mesh, recompute):
     """W(t + 1) = W(t) - update(gradient of batch t - 1 at W(t - 1)), the unpipelined model's gradient."""
     model = dataclasses.replace(small.MODEL, dropout=0.1)

@@ -36,7 +36,9 @@ def flops(function, *arguments) -> float:
     return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["selective", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "full"))]
+)
 @pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
 def test_the_two_parts_equal_the_whole_backward(model, recompute):
     # Wide enough for matmuls to dominate, as in any model of practical size.

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from megajax.checkpoint import manager
+from megajax.checkpoint.directory import complete_steps
 from megajax.data.ramp import RampedLoader
 from megajax.runtime import preemption
 from megajax.runtime.preemption import SIGNALS, Preemption
@@ -47,7 +47,7 @@ def test_a_signal_ends_the_run_after_the_current_step(tmp_path, training, number
         result = runs.go(training.run, tmp_path, training=training, stop=stop, loader=loader)
     assert stop.reason == f"{number.name} received"
     assert f"step 4: {number.name} received: saving a checkpoint and stopping" in result.text
-    assert len(result.rows) == 4 and manager.complete_steps(tmp_path / "checkpoints") == [4]
+    assert len(result.rows) == 4 and complete_steps(tmp_path / "checkpoints") == [4]
     assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
 
 
@@ -76,14 +76,14 @@ def test_the_time_limit_ends_the_run(tmp_path, training):
     with Preemption(minutes=1e-6) as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop)
     assert "step 1: --exit-after-minutes 1e-06 are over: saving a checkpoint and stopping" in result.text
-    assert manager.complete_steps(tmp_path / "checkpoints") == [1]
+    assert complete_steps(tmp_path / "checkpoints") == [1]
 
 
 def test_a_run_that_ends_has_no_reason(tmp_path, training):
     with Preemption(minutes=10) as stop:
         result = runs.go(training.run, tmp_path, training=training, stop=stop)
     assert stop.reason is None and len(result.rows) == 9
-    assert manager.complete_steps(tmp_path / "checkpoints") == [9]
+    assert complete_steps(tmp_path / "checkpoints") == [9]
 
 
 class Service:

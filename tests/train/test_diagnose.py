@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.checkpoint import manager
+from megajax.checkpoint.directory import complete_steps
 from megajax.config import ConfigError
 from megajax.data.ramp import RampedLoader
 from megajax.train import diagnose
@@ -116,6 +116,7 @@ def loader_of(training):
 NAMED = "microbatch 2 of 4, sample 38 of the run: the loss weights in the data are not finite"
 
 
+@pytest.mark.slow
 def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
     """The run continues as if the batch were not in the data."""
     skipping = copy.copy(training)  # with the same compiled step
@@ -155,7 +156,7 @@ def test_a_skipped_step_leaves_what_a_loop_without_dispatch_ahead_leaves(trainin
 def test_a_non_finite_step_stops_the_run_and_saves_the_previous_state(training, tmp_path):
     with pytest.raises(ConfigError, match=f"step 3: loss nan, .*{NAMED}.*--nonfinite skip"):
         runs.go(training.run, tmp_path, training=training, loader=loader_of(training))
-    assert manager.complete_steps(tmp_path / "checkpoints") == [2]
+    assert complete_steps(tmp_path / "checkpoints") == [2]
     result = runs.go(training.run, tmp_path, training=training, resume="auto")  # with a good batch
     assert [row["step"] for row in result.rows] == list(range(1, 13))
 

@@ -19,24 +19,25 @@ def slow(cases: list) -> list:
 
 # mesh (data, pipe, tensor), schedule, chunks, microbatches, sequence parallel, recompute
 GRID = [
-    ((1, 1, 1), "1f1b", 1, 4, True, "none"),
     ((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective"),
-    ((2, 2, 2), "1f1b", 1, 4, True, "full"),
-    ((1, 4, 2), "interleaved_1f1b", 2, 8, False, "full"),
+    ((2, 2, 2), "zb_v", 2, 4, True, "selective"),
     ((1, 4, 1), "eager_1f1b", 1, 4, True, "none"),
+    ((2, 2, 2), "1f1b", 1, 4, True, "full"),
     ((2, 4, 1), "gpipe", 1, 8, True, "selective"),
+    ((2, 2, 2), "dualpipe_v", 2, 4, True, "none"),
+]
+GRID_LONG = [
+    ((1, 1, 1), "1f1b", 1, 4, True, "none"),
+    ((1, 4, 2), "interleaved_1f1b", 2, 8, False, "full"),
     ((1, 4, 2), "1f1b", 1, 2, True, "selective"),  # fewer microbatches than stages
     ((1, 8, 1), "1f1b", 1, 16, True, "selective"),  # one block a stage: it cannot be cut in halves
     ((2, 1, 4), "interleaved_1f1b", 1, 2, True, "selective"),
     ((1, 1, 4), "1f1b", 1, 2, True, "selective"),
     ((1, 4, 2), "zb_h1", 1, 8, True, "selective"),
     ((2, 2, 2), "zb_1p_interleaved", 2, 4, True, "full"),
-    ((2, 2, 2), "zb_v", 2, 4, True, "selective"),
-    ((2, 2, 2), "dualpipe_v", 2, 4, True, "none"),
     ((1, 4, 2), "auto", 2, 4, True, "full"),
 ]
-BUBBLES = [GRID[1], GRID[5], GRID[12]]  # interleaved, gpipe, zb_v
-BUBBLES_LONG = [GRID[4], GRID[2]]  # eager, 1f1b
+BUBBLES, BUBBLES_LONG = GRID[:2], GRID[2:5]
 # Every mesh with every schedule, microbatch count and sequence parallelism; the recompute modes alternate.
 LONG = [
     (mesh, schedule, chunks, microbatches, sequence_parallel, ("none", "selective", "full")[index % 3])
@@ -81,7 +82,7 @@ def check(*case, training=None, model=small.MODEL, **shared_out):
     small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", GRID, ids=str)
+@pytest.mark.parametrize("case", GRID + slow(GRID_LONG), ids=str)
 def test_loss_and_gradients_equal_the_unpipelined_model(case):
     check(*case, training=compiled_once(*case) if case in BUBBLES else None)
 
@@ -96,15 +97,15 @@ SHARED_OUT = [  # options other than those of the default run
     *slow(
         [
             ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
+            ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "recompute": "full", "recompute_blocks": 2}),
+            ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
             ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "unroll_blocks": True}),
             ((1, 4, 2), "1f1b", 1, 4, {"unroll_blocks": True, "recompute": "full"}),
             ((2, 2, 2), "zb_v", 2, 4, {"unroll_blocks": True}),
         ]
     ),
     ((4, 2, 1), "zb_h1", 1, 4, {"zero": 3}),
-    ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
     ((1, 4, 2), "zb_v", 2, 4, {"vocab_parallel": "tensor"}),
-    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "recompute": "full", "recompute_blocks": 2}),
 ]
 
 
@@ -150,6 +151,7 @@ def dropping():
     return model, small.expected(model)
 
 
+@pytest.mark.slow
 def test_dropout_changes_the_loss():
     model, (loss, _) = dropping()
     assert abs(loss - small.expected(small.dataclasses.replace(model, dropout=0.0))[0]) > 1e-4
@@ -173,8 +175,8 @@ def test_dropout_does_not_depend_on_the_mesh(case):
 
 
 ONE_DEVICE = ((1, 1, 1), "1f1b", 1, 2)
-CURVES = [((1, 4, 2), "zb_v", 2, 4)]
-CURVES_LONG = [
+CURVES = [
+    ((1, 4, 2), "zb_v", 2, 4),
     ((1, 8, 1), "1f1b", 1, 16),
     ((2, 2, 2), "interleaved_1f1b", 2, 4),
     ((1, 4, 2), "interleaved_1f1b", 2, 8),
@@ -197,7 +199,8 @@ def curve(mesh, schedule, chunks, microbatches, frozen=False):
     return np.array(losses)
 
 
-@pytest.mark.parametrize("case", CURVES + slow(CURVES_LONG), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CURVES, ids=str)
 def test_the_loss_curve_is_the_same_on_every_mesh(case):
     want = curve(*ONE_DEVICE)
     moved = np.abs(want - curve(*ONE_DEVICE, frozen=True))[10:]

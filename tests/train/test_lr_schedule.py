@@ -167,6 +167,7 @@ def test_a_ramped_run_is_the_same_after_a_resume(tmp_path):
     np.testing.assert_array_equal(rest.losses, whole.losses)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_does_not_advance_the_rates(tmp_path):
     """fp16 with a scale that overflows at first: the loader advances, the learning rate does not."""
     run = runs.make_run((1, 1, 1), schedule="1f1b", steps=8, train={"precision": "fp16", "initial_loss_scale": 2.0**22})

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks.checkpoints import MODELS, measure
 from megajax.checkpoint import manager, reader, writer
+from megajax.checkpoint.directory import choose
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
@@ -62,6 +63,7 @@ def test_a_step_costs_less_than_a_millisecond(tmp_path, terminal):
     assert taken < 1e-3
 
 
+@pytest.mark.slow
 def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
     """A save returns before any file is written, and what is written is the state at that time."""
     run = runs.make_run((1, 1, 1), schedule="1f1b")
@@ -82,12 +84,13 @@ def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
         may_write.set()
         assert f"step {step}: checkpoint saved" in checkpoints.wait()[0]
         may_write.clear()
-        path, _ = manager.choose(tmp_path, "auto")
+        path, _ = choose(tmp_path, "auto")
         back, _, _ = reader.load(path, run, training.state_layout, run_meta(run, runs.Letters())["tokenizer"])
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), back, kept)
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_save_blocks_training_for_less_than_a_tenth_of_its_time(tmp_path):
     """100 MB written to disk with nothing else running; the best of five saves, as the machine may be busy."""
     found = measure(MODELS[100], jax.devices()[:1], tmp_path, saves=6, steps=False)

@@ -75,7 +75,8 @@ def test_padding_has_no_weight_and_keeps_the_samples_where_they_were():
         np.testing.assert_array_equal(np.asarray(placed[name]), array)
 
 
-@pytest.mark.parametrize("mesh", [(1, 2, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2)])
 def test_a_padded_batch_has_the_loss_and_gradients_of_the_batch(mesh):
     run = ramped_run(mesh, {"batch_ramp": (8, 8, 264)})
     training = small.training_of(run)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import layout
-from megajax.checkpoint.manager import complete_steps
+from megajax.checkpoint.directory import complete_steps
 from megajax.train.replica_check import Checks, ReplicaCheck, ReplicasDiffer, checksum
 from tests import small
 from tests.train import runs

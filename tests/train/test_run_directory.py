@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from megajax.checkpoint import manager
+from megajax.checkpoint.directory import complete_steps
 from megajax.checkpoint.manager import Checkpoints
 from megajax.checkpoint.metadata import Progress
 from megajax.config import ConfigError, OutputConfig
@@ -86,7 +86,7 @@ def test_a_directory_that_vanishes_in_mid_run_is_reported_and_created_again(tmp_
         f"the run directory {path} has vanished and is created again" in vanished
         and "step 2: checkpoint saved" in saved
     )
-    assert manager.complete_steps(path / "checkpoints") == [2] and (path / "config.toml").exists()
+    assert complete_steps(path / "checkpoints") == [2] and (path / "config.toml").exists()
     assert json.loads((path / "log.jsonl").read_text())["step"] == 2
     assert "has vanished" in (path / "logs" / "process_0.log").read_text()
 
@@ -147,7 +147,7 @@ def test_logs_and_saves_continue_after_the_disk_was_full(small_disk):
     ]
     assert sum("checkpoint NOT saved" in line and "No space left on device" in line for line in messages) == 3
     assert sum("log records are dropped" in line for line in messages) == 1
-    assert manager.complete_steps(path / "checkpoints") == [70, 80, 90]
+    assert complete_steps(path / "checkpoints") == [70, 80, 90]
     steps = [json.loads(line)["step"] for line in (path / "log.jsonl").read_text().splitlines()]
     assert set(range(1, 31)) | set(range(62, 91)) <= set(steps) and steps == sorted(set(steps)) and len(steps) < 90
     assert "step 90" in (path / "logs" / "process_0.log").read_text()
