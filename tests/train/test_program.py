@@ -101,7 +101,7 @@ def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
     assert any(send.in_loop for send in between)  # a segment of one tick has no loop
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), slow("interleaved_1f1b", 2)])
 def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunks):
     """XLA copies arrays that it cannot update in place; copying either in every tick would cost more than the compute."""
     training, step = compiled((1, 4, 2), schedule, chunks, 8)
