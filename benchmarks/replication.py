@@ -32,7 +32,7 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
 
     model, parallel = MODELS[megabytes], ParallelConfig(data=len(devices))
     samples = 8 * len(devices)
-    run = RunConfig(model, parallel, TrainConfig(precision="fp32", global_batch_size=samples, steps=10))
+    run = RunConfig(model, parallel, TrainConfig(precision="fp32", global_batch_size=samples, steps=10, warmup_steps=1))
     run.validate()
     training = make_training(run, make_mesh(parallel, devices))
     rows = (run.microbatches, parallel.microbatch_size * parallel.data)
