@@ -145,18 +145,15 @@ def collectives(text: str) -> tuple[Collective, ...]:
 def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     """Iterations of the loops with dynamic trip counts in a run's step: the total of all loops with a scope's name.
 
-    `ENDS`: one for each microbatch, on the ranks that compute them. F, B, I and W: one for each of a rank's (groups of)
-    blocks, or with unrolled blocks one for each chunk or part of one, except in ticks in which no rank idles, whose trip
-    counts are static.
+    `ENDS`: one for each microbatch, on the ranks that compute them. F, B, I and W: one for each of a rank's chunks, or
+    parts of one, except with one chunk in ticks in which no rank idles, where there is no such loop.
     """
     schedule, parallel = run_schedule(run), run.parallel
-    each = dict.fromkeys(BLOCKS, run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks))
-    if parallel.unroll_blocks:
-        parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
-        each = dict.fromkeys(BLOCKS, 1) | ({} if schedule.split else {BACKWARD: max(parts)})
+    parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
+    each = dict.fromkeys(BLOCKS, 1) | ({} if schedule.split else {BACKWARD: max(parts)})
     full = Counter()
     for segment in schedule.segments:
-        known = segment.full and not (parallel.unroll_blocks and parallel.chunks > 1)
+        known = segment.full and parallel.chunks == 1
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * known))
     often = {op: (run.microbatches * parallel.chunks - full[op]) * each[op] for op in BLOCKS}
     return dict.fromkeys(ENDS, float(run.microbatches)) | often

@@ -118,7 +118,7 @@ class Rank:
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             unroll=options.unroll,
-            max_parts=int(table.rows.backward.parts.max()) if options.unroll else 1,
+            max_parts=int(table.rows.backward.parts.max()),
         )
 
     def start(self) -> Carry:
@@ -283,7 +283,8 @@ class Rank:
         work = self.work(operation, carry, self.block_range(operation, segment))
         if self.schedule.paired:
             dy = jnp.where(on, dy, jnp.nan) if self.options.poison_bubbles else dy
-            dx, totals, *rest = self.stack.backward(dy, work, totals, keep=on, iterations=carry.iterations)
+            keep = on if self.options.compute_bubbles and not segment.full else None
+            dx, totals, *rest = self.stack.backward(dy, work, totals, keep=keep, iterations=carry.iterations)
         elif self.schedule.split:
             dx, totals, kept, *rest = self.stack.backward_input(dy, work, totals, carry.iterations)
             carry = carry._replace(kept=kept)

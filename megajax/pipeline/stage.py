@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from megajax.pipeline.jaxprs import with_fp32_gradients
 from megajax.pipeline.loops import counted_loop
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
@@ -164,12 +165,12 @@ class Stack:
 
         def step(index, place, zero, state):
             dy, gradients, records = state
-            residuals, weights, x = self._saved(index, place, work.stash, zero)
-            dw, dx = rebuild_vjp(template, residuals, (weights, x))(dy)
+            saved = self._saved(index, place, work.stash, zero)
+            dw, dx = _with_fp32_gradients(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), *saved, dy)
 
             def add(total, new, cut):
                 new = cut.scatter(new.astype(total.dtype))
-                return total.at[place].add(new if keep is None else jnp.where(keep, new, 0))
+                return _add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
 
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             return dx, jax.tree.map(add, gradients, dw, self.cut), records
@@ -215,7 +216,8 @@ class Stack:
         def step(index, place, zero, gradients):
             residuals, weights, x = self._saved(index, place, work.stash, zero)
             split = self._split(template, residuals, weights, x)
-            late = split.weight(residuals, weights, x, work.kept.read(index, zero))
+            kept = work.kept.read(index, zero)
+            late, _ = _with_fp32_gradients(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
             return self._add(gradients, late, place, split.is_late, True)
 
         iterations, gradients = self._run_blocks(iterations, work, step, gradients)
@@ -234,33 +236,31 @@ class Stack:
     ) -> tuple[jax.Array, Tree]:
         """Runs `step(index, place, zero, state) -> state` for each block of `work.blocks`.
 
-        `index` is the block's number in the chunk and `place` its index in `weights`. Separate arrays must be selected at
-        compile time. Each chunk, and each part of one, is then an unrolled loop body that runs once or not at all; if
-        there is one chunk and the range is known at compile time, there is no loop.
+        `index` is the block's number in the chunk and `place` its index in `weights`. Each chunk, and each part of one, is a
+        loop of zero or one iterations around a loop over its blocks, whose trip count and first block are known at compile
+        time: so XLA's matmuls read a block's weights, and add to its gradients, where they are in the stacked arrays, and
+        the host waits for the device once for a chunk instead of once for a block. If there is one chunk and the range is
+        known at compile time, there is no outer loop.
 
         Returns:
           (the iteration count, the final state).
         """
         chunk, (low, high) = work.chunk, (0, self.per_chunk) if work.blocks is None else work.blocks
-        if not self.separate:
-
-            def one(count, zero, state):
-                index = high - 1 - count if backwards else low + count
-                return step(index, (chunk + zero) * self.per_chunk + index, zero, state)
-
-            return counted_loop(iterations, high - low, one, state)
+        layers = jax.tree.leaves(self.weights)[0].shape[0]
 
         def several(first, low, high, zero, state):
-            for index in reversed(range(low, high)) if backwards else range(low, high):
-                state = step(index, first + index, zero, state)
-            return state
+            def one(count, state):
+                index = high - 1 - count if backwards else low + count
+                return step(index, first + high - 1 - count if backwards else first + low + count, zero, state)
 
-        if len(self.separate) == self.per_chunk and isinstance(high, int):
+            return lax.fori_loop(0, high - low, one, state)
+
+        if layers == self.per_chunk and isinstance(high, int):
             return iterations + high - low, several(0, low, high, 0, state)
         parts = [(0, self.per_chunk)]
         if backwards:
             parts = [self.part_bounds(part, self.max_parts) for part in range(self.max_parts)]
-        for first in range(0, len(self.separate), self.per_chunk):
+        for first in range(0, layers, self.per_chunk):
             for start, stop in filter(lambda part: part[0] < part[1], parts):
                 here = (chunk * self.per_chunk == first) & (low <= start) & (stop <= high)
                 iterations, state = counted_loop(
@@ -292,7 +292,7 @@ class Stack:
         values = iter(new)
 
         def add(total, flag, cut):
-            return total.at[place].add(cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+            return _add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
 
         return jax.tree.map(add, totals, is_late, self.cut)
 
@@ -303,3 +303,20 @@ class Stack:
         """A VJP of the block with shapes for leaves. Every trace of the block gives the same structure."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
+
+
+def _with_fp32_gradients(backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:
+    """`backward(*arguments) -> (gradients, others)`, with gradients that are matmuls computed in fp32."""
+    leaves, structure = jax.tree.flatten(arguments)
+    gradients, others = jax.eval_shape(backward, *arguments)
+    count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
+    values = with_fp32_gradients(
+        lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves))), count, *leaves
+    )
+    return jax.tree.unflatten(results, values)
+
+
+def _add_at(total: jax.Array, place, new: jax.Array) -> jax.Array:
+    """`total[place] += new`. Nothing may stand between a matmul and this addition: XLA then adds in the matmul."""
+    sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
+    return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
