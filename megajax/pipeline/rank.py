@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, is_spec, vary
@@ -41,7 +42,8 @@ class ExecutorOptions:
         its block runs, and its gradient is reduce-scattered there (ZeRO-3).
       share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.
       offload: the stash is in host memory.
-      unroll: each block's weights are separate arrays; see `stage.Stack`.
+      in_place: weights are read, and gradients accumulated, where they are; for GPUs with jax 0.12 (`stage.Stack`). Not with
+        `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
@@ -53,7 +55,7 @@ class ExecutorOptions:
     specs: Specs = DEFAULT_SPECS
     share_ends: bool = False
     offload: bool = False
-    unroll: bool = False
+    in_place: bool = False
     compute_bubbles: bool = False
     poison_bubbles: bool = False
     statistics: Callable | None = None
@@ -117,8 +119,8 @@ class Rank:
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks),
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
-            unroll=options.unroll,
-            max_parts=int(table.rows.backward.parts.max()),
+            in_place=options.in_place,
+            parts=np.unique(table.rows.backward.parts[table.rows.backward.on == 1]).tolist(),
         )
 
     def start(self) -> Carry:
