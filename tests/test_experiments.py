@@ -109,6 +109,7 @@ def test_help_shows_every_option_with_its_default(capsys):
     assert text.count("(default:") > 40
 
 
+@pytest.mark.slow
 def test_a_run_is_replayed_from_its_configuration(tmp_path, capsys):
     """The saved file replays the run; options take precedence over it; a resume is reported."""
     words = "--devices cpu:1 --layers 1 --hidden 32 --sequence-length 16 --global-batch-size 8 --microbatch-size 4"

@@ -15,7 +15,7 @@ def exchange(name: str, text: str) -> dict[int, str]:
     """A barrier that every process enters with a text and leaves with all texts, by process.
 
     Args:
-      name: of the barrier; may be used once in a run of several processes.
+      name: of the barrier; not to be used again before all processes have left it.
 
     Raises:
       RuntimeError: not all processes arrived within an hour.

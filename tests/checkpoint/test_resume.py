@@ -52,6 +52,7 @@ def resumed(half, tmp_path, **kwargs):
     return runs.go(training.run, directory, training=training, resume="auto", save_every=1000), training
 
 
+@pytest.mark.slow
 def test_a_resume_on_the_same_mesh_is_bitwise_equal(whole, half, tmp_path):
     result, _ = resumed(half, tmp_path, chunks=2)
     assert f"resume    from step {HALF}, the newest" in result.text

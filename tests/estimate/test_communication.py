@@ -79,12 +79,13 @@ def test_keys_and_values_are_sent_around_the_ring_as_the_formula_says():
     assert sent == formulas[0]
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_send_what_the_formulas_say(zero):
     formulas, sent = compiled("data", data=4, zero=zero)
     assert sent == pytest.approx(sum(formulas), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_pipeline_sends_once_per_tick(capsys):
     """m = 8: sends of m + p - 1 ticks each way; the formula counts m."""
     words = "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --chunks 1 --layers 2 --global-batch-size 16"

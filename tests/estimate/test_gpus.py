@@ -58,6 +58,7 @@ def test_a_measured_peak_is_flops_over_seconds_and_cpu_devices_share_it(monkeypa
     assert measured_peak(jax.devices()[:count], "bf16", seconds=1) == 2 * 1024**3 / 0.25 / count
 
 
+@pytest.mark.slow
 def test_a_measured_peak_is_about_numpys_rate():
     """numpy's matmul uses another library and all cores too; the best of several, as the machine may be busy."""
     matrix, seconds = np.ones((1024, 1024), np.float32), []
@@ -69,6 +70,7 @@ def test_a_measured_peak_is_about_numpys_rate():
     assert 1 / 5 < peak / (2 * 1024**3 / min(seconds)) < 5
 
 
+@pytest.mark.slow
 def test_measuring_takes_well_under_a_second():
     measured_peak(jax.devices(), "fp32", seconds=0.05)  # compiles
     start = time.perf_counter()

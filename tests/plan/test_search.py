@@ -34,6 +34,7 @@ def test_without_a_pipeline_more_replicas_are_faster_than_more_tensor():
     assert len(speeds) >= 4 and speeds == sorted(speeds, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_cluster_of_3072_takes_under_ten_seconds():
     start = time.process_time()  # independent of other processes
     found = search(Question(preset("gpt3-1t"), 3072, find_gpu("h100-80gb"), 3072))

@@ -44,6 +44,7 @@ class Instant:
         return state, {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_step_costs_less_than_a_millisecond(tmp_path, terminal):
     """1% of a step of 100 ms, in processor time: loop, line or bar, JSON, TensorBoard, log file, signals, loader."""

@@ -44,22 +44,20 @@ def compiled(mesh, schedule, chunks, microbatches, sequence_parallel=True, seque
     return training, training.compile_train_step(jax.eval_shape(training._fresh_state), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "chunks", "grows"),
-    [("zb_v", 2, False)]
-    + [
-        slow(*case)
-        for case in [
-            ("1f1b", 1, False),
-            ("interleaved_1f1b", 2, False),
-            ("gpipe", 1, True),
-            ("eager_1f1b", 1, False),
-            ("zb_h1", 1, False),
-            ("zb_h2", 1, False),
-            ("zb_1p_interleaved", 2, False),
-            ("dualpipe_v", 2, False),
-        ]
-        + [("looped_bfs", 2, True)]
+    [
+        ("1f1b", 1, False),
+        ("eager_1f1b", 1, False),
+        ("interleaved_1f1b", 2, False),
+        ("zb_h1", 1, False),
+        ("zb_h2", 1, False),
+        ("zb_1p_interleaved", 2, False),
+        ("zb_v", 2, False),
+        ("dualpipe_v", 2, False),
+        ("gpipe", 1, True),
+        ("looped_bfs", 2, True),
     ],
 )
 def test_memory_does_not_grow_with_microbatches(schedule, chunks, grows):
@@ -140,7 +138,8 @@ def test_a_mixed_tick_has_no_collective_between_its_loops(schedule, chunks):
     assert seen
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [slow("interleaved_1f1b", 2), ("zb_v", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("zb_v", 2)])
 def test_a_blocks_operations_stay_inside_its_loop(schedule, chunks):
     """A loop may have zero iterations. Operations that XLA hoists out of it run in every tick."""
     training, step = compiled((1, 4, 1), schedule, chunks, 8)
@@ -161,6 +160,6 @@ def test_a_blocks_operations_stay_inside_its_loop(schedule, chunks):
 
 def test_sends_run_on_a_separate_stream():
     """Otherwise XLA on GPUs completes them before the blocks that they should overlap; see tests/plan/test_papers_fit.py."""
-    _, step = compiled((2, 2, 2), "interleaved_1f1b", 2, 4)
+    _, step = compiled((2, 2, 2), "1f1b", 1, 4)
     sends = [line for line in step.as_text().splitlines() if " collective-permute(" in line and "send/ppermute" in line]
     assert sends and all('_xla_gpu_collective_stream="p2p"' in line for line in sends)

@@ -1,14 +1,19 @@
 """One flipped bit in one replica is found at the next check, and its device named."""
 
+import socket
+
 import jax
 import numpy as np
 import pytest
 
 from megajax.checkpoint import layout
 from megajax.checkpoint.directory import complete_steps
+from megajax.runtime.distributed import EXIT_PEER
 from megajax.train.replica_check import Checks, ReplicaCheck, ReplicasDiffer, checksum
 from tests import small
+from tests.runtime.test_distributed import free_port
 from tests.train import runs
+from tests.train.front_door import Run
 
 KERNEL = "params/blocks/attention/qkv/kernel"
 
@@ -129,3 +134,44 @@ def test_a_run_ends_at_the_next_check_and_saves_no_corrupt_state(training, tmp_p
             checks=Checks(4, training.state_layout),
         )
     assert complete_steps(tmp_path / "checkpoints") == saved
+
+
+FLIP = """
+import jax
+import numpy as np
+from megajax.train.step import Training
+
+usual, taken = Training.train_step, []
+
+def train_step(self, state, batch, *hold):
+    state, metrics = usual(self, state, batch, *hold)
+    taken.append(1)
+    if len(taken) == 6:
+        norm = state.params["shared"]["head"]["norm"]
+        scale = np.array(norm["scale"].addressable_data(0))
+        scale.view(np.uint32)[2] ^= 1
+        buffer = jax.device_put(scale, jax.local_devices()[0])
+        norm["scale"] = jax.make_array_from_single_device_arrays(scale.shape, norm["scale"].sharding, [buffer])
+    return state, metrics
+
+Training.train_step = train_step
+"""
+
+
+@pytest.mark.slow
+def test_the_process_and_its_host_are_named_and_no_state_after_the_last_check_is_left(tmp_path):
+    """Three processes; a bit changes in the second one's weights after step 6, and the checks are every four steps."""
+    (tmp_path / "flip.py").write_text(FLIP)
+    words = f"--data 3 --global-batch-size 6 --devices cpu:1 --processes 3 --coordinator 127.0.0.1:{free_port()}"
+    words += f" --steps 1000 --check-every 4 --save-every 3 --run-dir {tmp_path}/run --process-id"
+    found = [
+        Run(tmp_path, f"{words} {number}" + f" --import {tmp_path}/flip.py" * (number == 1), name=f"process_{number}")
+        for number in range(3)
+    ]
+    assert [run.wait(600) for run in found] == [EXIT_PEER] * 3, [run.err for run in found]
+    error = "\n".join(run.err for run in found)
+    assert "step 6: silent data corruption: params/shared/head/norm/scale: device " in error
+    assert f" of process 1 on {socket.gethostname()} differs from the other copies" in error
+    assert "of process 0 on" not in error and "Traceback" not in error
+    assert "check     every 4 steps: copies on different devices are compared: 100.0% of the state" in found[0].out
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [3]
