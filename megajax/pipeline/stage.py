@@ -164,7 +164,7 @@ class Stack:
 
             def add(total, new, cut):
                 new = cut.scatter(new.astype(total.dtype))
-                return _add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
+                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
 
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             return dx, jax.tree.map(add, gradients, dw, self.cut), records
@@ -299,20 +299,21 @@ class Stack:
         values = iter(new)
 
         def add(total, flag, cut):
-            return _add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+            return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
 
         return jax.tree.map(add, totals, is_late, self.cut)
 
     def _vjp(self, index, layer, x, microbatch):
         return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
 
+    def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
+        """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
+        if not self.in_place:
+            return total.at[place].add(new)
+        sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
+        return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
+
     def _template(self, x, microbatch):
         """A VJP of the block with shapes for leaves. Every trace of the block gives the same structure."""
         layer = jnp.zeros((), jnp.int32)
         return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
-
-
-def _add_at(total: jax.Array, place, new: jax.Array) -> jax.Array:
-    """`total[place] += new`. Nothing may stand between a matmul and this addition: XLA then adds in the matmul."""
-    sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
-    return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
