@@ -15,6 +15,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.disk import small_disk  # noqa: E402, F401 (a fixture of all tests)
+
 # Compilation makes the first example slow; the same examples every time, so that a failure is everyone's.
 settings.register_profile("megajax", deadline=None, derandomize=True)
 settings.load_profile("megajax")

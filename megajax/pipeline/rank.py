@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, is_spec, vary
+from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, in_row_major, is_spec, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
 from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
@@ -114,9 +114,10 @@ class Rank:
         self.batch, blocks = vary(batch), vary(params["blocks"])
         self.shared = vary(params["shared"])
         self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
+        weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks)
         self.stack = Stack(
             functions.block,
-            jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks),
+            in_row_major(weights) if options.in_place else weights,
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             in_place=options.in_place,
@@ -161,7 +162,7 @@ class Rank:
             part = jax.tree.map(lambda column: column[segment.start : segment.stop], rows)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
             carry, _ = lax.scan(lambda carry, row: (tick(segment, carry, row), None), carry, part)  # noqa: B023
-        return carry
+        return carry._replace(block_gradients=in_row_major(carry.block_gradients)) if self.options.in_place else carry
 
     def paired_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """A forward and then a backward on every rank.

@@ -11,6 +11,11 @@ rounding, in this model, at this step. The tolerance is FACTOR times the larger 
 
     tolerance = FACTOR * max(eps of fp32, max over trials of the distance to the perturbed run)
 
+The update of a parameter is recorded as new - old, where new = old + update was rounded: it is up to eps |old| / 2 off,
+which is much where the update is small next to the parameter (the scale of a norm). This changes only where a sum lies next
+to the middle of two numbers, so the trials may miss it. Two equal updates can be recorded eps |parameter| apart, and so the
+tolerance of an update is at least ROUNDINGS * eps |parameter| / |update|.
+
 eps of the perturbation is that of the number format of weights and activations: 2^-23 in fp32, 2^-10 in fp16, 2^-7 in bf16.
 It follows that in bf16 only differences of some percent are found. The tolerance grows with the step, as the distance of
 two runs that differ by rounding does. With `exact` every statistic, and so every bit, must be equal.
@@ -19,6 +24,7 @@ two runs that differ by rounding does. With `exact` every statistic, and so ever
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,6 +33,7 @@ from megajax.verify.sketch import distance, size
 
 FACTOR = 32.0
 TRIALS = 2
+ROUNDINGS = 2.0  # the bound is 1; a sketch's estimate of the difference can be above it
 EPSILON = float(np.finfo(np.float32).eps)
 # Columns of the table, in the order in which a step computes them.
 PARTS = ("data", "outputs", "loss", "backward", "gradients", "update", "replicas")
@@ -86,13 +93,37 @@ def first_difference(step: int, entries: Sequence[Entry], tolerances: Mapping[st
     return Difference(step, first, tolerance(first), sum(entry.part == first.part for entry in over) - 1)
 
 
-def tolerances_of(perturbed: Sequence[Sequence[Entry]]) -> dict[str, float]:
-    """By key, from the entries of the reference against its perturbed runs; "" is that of all other keys."""
+def tolerances_of(
+    perturbed: Sequence[Sequence[Entry]], rounding: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """By key, from the entries of the reference against its perturbed runs; "" is that of all other keys.
+
+    Args:
+      perturbed: the entries of each trial.
+      rounding: by key, the least tolerance of the updates (`rounding_of_updates`).
+    """
     found = {"": FACTOR * EPSILON}
-    for entries in perturbed:
-        for entry in entries:
-            if entry.part not in ("data", "replicas"):
-                found[entry.key] = max(found.get(entry.key, found[""]), FACTOR * entry.distance)
+    measured = [
+        (e.key, FACTOR * e.distance) for entries in perturbed for e in entries if e.part not in ("data", "replicas")
+    ]
+    for key, tolerance in (*measured, *rounding.items()):
+        found[key] = max(found.get(key, found[""]), tolerance)
+    return found
+
+
+def rounding_of_updates(record: StepRecord, after: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """By key, the distance of two equal updates that the rounding of the sum of parameter and update can make.
+
+    Args:
+      record: of the step.
+      after: the sketches of the state after it (`Replay.sketch_state`).
+    """
+    found = {}
+    for name, update in record.tensors["update"].items():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bounds = ROUNDINGS * EPSILON * size(after[f"params/{name}"]) / size(update)
+        keys = _keys("update", name, len(bounds))
+        found |= {key: float(bound) for key, bound in zip(keys, bounds, strict=True) if math.isfinite(bound)}
     return found
 
 
@@ -220,12 +251,16 @@ def _tensors(kind: str, a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
         )
     for name in (name for name in a if name in b):
         apart = distance(a[name], b[name], size(a[name]))
-        if len(apart) == 1:
-            yield Entry(f"{kind}/{name}", part, f"{_of(kind, name)}", float(apart[0]))
-        else:
-            for layer, value in enumerate(apart):
-                key, text = f"{kind}/{name}/{layer}", f"{_of(kind, name)} of layer {layer}"
-                yield Entry(key, part, text, float(value), layer)
+        for layer, (key, value) in enumerate(zip(_keys(kind, name, len(apart)), apart, strict=True)):
+            if len(apart) == 1:
+                yield Entry(key, part, _of(kind, name), float(value))
+            else:
+                yield Entry(key, part, f"{_of(kind, name)} of layer {layer}", float(value), layer)
+
+
+def _keys(kind: str, name: str, layers: int) -> list[str]:
+    """The keys of a tensor's entries: one of each layer."""
+    return [f"{kind}/{name}"] if layers == 1 else [f"{kind}/{name}/{layer}" for layer in range(layers)]
 
 
 def _of(kind: str, name: str) -> str:

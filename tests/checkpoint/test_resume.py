@@ -85,6 +85,7 @@ def test_a_resume_on_another_mesh_has_equal_losses_up_to_rounding(whole, half, t
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), got, want)
 
 
+@pytest.mark.slow
 def test_saving_on_another_mesh_and_restoring_changes_no_bit(half, tmp_path):
     """A state saved on one mesh, restored and saved on another and restored on the first is bitwise unchanged."""
     path, _ = choose(half / "checkpoints", "auto")

@@ -1,17 +1,15 @@
 """The same command twice at once, and a run on a disk that fills up: whole commands."""
 
-import contextlib
 import json
-import os
 import pathlib
 import signal
-import subprocess
 import time
 
 import pytest
 
 from megajax.checkpoint import checksums
 from megajax.checkpoint.directory import NAME, complete_steps
+from tests.disk import fill
 from tests.train.front_door import Run, rows
 
 pytestmark = pytest.mark.slow
@@ -49,25 +47,6 @@ def test_a_killed_run_is_intact_and_resumes_at_once(tmp_path, first):
     assert f"resume    from step {newest}, the newest" in second.out
     is_intact(directory)
     assert not (directory / "run.lock").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system with 1.5 MB; needs the right to mount one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(path)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("cannot mount a file system")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(path: pathlib.Path) -> None:
-    """Writes until there is no room."""
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
 
 
 def test_a_run_continues_on_a_full_disk_and_logs_and_saves_when_there_is_room(tmp_path, small_disk):

@@ -37,7 +37,7 @@ def fused(monkeypatch):
 @pytest.mark.parametrize(
     ("mesh", "schedule", "chunks", "options", "model"),
     [
-        ((1, 2, 4), "interleaved_1f1b", 2, {"tensor_overlap": "ring"}, small.MODEL),
+        slow((1, 2, 4), "interleaved_1f1b", 2, {"tensor_overlap": "ring"}, small.MODEL),
         slow((2, 1, 2), "gpipe", 1, {"context": 2, "tensor_overlap": "ring"}, small.LLAMA),
         slow((1, 2, 1), "interleaved_1f1b", 2, {"context": 4, "recompute": "none"}, small.MODEL),
         slow((2, 2, 2), "eager_1f1b", 1, {"tensor_overlap": "ring", "recompute": "full"}, small.LLAMA),
@@ -55,7 +55,7 @@ def test_rings_change_no_loss_and_no_gradient(mesh, schedule, chunks, options, m
     [
         slow((1, 2, 2), "interleaved_1f1b", "selective"),
         slow((1, 2, 2), "1f1b", "full"),
-        ((1, 2, 2), "zb_h1", "none"),
+        slow((1, 2, 2), "zb_h1", "none"),
     ],
 )
 def test_fused_attention_changes_no_loss_and_no_gradient(fused, mesh, schedule, recompute):

@@ -57,7 +57,9 @@ def _devices(count):
     return jax.devices()[:count]
 
 
-@pytest.mark.parametrize(("ranks", "groups", "tensor"), [(2, 1, 1), (4, 1, 2), (8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "groups", "tensor"), [(2, 1, 1), (4, 1, 2), pytest.param(8, 1, 1, marks=pytest.mark.slow), (2, 2, 2)]
+)
 def test_equal_to_plain_attention(ranks, groups, tensor):
     """Output and every gradient to 1e-5, with two query heads per key, and several rings on one axis."""
     arrays = inputs()

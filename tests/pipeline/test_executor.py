@@ -98,12 +98,10 @@ CASES = [
     ("interleaved_1f1b", 4, 8, 2, 1),
     ("zb_h1", 4, 6, 1, 2),
     ("zb_1p_interleaved", 2, 4, 4, 1),
-    ("zb_v", 4, 6, 2, 2),
     ("looped_bfs", 2, 3, 2, 1),
     ("zb_h2", 4, 6, 1, 1),
-    ("dualpipe_v", 2, 5, 2, 2),
 ]
-CASES_LONG = [("zb_h1", 1, 2, 1, 1), ("zb_v", 4, 3, 2, 1)]
+CASES_LONG = [("zb_h1", 1, 2, 1, 1), ("zb_v", 4, 6, 2, 2), ("zb_v", 4, 3, 2, 1), ("dualpipe_v", 2, 5, 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,9 @@ def test_gradients_with_a_schedules_own_options():
     check("auto", 2, 3, 2, live_chunks=3)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [pytest.param("gpipe", 1, marks=pytest.mark.slow), ("interleaved_1f1b", 2)]
+)
 def test_bubbles_do_not_affect_results(name, chunks):
     """With `compute_bubbles` ranks without work run their blocks too; here every bubble's input is NaN."""
     check(name, 2, 6, chunks, program={"compute_bubbles": True, "poison_bubbles": True})

@@ -136,6 +136,7 @@ def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
     np.testing.assert_array_equal(rest.losses[3:], result.losses[3:])
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_what_a_loop_without_dispatch_ahead_leaves(training, tmp_path):
     """The step after it, which the devices already had, is run again: same losses, same state, same counts."""
     results = []

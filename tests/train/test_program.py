@@ -101,7 +101,7 @@ def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
     assert any(send.in_loop for send in between)  # a segment of one tick has no loop
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), slow("interleaved_1f1b", 2)])
 def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunks):
     """XLA copies arrays that it cannot update in place; copying either in every tick would cost more than the compute."""
     training, step = compiled((1, 4, 2), schedule, chunks, 8)
@@ -158,8 +158,9 @@ def test_a_blocks_operations_stay_inside_its_loop(schedule, chunks):
         assert inside_loops(text) == []
 
 
-def test_sends_run_on_a_separate_stream():
+@pytest.mark.parametrize(("schedule", "chunks"), [slow("interleaved_1f1b", 2), ("1f1b", 1)])
+def test_sends_run_on_a_separate_stream(schedule, chunks):
     """Otherwise XLA on GPUs completes them before the blocks that they should overlap; see tests/plan/test_papers_fit.py."""
-    _, step = compiled((2, 2, 2), "1f1b", 1, 4)
+    _, step = compiled((2, 2, 2), schedule, chunks, 4)
     sends = [line for line in step.as_text().splitlines() if " collective-permute(" in line and "send/ppermute" in line]
     assert sends and all('_xla_gpu_collective_stream="p2p"' in line for line in sends)

@@ -1,11 +1,8 @@
 """A run's directory: one run at a time, and messages about a directory that vanishes."""
 
-import contextlib
 import io
 import json
-import os
 import shutil
-import subprocess
 
 import pytest
 from rich.console import Console
@@ -17,6 +14,7 @@ from megajax.config import ConfigError, OutputConfig
 from megajax.train.run_directory import RunDirectory
 from tests import small
 from tests.checkpoint.test_lock import Holder
+from tests.disk import fill
 from tests.train import runs
 from tests.train.test_logging import record
 
@@ -100,25 +98,6 @@ def test_vanished_checkpoints_are_reported(tmp_path):
     (text,) = checkpoints.save(target, state, Progress(step=2))
     assert f"{tmp_path / 'checkpoints'} has vanished, with the checkpoints in it, and is created again" in text
     assert "step 2: checkpoint saved" in checkpoints.close()[0]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system with 1.5 MB; needs the right to mount one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(path)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("cannot mount a file system")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(path) -> None:
-    """Writes until there is no room."""
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
 
 
 def test_logs_and_saves_continue_after_the_disk_was_full(small_disk):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from megajax.verify import __main__ as command
 from megajax.verify import compare, options, record_file, report
 from megajax.verify.certify import StepRow, Verdict
 from megajax.verify.replay import Replay, StepRecord
-from megajax.verify.sketch import WIDTH
+from megajax.verify.sketch import WIDTH, sketch
 from tests import small
 from tests.verify import planted
 
@@ -152,6 +153,22 @@ def test_tolerances_are_of_the_perturbed_runs():
     assert tolerances["output/1"] > compare.FACTOR * 0.3
     assert tolerances["output/0"] == tolerances[""] == compare.FACTOR * 2.0**-23
     assert compare.first_difference(1, entries, tolerances) is None
+
+
+def test_updates_that_are_rounded_otherwise_are_equal():
+    """Updates that differ by 1e-7 of their size, each next to the middle of two numbers: every sum is rounded otherwise."""
+    old, random = np.float32(1.5) * np.ones((300, 64), np.float32), np.random.default_rng(0)
+    middle = (random.integers(4000, 9000, old.shape) + 0.5) * 2.0**-23  # updates of about 1e-3
+    new = [(old + middle * (1 + sign * 5e-8)).astype(np.float32) for sign in (1, -1)]
+    after, *updates = (np.asarray(sketch(jnp.asarray(a), 1)) for a in (new[0], *(a - old for a in new)))
+    records = [make_record() for _ in new]
+    for record, update in zip(records, updates, strict=True):
+        record.tensors["update"] = {"blocks/w": update}
+    rounding = compare.rounding_of_updates(records[0], {"params/blocks/w": after})
+    apart = [entry for entry in compare.entries_of_step(*records) if entry.key.startswith("update/blocks/w")]
+    assert len(apart) == 300 and min(entry.distance for entry in apart) > 2 * compare.tolerances_of(())[""]
+    assert compare.first_difference(1, apart, compare.tolerances_of((), rounding)) is None
+    assert max(rounding.values()) < 4 * max(entry.distance for entry in apart)
 
 
 def test_a_record_file_is_read_as_it_was_written(tmp_path):
