@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"
 )
 GB = 1e9
-GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1}
+GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1, "attention": "xla"}  # cuDNN's FLOPs are not in the program
 
 
 def run_of(model: str, microbatches: int, **fields) -> RunConfig:
@@ -73,7 +73,8 @@ def test_175b_has_the_traffic_that_its_shapes_say():
 
     With jax before 0.12 each block's weights are sliced in both passes (read and written in 16 bits), and each gradient of
     them is read in 16 bits and added to an fp32 accumulator, which is read and written. From 0.12 on matmuls do both in
-    place, except for one weight: XLA cuts that of the MLP's first matmul out in the forward pass, 4 h^2 / t numbers.
+    place, except for one weight: XLA cuts that of the MLP's first matmul out in the forward pass, 4 h^2 / t numbers. The
+    scores of the attention, a / t * s^2 in 16 bits, are copied once in the backward pass.
     """
     run, module = read_175b()
     one = account_of(run, GPUS["h100-80gb"], compiled(run)["hlo"]).account
@@ -84,14 +85,13 @@ def test_175b_has_the_traffic_that_its_shapes_say():
         assert 1 <= module.sliced / (slices / 2) < 1.03
         assert accumulated == pytest.approx(10 * weights * runs, rel=0.05)
         assert slices <= copied < 1.15 * slices
-        assert (
-            1000 < one.synchronisations < 1200
-        )  # loops over blocks in fill and drain, embedding and head in each tick
+        assert 1000 < one.synchronisations < 1200  # loops over blocks in fill and drain, embedding and head in a tick
     else:
+        scores = runs * run.model.heads / run.parallel.tensor * run.model.sequence_length**2 * (2 + 2)
         slices = runs * weights / 3 * (2 + 2)
         assert accumulated < 0.01 * 10 * weights * runs
-        assert copied < 1.7 * slices
-        assert one.synchronisations < 1300  # a conditional for each chunk, embedding and head in each tick
+        assert slices + scores <= copied < 1.5 * (slices + scores)
+        assert one.synchronisations < 1300  # a conditional for each chunk, embedding and head in a tick
     assert one.flops["matmul"] == pytest.approx(module.flops(), rel=0.001)
     assert sum(one.seconds.values()) == pytest.approx(one.total)
 
