@@ -84,7 +84,7 @@ def test_175b_has_the_traffic_that_its_shapes_say():
         slices = 2 * runs * weights * (2 + 2)
         assert 1 <= module.sliced / (slices / 2) < 1.03
         assert accumulated == pytest.approx(10 * weights * runs, rel=0.05)
-        assert slices <= copied < 1.15 * slices
+        assert slices <= copied < 1.35 * slices  # XLA of jax 0.10.2 also copies a leaf of the stash in each tick
         assert 1000 < one.synchronisations < 1200  # loops over blocks in fill and drain, embedding and head in a tick
     else:
         scores = runs * run.model.heads / run.parallel.tensor * run.model.sequence_length**2 * (2 + 2)
