@@ -58,9 +58,6 @@ class ParallelConfig:
         ("none", "selective", "full"),
     )
     recompute_blocks: int = setting(1, "full recompute: blocks recomputed together, with one input stashed for all")
-    unroll_blocks: bool = setting(
-        False, "store each block's weights as separate arrays, so that matmuls need not copy them; compiles far longer"
-    )
     offload_activations: bool = setting(
         False, "keep the stashed activations in host memory, transferred block by block"
     )
@@ -124,18 +121,3 @@ class ParallelConfig:
                 "tensor_overlap = ring sends parts of the sequence, but sequence_parallel = False does not split it: "
                 "pass --sequence-parallel or --tensor-overlap none."
             )
-        _check_unroll(self)
-
-
-def _check_unroll(parallel: ParallelConfig) -> None:
-    """Options that cannot be combined with unroll_blocks."""
-    reasons = {
-        "zero = 3": (parallel.zero == 3, "which gathers, and so copies, a block's weights whenever the block runs"),
-        f"chunks = {parallel.chunks} and {' and '.join(parallel.rings)}": (
-            parallel.chunks > 1 and parallel.rings,
-            "because ranks that run different chunks would participate in the same ring",
-        ),
-    }
-    for field, (given, reason) in reasons.items():
-        if parallel.unroll_blocks and given:
-            raise ConfigError(f"unroll_blocks does not work with {field}, {reason}: omit --unroll-blocks.")

@@ -53,8 +53,6 @@ def check_schedule(parallel: Any) -> None:
     versions = f"{spec.name}, which holds two versions of its weights"
     if parallel.zero == 3:
         raise ConfigError(f"zero = 3 does not work with {versions}: pass --zero 1, or another --schedule.")
-    if parallel.unroll_blocks:
-        raise ConfigError(f"unroll_blocks does not work with {versions}: omit --unroll-blocks.")
 
 
 def check_microbatches(run: Any) -> None:

@@ -103,11 +103,16 @@ MOVED = {
     ("options", "log_jsonl"): ("output", "log_jsonl"),
     **{("options", field.name): ("data", field.name) for field in dataclasses.fields(DataConfig)},
 }
+# Fields of earlier versions that changed no result and are gone.
+REMOVED = (("parallel", "unroll_blocks"),)
 VALUES_OF_FORMAT_1 = {"offload": {"none": False, "stash": True}, "block_matmuls": {"precision": None}}
 
 
 def _map_format_1(tables: dict[str, Any]) -> None:
-    """Renames the fields of a file of format 1, in place."""
+    """Renames the fields of a file of format 1, and drops those that are gone, in place."""
+    for section, name in REMOVED:
+        if isinstance(tables.get(section), dict):
+            tables[section].pop(name, None)
     for (section, old), (new_section, new) in MOVED.items():
         table = tables.get(section)
         if isinstance(table, dict) and old in table and isinstance(tables.setdefault(new_section, {}), dict):

@@ -17,6 +17,7 @@ import numpy as np
 from megajax.config import RunConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.estimate.hlo_parser import (
+    BRANCHES,
     KINDS,
     Line,
     Visit,
@@ -143,23 +144,25 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 
 def loop_trip_counts(run: RunConfig) -> dict[str, float]:
-    """Iterations of the loops with dynamic trip counts in a run's step: the total of all loops with a scope's name.
+    """How often what is known at run time only happens in a run's step, by scope (`ENDS` and `BLOCKS`).
 
-    `ENDS`: one for each microbatch, on the ranks that compute them. F, B, I and W: one for each of a rank's (groups of)
-    blocks, or with unrolled blocks one for each chunk or part of one, except in ticks in which no rank idles, whose trip
-    counts are static.
+    F: iterations of all loops with a dynamic trip count in this scope, one for each of a rank's (groups of) blocks, except
+    in ticks in which no rank idles, whose trip counts are static. F/cond: how often a conditional in this scope takes a
+    branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `ENDS`: iterations, one
+    for each microbatch, on the ranks that compute them.
     """
     schedule, parallel = run_schedule(run), run.parallel
-    each = dict.fromkeys(BLOCKS, run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks))
-    if parallel.unroll_blocks:
-        parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
-        each = dict.fromkeys(BLOCKS, 1) | ({} if schedule.split else {BACKWARD: max(parts)})
-    full = Counter()
+    blocks = run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks)
+    parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
+    total, full = run.microbatches * parallel.chunks, Counter()
     for segment in schedule.segments:
-        known = segment.full and not (parallel.unroll_blocks and parallel.chunks > 1)
-        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * known))
-    often = {op: (run.microbatches * parallel.chunks - full[op]) * each[op] for op in BLOCKS}
-    return dict.fromkeys(ENDS, float(run.microbatches)) | often
+        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
+    found = dict.fromkeys(ENDS, float(run.microbatches))
+    for op in BLOCKS:
+        static = full[op] if parallel.chunks == 1 else 0  # where there is no choice
+        several = max(parts) if op == BACKWARD and not schedule.split else 1
+        found |= {op: (total - full[op]) * blocks, op + BRANCHES: (total - static) * several}
+    return found
 
 
 def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule:
@@ -193,9 +196,8 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
 
 def _multiplies(line: Line, heavy: set[str]) -> bool:
     """Whether a line is a matmul, or is certain to call a computation that has one (on ranks that do not idle)."""
-    perhaps = line.op == "conditional" or (
-        line.op == "while" and known_trip_count(line) is None and scope_of(line, ENDS + BLOCKS) not in BLOCKS
-    )
+    dynamic = line.op == "conditional" or (line.op == "while" and known_trip_count(line) is None)
+    perhaps = dynamic and scope_of(line, ENDS + BLOCKS) not in BLOCKS
     return is_matmul(line) or (not perhaps and not heavy.isdisjoint(called_by(line.rest)))
 
 

@@ -16,7 +16,8 @@ OPERAND = re.compile(r"%([\w.\-]+)")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-SCOPES = re.compile(r'op_name="([^"]*)/while"')
+BRANCHES = "/cond"  # ends the keys of conditionals, by scope
+SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 SCALAR_CODE = ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS)  # call it per element
 
@@ -73,7 +74,11 @@ def computations(text: str) -> tuple[dict[str, list[Line]], str]:
 
 
 def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Iterator[Visit]:
-    """Every call path to a computation; `each`: iterations of a loop with a dynamic trip count, by scope."""
+    """Every call path to a computation.
+
+    `each`: by scope, iterations of one execution of a loop with a dynamic trip count; and by SCOPE/cond, the share of a
+    conditional's executions in which it takes a branch that does something. Such branches are taken equally often.
+    """
     yield visit
     for line in computations[visit.name]:
         if line.op in SCALAR_CODE:
@@ -86,25 +91,44 @@ def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Itera
             if known is None:
                 after = dataclasses.replace(after, conditional=True, scope=scope)
         elif line.op == "conditional":
-            after = dataclasses.replace(visit, conditional=True)
+            scope = scope_of(line, each)
+            share = branch_share(line, each, computations)
+            times = visit.times * (1 if share is None else share)
+            after = dataclasses.replace(visit, times=times, conditional=True, scope=scope or visit.scope)
         for called in called_by(line.rest):
             if called in computations:
                 yield from visits(computations, dataclasses.replace(after, name=called), each)
 
 
 def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str, float] | None) -> dict[str, float]:
-    """Iterations of one execution of a loop with a dynamic trip count, by scope.
+    """Iterations of one execution of a loop with a dynamic trip count, by scope, and shares of conditionals; see `visits`.
 
     Args:
-      trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given). They are
-        divided equally among the executions. Loops in no given scope count as one iteration.
+      trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given), and, by
+        SCOPE/cond, how often its conditionals do something. They are divided equally among the executions. Loops in no
+        given scope count as one iteration.
     """
     executions, totals = Counter(), trip_counts or {}
     for visit in visits(computations, Visit(entry), dict.fromkeys(totals, 1)):
         for line in computations[visit.name]:
             if line.op == "while" and known_trip_count(line) is None:
                 executions[scope_of(line, totals)] += visit.times
+            elif line.op == "conditional":
+                executions[scope_of(line, totals) + BRANCHES] += visit.times
     return {scope: count / executions[scope] for scope, count in totals.items() if executions[scope]}
+
+
+def branch_share(line: Line, each: Mapping[str, float], computations: Mapping[str, list[Line]]) -> float | None:
+    """The share of a conditional's executions in which it takes a given working branch; None if it is not known."""
+    share = each.get(scope_of(line, each) + BRANCHES)
+    return None if share is None else share / max(1, len(working_branches(line, computations)))
+
+
+def working_branches(line: Line, computations: Mapping[str, list[Line]]) -> list[str]:
+    """The branches of a conditional that do more than return their operands."""
+    moves = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant")
+    names = [name for name in called_by(line.rest) if name in computations]
+    return [name for name in names if any(other.op not in moves for other in computations[name])]
 
 
 def known_trip_count(line: Line) -> int | None:
@@ -114,9 +138,10 @@ def known_trip_count(line: Line) -> int | None:
 
 
 def scope_of(line: Line, scopes: Iterable[str]) -> str:
-    """The innermost of these named scopes around a loop, "" if there is none."""
+    """The innermost of these named scopes around a loop or a conditional, "" if there is none."""
     names = SCOPES.search(line.rest)
-    return next((name for name in reversed(names[1].split("/")) if name in scopes), "") if names else ""
+    known = {name.removesuffix(BRANCHES) for name in scopes}
+    return next((name for name in reversed(names[1].split("/")) if name in known), "") if names else ""
 
 
 def called_by(rest: str) -> list[str]:

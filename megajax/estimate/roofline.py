@@ -22,11 +22,13 @@ from megajax.estimate.hlo_parser import (
     array_bytes,
     arrays,
     average_trip_counts,
+    branch_share,
     called_by,
     computations,
     known_trip_count,
     scope_of,
     second_part,
+    working_branches,
 )
 from megajax.estimate.kernels import kernel_of
 
@@ -191,7 +193,7 @@ class _Reader:
         return part
 
     def _called(self, line: Line) -> Account | None:
-        """The account of a loop, of a branch (the one that takes longest), or of a call."""
+        """The account of a loop, of a conditional (its average branch, or if unknown its longest), or of a call."""
         parts = [self.computation(name) for name in called_by(line.rest) if name in self.modules]
         if line.op == "while":
             condition, body = (self.computation(_attribute(line, name)) for name in ("condition", "body"))
@@ -201,7 +203,11 @@ class _Reader:
             turns = self.each.get(scope_of(line, self.each), 1.0)
             return body * turns + (condition + self._synchronisation()) * (turns + 1)
         if line.op == "conditional":
-            return max(parts, key=lambda part: part.total) + self._synchronisation()
+            share = branch_share(line, self.each, self.modules)
+            if share is None:
+                return max(parts, key=lambda part: part.total) + self._synchronisation()
+            working = [self.computation(name) for name in working_branches(line, self.modules)]
+            return sum(working, _nothing()) * share + self._synchronisation()
         return parts[0] if parts else None
 
     def _synchronisation(self) -> Account:

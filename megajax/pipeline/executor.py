@@ -31,9 +31,10 @@ Mixed ticks: each rank runs one operation, F, B, I or W, or one part of a B that
 
 The program of a mixed tick contains a loop over blocks for each kind of operation in its segment. A rank that does
 not run an operation runs zero iterations of its loop (`loops.counted_loop`), and what it sends is masked. A
-`lax.switch` would also do, but XLA copies the stash and the accumulators through a conditional (jax 0.10.2).
-Consequently a block may contain only collectives over the tensor or data axis, unless `compute_bubbles` makes all
-ranks run it. In segments of paired ticks without bubbles the trip counts are known at compile time.
+`lax.switch` would also do, but XLA copies the stash and the accumulators through a conditional, except on GPUs with jax
+0.12: there a conditional chooses the chunk (`ExecutorOptions.in_place`). Consequently a block may contain only
+collectives over the tensor or data axis, unless `compute_bubbles` makes all ranks run it. In segments of paired ticks
+without bubbles the trip counts are known at compile time.
 
 Between ticks a rank holds (`rank.Carry`) the stash, which forwards write and backwards read; an inbox of received
 activations and one of received gradients; and fp32 gradient accumulators. `slots.py` assigns the slots of all of them
@@ -139,7 +140,7 @@ def forward_function(
         rank = Rank(functions, table, forward_options, params, batch, collect=collect)
         return sum_over(rank.run(local_rows(rows), rank.start()).output, ("pipe",))
 
-    forward_options = dataclasses.replace(options, offload=False, unroll=False)
+    forward_options = dataclasses.replace(options, offload=False)
     table = slot_tables(schedule, share_ends=options.share_ends)
     mapped = jax.shard_map(
         run,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from megajax.runtime.compat import varying_axes
@@ -109,6 +110,15 @@ def vary(tree: Tree) -> Tree:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
+
+
+def in_row_major(tree: Tree) -> Tree:
+    """The same arrays, in memory with the last axis contiguous, then the one before it, and so on.
+
+    XLA chooses the order in memory so that a collective's axis comes first. With ZeRO, stacked weights and gradients would
+    have the layers' axis inside another one, and no block's part of them would be contiguous.
+    """
+    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), tree)
 
 
 def sum_over(tree: Tree, axes: tuple[str, ...]) -> Tree:

@@ -1,10 +1,11 @@
-"""Loops whose trip count is known only at run time and may be zero.
+"""Control flow whose path is known only at run time: loops of dynamic trip counts, and a choice between branches.
 
-A rank that has no work in a tick skips it with a loop of zero iterations. `lax.cond` would copy the stash and the
-gradient accumulators into and out of the conditional (jax 0.10.2); a loop updates its carry in place.
+A rank that has no work in a tick skips it with a loop of zero iterations: on CPU devices, and with jax before 0.12, XLA
+copies the stash and the gradient accumulators into and out of a conditional, while a loop updates its carry in place. On
+GPUs with jax 0.12 a conditional copies nothing either, and the host waits for the device only once for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +40,30 @@ def counted_loop(iterations, count, step: Callable, state: Tree) -> tuple[jax.Ar
     iterations = jnp.asarray(iterations, jnp.int32)
     iterations, _, state = lax.fori_loop(0, count, counted, (iterations, jnp.zeros_like(iterations), state))
     return iterations, state
+
+
+def run_one_of(iterations, index, branches: Sequence[Callable], state: Tree, *, always: bool) -> tuple[jax.Array, Tree]:
+    """Runs one of the branches, or none, as one conditional.
+
+    Args:
+      iterations: as for `counted_loop`; a branch counts as one iteration.
+      index: int32 scalar, which branch; outside of their range: none.
+      branches: each `branch(zero, state) -> state`, with `zero` as for `counted_loop`.
+      state: pytree.
+      always: `index` is always one of the branches.
+
+    Returns:
+      (the iteration count, the final state).
+    """
+
+    def taken(branch: Callable) -> Callable:
+        return lambda iterations, state: (iterations + 1, branch(jnp.minimum(iterations, 0), state))
+
+    choices = [taken(branch) for branch in branches]
+    if not always:
+        choices.append(lambda iterations, state: (iterations, state))
+        index = jnp.where((index >= 0) & (index < len(branches)), index, len(branches))
+    return lax.switch(index, choices, jnp.asarray(iterations, jnp.int32), state)
 
 
 def prevent_hoisting(zero: jax.Array, values: Tree) -> Tree:

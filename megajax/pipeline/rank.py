@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, is_spec, vary
+from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, in_row_major, is_spec, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
 from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
@@ -41,7 +42,8 @@ class ExecutorOptions:
         its block runs, and its gradient is reduce-scattered there (ZeRO-3).
       share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.
       offload: the stash is in host memory.
-      unroll: each block's weights are separate arrays; see `stage.Stack`.
+      in_place: weights are read, and gradients accumulated, where they are; for GPUs with jax 0.12 (`stage.Stack`). Not with
+        `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
@@ -53,7 +55,7 @@ class ExecutorOptions:
     specs: Specs = DEFAULT_SPECS
     share_ends: bool = False
     offload: bool = False
-    unroll: bool = False
+    in_place: bool = False
     compute_bubbles: bool = False
     poison_bubbles: bool = False
     statistics: Callable | None = None
@@ -112,13 +114,14 @@ class Rank:
         self.batch, blocks = vary(batch), vary(params["blocks"])
         self.shared = vary(params["shared"])
         self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
+        weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks)
         self.stack = Stack(
             functions.block,
-            jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks),
+            in_row_major(weights) if options.in_place else weights,
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
-            unroll=options.unroll,
-            max_parts=int(table.rows.backward.parts.max()) if options.unroll else 1,
+            in_place=options.in_place,
+            parts=np.unique(table.rows.backward.parts[table.rows.backward.on == 1]).tolist(),
         )
 
     def start(self) -> Carry:
@@ -159,7 +162,7 @@ class Rank:
             part = jax.tree.map(lambda column: column[segment.start : segment.stop], rows)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
             carry, _ = lax.scan(lambda carry, row: (tick(segment, carry, row), None), carry, part)  # noqa: B023
-        return carry
+        return carry._replace(block_gradients=in_row_major(carry.block_gradients)) if self.options.in_place else carry
 
     def paired_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """A forward and then a backward on every rank.
@@ -283,7 +286,8 @@ class Rank:
         work = self.work(operation, carry, self.block_range(operation, segment))
         if self.schedule.paired:
             dy = jnp.where(on, dy, jnp.nan) if self.options.poison_bubbles else dy
-            dx, totals, *rest = self.stack.backward(dy, work, totals, keep=on, iterations=carry.iterations)
+            keep = on if self.options.compute_bubbles and not segment.full else None
+            dx, totals, *rest = self.stack.backward(dy, work, totals, keep=keep, iterations=carry.iterations)
         elif self.schedule.split:
             dx, totals, kept, *rest = self.stack.backward_input(dy, work, totals, carry.iterations)
             carry = carry._replace(kept=kept)

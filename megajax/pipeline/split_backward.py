@@ -14,7 +14,7 @@ For y = tanh(x @ up + bias) @ down, with stash {x, h = tanh(...)}:
     I:  dh = dy @ down.T;  da = dh * (1 - h * h);  dx = da @ up.T;  dbias = da.sum(...)     keeps dy, da
     W:  dup = x.T @ da;  ddown = h.T @ dy
 
-No matmul runs twice. This is the only file that reads jaxprs.
+No matmul runs twice.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from megajax.runtime.compat import Literal, varying_axes
+from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read
+from megajax.runtime.compat import Literal
 
 Tree = Any
-CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "custom_call", "pallas_call", "shard_map")
 
 
@@ -54,11 +54,7 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
     examples = (residuals, weights, x, dy)
     flat, structure = jax.tree.flatten(examples)
 
-    def inlined(*leaves):
-        closed = jax.make_jaxpr(lambda *leaves: backward(*jax.tree.unflatten(structure, leaves)))(*leaves)
-        return _evaluate(closed.jaxpr, closed.consts, leaves)
-
-    closed = jax.make_jaxpr(inlined)(*flat)
+    closed = inlined_jaxpr(lambda *leaves: backward(*jax.tree.unflatten(structure, leaves)), *flat)
     jaxpr = closed.jaxpr
     *dw, dx = jaxpr.outvars
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -76,8 +72,8 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
         values = dict(inputs)
         values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for index in sorted(indices):
-            _bind(jaxpr.eqns[index], values)
-        return [_read(values, var) for var in outputs]
+            bind(jaxpr.eqns[index], values)
+        return [read(values, var) for var in outputs]
 
     def input_part(residuals, weights, x, dy):
         leaves = jax.tree.leaves((residuals, weights, x, dy))
@@ -91,40 +87,6 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
 
     is_late = jax.tree.unflatten(jax.tree.structure(weights), late)
     return Split(input_part, weight_part, is_late, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept])
-
-
-def _evaluate(jaxpr, consts, arguments) -> list:
-    """Evaluates a jaxpr with every call inlined; returns its outputs."""
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
-    for eqn in jaxpr.eqns:
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if eqn.primitive.name in CALLS and inner is not None:
-            body, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-            results = _evaluate(body, constants, [_read(values, var) for var in eqn.invars])
-            values |= dict(zip(eqn.outvars, results, strict=True))
-        else:
-            _bind(eqn, values)
-    return [_read(values, var) for var in jaxpr.outvars]
-
-
-def _read(values: dict, var):
-    """The value of a variable or literal."""
-    return var.val if isinstance(var, Literal) else values[var]
-
-
-def _bind(eqn, values: dict) -> None:
-    """Evaluates an equation; adds its outputs to `values`."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    if eqn.primitive.name == "pvary":  # in an inlined body the argument may vary over these axes already
-        value = _read(values, eqn.invars[0])
-        axes = tuple(axis for axis in params["axes"] if axis not in varying_axes(value))
-        if not axes:
-            values[eqn.outvars[0]] = value
-            return
-        params = params | {"axes": axes}
-    results = eqn.primitive.bind(*[_read(values, var) for var in eqn.invars], **params)
-    results = results if eqn.primitive.multiple_results else [results]
-    values |= dict(zip(eqn.outvars, results, strict=True))
 
 
 def _inputs(eqn) -> list:

@@ -11,7 +11,8 @@ VJP from the stash and adds the weight gradients to fp32 accumulators in place.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from megajax.pipeline.loops import counted_loop
+from megajax.pipeline.jaxprs import with_fp32_gradients
+from megajax.pipeline.loops import counted_loop, run_one_of
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import StashRef, empty_stash
@@ -68,10 +70,8 @@ class Stack:
       per_chunk: blocks in a chunk.
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once.
-      separate: each block's weights as separate arrays, or empty. A loop over blocks slices each block's weights out
-        of the stacked arrays, and XLA copies the slice because its matmuls read whole arrays; separate arrays are not
-        copied.
-      max_parts: the largest number of parts in which a backward of separate arrays runs.
+      in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
+      parts: the numbers of parts in which backwards run.
     """
 
     def __init__(
@@ -81,17 +81,12 @@ class Stack:
         per_chunk: int,
         *,
         cut: Tree | None = None,
-        unroll: bool = False,
-        max_parts: int = 1,
+        in_place: bool = False,
+        parts: Sequence[int] = (1,),
     ):
-        """`unroll` makes separate arrays (`--unroll-blocks`); else nothing is copied."""
+        """Arguments: see above."""
         self.block, self.weights, self.per_chunk = block, weights, per_chunk
-        self.max_parts, self.separate = max_parts, []
-        if unroll:
-            layers = range(jax.tree.leaves(weights)[0].shape[0])
-            # Without the barrier XLA slices first and casts each slice, so ZeRO-1 all-gathers weights in fp32.
-            whole = lax.optimization_barrier(weights)
-            self.separate = [jax.tree.map(lambda leaf: leaf[layer], whole) for layer in layers]  # noqa: B023
+        self.in_place, self.parts = in_place, parts
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool = False) -> Tree:
@@ -164,12 +159,12 @@ class Stack:
 
         def step(index, place, zero, state):
             dy, gradients, records = state
-            residuals, weights, x = self._saved(index, place, work.stash, zero)
-            dw, dx = rebuild_vjp(template, residuals, (weights, x))(dy)
+            saved = self._saved(index, place, work.stash, zero)
+            dw, dx = self._backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), *saved, dy)
 
             def add(total, new, cut):
                 new = cut.scatter(new.astype(total.dtype))
-                return total.at[place].add(new if keep is None else jnp.where(keep, new, 0))
+                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
 
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             return dx, jax.tree.map(add, gradients, dw, self.cut), records
@@ -215,7 +210,8 @@ class Stack:
         def step(index, place, zero, gradients):
             residuals, weights, x = self._saved(index, place, work.stash, zero)
             split = self._split(template, residuals, weights, x)
-            late = split.weight(residuals, weights, x, work.kept.read(index, zero))
+            kept = work.kept.read(index, zero)
+            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
             return self._add(gradients, late, place, split.is_late, True)
 
         iterations, gradients = self._run_blocks(iterations, work, step, gradients)
@@ -234,15 +230,19 @@ class Stack:
     ) -> tuple[jax.Array, Tree]:
         """Runs `step(index, place, zero, state) -> state` for each block of `work.blocks`.
 
-        `index` is the block's number in the chunk and `place` its index in `weights`. Separate arrays must be selected at
-        compile time. Each chunk, and each part of one, is then an unrolled loop body that runs once or not at all; if
-        there is one chunk and the range is known at compile time, there is no loop.
+        `index` is the block's number in the chunk and `place` its index in `weights`.
+
+        A loop over blocks of any chunk has an index that is known at run time only, so XLA copies each block's weights, and
+        adds each gradient, in kernels of their own. With `in_place`, each chunk, and each part of one, is a branch with a
+        loop whose trip count and first block are known at compile time: XLA's matmuls then read the weights, and add to the
+        gradients, where they are in the stacked arrays, and the host waits for the device once for a chunk instead of once
+        for a block. If there is one chunk and the range is known at compile time, there is no branch.
 
         Returns:
           (the iteration count, the final state).
         """
         chunk, (low, high) = work.chunk, (0, self.per_chunk) if work.blocks is None else work.blocks
-        if not self.separate:
+        if not self.in_place:
 
             def one(count, zero, state):
                 index = high - 1 - count if backwards else low + count
@@ -251,25 +251,34 @@ class Stack:
             return counted_loop(iterations, high - low, one, state)
 
         def several(first, low, high, zero, state):
-            for index in reversed(range(low, high)) if backwards else range(low, high):
-                state = step(index, first + index, zero, state)
-            return state
+            def one(count, state):
+                index = high - 1 - count if backwards else low + count
+                return step(index, first + high - 1 - count if backwards else first + low + count, zero, state)
 
-        if len(self.separate) == self.per_chunk and isinstance(high, int):
+            return lax.fori_loop(0, high - low, one, state)
+
+        layers, always = jax.tree.leaves(self.weights)[0].shape[0], isinstance(high, int)
+        if always and layers == self.per_chunk:
             return iterations + high - low, several(0, low, high, 0, state)
-        parts = [(0, self.per_chunk)]
-        if backwards:
-            parts = [self.part_bounds(part, self.max_parts) for part in range(self.max_parts)]
-        for first in range(0, len(self.separate), self.per_chunk):
-            for start, stop in filter(lambda part: part[0] < part[1], parts):
-                here = (chunk * self.per_chunk == first) & (low <= start) & (stop <= high)
-                iterations, state = counted_loop(
-                    iterations,
-                    jnp.asarray(here, jnp.int32),
-                    lambda _, zero, state: several(first, start, stop, zero, state),  # noqa: B023
-                    state,
-                )
-        return iterations, state
+        parts = [(part, count) for count in self.parts for part in range(count)] if backwards else [(0, 1)]
+        ranges = sorted({self.part_bounds(*part) for part in parts})
+        index, branches = jnp.int32(-1), []
+        for first in range(0, layers, self.per_chunk):
+            for start, stop in (some for some in ranges if some[0] < some[1]):
+                here = (chunk * self.per_chunk == first) & (low == start) & (high == stop)
+                index = jnp.where(here, len(branches), index)
+                branches.append(functools.partial(several, first, start, stop))
+        return run_one_of(iterations, index, branches, state, always=always)
+
+    def _backward(self, backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:
+        """`backward(*arguments) -> (gradients, others)`; with `in_place`, gradients that are matmuls are in fp32."""
+        if not self.in_place:
+            return backward(*arguments)
+        leaves, structure = jax.tree.flatten(arguments)
+        gradients, others = jax.eval_shape(backward, *arguments)
+        count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
+        flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
+        return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
 
     def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
         """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
@@ -282,8 +291,6 @@ class Stack:
 
     def _weights(self, index) -> Tree:
         """The weights of one block, all-gathered over `data` where they are sharded over it."""
-        if self.separate:
-            return self.separate[index]
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
         return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
 
@@ -292,12 +299,19 @@ class Stack:
         values = iter(new)
 
         def add(total, flag, cut):
-            return total.at[place].add(cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+            return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
 
         return jax.tree.map(add, totals, is_late, self.cut)
 
     def _vjp(self, index, layer, x, microbatch):
         return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
+
+    def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
+        """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
+        if not self.in_place:
+            return total.at[place].add(new)
+        sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
+        return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
 
     def _template(self, x, microbatch):
         """A VJP of the block with shapes for leaves. Every trace of the block gives the same structure."""

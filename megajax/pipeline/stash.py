@@ -54,9 +54,7 @@ class StashRef:
         """The buffer with one block's values [...] in this slot; XLA updates it in place."""
 
         def write(whole, new):
-            if not self.on_host:
-                return whole.at[self.slot, block].set(new)
-            new = jax.device_put(new[None, None], HOST)
+            new = new[None, None] if not self.on_host else jax.device_put(new[None, None], HOST)
             return lax.dynamic_update_slice(whole, new, (self.slot, block, *[0] * (new.ndim - 2)))
 
         return jax.tree.map(write, self.buffer, values)

@@ -38,6 +38,7 @@ __all__ = [
     "rebuild_vjp",
     "set_xla_metadata",
     "topologies",
+    "updates_in_place",
     "varying_axes",
     "vjp_residuals",
 ]
@@ -134,6 +135,14 @@ def devices_started() -> bool:
 def jaxlib_version() -> tuple[int, ...]:
     """The installed jaxlib's version, (0, 12, 0, 1) for 0.12.0.1."""
     return tuple(int(part) for part in jaxlib.__version__.split(".") if part.isdecimal())
+
+
+def updates_in_place(device: jax.Device) -> bool:
+    """Whether XLA's matmuls, for this device, read and update slices of larger arrays, and conditionals copy no array.
+
+    With cuBLAS's matmuls (`--xla_gpu_enable_triton_gemm=false`).
+    """
+    return device.platform == "gpu" and jaxlib_version() >= (0, 12)
 
 
 def broken_host_offload() -> bool:

@@ -52,6 +52,9 @@ GPU_FLAGS = (
     # Two collectives in flight instead of one: from jaxlib 0.12 on, the sums over replicas at a step's end would otherwise
     # not overlap. In 0.10.2 they overlap without it, and it would take 2% more memory.
     *(["--xla_gpu_experimental_parallel_collective_overlap_limit=2"] if jaxlib_version() >= (0, 12) else []),
+    # cuBLAS for all matmuls: in jaxlib 0.12 it reads a block's weights, and adds to its gradients, where they are in the
+    # stacked arrays; Triton's matmuls need the slice as an array of its own.
+    *(["--xla_gpu_enable_triton_gemm=false"] if jaxlib_version() >= (0, 12) else []),
 )
 BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 

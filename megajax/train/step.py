@@ -28,6 +28,7 @@ from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
+from megajax.runtime.compat import updates_in_place
 from megajax.schedules.registry import find, make_schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
@@ -95,7 +96,7 @@ class Training:
             specs=self.specs.executor(run.parallel.recompute_blocks),
             share_ends=self.rules.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
-            unroll=run.parallel.unroll_blocks,
+            in_place=updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings,
             compute_bubbles=bool(run.parallel.rings),
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)

@@ -72,6 +72,21 @@ def test_matmuls_of_a_loop():
     assert {one.shape for one in read.matmuls} == {(8, 16), (3, 16)}
 
 
+def test_the_branches_of_a_conditional_count_by_scope():
+    """Four executions, of which three take one of two branches: these are taken equally often, and the third is empty."""
+
+    def run(x, w, wide, chosen):
+        branches = [lambda x: jnp.sin(x @ w), lambda x: jnp.sin((x @ wide) @ wide.T), lambda x: x]
+        with jax.named_scope("F"):
+            return lax.fori_loop(0, 4, lambda i, x: lax.switch(chosen[i], branches, x), x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16), (16, 32))]
+    text = jax.jit(run).lower(*shapes, jax.ShapeDtypeStruct((4,), jnp.int32)).compile().as_text()
+    matmuls = (2 * 8 * 16 * 16, 2 * 2 * 8 * 16 * 32)
+    assert hlo.read(text, {"F": 7, "F/cond": 3}).flops("F") == 3 / 2 * sum(matmuls)
+    assert hlo.read(text).flops() == 4 * sum(matmuls)  # without a count: as if each branch ran each time
+
+
 def test_loops_with_dynamic_trip_counts_count_by_scope():
     """Ten iterations of a loop that runs four times, three of them in a loop; a loop in no given scope counts once."""
 

@@ -141,19 +141,17 @@ def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
     assert set(seen) == ({True, False} if poison else {False})
 
 
-UNROLLED = [
-    ("1f1b", 2, 5, 1),  # a backward runs in two parts
-    ("interleaved_1f1b", 2, 4, 2),
-    ("gpipe", 1, 3, 1),
-    ("eager_1f1b", 4, 8, 1),
-    ("zb_v", 4, 6, 2),
-]
+IN_PLACE = [("interleaved_1f1b", 2, 4, 2)]
+IN_PLACE_LONG = [("1f1b", 2, 5, 1), ("zb_v", 4, 6, 2), ("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_h1", 4, 6, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), UNROLLED)
-def test_gradients_with_separate_arrays_for_each_block(name, stages, microbatches, chunks):
-    check(name, stages, microbatches, chunks, program={"unroll": True})
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks"),
+    IN_PLACE + [pytest.param(*case, marks=pytest.mark.slow) for case in IN_PLACE_LONG],
+)
+def test_gradients_in_place(name, stages, microbatches, chunks):
+    """Branches for chunks, and fp32 weight gradients: the program for GPUs with jax 0.12."""
+    check(name, stages, microbatches, chunks, program={"in_place": True})
 
 
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")

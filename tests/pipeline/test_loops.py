@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.pipeline.loops import counted_loop, prevent_hoisting, run_one_of
 
 
 @pytest.mark.parametrize(("count", "want"), [(0, 0), (1, 1), (3, 123)])
@@ -29,3 +29,17 @@ def test_prevent_hoisting_keeps_loop_invariant_work_in_the_loop(prevent):
     assert "while/body/dot_general" in text
     before_the_loop = text[text.index("ENTRY ") :]
     assert ("while/body/dot_general" in before_the_loop) == (not prevent)
+
+
+@pytest.mark.parametrize(("index", "want"), [(-1, 7), (0, 17), (2, 37), (3, 7)])
+def test_one_branch_runs_or_none(index, want):
+    branches = [lambda zero, state, n=n: state + zero + 10 * n for n in (1, 2, 3)]
+    program = lambda index: run_one_of(5, index, branches, jnp.int32(7), always=False)  # noqa: E731
+    iterations, state = jax.jit(program)(index)
+    assert (int(iterations), int(state)) == (5 + (want != 7), want)
+
+
+def test_a_branch_that_always_runs():
+    branches = [lambda zero, state, n=n: state * n for n in (2, 3)]
+    program = lambda index: run_one_of(0, index, branches, jnp.int32(7), always=True)  # noqa: E731
+    assert [int(jax.jit(program)(index)[1]) for index in (0, 1)] == [14, 21]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"
 )
 GB = 1e9
-GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1}
+GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1, "attention": "xla"}  # cuDNN's FLOPs are not in the program
 
 
 def run_of(model: str, microbatches: int, **fields) -> RunConfig:
@@ -68,27 +68,31 @@ def test_175b_multiplies_what_the_formulas_say():
     assert module.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
 
 
-def test_175b_copies_only_the_weights_of_the_blocks_it_runs():
-    """XLA's matmuls take whole arrays, so a block's weights are sliced from the rank's: 12 h^2 / t in 16 bits."""
-    run, module = read_175b()
-    runs = 2 * run.microbatches * run.model.layers // run.parallel.pipe
-    assert 1 <= module.sliced / (runs * 2 * 12 * run.model.hidden**2 / run.parallel.tensor) < 1.03
-
-
 def test_175b_has_the_traffic_that_its_shapes_say():
     """The roofline's account against formulas: 12 h^2 / t weights a block, 2048 tokens of h numbers, b = 1.
 
-    Each block's weights are sliced in both passes (read and written in 16 bits); each gradient of them is read in 16 bits
-    and added to an fp32 accumulator, which is read and written.
+    With jax before 0.12 each block's weights are sliced in both passes (read and written in 16 bits), and each gradient of
+    them is read in 16 bits and added to an fp32 accumulator, which is read and written. From 0.12 on matmuls do both in
+    place, except for one weight: XLA cuts that of the MLP's first matmul out in the forward pass, 4 h^2 / t numbers. The
+    scores of the attention, a / t * s^2 in 16 bits, are copied once in the backward pass.
     """
     run, module = read_175b()
     one = account_of(run, GPUS["h100-80gb"], compiled(run)["hlo"]).account
     weights, runs = 12 * run.model.hidden**2 / run.parallel.tensor, run.microbatches * run.model.layers / 8
-    assert one.read["accumulation"] + one.written["accumulation"] == pytest.approx(10 * weights * runs, rel=0.05)
-    slices = 2 * runs * weights * (2 + 2)
-    assert slices <= one.read["copy"] + one.written["copy"] < 1.15 * slices
+    accumulated, copied = (one.read[name] + one.written[name] for name in ("accumulation", "copy"))
+    if jaxlib_version() < (0, 12):
+        slices = 2 * runs * weights * (2 + 2)
+        assert 1 <= module.sliced / (slices / 2) < 1.03
+        assert accumulated == pytest.approx(10 * weights * runs, rel=0.05)
+        assert slices <= copied < 1.35 * slices  # XLA of jax 0.10.2 also copies a leaf of the stash in each tick
+        assert 1000 < one.synchronisations < 1200  # loops over blocks in fill and drain, embedding and head in a tick
+    else:
+        scores = runs * run.model.heads / run.parallel.tensor * run.model.sequence_length**2 * (2 + 2)
+        slices = runs * weights / 3 * (2 + 2)
+        assert accumulated < 0.01 * 10 * weights * runs
+        assert slices + scores <= copied < 1.5 * (slices + scores)
+        assert one.synchronisations < 1300  # a conditional for each chunk, embedding and head in a tick
     assert one.flops["matmul"] == pytest.approx(module.flops(), rel=0.001)
-    assert 1000 < one.synchronisations < 1200  # loops over blocks in fill and drain, embedding and head in each tick
     assert sum(one.seconds.values()) == pytest.approx(one.total)
 
 
@@ -121,17 +125,6 @@ def test_175b_fits_on_64_gpus_and_needs_less_with_every_replica():
     peaks = [gpt3(data) for data in (1, 2, 4, 8)]
     assert peaks[0] < 72 * GB and peaks[1] < peaks[0] - 15 * GB
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
-
-
-@pytest.mark.slow
-def test_175b_copies_no_weights_with_unrolled_blocks():
-    """With less than one block's weights more memory, and the same FLOPs."""
-    run = run_of("gpt3-175b", 64, data=1, unroll_blocks=True, **GPT3)
-    module = read(compiled(run)["hlo"], loop_trip_counts(run))
-    one = 2 * 12 * run.model.hidden**2 // run.parallel.tensor
-    assert module.sliced < 8 * one
-    assert module.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
-    assert compiled(run)["memory"]["peak"] < gpt3(1) + one
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.train import step as step_module
 from tests import small
 
 
@@ -99,9 +100,6 @@ SHARED_OUT = [  # options other than those of the default run
             ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
             ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "recompute": "full", "recompute_blocks": 2}),
             ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
-            ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "unroll_blocks": True}),
-            ((1, 4, 2), "1f1b", 1, 4, {"unroll_blocks": True, "recompute": "full"}),
-            ((2, 2, 2), "zb_v", 2, 4, {"unroll_blocks": True}),
             ((1, 4, 2), "zb_v", 2, 4, {"vocab_parallel": "tensor"}),
         ]
     ),
@@ -126,6 +124,30 @@ def test_zero_and_vocabulary_sharding_change_no_loss_and_no_gradient_long(mesh, 
     options = {"zero": zero, "vocab_parallel": vocab_parallel}
     model = small.LLAMA if mesh[2] <= small.LLAMA.kv_heads else small.MODEL
     check(mesh, schedule, chunks, 4, True, ("none", "selective", "full")[zero % 3], model=model, **options)
+
+
+IN_PLACE = [
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"recompute": "selective", "zero": 1}),
+    ((2, 2, 1), "interleaved_1f1b", 2, 8, {"recompute": "full", "recompute_blocks": 2}),
+    ((2, 2, 2), "1f1b", 1, 4, {"recompute": "full", "zero": 3}),
+    ((1, 2, 4), "gpipe", 1, 4, {"recompute": "none", "vocab_parallel": "tensor"}),
+    ((1, 4, 2), "eager_1f1b", 1, 8, {"recompute": "none"}),
+    ((2, 2, 2), "zb_v", 2, 4, {"recompute": "selective"}),
+    ((2, 2, 2), "zb_h1", 1, 4, {"recompute": "full", "zero": 1}),
+    ((2, 2, 2), "dualpipe_v", 2, 4, {"recompute": "none"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [small.MODEL, small.LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("case", IN_PLACE, ids=str)
+def test_weights_and_gradients_in_place(monkeypatch, case, model):
+    """The program for GPUs with jax 0.12, here on CPU devices."""
+    monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
+    if case[0][2] > model.key_value_heads:
+        pytest.skip("fewer heads than tensor ranks")
+    *sizes, options = case
+    check(*sizes, True, model=model, **options)
 
 
 def test_llama_options_equal_the_unpipelined_model():

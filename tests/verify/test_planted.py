@@ -31,7 +31,7 @@ def found(verdict, step: int, key: str):
         {"pipe": 2, "schedule": "zb_v", "chunks": 2, "tensor": 2, "recompute": "none"},
         {"data": 4, "schedule": "1f1b", "microbatches": 2, "zero": 3, "recompute": "full", "recompute_blocks": 2},
         {"pipe": 2, "schedule": "dualpipe_v", "chunks": 2, "microbatches": 4},
-        {"data": 2, "pipe": 2, "schedule": "gpipe", "unroll_blocks": True},
+        {"data": 2, "pipe": 2, "schedule": "gpipe"},
     ],
     ids=str,
 )

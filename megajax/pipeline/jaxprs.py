@@ -1,0 +1,103 @@
+"""Reads and evaluates the jaxpr of a block's backward: with calls inlined, and with weight gradients in fp32.
+
+With all calls inlined (jax.checkpoint and jit included) the backward of any block is a flat list of equations.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.runtime.compat import Literal, varying_axes
+
+CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+# What may stand between a weight gradient's matmul and the gradient: only the order of its elements changes, or its type.
+VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "pvary")
+
+
+def inlined_jaxpr(function: Callable, *arguments: jax.Array):
+    """The closed jaxpr of a function of arrays, with every call inlined."""
+
+    def inlined(*leaves):
+        closed = jax.make_jaxpr(function)(*leaves)
+        return evaluate(closed.jaxpr, closed.consts, leaves)
+
+    return jax.make_jaxpr(inlined)(*arguments)
+
+
+def with_fp32_gradients(function: Callable, count: int, *arguments: jax.Array) -> list[jax.Array]:
+    """Evaluates a function of arrays, with those of its first `count` results that are matmuls computed in fp32.
+
+    A matmul accumulates in fp32 in any case; here its result is not rounded to the type of its operands. A sum of several
+    matmuls, or a result of another operation, keeps its type.
+    """
+    jaxpr = (closed := inlined_jaxpr(function, *arguments)).jaxpr
+    makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    uses = Counter(var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal))
+    uses.update(var for var in jaxpr.outvars if not isinstance(var, Literal))
+    chains: set[int] = set()
+    for var in jaxpr.outvars[:count]:
+        chains |= _chain_to_matmul(jaxpr, makers, uses, var)
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    for index, eqn in enumerate(jaxpr.eqns):
+        if index not in chains:
+            bind(eqn, values)
+        elif eqn.primitive.name == "dot_general":
+            bind(eqn, values, preferred_element_type=jnp.dtype(jnp.float32))
+        elif eqn.primitive.name == "convert_element_type":
+            values[eqn.outvars[0]] = read(values, eqn.invars[0])
+        else:
+            bind(eqn, values)
+    return [read(values, var) for var in jaxpr.outvars]
+
+
+def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
+    """Indices of the equations from a matmul to `var`, if it is a view of one that nothing else reads; else empty."""
+    chain: set[int] = set()
+    while not isinstance(var, Literal) and uses[var] == 1 and var in makers:
+        eqn = jaxpr.eqns[makers[var]]
+        if not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return set()
+        chain.add(makers[var])
+        if eqn.primitive.name == "dot_general":
+            return chain
+        if eqn.primitive.name not in VIEWS:
+            return set()
+        var = eqn.invars[0]
+    return set()
+
+
+def evaluate(jaxpr, consts, arguments) -> list:
+    """Evaluates a jaxpr with every call inlined; returns its outputs."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name in CALLS and inner is not None:
+            body, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            results = evaluate(body, constants, [read(values, var) for var in eqn.invars])
+            values |= dict(zip(eqn.outvars, results, strict=True))
+        else:
+            bind(eqn, values)
+    return [read(values, var) for var in jaxpr.outvars]
+
+
+def read(values: dict, var):
+    """The value of a variable or literal."""
+    return var.val if isinstance(var, Literal) else values[var]
+
+
+def bind(eqn, values: dict, **changed: Any) -> None:
+    """Evaluates an equation, with some of its parameters changed; adds its outputs to `values`."""
+    params = eqn.primitive.get_bind_params(eqn.params | changed)
+    if eqn.primitive.name == "pvary":  # in an inlined body the argument may vary over these axes already
+        value = read(values, eqn.invars[0])
+        axes = tuple(axis for axis in params["axes"] if axis not in varying_axes(value))
+        if not axes:
+            values[eqn.outvars[0]] = value
+            return
+        params = params | {"axes": axes}
+    results = eqn.primitive.bind(*[read(values, var) for var in eqn.invars], **params)
+    results = results if eqn.primitive.multiple_results else [results]
+    values |= dict(zip(eqn.outvars, results, strict=True))
