@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 __all__ = ["GATHERED", "RESIDUAL", "Constrain", "Operations", "add_bias", "identity", "plain_operations"]
 
@@ -71,9 +72,11 @@ _reduce_scattered.defvjp(
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y [..., *n] + bias [*n]; the bias's gradient is summed in fp32.
 
-    A sum in 16 bits makes XLA's GPU compiler transpose the whole stash of y for every chunk (jax 0.10.2).
+    A sum in 16 bits makes XLA's GPU compiler transpose the whole stash of y for every chunk (jax 0.10.2). The barrier
+    keeps the bias out of the matmul: XLA's GPU compiler would write a bias of several axes as a whole matrix, and slice
+    the weight of a matmul with a bias from its stack; the sum is part of the next elementwise kernel anyway.
     """
-    return y + bias
+    return lax.optimization_barrier(y) + bias
 
 
 def _add_bias_backward(bias, dy):
@@ -81,4 +84,4 @@ def _add_bias_backward(bias, dy):
     return dy, dy.astype(jnp.float32).sum(lead).astype(bias.dtype)
 
 
-add_bias.defvjp(lambda y, bias: (y + bias, bias), _add_bias_backward)
+add_bias.defvjp(lambda y, bias: (lax.optimization_barrier(y) + bias, bias), _add_bias_backward)
