@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, in_row_major, is_spec, vary
@@ -121,7 +120,7 @@ class Rank:
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             in_place=options.in_place,
-            parts=np.unique(table.rows.backward.parts[table.rows.backward.on == 1]).tolist(),
+            parts=table.backward_parts,
         )
 
     def start(self) -> Carry:

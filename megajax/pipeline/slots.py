@@ -101,6 +101,13 @@ class Tables:
     inbox_slots: dict[str, int]
     routes: dict[str, tuple[Route, ...]]
 
+    @property
+    def backward_parts(self) -> list[int]:
+        """The numbers of parts in which backwards run; where rows are computed at run time they run whole."""
+        if self.rows is None:
+            return [1]
+        return np.unique(self.rows.backward.parts[self.rows.backward.on == 1]).tolist()
+
 
 def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
     """The tables of a valid schedule.
