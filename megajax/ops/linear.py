@@ -84,4 +84,4 @@ def _add_bias_backward(bias, dy):
     return dy, dy.astype(jnp.float32).sum(lead).astype(bias.dtype)
 
 
-add_bias.defvjp(lambda y, bias: (lax.optimization_barrier(y) + bias, bias), _add_bias_backward)
+add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)

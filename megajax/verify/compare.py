@@ -24,7 +24,6 @@ two runs that differ by rounding does. With `exact` every statistic, and so ever
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
@@ -94,19 +93,19 @@ def first_difference(step: int, entries: Sequence[Entry], tolerances: Mapping[st
 
 
 def tolerances_of(
-    perturbed: Sequence[Sequence[Entry]], rounding: Mapping[str, float] = MappingProxyType({})
+    perturbed: Sequence[Sequence[Entry]], rounding: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """By key, from the entries of the reference against its perturbed runs; "" is that of all other keys.
 
     Args:
       perturbed: the entries of each trial.
-      rounding: by key, the least tolerance of the updates (`rounding_of_updates`).
+      rounding: by key, the least tolerance of the updates (`rounding_of_updates`). None: that of all other keys.
     """
     found = {"": FACTOR * EPSILON}
     measured = [
         (e.key, FACTOR * e.distance) for entries in perturbed for e in entries if e.part not in ("data", "replicas")
     ]
-    for key, tolerance in (*measured, *rounding.items()):
+    for key, tolerance in (*measured, *(rounding or {}).items()):
         found[key] = max(found.get(key, found[""]), tolerance)
     return found
 

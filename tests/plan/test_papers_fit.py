@@ -12,9 +12,11 @@ from megajax.estimate.communication import expected
 from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import GPUS
 from megajax.estimate.hlo import loop_trip_counts, most_sent, read
+from megajax.pipeline.slots import slot_tables
 from megajax.plan.account import account_of
 from megajax.plan.compiler import compile_for, has_compiler
 from megajax.runtime.compat import jaxlib_version
+from megajax.schedules.registry import make_schedule
 
 pytestmark = pytest.mark.skipif(
     not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"
@@ -68,6 +70,17 @@ def test_175b_multiplies_what_the_formulas_say():
     assert module.flops() == pytest.approx(hardware_flops_per_step(run) / run.parallel.devices, rel=0.03)
 
 
+def copied_stash(run) -> int:
+    """Bytes that XLA of jax 0.10.2 reads and writes of the stash: the attention's output, in each tick with F and B."""
+    model, parallel = run.model, run.parallel
+    schedule = make_schedule(
+        "interleaved_1f1b", stages=parallel.pipe, microbatches=run.microbatches, chunks=parallel.chunks
+    )
+    ticks = sum(segment.stop - segment.start for segment in schedule.segments if {"F", "B"} <= set(segment.ops))
+    blocks = slot_tables(schedule).stash_slots * model.layers // (parallel.pipe * parallel.chunks)
+    return ticks * blocks * model.sequence_length * model.hidden // parallel.tensor * (2 + 2)
+
+
 def test_175b_has_the_traffic_that_its_shapes_say():
     """The roofline's account against formulas: 12 h^2 / t weights a block, 2048 tokens of h numbers, b = 1.
 
@@ -83,7 +96,8 @@ def test_175b_has_the_traffic_that_its_shapes_say():
         slices = 2 * runs * weights * (2 + 2)
         assert 1 <= module.sliced / (slices / 2) < 1.03
         assert accumulated == pytest.approx(10 * weights * runs, rel=0.05)
-        assert slices <= copied < 1.35 * slices  # XLA of jax 0.10.2 also copies a leaf of the stash in each tick
+        stash = copied_stash(run)
+        assert slices + stash <= copied < 1.15 * (slices + stash)
         assert 1000 < one.synchronisations < 1200  # loops over blocks in fill and drain, embedding and head in a tick
     else:
         scores = runs * run.model.heads / run.parallel.tensor * run.model.sequence_length**2 * (2 + 2)
