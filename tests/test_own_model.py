@@ -124,6 +124,7 @@ def test_sharding_rules_can_be_replaced():
     assert "tensor" not in training.specs.stored["blocks"]["up"] and "tensor" in split.specs.stored["blocks"]["up"]
 
 
+@pytest.mark.slow
 def test_pipedream_2bw_trains_it():
     run = make_run("pipedream_2bw", train={"learning_rate": 0.01})
     training = training_of(run)

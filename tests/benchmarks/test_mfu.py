@@ -84,6 +84,7 @@ def test_ceilings_count_flops_and_bytes(monkeypatch):
     assert ceilings.copy_ceiling(device, 1 << 12, 3, 0.01) == 2 * 3 * (1 << 12) / (1 << 10)
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_written(tmp_path, capsys):
     words = f"{TINY} --data 1 --pipe 1 --tensor 1 --microbatch-sizes 1 --recomputes selective --rounds 2"
     words += " --global-batch-size 2 --microbatch-size 1"

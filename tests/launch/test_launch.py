@@ -119,6 +119,7 @@ def test_a_run_goes_on_after_failures_hangs_and_lost_and_new_nodes(tmp_path):
     assert {row[3] for row in run.starts()} == {"auto"}
 
 
+@pytest.mark.slow
 def test_a_node_that_is_told_to_leave_saves_and_the_others_go_on(tmp_path):
     run = Launched(tmp_path, "--nodes 1:2 -- --steps 300")
     agents = [run.start(), run.start()]

@@ -94,14 +94,19 @@ def check(name, stages, microbatches, chunks, data=1, **options):
 CASES = [
     ("gpipe", 2, 3, 1, 2),
     ("1f1b", 2, 5, 1, 2),
-    ("eager_1f1b", 4, 4, 1, 1),
     ("interleaved_1f1b", 4, 8, 2, 1),
-    ("zb_h1", 4, 6, 1, 2),
-    ("zb_1p_interleaved", 2, 4, 4, 1),
     ("looped_bfs", 2, 3, 2, 1),
     ("zb_h2", 4, 6, 1, 1),
 ]
-CASES_LONG = [("zb_h1", 1, 2, 1, 1), ("zb_v", 4, 6, 2, 2), ("zb_v", 4, 3, 2, 1), ("dualpipe_v", 2, 5, 2, 2)]
+CASES_LONG = [
+    ("eager_1f1b", 4, 4, 1, 1),
+    ("zb_1p_interleaved", 2, 4, 4, 1),
+    ("zb_h1", 4, 6, 1, 2),
+    ("zb_h1", 1, 2, 1, 1),
+    ("zb_v", 4, 6, 2, 2),
+    ("zb_v", 4, 3, 2, 1),
+    ("dualpipe_v", 2, 5, 2, 2),
+]
 
 
 @pytest.mark.parametrize(

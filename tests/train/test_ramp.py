@@ -100,6 +100,7 @@ def run_ramp(run: RunConfig, directory, programs: int, monkeypatch) -> list[dict
     return result.rows
 
 
+@pytest.mark.slow
 def test_a_ramp_compiles_few_programs_and_marks_their_steps(tmp_path, monkeypatch):
     """4 batch sizes in 2 programs."""
     rows = run_ramp(ramped_run(train={"batch_ramp": (6, 6, 264)}), tmp_path, 2, monkeypatch)
