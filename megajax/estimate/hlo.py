@@ -34,8 +34,9 @@ from megajax.estimate.hlo_parser import (
     second_part,
     visits,
 )
+from megajax.pipeline.options import MERGED, is_merged, merged_schedule, merges
 from megajax.runtime.mesh import AXES
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 __all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
 
@@ -149,20 +150,32 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     F: iterations of all loops with a dynamic trip count in this scope, one for each of a rank's (groups of) blocks, except
     in ticks in which no rank idles, whose trip counts are static. F/cond: how often a conditional in this scope takes a
     branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `ENDS`: iterations, one
-    for each microbatch, on the ranks that compute them.
+    for each microbatch, on the ranks that compute them. FB/cond: how often a rank chooses the chunks of a merged tick
+    (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
     """
     schedule, parallel = run_schedule(run), run.parallel
     blocks = run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks)
     parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
-    total, full = run.microbatches * parallel.chunks, Counter()
-    for segment in schedule.segments:
-        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
+    total, full = run.microbatches * parallel.chunks, _full_ticks(schedule)
     found = dict.fromkeys(ENDS, float(run.microbatches))
+    merged = 0
+    if merges(parallel):
+        later = merged_schedule(schedule)
+        merged = sum(segment.stop - segment.start for segment in later.segments if is_merged(later, segment))
     for op in BLOCKS:
         static = full[op] if parallel.chunks == 1 else 0  # where there is no choice
         several = max(parts) if op == BACKWARD and not schedule.split else 1
-        found |= {op: (total - full[op]) * blocks, op + BRANCHES: (total - static) * several}
-    return found
+        chosen = total - (merged if merged and op in MERGED else static)
+        found |= {op: (total - full[op]) * blocks, op + BRANCHES: chosen * several}
+    return found | {MERGED + BRANCHES: float(merged)}
+
+
+def _full_ticks(schedule: Schedule) -> Counter:
+    """In how many ticks no rank idles, by op."""
+    full = Counter()
+    for segment in schedule.segments:
+        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
+    return full
 
 
 def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule:
@@ -197,7 +210,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
 def _multiplies(line: Line, heavy: set[str]) -> bool:
     """Whether a line is a matmul, or is certain to call a computation that has one (on ranks that do not idle)."""
     dynamic = line.op == "conditional" or (line.op == "while" and known_trip_count(line) is None)
-    perhaps = dynamic and scope_of(line, ENDS + BLOCKS) not in BLOCKS
+    perhaps = dynamic and scope_of(line, (*ENDS, *BLOCKS, MERGED)) not in (*BLOCKS, MERGED)
     return is_matmul(line) or (not perhaps and not heavy.isdisjoint(called_by(line.rest)))
 
 

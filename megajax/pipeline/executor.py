@@ -3,7 +3,7 @@
 A `Schedule` is a table [tick, rank] of operations: F forward, B backward, or B split into I (gradient of the input)
 and W (gradients of the weights). All ranks run the same program, tick by tick. At the end of a tick each rank sends
 an activation to the rank of the next stage and a gradient to the rank of the previous stage (`lax.ppermute` over
-`pipe`). There are two kinds of ticks (`Schedule.paired`).
+`pipe`). There are two kinds of ticks (`Schedule.paired`); on GPUs some are merged.
 
 Paired ticks: every rank runs one forward and then one backward. gpipe, eager_1f1b, interleaved_1f1b and looped_bfs
 have them. For eager_1f1b on 2 ranks with 3 microbatches:
@@ -18,6 +18,16 @@ tick's backward, and the gradient of a tick's backward during the next tick's fo
     tick t     computes            sends at the same time
                F on microbatch i   gradient of the B of tick t - 1, to the previous stage
                B on microbatch j   activation of the F of tick t, to the next stage
+
+Merged ticks (`ExecutorOptions.merged`): on GPUs the collectives of tensor parallelism in a block's forward have no matmul
+of that forward to overlap, but all of another microbatch's backward. So backwards run one tick later, never in the tick of
+their own forward, and where every rank has both, a tick is one loop over blocks that does a block of each. For 4 microbatches, merged in tick 3:
+
+    tick       0       1        2        3        4        5        6
+    rank 0     F0      F1       F2       F3+B0    B1       B2       B3
+    rank 1     .       F0       F1 B0    F2+B1    F3 B2    B3       .
+
+Both sends are then outside the loop, beside the embedding and the head.
 
 Mixed ticks: each rank runs one operation, F, B, I or W, or one part of a B that takes two ticks; then all ranks send.
 1f1b and the zero-bubble schedules have them. For 1f1b on 2 ranks with 3 microbatches, and zb_h1:
@@ -61,7 +71,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, reduce_gradients, sum_over, vary
-from megajax.pipeline.rank import DEFAULT_OPTIONS, ExecutorOptions, Rank, local_rows
+from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_schedule
+from megajax.pipeline.rank import Rank, local_rows
 from megajax.pipeline.records import RECORDS_SPEC
 from megajax.pipeline.slots import TickRow, slot_tables
 from megajax.schedules.schedule import Schedule
@@ -105,7 +116,8 @@ def gradient_function(
         records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.per_chunk, *a.shape[1:]), carry.records)
         return sum_over(carry.output, MANUAL_AXES), reduce_gradients(gradients, options.specs), records
 
-    table = slot_tables(schedule, share_ends=options.share_ends)
+    runs = merged_schedule(schedule) if options.merged else schedule
+    table = slot_tables(runs, share_ends=options.share_ends)
     mapped = jax.shard_map(
         run,
         mesh=mesh,

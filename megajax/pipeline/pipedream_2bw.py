@@ -30,7 +30,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, is_spec, reduce_gradients, sum_over, vary
-from megajax.pipeline.rank import DEFAULT_OPTIONS, Carry, ExecutorOptions, Rank, local_rows
+from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions
+from megajax.pipeline.rank import Carry, Rank, local_rows
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
 from megajax.schedules.one_f_one_b import backward_lag
 from megajax.schedules.registry import make_schedule

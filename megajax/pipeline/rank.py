@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.pipeline.layout import DEFAULT_SPECS, Specs, full_specs, in_row_major, is_spec, vary
+from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.pipeline.options import ExecutorOptions, is_merged
 from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
 from megajax.pipeline.stage import ChunkWork, Stack
@@ -28,39 +29,6 @@ Tree = Any
 # blocks that contains collectives over `tensor` begins. On the stream for point-to-point communication it overlaps the
 # loop.
 SEND_STREAM = {"_xla_gpu_collective_stream": "p2p"}
-
-
-@dataclasses.dataclass(frozen=True)
-class ExecutorOptions:
-    """How the executor shards arrays and runs blocks.
-
-    Attributes:
-      constrain: `x -> x`, applies the sharding constraint of an activation [samples, sequence, hidden] over the mesh
-        axes that are not manual.
-      specs: shardings of params and gradients. A block's weight that is sharded over `data` is all-gathered each time
-        its block runs, and its gradient is reduce-scattered there (ZeRO-3).
-      share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.
-      offload: the stash is in host memory.
-      in_place: weights are read, and gradients accumulated, where they are; for GPUs with jax 0.12 (`stage.Stack`). Not with
-        `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
-      compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
-        a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
-      poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
-      statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
-        None: nothing is recorded.
-    """
-
-    constrain: Callable = lambda x: x
-    specs: Specs = DEFAULT_SPECS
-    share_ends: bool = False
-    offload: bool = False
-    in_place: bool = False
-    compute_bubbles: bool = False
-    poison_bubbles: bool = False
-    statistics: Callable | None = None
-
-
-DEFAULT_OPTIONS = ExecutorOptions()
 
 
 class Carry(NamedTuple):
@@ -160,6 +128,8 @@ class Rank:
         for segment in self.schedule.segments:
             part = jax.tree.map(lambda column: column[segment.start : segment.stop], rows)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
+            if self.options.merged and is_merged(self.schedule, segment):
+                tick = self.merged_tick
             carry, _ = lax.scan(lambda carry, row: (tick(segment, carry, row), None), carry, part)  # noqa: B023
         return carry._replace(block_gradients=in_row_major(carry.block_gradients)) if self.options.in_place else carry
 
@@ -190,6 +160,30 @@ class Rank:
         if FORWARD in ops:
             carry = carry._replace(activations=self.receive(activations, row.activation_arrivals, carry.activations))
         return carry
+
+    def merged_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
+        """A forward and a backward on every rank, of different microbatches, in one loop over blocks.
+
+        The gradient of the previous tick is sent beside the embedding, this tick's activation beside the head.
+        """
+        gradients = self.send(BACKWARD, carry.pending)
+        iterations, x = self.forward_input(carry, row)
+        carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
+        blocks = 0, self.per_chunk
+        works = self.work(row.forward, carry, blocks), self.work(row.backward, carry, blocks)
+        dy = self.constrain(carry.gradients[row.backward.inbox])
+        y, dx, stash, totals, iterations, records = self.stack.forward_and_backward(
+            x, dy, works, carry.block_gradients, self.table.chunk_pairs(segment), iterations
+        )
+        y, dx = self.constrain(y), self.constrain(dx)
+        carry = carry._replace(stash=stash, block_gradients=totals, iterations=iterations, records=records)
+        activations = self.send(FORWARD, y)
+        carry = self.head(carry, y, row)
+        with jax.named_scope(BACKWARD):
+            carry = self.embed_backward(carry, dx, row)._replace(pending=dx)
+        activations, shared = lax.optimization_barrier((activations, carry.shared_gradients))
+        received = self.receive(activations, row.activation_arrivals, carry.activations)
+        return carry._replace(activations=received, shared_gradients=shared)
 
     def mixed_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """One operation on each rank, then the head, the embedding's backward and the sends, on all ranks.
@@ -228,8 +222,17 @@ class Rank:
 
         Returns the activation [samples, sequence, hidden] to send.
         """
-        on = row.forward.on == 1
         work = self.work(row.forward, carry, self.block_range(row.forward, segment))
+        iterations, x = self.forward_input(carry, row)
+        if self.collect is not None:
+            return carry._replace(iterations=iterations), self.constrain(self.stack.forward(x, work))
+        y, stash, iterations, records = self.stack.forward_stashing(x, work, iterations)
+        return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
+
+    @jax.named_scope(FORWARD)
+    def forward_input(self, carry: Carry, row: TickRow) -> tuple[jax.Array, jax.Array]:
+        """The iteration count and the input [samples, sequence, hidden] of the tick's forward: received, or embedded."""
+        on = row.forward.on == 1
         x = self.constrain(carry.activations[row.forward.inbox])
         first = on & (row.forward.first == 1)
 
@@ -239,12 +242,7 @@ class Rank:
 
         iterations, x = _run_if("embed", row.embed, carry.iterations, embed, x)
         x = self.constrain(x)
-        if self.options.poison_bubbles:
-            x = jnp.where(on, x, jnp.nan)
-        if self.collect is not None:
-            return carry._replace(iterations=iterations), self.constrain(self.stack.forward(x, work))
-        y, stash, iterations, records = self.stack.forward_stashing(x, work, iterations)
-        return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
+        return iterations, jnp.where(on, x, jnp.nan) if self.options.poison_bubbles else x
 
     @jax.named_scope(FORWARD)
     def head(self, carry: Carry, y: jax.Array, row: TickRow) -> Carry:

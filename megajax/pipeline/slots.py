@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
 
 Route = tuple[tuple[int, int], ...]  # (sender, receiver) pairs of pipeline ranks
 Interval = tuple[int, int, object]
@@ -107,6 +107,11 @@ class Tables:
         if self.rows is None:
             return [1]
         return np.unique(self.rows.backward.parts[self.rows.backward.on == 1]).tolist()
+
+    def chunk_pairs(self, segment: Segment) -> list[tuple[int, int]]:
+        """The (forward's chunk, backward's chunk) of all ranks and ticks of a full segment of paired ticks."""
+        ticks = slice(segment.start, segment.stop)
+        return sorted(set(zip(self.rows.forward.chunk[ticks].flat, self.rows.backward.chunk[ticks].flat, strict=True)))
 
 
 def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:

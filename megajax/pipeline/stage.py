@@ -22,10 +22,12 @@ from jax.sharding import PartitionSpec
 
 from megajax.pipeline.jaxprs import with_fp32_gradients
 from megajax.pipeline.loops import counted_loop, run_one_of
+from megajax.pipeline.options import MERGED
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import StashRef, empty_stash
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
+from megajax.schedules.schedule import BACKWARD, FORWARD
 from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
@@ -129,16 +131,8 @@ class Stack:
         Returns:
           (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
         """
-
-        def step(index, place, zero, state):
-            x, buffer, records = state
-            y, vjp = self._vjp(place, work.stage * self.per_chunk + index, x, work.microbatch)
-            stash = dataclasses.replace(work.stash, buffer=buffer)
-            records = work.record(records, place, input=x, output=y)
-            return y, stash.write(index, (vjp_residuals(vjp), x)), records
-
         state = (x, work.stash.buffer, work.records)
-        iterations, (y, buffer, records) = self._run_blocks(iterations, work, step, state)
+        iterations, (y, buffer, records) = self._run_blocks(iterations, work, self._forward_step(work), state)
         return y, buffer, iterations, records
 
     def backward(
@@ -155,23 +149,66 @@ class Stack:
         Returns:
           (gradient of the first block's input, the accumulators, the iteration count, the records).
         """
-        template = self._template(dy, work.microbatch)
+        backward = self._backward_step(dy, work, keep)
 
         def step(index, place, zero, state):
-            dy, gradients, records = state
-            saved = self._saved(index, place, work.stash, zero)
-            dw, dx = self._backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), *saved, dy)
-
-            def add(total, new, cut):
-                new = cut.scatter(new.astype(total.dtype))
-                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
-
-            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
-            return dx, jax.tree.map(add, gradients, dw, self.cut), records
+            return backward(index, place, zero, (state[0], work.stash.buffer, *state[1:]))
 
         state = (dy, gradients, work.records)
         iterations, (dx, gradients, records) = self._run_blocks(iterations, work, step, state, backwards=True)
         return dx, gradients, iterations, records
+
+    def forward_and_backward(
+        self,
+        x: jax.Array,
+        dy: jax.Array,
+        works: tuple[ChunkWork, ChunkWork],
+        gradients: Tree,
+        pairs: Sequence,
+        iterations,
+    ) -> tuple[jax.Array, jax.Array, Tree, Tree, jax.Array, Tree]:
+        """`forward_stashing` and `backward`, of different microbatches, in one loop: a block of each in every iteration.
+
+        The two do not depend on each other, so on GPUs the collectives of one run beside the matmuls of the other.
+
+        Args:
+          x: the forward's input, [samples, sequence, hidden].
+          dy: the backward's.
+          works: of the forward and of the backward, both with work; they share a stash, and records.
+          gradients: as for `backward`.
+          pairs: the (forward's chunk, backward's chunk) that occur, Python ints.
+
+        Returns:
+          (y, dx, the stash's buffer, the accumulators, the iteration count, the records).
+        """
+        write, read = self._forward_step(works[0]), self._backward_step(dy, works[1])
+
+        def both(starts, zero, state):
+            first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
+
+            def one(count, state):
+                x, dy, buffer, gradients, records = state
+                with jax.named_scope(BACKWARD):
+                    back = self.per_chunk - 1 - count
+                    dy, gradients, records = read(back, last - count, zero, (dy, buffer, gradients, records))
+                with jax.named_scope(FORWARD):
+                    x, buffer, records = write(count, first + count, zero, (x, buffer, records))
+                return x, dy, buffer, gradients, records
+
+            return lax.fori_loop(0, self.per_chunk, one, state)
+
+        state = (x, dy, works[0].stash.buffer, gradients, works[0].records)
+        if len(pairs) == 1:
+            iterations, state = iterations + self.per_chunk, both(pairs[0], 0, state)
+        else:
+            index = jnp.int32(0)
+            for number, (forward, backward) in enumerate(pairs):
+                index = jnp.where((works[0].chunk == forward) & (works[1].chunk == backward), number, index)
+            branches = [functools.partial(both, pair) for pair in pairs]
+            with jax.named_scope(MERGED):
+                iterations, state = run_one_of(iterations, index, branches, state, always=True)
+        x, dy, buffer, gradients, records = state
+        return x, dy, buffer, gradients, iterations, records
 
     def backward_input(
         self, dy: jax.Array, work: ChunkWork, gradients: Tree, iterations=0
@@ -224,6 +261,36 @@ class Stack:
         """
         bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
         return bound(part + 1), bound(part)
+
+    def _forward_step(self, work: ChunkWork) -> Callable:
+        """`step(index, place, zero, (x, stash's buffer, records))`: a block's forward, which writes to the stash."""
+
+        def step(index, place, zero, state):
+            x, buffer, records = state
+            y, vjp = self._vjp(place, work.stage * self.per_chunk + index, x, work.microbatch)
+            stash = dataclasses.replace(work.stash, buffer=buffer)
+            records = work.record(records, place, input=x, output=y)
+            return y, stash.write(index, (vjp_residuals(vjp), x)), records
+
+        return step
+
+    def _backward_step(self, dy: jax.Array, work: ChunkWork, keep=None) -> Callable:
+        """`step(index, place, zero, (dy, stash's buffer, gradients, records)) -> (dx, gradients, records)`, of a block."""
+        template = self._template(dy, work.microbatch)
+
+        def step(index, place, zero, state):
+            dy, buffer, gradients, records = state
+            saved = self._saved(index, place, dataclasses.replace(work.stash, buffer=buffer), zero)
+            dw, dx = self._backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), *saved, dy)
+
+            def add(total, new, cut):
+                new = cut.scatter(new.astype(total.dtype))
+                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
+
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            return dx, jax.tree.map(add, gradients, dw, self.cut), records
+
+        return step
 
     def _run_blocks(
         self, iterations, work: ChunkWork, step: Callable, state: Tree, *, backwards=False

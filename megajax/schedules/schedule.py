@@ -155,6 +155,23 @@ class Schedule:
             ]
         return tuple(segments)
 
+    def with_later_backwards(self) -> "Schedule":
+        """This schedule of paired ticks with every backward one tick later, so that none runs in the tick of its forward.
+
+        The forward and the backward of a tick then do not depend on each other. The first backward runs one forward later,
+        which fills a tick that had forwards only: the bubble is the same, and at most one chunk more is in flight.
+        """
+        assert self.paired, self.name
+        nothing = ((),) * self.stages
+        of = lambda tick, forwards: [tuple(w for w in works if (w.op == FORWARD) == forwards) for works in tick]  # noqa: E731
+        forwards = [*(of(tick, True) for tick in self.ticks), nothing]
+        backwards = [nothing, *(of(tick, False) for tick in self.ticks)]
+        ticks = [
+            tuple(first + then for first, then in zip(*both, strict=True))
+            for both in zip(forwards, backwards, strict=True)
+        ]
+        return dataclasses.replace(self, ticks=tuple(ticks))
+
     def validate(self) -> "Schedule":
         """Checks the table and returns it.
 

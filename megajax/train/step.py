@@ -27,6 +27,7 @@ from megajax.models.remat import grouped
 from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
+from megajax.pipeline.options import merges
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
 from megajax.schedules.registry import find, make_schedule
@@ -91,12 +92,14 @@ class Training:
         shapes = model_shapes(run, self.model_class, self.rules)
         self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)
+        in_place = updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
             specs=self.specs.executor(run.parallel.recompute_blocks),
             share_ends=self.rules.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
-            in_place=updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings,
+            in_place=in_place,
+            merged=in_place and merges(run.parallel),
             compute_bubbles=bool(run.parallel.rings),
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)

@@ -159,6 +159,22 @@ def test_gradients_in_place(name, stages, microbatches, chunks):
     check(name, stages, microbatches, chunks, program={"in_place": True})
 
 
+MERGED = [("interleaved_1f1b", 2, 6, 2, 2), ("eager_1f1b", 4, 8, 1, 1)]
+MERGED_LONG = [
+    ("interleaved_1f1b", 4, 12, 2, 1), ("interleaved_1f1b", 2, 4, 4, 1), ("gpipe", 1, 3, 1, 1), ("looped_bfs", 2, 4, 2, 1),
+    ("eager_1f1b", 2, 1, 1, 1), ("interleaved_1f1b", 1, 5, 1, 1), ("1f1b", 2, 4, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks", "data"),
+    MERGED + [pytest.param(*case, marks=pytest.mark.slow) for case in MERGED_LONG],
+)
+def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
+    """A forward and a backward in one loop over blocks; the last two schedules have no tick to merge."""
+    check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
+
+
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")
 GRID = [(name, 1) for name in ONE_CHUNK] + [
     (name, chunks) for name in ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved") for chunks in (1, 2, 4)

@@ -110,6 +110,22 @@ def test_segments_cover_all_ticks_and_no_rank_idles_in_a_full_one(schedule):
             assert schedule.paired and all(works == one.ops for tick in done for works in tick)
 
 
+@given(named_schedules(most_stages=8))
+def test_later_backwards_are_a_valid_schedule_with_the_same_bubble(schedule):
+    """No backward is in the tick of its own forward; at most one chunk more is in flight."""
+    if not schedule.paired or not schedule.has_backward:
+        return
+    later = schedule.with_later_backwards().validate()
+    for op in "FB":
+        of = [[one for one in order if one.op == op] for order in schedule.orders()]
+        assert of == [[one for one in order if one.op == op] for order in later.orders()]
+    for tick in later.ticks:
+        for works in tick:
+            assert len({(work.chunk, work.microbatch) for work in works}) == len(works)
+    assert slot_tables(later).stash_slots <= slot_tables(schedule).stash_slots + 1
+    assert simulate_lockstep(later).bubble == pytest.approx(simulate_lockstep(schedule).bubble)
+
+
 def test_interleaved_has_one_full_segment_between_ramps_of_p_minus_1_ticks():
     """GPT-3 175B's. Forwards are in ticks 0 to 198, backwards in 23 to 221; p - 1 = 7."""
     schedule = make_schedule("interleaved_1f1b", stages=8, microbatches=64, chunks=3)

@@ -1,0 +1,65 @@
+"""What the executor is told besides the model, the schedule and the mesh; and which ticks it merges."""
+
+import dataclasses
+from collections.abc import Callable
+
+from megajax.config.parallel import ParallelConfig
+from megajax.pipeline.layout import DEFAULT_SPECS, Specs
+from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
+
+MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutorOptions:
+    """How the executor shards arrays and runs blocks.
+
+    Attributes:
+      constrain: `x -> x`, applies the sharding constraint of an activation [samples, sequence, hidden] over the mesh
+        axes that are not manual.
+      specs: shardings of params and gradients. A block's weight that is sharded over `data` is all-gathered each time
+        its block runs, and its gradient is reduce-scattered there (ZeRO-3).
+      share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.
+      offload: the stash is in host memory.
+      in_place: weights are read, and gradients accumulated, where they are; for GPUs with jax 0.12 (`stage.Stack`). Not with
+        `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
+      merged: the forward and the backward of a tick run as one loop over blocks, in the ticks in which every rank has both
+        (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. Needs `in_place`, and has no
+        effect on schedules of mixed ticks.
+      compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
+        a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
+      poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
+      statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
+        None: nothing is recorded.
+    """
+
+    constrain: Callable = lambda x: x
+    specs: Specs = DEFAULT_SPECS
+    share_ends: bool = False
+    offload: bool = False
+    in_place: bool = False
+    merged: bool = False
+    compute_bubbles: bool = False
+    poison_bubbles: bool = False
+    statistics: Callable | None = None
+
+
+DEFAULT_OPTIONS = ExecutorOptions()
+
+
+def merges(parallel: ParallelConfig) -> bool:
+    """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble."""
+    return parallel.tensor > 1 and not parallel.rings
+
+
+def is_merged(schedule: Schedule, segment: Segment) -> bool:
+    """Whether `ExecutorOptions.merged` applies to a segment: paired ticks in which every rank has both."""
+    return schedule.paired and segment.full and segment.ops == (FORWARD, BACKWARD)
+
+
+def merged_schedule(schedule: Schedule) -> Schedule:
+    """What the executor runs for `schedule` with `ExecutorOptions.merged`: the schedule itself if no tick can be merged."""
+    if not schedule.paired or not schedule.has_backward:
+        return schedule
+    later = schedule.with_later_backwards()
+    return later if any(is_merged(later, segment) for segment in later.segments) else schedule
