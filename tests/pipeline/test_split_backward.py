@@ -39,7 +39,9 @@ def flops(function, *arguments) -> float:
 @pytest.mark.parametrize(
     "recompute", ["selective", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "full"))]
 )
-@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(MODEL, id="gpt"), pytest.param(LLAMA, id="llama", marks=pytest.mark.slow)]
+)
 def test_the_two_parts_equal_the_whole_backward(model, recompute):
     # Wide enough for matmuls to dominate, as in any model of practical size.
     model = dataclasses.replace(model, hidden=128, heads=4, sequence_length=64)

@@ -98,7 +98,7 @@ def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
         (["--schedule", "auto", "--microbatches", "5000"], "at most 16384 forwards"),
         (["--out", ""], "--out: '' must not be empty"),
         (["--microbatches", "9" * 5000], "is not a whole number"),
-        (["--stages", "100", "--microbatches", "200", "--out", "x.svg"], "at most 20000 operations on 512 ranks"),
+        (["--stages", "101", "--microbatches", "101", "--out", "x.svg"], "at most 20000 operations on 512 ranks"),
         (["--out", "x.bmp"], "end it in .svg, .png or .pdf"),
         (["--out", "/nowhere/x.svg"], "cannot write /nowhere/x.svg: No such file or directory"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

@@ -87,14 +87,21 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
     )
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, slow(False)])
-def test_a_send_is_one_tensor_rank_of_the_activation(sequence_parallel):
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "chunks", "sequence_parallel"),
+    [
+        ((2, 2, 2), "1f1b", 1, True),
+        slow((1, 2, 4), "interleaved_1f1b", 2, True),
+        slow((1, 2, 4), "interleaved_1f1b", 2, False),
+    ],
+)
+def test_a_send_is_one_tensor_rank_of_the_activation(mesh, schedule, chunks, sequence_parallel):
     """2104.04473 section 4.1's scatter/gather: with sequence parallelism each rank sends 1/t to its peer."""
-    training, step = compiled((1, 2, 4), "interleaved_1f1b", 2, 4, sequence_parallel)
+    training, step = compiled(mesh, schedule, chunks, 4, sequence_parallel)
     place = {device.id: index for index, device in np.ndenumerate(training.mesh.devices)}
     sends = [c for c in collectives(step.as_text()) if c.kind == "collective-permute"]
     between = [c for c in sends if any(place[a][1] != place[b][1] for a, b in c.groups)]
-    split = 4 if sequence_parallel else 1
+    split = mesh[2] if sequence_parallel else 1
     assert between and {c.shape for c in between} == {(1, MODEL.sequence_length // split, MODEL.hidden)}
     for send in between:
         assert all(place[a][0] == place[b][0] and place[a][2] == place[b][2] for a, b in send.groups)
