@@ -149,15 +149,15 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
 
     F: iterations of all loops with a dynamic trip count in this scope, one for each of a rank's (groups of) blocks, except
     in ticks in which no rank idles, whose trip counts are static. F/cond: how often a conditional in this scope takes a
-    branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `ENDS`: iterations, one
-    for each microbatch, on the ranks that compute them. FB/cond: how often a rank chooses the chunks of a merged tick
-    (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
+    branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `ENDS`: iterations, or
+    branches, one for each microbatch, on the ranks that compute them. FB/cond: how often a rank chooses the chunks of a
+    merged tick (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
     """
     schedule, parallel = run_schedule(run), run.parallel
     blocks = run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks)
     parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
     total, full = run.microbatches * parallel.chunks, _full_ticks(schedule)
-    found = dict.fromkeys(ENDS, float(run.microbatches))
+    found = dict.fromkeys((*ENDS, *(end + BRANCHES for end in ENDS)), float(run.microbatches))
     merged = 0
     if merges(parallel):
         later = merged_schedule(schedule)

@@ -21,7 +21,8 @@ tick's backward, and the gradient of a tick's backward during the next tick's fo
 
 Merged ticks (`ExecutorOptions.merged`): on GPUs the collectives of tensor parallelism in a block's forward have no matmul
 of that forward to overlap, but all of another microbatch's backward. So backwards run one tick later, never in the tick of
-their own forward, and where every rank has both, a tick is one loop over blocks that does a block of each. For 4 microbatches, merged in tick 3:
+their own forward, and where every rank has both, a tick is one loop over blocks that does a block of each. For 4
+microbatches, merged in tick 3:
 
     tick       0       1        2        3        4        5        6
     rank 0     F0      F1       F2       F3+B0    B1       B2       B3

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
-from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.pipeline.loops import counted_loop, prevent_hoisting, run_one_of
 from megajax.pipeline.options import ExecutorOptions, is_merged
 from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
@@ -125,12 +125,17 @@ class Rank:
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
         self.cotangents = cotangents
+        columns, names = jax.tree.flatten(rows)
+        table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel
         for segment in self.schedule.segments:
-            part = jax.tree.map(lambda column: column[segment.start : segment.stop], rows)  # noqa: B023
             tick = self.paired_tick if self.schedule.paired else self.mixed_tick
             if self.options.merged and is_merged(self.schedule, segment):
                 tick = self.merged_tick
-            carry, _ = lax.scan(lambda carry, row: (tick(segment, carry, row), None), carry, part)  # noqa: B023
+
+            def step(carry, row, segment=segment, tick=tick):
+                return tick(segment, carry, jax.tree.unflatten(names, list(row))), None
+
+            carry, _ = lax.scan(step, carry, table[segment.start : segment.stop])
         return carry._replace(block_gradients=in_row_major(carry.block_gradients)) if self.options.in_place else carry
 
     def paired_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
@@ -240,7 +245,7 @@ class Rank:
             microbatch = prevent_hoisting(zero, self.microbatch(row.embed.microbatch))
             return jnp.where(first, self.constrain(self.functions.embed(self.shared, microbatch)), x)
 
-        iterations, x = _run_if("embed", row.embed, carry.iterations, embed, x)
+        iterations, x = self.run_if("embed", row.embed, carry.iterations, embed, x)
         x = self.constrain(x)
         return iterations, jnp.where(on, x, jnp.nan) if self.options.poison_bubbles else x
 
@@ -264,15 +269,15 @@ class Rank:
             y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
             loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
             shared, dy = vjp(cotangent.astype(loss.dtype))
-            inbox = inbox.at[row.loss_gradient].set(self.constrain(dy))
+            inbox = lax.dynamic_update_index_in_dim(inbox, self.constrain(dy), row.loss_gradient, 0)
             losses = losses.at[index].add(jnp.where(last, loss, 0))
             return _accumulate(shared_gradients, shared), losses, jax.vmap(self.constrain)(inbox)
 
         if self.collect is not None:
-            iterations, output = _run_if("head", row.head, carry.iterations, collect, carry.output)
+            iterations, output = self.run_if("head", row.head, carry.iterations, collect, carry.output)
             return carry._replace(output=output, iterations=iterations)
         state = (carry.shared_gradients, carry.output, carry.gradients)
-        iterations, state = _run_if("head", row.head, carry.iterations, loss_and_gradient, state)
+        iterations, state = self.run_if("head", row.head, carry.iterations, loss_and_gradient, state)
         shared, output, gradients = state
         return carry._replace(shared_gradients=shared, output=output, gradients=gradients, iterations=iterations)
 
@@ -311,7 +316,7 @@ class Rank:
             _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
             return _accumulate(shared_gradients, vjp(cotangent)[0])
 
-        iterations, shared = _run_if(
+        iterations, shared = self.run_if(
             "embed_backward", row.embed_backward, carry.iterations, embed_backward, carry.shared_gradients
         )
         return carry._replace(shared_gradients=shared, iterations=iterations)
@@ -335,7 +340,7 @@ class Rank:
     def receive(self, received: list[jax.Array], arrivals: tuple, inbox: jax.Array) -> jax.Array:
         """Writes the value received by each route to its slot of the inbox [slots + 1, samples, sequence, hidden]."""
         for slot, value in zip(arrivals, received, strict=True):
-            inbox = inbox.at[slot].set(value)
+            inbox = lax.dynamic_update_index_in_dim(inbox, value, slot, 0)
         return jax.vmap(self.constrain)(inbox)
 
     def microbatch(self, index) -> Tree:
@@ -365,16 +370,19 @@ class Rank:
             carry.records,
         )
 
+    def run_if(
+        self, scope: str, row: EndRow, iterations: jax.Array, function: Callable, state: Tree
+    ) -> tuple[jax.Array, Tree]:
+        """`function(zero, state)` if `row.on` is 1, else `state`: a loop, or with `in_place` a conditional.
 
-def _run_if(scope: str, row: EndRow, iterations: jax.Array, function: Callable, state: Tree) -> tuple[jax.Array, Tree]:
-    """`function(zero, state)` if `row.on` is 1, else `state`; as a loop, so that XLA updates the state in place.
-
-    Each loop of a tick starts from the previous loop's iteration count, so all ranks run them in the same order.
-    `function` must call `prevent_hoisting` on all that it reads: two hoisted collectives over the same ranks could run
-    at the same time, and XLA's CPU backend would take them for one collective because all have channel id 1.
-    """
-    with jax.named_scope(scope):
-        return counted_loop(iterations, row.on, lambda _, zero, state: function(zero, state), state)
+        Each loop of a tick starts from the previous loop's iteration count, so all ranks run them in the same order.
+        `function` must call `prevent_hoisting` on all that it reads: two hoisted collectives over the same ranks could run
+        at the same time, and XLA's CPU backend would take them for one collective because all have channel id 1.
+        """
+        with jax.named_scope(scope):
+            if self.options.in_place:
+                return run_one_of(iterations, row.on - 1, [function], state, always=False)
+            return counted_loop(iterations, row.on, lambda _, zero, state: function(zero, state), state)
 
 
 def _accumulate(total: Tree, new: Tree) -> Tree:

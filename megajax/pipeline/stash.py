@@ -64,9 +64,8 @@ class StashRef:
         slot = self.slot + zero
 
         def read(whole):
-            if not self.on_host:
-                return whole[slot, block]
             start = (slot, block, *[0] * (whole.ndim - 2))
-            return jax.device_put(lax.dynamic_slice(whole, start, (1, 1, *whole.shape[2:])), DEVICE)[0, 0]
+            value = lax.dynamic_slice(whole, start, (1, 1, *whole.shape[2:]))
+            return (jax.device_put(value, DEVICE) if self.on_host else value)[0, 0]
 
         return jax.tree.map(read, self.buffer)
