@@ -3,9 +3,8 @@
 A flag that the user sets in XLA_FLAGS stays as it is. XLA aborts the process on an unknown flag, without a traceback, and
 flags differ between its versions; so before jax starts on GPUs, a child process tries them.
 
-Not set, because the program does not need them: the thresholds for combining collectives (the layers of a rank are in one
-array, so a gradient's collective has gigabytes already), pipelined collectives (those over data are outside all loops), and
-windowed einsum (XLA's own collective matmul, which `tensor_overlap` replaces).
+Not set, because the program does not need them: pipelined collectives (those over data are outside all loops), and windowed
+einsum (XLA's own collective matmul, which `tensor_overlap` replaces).
 """
 
 import os
@@ -39,6 +38,21 @@ CPU_FLAGS = (
 # GPU. The `recompute` option decides what is recomputed.
 NO_REMATERIALIZATION = "--xla_disable_hlo_passes=rematerialization"
 
+# For the program that jaxlib 0.12 compiles in place and with merged ticks (`pipeline.options`).
+IN_PLACE_FLAGS = (
+    # cuBLAS for all matmuls: it reads a block's weights, and adds to its gradients, where they are in the stacked arrays;
+    # Triton's matmuls need the slice as an array of its own.
+    "--xla_gpu_enable_triton_gemm=false",
+    # Four collectives in flight instead of one. In a merged tick one of a forward and one of a backward wait for matmuls at
+    # the same time; nor would the sums over replicas at a step's end overlap. (In 0.10.2 those overlap without it, and it
+    # takes 2% more memory.)
+    "--xla_gpu_experimental_parallel_collective_overlap_limit=4",
+    # Collectives are not combined: a merged tick's would tie its forward to its backward, so that neither could overlap the
+    # other's matmuls. Others gain nothing: the layers of a rank are in one array, so a gradient has gigabytes already.
+    "--xla_gpu_all_gather_combine_threshold_bytes=1",
+    "--xla_gpu_reduce_scatter_combine_threshold_bytes=1",
+)
+
 GPU_FLAGS = (
     # Schedules a collective's start early and its end late, with compute between. The default in recent versions only.
     "--xla_gpu_enable_latency_hiding_scheduler=true",
@@ -49,12 +63,7 @@ GPU_FLAGS = (
     # If a rank dies, the others wait in a collective for ever (jax-ml/jax#38503): end the job instead.
     "--xla_gpu_nccl_termination_timeout_seconds=1800",
     NO_REMATERIALIZATION,
-    # Two collectives in flight instead of one: from jaxlib 0.12 on, the sums over replicas at a step's end would otherwise
-    # not overlap. In 0.10.2 they overlap without it, and it would take 2% more memory.
-    *(["--xla_gpu_experimental_parallel_collective_overlap_limit=2"] if jaxlib_version() >= (0, 12) else []),
-    # cuBLAS for all matmuls: in jaxlib 0.12 it reads a block's weights, and adds to its gradients, where they are in the
-    # stacked arrays; Triton's matmuls need the slice as an array of its own.
-    *(["--xla_gpu_enable_triton_gemm=false"] if jaxlib_version() >= (0, 12) else []),
+    *(IN_PLACE_FLAGS if jaxlib_version() >= (0, 12) else []),
 )
 BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 

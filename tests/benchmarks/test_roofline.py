@@ -1,0 +1,69 @@
+"""The cases of `python -m benchmarks.roofline`: a second account of each program, and what the programs must not waste."""
+
+import functools
+
+import pytest
+
+from benchmarks import roofline
+from megajax.estimate.gpus import find_gpu, with_attention
+from megajax.estimate.hlo import loop_trip_counts
+from megajax.estimate.hlo_parser import BRANCHES
+from megajax.plan.account import account_of
+from megajax.plan.compiler import compile_for, has_compiler
+from megajax.runtime.compat import jaxlib_version
+from tests.estimate.hlo_counter import Counter
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"),
+]
+GPU = find_gpu("h100-80gb")
+GB = 1e9
+
+
+@functools.cache
+def compiled(case: str):
+    """(run, what `compile_for` returns, the account) of a case."""
+    from megajax.config.cli import parse
+
+    request = parse(roofline.CASES[case].split(), roofline.__doc__, {})
+    run = with_attention(request.run(request.devices_needed or 1, "bf16"), GPU)
+    run.validate()
+    result = compile_for(run, GPU)
+    return run, result, account_of(run, GPU, result["hlo"])
+
+
+@pytest.mark.parametrize("case", roofline.CASES)
+def test_a_second_account_agrees(case):
+    """Within 5%, bytes, FLOPs, kernels and host synchronisations."""
+    run, result, found = compiled(case)
+    counts = loop_trip_counts(run)
+    loops = {scope: count for scope, count in counts.items() if not scope.endswith(BRANCHES)}
+    branches = {scope.removesuffix(BRANCHES): counts[scope] for scope in counts if scope.endswith(BRANCHES)}
+    second, one = Counter(result["hlo"], loops, branches), found.account
+    assert second.bytes == pytest.approx(sum(one.read.values()) + sum(one.written.values()), rel=0.05)
+    assert second.flops == pytest.approx(sum(one.flops.values()), rel=0.05)
+    assert second.kernels == pytest.approx(sum(one.kernels.values()), rel=0.05)
+    assert second.syncs == pytest.approx(one.synchronisations, rel=0.05)
+
+
+@pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
+@pytest.mark.parametrize("case", ["gpt3-175b", "gpt3-175b-1f1b"])
+def test_nothing_is_copied_or_waited_for(case):
+    run, result, found = compiled(case)
+    one = found.account
+    assert one.read["copy"] + one.written["copy"] < 100 * GB
+    assert one.read["accumulation"] + one.written["accumulation"] < 1 * GB
+    assert one.synchronisations * 25e-6 < 0.01 * one.total
+    assert result["memory"]["peak"] < 60 * GB
+
+
+@pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
+def test_merged_ticks_hide_the_collectives_of_tensor_parallelism():
+    """64 microbatches of 3 chunks: rank 7's forwards are in ticks 7 to 198, rank 0's to 191, and its backwards from 31 on."""
+    run, _, found = compiled("gpt3-175b")
+    assert loop_trip_counts(run)["FB" + BRANCHES] == 191 - 31 + 1
+    one = found.account
+    for kind in ("all-gather", "reduce-scatter"):
+        assert one.hidden[kind] > 0.65 * (one.hidden[kind] + one.exposed[kind])
