@@ -132,6 +132,8 @@ IN_PLACE = [
     ((2, 2, 2), "zb_v", 2, 4, {"recompute": "selective"}),
     ((2, 2, 2), "zb_h1", 1, 4, {"recompute": "full", "zero": 1}),
     ((2, 2, 2), "dualpipe_v", 2, 4, {"recompute": "none"}),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"recompute": "none", "zero": 3}),
+    ((1, 2, 2), "eager_1f1b", 1, 8, {"recompute": "full", "vocab_parallel": "tensor"}),
 ]
 
 
@@ -139,7 +141,7 @@ IN_PLACE = [
 @pytest.mark.parametrize("model", [small.MODEL, small.LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("case", IN_PLACE, ids=str)
 def test_weights_and_gradients_in_place(monkeypatch, case, model):
-    """The program for GPUs with jax 0.12, here on CPU devices."""
+    """The program for GPUs with jax 0.12, here on CPU devices: with tensor parallelism, paired ticks are merged."""
     monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
     if case[0][2] > model.key_value_heads:
         pytest.skip("fewer heads than tensor ranks")
