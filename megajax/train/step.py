@@ -27,6 +27,7 @@ from megajax.models.remat import grouped
 from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
+from megajax.pipeline.layout import is_spec
 from megajax.pipeline.options import merges
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
@@ -92,13 +93,12 @@ class Training:
         shapes = model_shapes(run, self.model_class, self.rules)
         self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)
-        in_place = updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
             specs=self.specs.executor(run.parallel.recompute_blocks),
             share_ends=self.rules.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
-            in_place=in_place,
+            in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
             merged=in_place and merges(run.parallel),
             compute_bubbles=bool(run.parallel.rings),
         )
@@ -323,13 +323,10 @@ class Training:
             placement=self.schedule.placement,
         )
         run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
-        batch = split_batch(batch, parallel.data, parallel.context)
-        return run(self._cast(params), batch)
+        return run(self._cast(params), self._split(batch))
 
     def _named(self, specs: Tree) -> Tree:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
-        )
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     def _state_sharding(self) -> TrainState:
         replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes

@@ -61,7 +61,7 @@ def test_nothing_is_copied_or_waited_for(case):
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
 def test_merged_ticks_hide_the_collectives_of_tensor_parallelism():
-    """64 microbatches of 3 chunks: rank 7's forwards are in ticks 7 to 198, rank 0's to 191, and its backwards from 31 on."""
+    """64 microbatches of 3 chunks: rank 0 has its last forward in tick 191, and its first backward in tick 31."""
     run, _, found = compiled("gpt3-175b")
     assert loop_trip_counts(run)["FB" + BRANCHES] == 191 - 31 + 1
     one = found.account

@@ -7,12 +7,12 @@ import collections
 import math
 import re
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
 NOT_KERNELS = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier".split()
 )
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*)$")
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def size(text: str) -> int:
@@ -65,7 +65,6 @@ class Counter:
       flops: of matmuls, library calls included.
       kernels: launched.
       syncs: loop conditions and branches that the host reads from the device.
-      collective_bytes: of the collectives' results.
     """
 
     def __init__(self, text: str, loops: dict[str, float], branches: dict[str, float]):
@@ -81,7 +80,7 @@ class Counter:
         self.executions = collections.Counter()
         self._count_choices(self.entry, 1.0)
         self.loops, self.branches = loops, branches
-        self.bytes = self.flops = self.kernels = self.syncs = self.collective_bytes = 0.0
+        self.bytes = self.flops = self.kernels = self.syncs = 0.0
         self._run(self.entry, 1.0)
 
     def _count_choices(self, name: str, times: float) -> None:
@@ -101,7 +100,7 @@ class Counter:
         if line.op == "while":
             return line.calls("body")
         if line.op == "conditional":
-            return [name for name in line.calls("branch_computations", "true_computation", "false_computation") if self._works(name)]
+            return [name for name in line.calls(*BRANCHES) if self._works(name)]
         return line.calls("to_apply", "calls") if line.op in ("call", "async-start") else []
 
     def _works(self, name: str) -> bool:
@@ -113,7 +112,8 @@ class Counter:
             if line.op == "while":
                 known = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
                 scope = line.scope(self.scopes)
-                turns = int(known[1]) if known else self.loops.get(scope, 0.0) / self.executions["loop", scope] if scope else 1
+                average = self.loops.get(scope, 0.0) / self.executions["loop", scope] if scope and not known else 1
+                turns = int(known[1]) if known else average
                 self.syncs += 0 if known else times * (turns + 1)
                 for body in line.calls("body"):
                     self._run(body, times * turns)
@@ -128,20 +128,12 @@ class Counter:
             elif self._bodies(line):
                 for body in self._bodies(line):
                     self._run(body, times)
-            elif any(line.op.startswith(kind) for kind in COLLECTIVES):
-                if not line.op.endswith("-done"):
-                    started = line.op.endswith("-start") and line.type.startswith("((")
-                    self.collective_bytes += times * size(line.type) * (self._result_share(line) if started else 1)
+            elif line.op.startswith(COLLECTIVES):
+                continue  # not kernels of their own
             elif line.op not in NOT_KERNELS and not line.op.endswith(("-done", "-update")):
                 self.kernels += times
                 self.bytes += times * self._traffic(line, types)
                 self.flops += times * self._flops(line, types)
-
-    @staticmethod
-    def _result_share(line: Line) -> float:
-        """The share of a start's type, ((operands), results), that are results."""
-        operands = line.type[1 : 1 + balanced(line.type[1:])]
-        return 1 - size(operands) / size(line.type)
 
     def _traffic(self, line: Line, types: dict[str, str]) -> float:
         """Bytes of one kernel: of a slice or an update in place, only these."""
@@ -149,7 +141,7 @@ class Counter:
         if line.op in ("fusion", "fusion-start"):
             return self._fused_traffic(self.computations[called[0]])
         ends = [size(types[name]) for name in line.operands]
-        out = sum(size(part) for part in re.findall(r"[a-z]+\d+[a-z0-9]*\[[\d,]*\]|pred\[[\d,]*\]", line.type) if not part.startswith("s8"))
+        out = size(re.sub(r"s8\[\d+\]", "", line.type))  # without a library's workspace
         if line.op in ("dynamic-slice", "slice", "gather"):
             return 2 * out
         if line.op == "dynamic-update-slice":
@@ -188,7 +180,9 @@ class Counter:
 
         root = next(line for line in lines if line.root)
         results = root.operands if root.op == "tuple" else [root.name]
-        return sum(read(line.name, size(line.type)) for line in lines if line.op == "parameter") + sum(map(written, results))
+        return sum(read(line.name, size(line.type)) for line in lines if line.op == "parameter") + sum(
+            map(written, results)
+        )
 
     def _flops(self, line: Line, types: dict[str, str]) -> float:
         if line.op in ("fusion", "fusion-start"):
@@ -198,7 +192,9 @@ class Counter:
         if "__cudnn$fmha" in line.attributes:
             batch, queries, heads, width = self._sizes(types[line.operands[0]])
             keys = self._sizes(types[line.operands[1]])[1]
-            return (5 if "Backward" in line.attributes else 2) * batch * heads * queries * keys * width  # the causal half
+            return (
+                (5 if "Backward" in line.attributes else 2) * batch * heads * queries * keys * width
+            )  # the causal half
         contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.attributes)
         if not contracted or not (line.op == "dot" or "matmul" in line.attributes or "gemm" in line.attributes):
             return 0.0

@@ -6,6 +6,7 @@ from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo_parser import computations
 from megajax.estimate.kernels import kernel_of
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Rates, account, rates_of
+from tests.estimate.hlo_counter import Counter
 
 # One layer of 12 is [64, 32]. Each iteration of the loop cuts a layer's weights out of the stack, multiplies, adds the
 # product to an accumulator of the stack in place, and gathers 128 of 256 bf16 numbers beside the matmul.
@@ -138,6 +139,15 @@ def test_times_of_known_and_dynamic_loops():
     assert one.read["accumulation"] + one.written["accumulation"] == bodies * (5 * Y + INDEX)
     # All kernels here are bound by memory: 1 GB/s.
     assert one.seconds["matmul"] == pytest.approx((bodies * (X + LAYER + Y) + X + LAYER + INDEX + Y) / 1e9)
+
+
+def test_a_second_counter_agrees():
+    """`hlo_counter` shares no code with the account; tests/benchmarks/test_roofline.py compares them on whole steps."""
+    one, second = account(MODULE, {"F": 3}, RATES), Counter(MODULE, {"F": 3}, {})
+    assert second.bytes == sum(one.read.values()) + sum(one.written.values())
+    assert second.flops == sum(one.flops.values())
+    assert second.kernels == sum(one.kernels.values())
+    assert second.syncs == one.synchronisations
 
 
 def test_a_collective_is_exposed_by_what_kernels_do_not_cover():
