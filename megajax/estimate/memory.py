@@ -16,12 +16,11 @@ from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.pipeline.slots import slot_tables
+from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Fraction of a GPU's memory that the CUDA context, NCCL's buffers and fragmentation leave to the program. JAX's own
-# documentation (GPU memory allocation) and users set XLA_PYTHON_CLIENT_MEM_FRACTION up to 0.92; its default is 0.75.
-USABLE_SHARE = 0.92
+USABLE_SHARE = MEMORY_FRACTION  # of a GPU's memory, by a program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from megajax.config import ConfigError, ParallelConfig
 from megajax.config.parallel import MOST_CPU_DEVICES
 from megajax.runtime.compat import PLUGIN_LOGGER
+from megajax.runtime.gpu_environment import set_gpu_environment
 from megajax.runtime.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
 from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
@@ -38,6 +39,7 @@ def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
     kind, _, number = (spec or "").partition(":")
     if spec == "gpu" or (spec is None and _has_nvidia_gpu()):
         add_gpu_flags()
+        set_gpu_environment()
     if spec == "gpu":
         try:
             return jax.devices("gpu")

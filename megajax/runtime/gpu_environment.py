@@ -1,0 +1,53 @@
+"""Environment variables that megajax sets before jax starts on GPUs, each with its reason; `xla_flags.py` has XLA's flags.
+
+A variable that the user has set stays as it is. None of these settings has been timed by us yet; `python -m
+benchmarks.gpu_settings` compares them, and those below, on the GPUs there are.
+
+Not set, and why:
+
+    NCCL_NVLS_ENABLE, --xla_gpu_enable_nccl_user_buffers    buffers registered with NCCL save a copy in each collective, but
+                                          are in a memory pool of their own, which a large model's step has no room for
+    --xla_gpu_enable_command_buffer       with its default CUDA graphs, which gained others 2%; see `xla_flags.GPU_FLAGS`
+    --xla_gpu_enable_highest_priority_async_stream    collectives start before waiting kernels; XLA's default already
+"""
+
+import glob
+import os
+import pathlib
+
+__all__ = ["MEMORY_FRACTION", "gpu_environment", "set_gpu_environment"]
+
+# Of a GPU's memory; the CUDA context, NCCL's buffers and fragmentation need the rest. Users set jax's variable up to this;
+# its default is 0.75, with which a step that the dry run says fits would not.
+MEMORY_FRACTION = 0.92
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # jax refuses both at once; the second is old
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+# NVIDIA advises one queue for these, so that kernels start in the order in which XLA schedules them (JAX-Toolbox, "GPU
+# performance"; Megatron-LM requires it for its overlap), and against it from Blackwell on.
+ONE_QUEUE = ("A100", "A800", "H100", "H200", "H800", "GH200")
+
+
+def gpu_models() -> list[str]:
+    """The names of this machine's GPUs, as NVIDIA's driver lists them; [] if it does not."""
+    models = []
+    for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        for line in pathlib.Path(path).read_text().splitlines():
+            name, _, value = line.partition(":")
+            models += [value.strip()] if name == "Model" else []
+    return models
+
+
+def gpu_environment(users: dict[str, str], models: list[str]) -> dict[str, str]:
+    """The variables to set for these GPUs, without those that `users` has."""
+    added = {}
+    if not any(name in users for name in FRACTIONS):
+        added[FRACTIONS[0]] = str(MEMORY_FRACTION)
+    one_queue = bool(models) and all(any(name in model for name in ONE_QUEUE) for model in models)
+    if one_queue and CONNECTIONS not in users:
+        added[CONNECTIONS] = "1"
+    return added
+
+
+def set_gpu_environment() -> None:
+    """Sets the variables of this machine's GPUs; call it before jax starts."""
+    os.environ.update(gpu_environment(dict(os.environ), gpu_models()))

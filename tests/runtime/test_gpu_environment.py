@@ -1,0 +1,36 @@
+"""Environment variables for GPUs: what jax and the driver read, and what users set themselves."""
+
+import pytest
+
+from megajax.estimate.memory import USABLE_SHARE
+from megajax.runtime import gpu_environment
+
+H100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA B200"
+
+
+@pytest.mark.parametrize(
+    ("users", "models", "expected"),
+    [
+        ({}, [H100, H100], {"XLA_CLIENT_MEM_FRACTION": "0.92", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({}, [B200], {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ({}, [H100, B200], {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ({}, [], {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, [H100], {}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.8"}, [H100], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    ],
+)
+def test_what_is_set(users, models, expected):
+    assert gpu_environment.gpu_environment(users, models) == expected
+
+
+def test_the_planner_plans_for_the_memory_that_jax_may_use():
+    assert float(gpu_environment.gpu_environment({}, [])["XLA_CLIENT_MEM_FRACTION"]) == USABLE_SHARE
+
+
+def test_models_are_read_from_the_drivers_files(tmp_path, monkeypatch):
+    for number, model in enumerate((H100, B200)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
+    monkeypatch.setattr(gpu_environment.glob, "glob", lambda _: sorted(map(str, tmp_path.glob("*/information"))))
+    assert gpu_environment.gpu_models() == [H100, B200]
