@@ -173,6 +173,7 @@ class Rank:
         """
         gradients = self.send(BACKWARD, carry.pending)
         iterations, x = self.forward_input(carry, row)
+        gradients, x = lax.optimization_barrier((gradients, x))
         carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
         blocks = 0, self.per_chunk
         works = self.work(row.forward, carry, blocks), self.work(row.backward, carry, blocks)
