@@ -57,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", action="append", choices=SETTINGS, help="one to compare with (default: all)")
     parser.add_argument("--rounds", type=whole(), default=3, help="runs of each setting (default: %(default)s)")
-    parser.add_argument(
-        "--timed-steps", type=whole(), default=20, help="in a run, after 3 others (default: %(default)s)"
-    )
+    help_ = f"in a run, after {WARM_UP} others (default: %(default)s)"
+    parser.add_argument("--timed-steps", type=whole(), default=20, help=help_)
     own, options = parser.parse_known_args(arguments)
     chosen = {OWN: {}} | {name: SETTINGS[name] for name in own.setting or SETTINGS}
     ratios: dict[str, list[float]] = {name: [] for name in chosen}

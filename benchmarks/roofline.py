@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def report(words: Sequence[str], gpu_name: str) -> str:
-    """The account of one run, its compile time and its peak memory.
+def compiled(words: Sequence[str], gpu_name: str):
+    """(the run, what `compile_for` returns for its step, the step's account).
 
     Raises:
       ConfigError: for an unknown GPU, or a step that does not compile.
@@ -54,7 +54,7 @@ def report(words: Sequence[str], gpu_name: str) -> str:
     jax.config.update("jax_platforms", "cpu")  # no GPU is used
     from megajax.config.cli import parse
     from megajax.estimate.gpus import find_gpu, with_attention
-    from megajax.plan.account import account_of, account_table
+    from megajax.plan.account import account_of
     from megajax.plan.compiler import CompilerError, compile_for
 
     request, gpu = parse(words, __doc__, {}), find_gpu(gpu_name)
@@ -64,10 +64,18 @@ def report(words: Sequence[str], gpu_name: str) -> str:
         result = compile_for(run, gpu)
     except CompilerError as error:
         raise ConfigError(str(error)) from error
+    return run, result, account_of(run, gpu, result["hlo"])
+
+
+def report(words: Sequence[str], gpu_name: str) -> str:
+    """The account of one run, its compile time and its peak memory; raises as `compiled`."""
+    run, result, found = compiled(words, gpu_name)
+    from megajax.plan.account import account_table
+
     peak = result["memory"]["peak"] / 1e9
     return (
         f"attention {run.parallel.attention}; compiled in {result['seconds']:.0f} s; {peak:.2f} GB at the peak\n"
-        + account_table(account_of(run, gpu, result["hlo"]))
+        + account_table(found)
     )
 
 

@@ -36,7 +36,7 @@ from megajax.estimate.hlo_parser import (
 )
 from megajax.pipeline.options import MERGED, is_merged, merged_schedule, merges
 from megajax.runtime.mesh import AXES
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
 __all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
 
@@ -156,7 +156,9 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     schedule, parallel = run_schedule(run), run.parallel
     blocks = run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks)
     parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
-    total, full = run.microbatches * parallel.chunks, _full_ticks(schedule)
+    total, full = run.microbatches * parallel.chunks, Counter()
+    for segment in schedule.segments:
+        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
     found = dict.fromkeys((*ENDS, *(end + BRANCHES for end in ENDS)), float(run.microbatches))
     merged = 0
     if merges(parallel):
@@ -168,14 +170,6 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
         chosen = total - (merged if merged and op in MERGED else static)
         found |= {op: (total - full[op]) * blocks, op + BRANCHES: chosen * several}
     return found | {MERGED + BRANCHES: float(merged)}
-
-
-def _full_ticks(schedule: Schedule) -> Counter:
-    """In how many ticks no rank idles, by op."""
-    full = Counter()
-    for segment in schedule.segments:
-        full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
-    return full
 
 
 def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule:

@@ -5,7 +5,7 @@ copies the stash and the gradient accumulators into and out of a conditional, wh
 GPUs with jax 0.12 a conditional copies nothing either, and the host waits for the device only once for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,14 @@ def run_one_of(iterations, index, branches: Sequence[Callable], state: Tree, *, 
         choices.append(lambda iterations, state: (iterations, state))
         index = jnp.where((index >= 0) & (index < len(branches)), index, len(branches))
     return lax.switch(index, choices, jnp.asarray(iterations, jnp.int32), state)
+
+
+def which(conditions: Iterable[jax.Array]) -> jax.Array:
+    """The index of the condition that holds, int32, for `run_one_of`; -1 if none does. No two may hold."""
+    index = jnp.int32(-1)
+    for number, holds in enumerate(conditions):
+        index = jnp.where(holds, number, index)
+    return index
 
 
 def prevent_hoisting(zero: jax.Array, values: Tree) -> Tree:

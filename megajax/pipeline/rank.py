@@ -172,7 +172,8 @@ class Rank:
         The gradient of the previous tick is sent beside the embedding, this tick's activation beside the head.
         """
         gradients = self.send(BACKWARD, carry.pending)
-        iterations, x = self.forward_input(carry, row)
+        with jax.named_scope(FORWARD):
+            iterations, x = self.forward_input(carry, row)
         gradients, x = lax.optimization_barrier((gradients, x))
         carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
         blocks = 0, self.per_chunk
@@ -235,7 +236,6 @@ class Rank:
         y, stash, iterations, records = self.stack.forward_stashing(x, work, iterations)
         return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
-    @jax.named_scope(FORWARD)
     def forward_input(self, carry: Carry, row: TickRow) -> tuple[jax.Array, jax.Array]:
         """The iteration count and the input [samples, sequence, hidden] of the tick's forward: received, or embedded."""
         on = row.forward.on == 1

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from megajax.pipeline.jaxprs import with_fp32_gradients
-from megajax.pipeline.loops import counted_loop, run_one_of
+from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
@@ -201,9 +201,7 @@ class Stack:
         if len(pairs) == 1:
             iterations, state = iterations + self.per_chunk, both(pairs[0], 0, state)
         else:
-            index = jnp.int32(0)
-            for number, (forward, backward) in enumerate(pairs):
-                index = jnp.where((works[0].chunk == forward) & (works[1].chunk == backward), number, index)
+            index = which((works[0].chunk == forward) & (works[1].chunk == backward) for forward, backward in pairs)
             branches = [functools.partial(both, pair) for pair in pairs]
             with jax.named_scope(MERGED):
                 iterations, state = run_one_of(iterations, index, branches, state, always=True)
@@ -329,12 +327,12 @@ class Stack:
             return iterations + high - low, several(0, low, high, 0, state)
         parts = [(part, count) for count in self.parts for part in range(count)] if backwards else [(0, 1)]
         ranges = sorted({self.part_bounds(*part) for part in parts})
-        index, branches = jnp.int32(-1), []
-        for first in range(0, layers, self.per_chunk):
-            for start, stop in (some for some in ranges if some[0] < some[1]):
-                here = (chunk * self.per_chunk == first) & (low == start) & (high == stop)
-                index = jnp.where(here, len(branches), index)
-                branches.append(functools.partial(several, first, start, stop))
+        ranges = [(start, stop) for start, stop in ranges if start < stop]
+        choices = [(first, start, stop) for first in range(0, layers, self.per_chunk) for start, stop in ranges]
+        index = which(
+            (chunk * self.per_chunk == first) & (low == start) & (high == stop) for first, start, stop in choices
+        )
+        branches = [functools.partial(several, *choice) for choice in choices]
         return run_one_of(iterations, index, branches, state, always=always)
 
     def _backward(self, backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:

@@ -6,7 +6,7 @@ benchmarks.gpu_settings` compares them, and those below, on the GPUs there are.
 Not set, and why:
 
     NCCL_NVLS_ENABLE, --xla_gpu_enable_nccl_user_buffers    buffers registered with NCCL save a copy in each collective, but
-                                          are in a memory pool of their own, which a large model's step has no room for
+                                          are in a memory pool of their own, beside what the planner counts
     --xla_gpu_enable_command_buffer       with its default CUDA graphs, which gained others 2%; see `xla_flags.GPU_FLAGS`
     --xla_gpu_enable_highest_priority_async_stream    collectives start before waiting kernels; XLA's default already
 """

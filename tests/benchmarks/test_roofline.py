@@ -5,33 +5,28 @@ import functools
 import pytest
 
 from benchmarks import roofline
-from megajax.estimate.gpus import find_gpu, with_attention
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.hlo_parser import BRANCHES
-from megajax.plan.account import account_of
-from megajax.plan.compiler import compile_for, has_compiler
+from megajax.ops.attention import cudnn_installed
+from megajax.plan.compiler import has_compiler
 from megajax.runtime.compat import jaxlib_version
 from tests.estimate.hlo_counter import Counter
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"),
+    pytest.mark.skipif(
+        not (has_compiler() and cudnn_installed()),
+        reason="XLA's CUDA compiler or cuDNN is not installed: pip install '.[dryrun]' nvidia-cudnn-cu12",
+    ),
 ]
-GPU = find_gpu("h100-80gb")
 GB = 1e9
 
 
 @functools.cache
 def compiled(case: str):
     """(run, what `compile_for` returns, the account) of a case."""
-    from megajax.config.cli import parse
-
-    request = parse(roofline.CASES[case].split(), roofline.__doc__, {})
-    run = with_attention(request.run(request.devices_needed or 1, "bf16"), GPU)
-    run.validate()
-    result = compile_for(run, GPU)
-    return run, result, account_of(run, GPU, result["hlo"])
+    return roofline.compiled(roofline.CASES[case].split(), "h100-80gb")
 
 
 @pytest.mark.parametrize("case", roofline.CASES)

@@ -119,13 +119,14 @@ def test_175b_sends_while_it_computes():
     run, module = read_175b()
     sends = [one for one in module.collectives if one.kind == "collective-permute"]
     assert {one.axes((2, 8, 8)) for one in sends} == {("pipe",)}
-    # In the drain, 24 ticks with gradients alone, the next backward waits for the send.
-    assert sum(one.times for one in sends if not (one.asynchronous and one.overlapped)) <= 24
+    alone = sum(one.times for one in sends if not (one.asynchronous and one.overlapped))
     if jaxlib_version() < (0, 12):
+        assert alone == 0
         hidden = sum(one.times for one in sends if one.asynchronous and one.behind)
         assert hidden >= 0.88 * sum(one.times for one in sends)
     else:
         one = account_of(run, GPUS["h100-80gb"], compiled(run)["hlo"]).account
+        assert alone <= 24  # in the drain, ticks with gradients alone, the next backward waits for the send
         assert one.exposed["collective-permute"] < 0.01 * one.total
         of_blocks = ("all-gather", "reduce-scatter")
         hidden, exposed = (sum(part[kind] for kind in of_blocks) for part in (one.hidden, one.exposed))
