@@ -80,9 +80,8 @@ def _pipe(run: RunConfig) -> list[Sent]:
     lines = [Sent("pipe", "activations and gradients", "2 v bsh/t per microbatch", sends)]
     ring, summed = 2 * (p - 1) / p, _shared(run)
     if Sharding.from_config(run).vocabulary_over_pipe:
-        sums = 3 + GRADIENT // ITEMSIZE[run.train.precision]  # the head's gradient is summed in fp32
-        shared = ring * sums * run.microbatches * part
-        lines.append(Sent("pipe", "shared embedding and head", f"2 (p-1)/p of {sums} bsh/t per microbatch", shared))
+        sums = ring * 4 * run.microbatches * part
+        lines.append(Sent("pipe", "shared embedding and head", "2 (p-1)/p of 4 bsh/t per microbatch", sums))
         summed -= _tables(run)
     cut = _replicas(run) if parallel.zero else 1  # with ZeRO they are reduced over the replicas first
     rest = ring * summed * GRADIENT / cut

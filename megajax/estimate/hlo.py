@@ -34,11 +34,15 @@ from megajax.estimate.hlo_parser import (
     second_part,
     visits,
 )
-from megajax.pipeline.options import MERGED, is_merged, merged_schedule, merges
+from megajax.estimate.memory import Sharding
+from megajax.pipeline.ends import ENDS
+from megajax.pipeline.options import MERGED, embeds_ahead, is_merged, merged_schedule, merges
+from megajax.pipeline.slots import slot_tables
 from megajax.runtime.mesh import AXES
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from megajax.schedules.registry import find
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
-__all__ = ["ENDS", "Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
+__all__ = ["Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
 
 # Bytes that a device sends for each byte that the collective returns, in a group of g, by a ring: the fewest possible.
 SENT = {
@@ -49,7 +53,7 @@ SENT = {
     "collective-permute": lambda g: 1,
 }
 COMPUTE = ("fusion", "custom-call", "dot", "while", "call", "conditional")
-ENDS = ("embed", "head", "embed_backward")  # the executor's scopes of embedding and head
+EACH_END = ("embed", "head", "embed_backward")  # the executor's scopes of embedding and head, one by one
 BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of blocks
 
 
@@ -145,13 +149,14 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 
 def loop_trip_counts(run: RunConfig) -> dict[str, float]:
-    """How often what is known at run time only happens in a run's step, by scope (`ENDS` and `BLOCKS`).
+    """How often what is known at run time only happens in a run's step, by scope (`EACH_END`, `ENDS` and `BLOCKS`).
 
     F: iterations of all loops with a dynamic trip count in this scope, one for each of a rank's (groups of) blocks, except
     in ticks in which no rank idles, whose trip counts are static. F/cond: how often a conditional in this scope takes a
-    branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `ENDS`: iterations, or
-    branches, one for each microbatch, on the ranks that compute them. FB/cond: how often a rank chooses the chunks of a
-    merged tick (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
+    branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `EACH_END`: iterations,
+    one for each microbatch, on the ranks that compute them, or branches outside of merged and mixed ticks; ends/cond: how
+    often those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick
+    (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
     """
     schedule, parallel = run_schedule(run), run.parallel
     blocks = run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks)
@@ -159,17 +164,33 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     total, full = run.microbatches * parallel.chunks, Counter()
     for segment in schedule.segments:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
-    found = dict.fromkeys((*ENDS, *(end + BRANCHES for end in ENDS)), float(run.microbatches))
-    merged = 0
+    runs, merged = merged_schedule(schedule) if merges(parallel) else schedule, 0
+    found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(run, runs)
     if merges(parallel):
-        later = merged_schedule(schedule)
-        merged = sum(segment.stop - segment.start for segment in later.segments if is_merged(later, segment))
+        merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
     for op in BLOCKS:
         static = full[op] if parallel.chunks == 1 else 0  # where there is no choice
         several = max(parts) if op == BACKWARD and not schedule.split else 1
         chosen = total - (merged if merged and op in MERGED else static)
         found |= {op: (total - full[op]) * blocks, op + BRANCHES: chosen * several}
     return found | {MERGED + BRANCHES: float(merged)}
+
+
+def _end_branches(run: RunConfig, schedule: Schedule) -> dict[str, float]:
+    """How often conditionals run the embedding, the head and the embedding's backward, alone and together."""
+    if not find(run.parallel.schedule).drains:  # pipedream_2bw has no conditionals
+        return {}
+    shared = Sharding.from_config(run).vocabulary_over_pipe
+    table, found = slot_tables(schedule, share_ends=shared), Counter()
+    for segment in schedule.segments:
+        if embeds_ahead(schedule, segment, merges(run.parallel)):
+            found["embed" + BRANCHES] += table.rows.embed.on[segment.start].sum()
+            together = table.end_combinations(segment)
+            found[ENDS + BRANCHES] += together.total() - together[()]
+        else:
+            for end in EACH_END:
+                found[end + BRANCHES] += getattr(table.rows, end).on[segment.start : segment.stop].sum()
+    return {name: float(count) / (schedule.stages if shared else 1) for name, count in found.items()}
 
 
 def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule:
@@ -204,7 +225,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
 def _multiplies(line: Line, heavy: set[str]) -> bool:
     """Whether a line is a matmul, or is certain to call a computation that has one (on ranks that do not idle)."""
     dynamic = line.op == "conditional" or (line.op == "while" and known_trip_count(line) is None)
-    perhaps = dynamic and scope_of(line, (*ENDS, *BLOCKS, MERGED)) not in (*BLOCKS, MERGED)
+    perhaps = dynamic and scope_of(line, (*EACH_END, ENDS, *BLOCKS, MERGED)) not in (*BLOCKS, MERGED)
     return is_matmul(line) or (not perhaps and not heavy.isdisjoint(called_by(line.rest)))
 
 

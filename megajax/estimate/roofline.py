@@ -11,6 +11,8 @@ and drain: multiply by 1 + bubble for the step's time. No kernel was run; the ra
 """
 
 import dataclasses
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -143,38 +145,56 @@ class _Reader:
         self._read: dict[str, Account] = {}
 
     def computation(self, name: str) -> Account:
-        """The account of one execution of a computation."""
+        """The account of an average execution of a computation.
+
+        What a collective overlaps depends on which conditionals do something, so that each combination is accounted for.
+        """
         if name not in self._read:
-            self._read[name] = self._execute(self.modules[name])
+            lines, shares = self.modules[name], {}
+            for line in lines:
+                share = self._working_share(line)
+                if share is not None and 0 < share < 1:
+                    shares[line.name] = share
+            total = _nothing()
+            for works in itertools.product((True, False), repeat=len(shares)):
+                chance = math.prod(s if one else 1 - s for s, one in zip(shares.values(), works, strict=True))
+                total += self._execute(lines, dict(zip(shares, works, strict=True))) * chance
+            self._read[name] = total
         return self._read[name]
 
-    def _execute(self, lines: list[Line]) -> Account:
+    def _working_share(self, line: Line) -> float | None:
+        """The share of a conditional's executions in which it does something; None if unknown."""
+        share = branch_share(line, self.each, self.modules) if line.op == "conditional" else None
+        return None if share is None else share * len(working_branches(line, self.modules))
+
+    def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
+        """The account of an execution in which the named conditionals do something, or not."""
         types = {line.name: line.type for line in lines}
         total, now, free = _nothing(), 0.0, 0.0  # `free`: when the collectives started so far will have ended
-        pending: dict[str, tuple[float, float]] = {}  # by the name of the start: its end and its seconds
+        pending: dict[str, float] = {}  # by the name of the start: its end
+        queue: list[tuple[float, float, str]] = []  # begin, end and kind of each collective, one after the other
         for line in lines:
             kind = line.op.removesuffix("-start").removesuffix("-done")
             if kind in KINDS:
                 if line.op.endswith("-done"):
-                    start = next(name for name in pending if name in line.rest)
-                    end, seconds = pending.pop(start)
+                    end = pending.pop(next(name for name in pending if name in line.rest))
                 else:
-                    seconds = self._collective_seconds(line, kind)
-                    free = max(now, free) + seconds
-                    if line.op.endswith("-start") and '"is_sync":true' not in line.rest:
-                        pending[line.name] = (free, seconds)
-                        continue
-                    end = free
+                    begin = max(now, free)
+                    end = free = begin + self._collective_seconds(line, kind)
+                    queue.append((begin, end, kind))
+                    total.hidden[kind] += end - begin
                     if line.op.endswith("-start"):
-                        pending[line.name] = (free, 0.0)
-                waited = max(0.0, end - now)
-                now += waited
-                total.exposed[kind] += min(waited, seconds)
-                total.hidden[kind] += max(0.0, seconds - waited)
-                total.seconds[EXPOSED] += waited
+                        pending[line.name] = end
+                        if '"is_sync":true' not in line.rest:
+                            continue
+                for begin, until, one in queue:
+                    waited = max(0.0, min(end, until) - max(now, begin))
+                    total.exposed[one] += waited
+                    total.hidden[one] -= waited
+                total.seconds[EXPOSED] += max(0.0, end - now)
+                now = max(now, end)
                 continue
-            part = self._called(line) if line.op in ("while", "conditional", "call", "async-start") else None
-            part = part or self._kernel(line, types)
+            part = self._called(line, works.get(line.name)) or self._kernel(line, types)
             if part is not None:
                 total, now = total + part, now + part.total
         return total
@@ -192,8 +212,13 @@ class _Reader:
         part.flops[kernel.kind], part.kernels[kernel.kind] = flops, 1
         return part
 
-    def _called(self, line: Line) -> Account | None:
-        """The account of a loop, of a conditional (its average branch, or if unknown its longest), or of a call."""
+    def _called(self, line: Line, works: bool | None) -> Account | None:
+        """The account of a loop, of a conditional (its average branch, or if unknown its longest), or of a call.
+
+        `works`: whether a conditional does something; None: always. Returns None for other lines.
+        """
+        if line.op not in ("while", "conditional", "call", "async-start"):
+            return None
         parts = [self.computation(name) for name in called_by(line.rest) if name in self.modules]
         if line.op == "while":
             condition, body = (self.computation(_attribute(line, name)) for name in ("condition", "body"))
@@ -203,11 +228,14 @@ class _Reader:
             turns = self.each.get(scope_of(line, self.each), 1.0)
             return body * turns + (condition + self._synchronisation()) * (turns + 1)
         if line.op == "conditional":
-            share = branch_share(line, self.each, self.modules)
+            share = self._working_share(line)
             if share is None:
                 return max(parts, key=lambda part: part.total) + self._synchronisation()
             working = [self.computation(name) for name in working_branches(line, self.modules)]
-            return sum(working, _nothing()) * share + self._synchronisation()
+            if works is False or not working:
+                return self._synchronisation()
+            average = sum(working, _nothing()) * (1 / len(working))
+            return average * (1 if works else share) + self._synchronisation()
         return parts[0] if parts else None
 
     def _synchronisation(self) -> Account:

@@ -134,6 +134,8 @@ def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention:
     parallel = run.parallel
     product = _fp8_product() if run.train.matmul_dtype == "fp8" else jnp.tensordot
     operations = plain_operations(rules.constrain, product)
+    if parallel.chunks > 1:  # the executor's sends go round a ring
+        check_ring_flags("chunks")
     for field in parallel.rings:
         _check_ring(field, getattr(parallel, field), schedule)
     if "tensor_overlap" in parallel.rings:

@@ -28,9 +28,11 @@ microbatches, merged in tick 3:
     rank 0     F0      F1       F2       F3+B0    B1       B2       B3
     rank 1     .       F0       F1 B0    F2+B1    F3 B2    B3       .
 
-Both sends are then outside the loop, beside the embedding and the head.
+After the loop come the head, the embedding's backward and the embedding for the next tick (`ends.py`), and beside them both
+sends.
 
-Mixed ticks: each rank runs one operation, F, B, I or W, or one part of a B that takes two ticks; then all ranks send.
+Mixed ticks: each rank runs one operation, F, B, I or W, or one part of a B that takes two ticks; then come the ends and the
+sends, as in merged ticks.
 1f1b and the zero-bubble schedules have them. For 1f1b on 2 ranks with 3 microbatches, and zb_h1:
 
     tick       0    1    2    3    4    5    6    7    8    9    10   11

@@ -57,6 +57,11 @@ def is_merged(schedule: Schedule, segment: Segment) -> bool:
     return schedule.paired and segment.full and segment.ops == (FORWARD, BACKWARD)
 
 
+def embeds_ahead(schedule: Schedule, segment: Segment, merged: bool) -> bool:
+    """Whether a segment's ticks embed for the next tick, beside the head: merged ones, and mixed ones."""
+    return not schedule.paired or (merged and is_merged(schedule, segment))
+
+
 def merged_schedule(schedule: Schedule) -> Schedule:
     """What the executor runs for `schedule` with `ExecutorOptions.merged`: the schedule itself if no tick can be merged."""
     if not schedule.paired or not schedule.has_backward:

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.pipeline.ends import Ends, EndState, run_together
 from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
-from megajax.pipeline.loops import counted_loop, prevent_hoisting, run_one_of
-from megajax.pipeline.options import ExecutorOptions, is_merged
+from megajax.pipeline.loops import counted_loop, run_one_of
+from megajax.pipeline.options import ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import Recorder, empty_records
-from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow
+from megajax.pipeline.slots import OperationRow, Tables, TickRow
 from megajax.pipeline.stage import ChunkWork, Stack
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import set_xla_metadata
@@ -44,6 +45,11 @@ class Carry(NamedTuple):
     output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
     iterations: jax.Array  # int32, of all loops so far; see `Rank.mixed_tick`
     records: Tree  # `ExecutorOptions.statistics` of each block and microbatch; empty without
+    embedded: Tree  # the embedding for the next tick's forward, [samples, sequence, hidden]; () in paired ticks
+
+    @property
+    def end_state(self) -> EndState:
+        return EndState(*(getattr(self, name) for name in EndState._fields))
 
 
 def local_rows(rows: TickRow) -> TickRow:
@@ -114,7 +120,12 @@ class Rank:
         if self.options.statistics is not None:
             blocks = jax.tree.leaves(self.stack.weights)[0].shape[0]
             records = vary(empty_records(self.options.statistics, x, first, (blocks, count)))
-        return Carry(stash, activations, gradients, x, kept, *totals, output, vary(jnp.int32(0)), records)
+        embedded = x if any(self.embeds_ahead(segment) for segment in self.schedule.segments) else ()
+        return Carry(stash, activations, gradients, x, kept, *totals, output, vary(jnp.int32(0)), records, embedded)
+
+    def embeds_ahead(self, segment: Segment) -> bool:
+        """Whether the segment's ticks are merged or mixed, and so embed for the next tick (`run_ends`)."""
+        return embeds_ahead(self.schedule, segment, self.options.merged)
 
     def run(self, rows: TickRow, carry: Carry, cotangents: jax.Array | None = None) -> Carry:
         """Runs all ticks, one `lax.scan` per segment.
@@ -124,19 +135,29 @@ class Rank:
           carry: from `start`, or of the step before (pipedream_2bw).
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
-        self.cotangents = cotangents
+        self.ends = Ends(self.functions, self.shared, self.microbatch, self.constrain, cotangents, self.collect)
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel
+        idle = jnp.stack(jax.tree.leaves(self.idle_row(rows)))[None]
         for segment in self.schedule.segments:
-            tick = self.paired_tick if self.schedule.paired else self.mixed_tick
-            if self.options.merged and is_merged(self.schedule, segment):
-                tick = self.merged_tick
+            tick, ticks = self.paired_tick, (table[segment.start : segment.stop],)
+            if self.embeds_ahead(segment):
+                tick = self.merged_tick if self.schedule.paired else self.mixed_tick
+                ticks += (jnp.concatenate([ticks[0][1:], idle]),)
+                carry = self.prepare(segment, carry, jax.tree.unflatten(names, list(ticks[0][0])))
 
-            def step(carry, row, segment=segment, tick=tick):
-                return tick(segment, carry, jax.tree.unflatten(names, list(row))), None
+            def step(carry, ticks, segment=segment, tick=tick):
+                return tick(segment, carry, *(jax.tree.unflatten(names, list(row)) for row in ticks)), None
 
-            carry, _ = lax.scan(step, carry, table[segment.start : segment.stop])
+            carry, _ = lax.scan(step, carry, ticks)
         return carry._replace(block_gradients=in_row_major(carry.block_gradients)) if self.options.in_place else carry
+
+    def idle_row(self, rows: TickRow) -> TickRow:
+        """The row, int32 scalars, of a tick in which no rank has work; it receives into the inbox's extra slot."""
+        row = jax.tree.map(lambda column: jnp.zeros_like(column[0]), rows)
+        return row._replace(
+            gradient_arrivals=tuple(a + self.table.inbox_slots[BACKWARD] for a in row.gradient_arrivals)
+        )
 
     def paired_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """A forward and then a backward on every rank.
@@ -153,7 +174,9 @@ class Rank:
             if BACKWARD in ops:
                 gradients, y = lax.optimization_barrier((gradients, y))
             activations = self.send(FORWARD, y)
-            carry = self.head(carry, y, row)
+            with jax.named_scope(FORWARD):
+                end = lambda zero, state: self.ends.head(zero, state, y, row)  # noqa: E731
+                carry = self.run_end("head", row.head.on, end, carry)
         if BACKWARD in ops:
             carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
             with jax.named_scope(BACKWARD):
@@ -161,21 +184,16 @@ class Rank:
             if FORWARD in ops:
                 activations, dx = lax.optimization_barrier((activations, dx))
             with jax.named_scope(BACKWARD):
-                carry = self.embed_backward(carry, dx, row)._replace(pending=dx)
+                last = lambda zero, state: self.ends.embed_backward(zero, state, dx, row)  # noqa: E731
+                carry = self.run_end("embed_backward", row.embed_backward.on, last, carry)._replace(pending=dx)
         if FORWARD in ops:
             carry = carry._replace(activations=self.receive(activations, row.activation_arrivals, carry.activations))
         return carry
 
-    def merged_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
-        """A forward and a backward on every rank, of different microbatches, in one loop over blocks.
-
-        The gradient of the previous tick is sent beside the embedding, this tick's activation beside the head.
-        """
-        gradients = self.send(BACKWARD, carry.pending)
+    def merged_tick(self, segment: Segment, carry: Carry, row: TickRow, following: TickRow) -> Carry:
+        """A forward and a backward on every rank, of different microbatches, in one loop over blocks; then `run_ends`."""
         with jax.named_scope(FORWARD):
-            iterations, x = self.forward_input(carry, row)
-        gradients, x = lax.optimization_barrier((gradients, x))
-        carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
+            iterations, x = self.forward_input(segment, carry, row)
         blocks = 0, self.per_chunk
         works = self.work(row.forward, carry, blocks), self.work(row.backward, carry, blocks)
         dy = self.constrain(carry.gradients[row.backward.inbox])
@@ -183,17 +201,11 @@ class Rank:
             x, dy, works, carry.block_gradients, self.table.chunk_pairs(segment), iterations
         )
         y, dx = self.constrain(y), self.constrain(dx)
-        carry = carry._replace(stash=stash, block_gradients=totals, iterations=iterations, records=records)
-        activations = self.send(FORWARD, y)
-        carry = self.head(carry, y, row)
-        with jax.named_scope(BACKWARD):
-            carry = self.embed_backward(carry, dx, row)._replace(pending=dx)
-        activations, shared = lax.optimization_barrier((activations, carry.shared_gradients))
-        received = self.receive(activations, row.activation_arrivals, carry.activations)
-        return carry._replace(activations=received, shared_gradients=shared)
+        carry = carry._replace(stash=stash, block_gradients=totals, iterations=iterations, records=records, pending=dx)
+        return self.run_ends(segment, carry, y, dx, row, following)
 
-    def mixed_tick(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
-        """One operation on each rank, then the head, the embedding's backward and the sends, on all ranks.
+    def mixed_tick(self, segment: Segment, carry: Carry, row: TickRow, following: TickRow) -> Carry:
+        """One operation on each rank, then `run_ends`, on all ranks.
 
         No collective over `pipe` may run between the tick's loops over blocks. It would synchronize a rank that runs
         the forward loop with a rank that runs the backward loop, and the tick would take as long as both. XLA's CPU
@@ -201,26 +213,56 @@ class Rank:
         starts from the previous loop's iteration count, and the values to send depend on the final count.
         """
         ops = segment.ops
-        backward = INPUT if INPUT in ops else BACKWARD if BACKWARD in ops else None
         y = dx = carry.pending
         if FORWARD in ops:
             carry, y = self.forward(segment, carry, row)
-        if backward:
-            with jax.named_scope(backward):
+        if BACKWARD in ops or INPUT in ops:
+            with jax.named_scope(BACKWARD if BACKWARD in ops else INPUT):
                 carry, dx = self.backward(segment, carry, row)
         if WEIGHT in ops:
             carry = self.weight_gradients(segment, carry, row)
         ended = carry.iterations >= 0  # always True, but XLA cannot know it before the loops have ended
-        y, dx = jnp.where(ended, y, 0), jnp.where(ended, dx, 0)
-        if FORWARD in ops:
-            carry = self.head(carry, y, row)
-            received = self.send(FORWARD, y)
-            carry = carry._replace(activations=self.receive(received, row.activation_arrivals, carry.activations))
-        if backward:
-            with jax.named_scope(backward):
-                carry = self.embed_backward(carry, dx, row)
-            received = self.send(BACKWARD, dx)
-            carry = carry._replace(gradients=self.receive(received, row.gradient_arrivals, carry.gradients))
+        return self.run_ends(segment, carry, jnp.where(ended, y, 0), jnp.where(ended, dx, 0), row, following)
+
+    def prepare(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
+        """What a tick's `run_ends` does for the next one, for the segment's first: its embedding, and before merged ticks
+        the send of the gradient that a paired tick left.
+        """
+        if self.schedule.paired:
+            gradients = self.send(BACKWARD, carry.pending)
+            carry = carry._replace(gradients=self.receive(gradients, row.gradient_arrivals, carry.gradients))
+        if FORWARD not in segment.ops:
+            return carry
+        with jax.named_scope(FORWARD):
+            embed = lambda zero, x: self.ends.embed(zero, x, row)  # noqa: E731
+            iterations, embedded = self.run_if("embed", row.embed.on, carry.iterations, embed, carry.embedded)
+        return carry._replace(embedded=embedded, iterations=iterations)
+
+    def run_ends(
+        self, segment: Segment, carry: Carry, y: jax.Array, dx: jax.Array, row: TickRow, following: TickRow
+    ) -> Carry:
+        """The end of a merged or mixed tick: head, embedding's backward, the next tick's embedding; beside them the sends.
+
+        With `in_place` one conditional runs those that the tick has: the host waits for the device once, and the
+        collectives of one overlap the others. Arguments: see `Ends.of_tick`; `carry` is that after the tick's blocks, and
+        `following` in a segment's last tick `idle_row`.
+        """
+        ends = self.ends.of_tick(segment, y, dx, row, following)
+        activations = self.send(FORWARD, y) if "head" in ends else []
+        gradients = self.send(BACKWARD, dx) if "embed_backward" in ends else []
+        iterations, state = carry.iterations, carry.end_state
+        if self.options.in_place:
+            iterations, state = run_together(iterations, ends, self.table.end_choices(segment), state)
+        else:
+            for scope, (on, end) in ends.items():
+                iterations, state = self.run_if(scope, on, iterations, end, state)
+        activations, gradients, state = lax.optimization_barrier((activations, gradients, state))
+        carry = carry._replace(iterations=iterations, **state._asdict())
+        if activations:
+            carry = carry._replace(activations=self.receive(activations, row.activation_arrivals, carry.activations))
+        if gradients:
+            arrivals = following.gradient_arrivals if self.schedule.paired else row.gradient_arrivals
+            carry = carry._replace(gradients=self.receive(gradients, arrivals, carry.gradients))
         return carry
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
@@ -230,57 +272,27 @@ class Rank:
         Returns the activation [samples, sequence, hidden] to send.
         """
         work = self.work(row.forward, carry, self.block_range(row.forward, segment))
-        iterations, x = self.forward_input(carry, row)
+        iterations, x = self.forward_input(segment, carry, row)
         if self.collect is not None:
             return carry._replace(iterations=iterations), self.constrain(self.stack.forward(x, work))
         y, stash, iterations, records = self.stack.forward_stashing(x, work, iterations)
         return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
-    def forward_input(self, carry: Carry, row: TickRow) -> tuple[jax.Array, jax.Array]:
+    def forward_input(self, segment: Segment, carry: Carry, row: TickRow) -> tuple[jax.Array, jax.Array]:
         """The iteration count and the input [samples, sequence, hidden] of the tick's forward: received, or embedded."""
-        on = row.forward.on == 1
-        x = self.constrain(carry.activations[row.forward.inbox])
-        first = on & (row.forward.first == 1)
-
-        def embed(zero, x):
-            microbatch = prevent_hoisting(zero, self.microbatch(row.embed.microbatch))
-            return jnp.where(first, self.constrain(self.functions.embed(self.shared, microbatch)), x)
-
-        iterations, x = self.run_if("embed", row.embed, carry.iterations, embed, x)
+        x, iterations = self.constrain(carry.activations[row.forward.inbox]), carry.iterations
+        if self.embeds_ahead(segment):
+            x = jnp.where((row.forward.on & row.forward.first) == 1, carry.embedded, x)
+        else:
+            embed = lambda zero, x: self.ends.embed(zero, x, row)  # noqa: E731
+            iterations, x = self.run_if("embed", row.embed.on, iterations, embed, x)
         x = self.constrain(x)
-        return iterations, jnp.where(on, x, jnp.nan) if self.options.poison_bubbles else x
+        return iterations, jnp.where(row.forward.on == 1, x, jnp.nan) if self.options.poison_bubbles else x
 
-    @jax.named_scope(FORWARD)
-    def head(self, carry: Carry, y: jax.Array, row: TickRow) -> Carry:
-        """The loss of the last stage's output `y` and its gradient, or the result of `collect`.
-
-        If all ranks share the head, other ranks feed zeros and discard their outputs.
-        """
-        last, index = (row.forward.on & row.forward.last) == 1, row.head.microbatch
-        inputs = (jnp.where(last, y, 0), self.microbatch(index))
-
-        def collect(zero, output):
-            result = self.collect(self.shared, *prevent_hoisting(zero, inputs))
-            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
-            return jax.tree.map(place, output, vary(result))
-
-        def loss_and_gradient(zero, state):
-            shared_gradients, losses, inbox = state
-            cotangent = jnp.where(last, self.cotangents[index], 0)
-            y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
-            loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
-            shared, dy = vjp(cotangent.astype(loss.dtype))
-            inbox = lax.dynamic_update_index_in_dim(inbox, self.constrain(dy), row.loss_gradient, 0)
-            losses = losses.at[index].add(jnp.where(last, loss, 0))
-            return _accumulate(shared_gradients, shared), losses, jax.vmap(self.constrain)(inbox)
-
-        if self.collect is not None:
-            iterations, output = self.run_if("head", row.head, carry.iterations, collect, carry.output)
-            return carry._replace(output=output, iterations=iterations)
-        state = (carry.shared_gradients, carry.output, carry.gradients)
-        iterations, state = self.run_if("head", row.head, carry.iterations, loss_and_gradient, state)
-        shared, output, gradients = state
-        return carry._replace(shared_gradients=shared, output=output, gradients=gradients, iterations=iterations)
+    def run_end(self, scope: str, on: jax.Array, end: Callable, carry: Carry) -> Carry:
+        """One of the ends of a paired tick, `end(zero, EndState) -> EndState`, where `on` is 1."""
+        iterations, state = self.run_if(scope, on, carry.iterations, end, carry.end_state)
+        return carry._replace(iterations=iterations, **state._asdict())
 
     def backward(self, segment: Segment, carry: Carry, row: TickRow) -> tuple[Carry, jax.Array]:
         """The tick's backward: whole, one part, or I. Returns the gradient [samples, sequence, hidden] to send."""
@@ -302,25 +314,6 @@ class Rank:
             carry = carry._replace(pending=self.constrain(dx))
         iterations, records = rest
         return carry._replace(block_gradients=totals, iterations=iterations, records=records), self.constrain(dx)
-
-    def embed_backward(self, carry: Carry, dx: jax.Array, row: TickRow) -> Carry:
-        """The gradients of the embedding, in the tick in which the first stage completes a microbatch's backward.
-
-        If all ranks share the embedding, other ranks feed zeros.
-        """
-        complete = row.backward.part == row.backward.parts - 1
-        first = (row.backward.on == 1) & complete & (row.backward.first == 1)
-
-        def embed_backward(zero, shared_gradients):
-            inputs = jnp.where(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
-            cotangent, microbatch = prevent_hoisting(zero, inputs)
-            _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
-            return _accumulate(shared_gradients, vjp(cotangent)[0])
-
-        iterations, shared = self.run_if(
-            "embed_backward", row.embed_backward, carry.iterations, embed_backward, carry.shared_gradients
-        )
-        return carry._replace(shared_gradients=shared, iterations=iterations)
 
     @jax.named_scope(WEIGHT)
     def weight_gradients(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
@@ -372,19 +365,13 @@ class Rank:
         )
 
     def run_if(
-        self, scope: str, row: EndRow, iterations: jax.Array, function: Callable, state: Tree
+        self, scope: str, on: jax.Array, iterations: jax.Array, function: Callable, state: Tree
     ) -> tuple[jax.Array, Tree]:
-        """`function(zero, state)` if `row.on` is 1, else `state`: a loop, or with `in_place` a conditional.
+        """`function(zero, state)` if `on` is 1, else `state`: a loop, or with `in_place` a conditional.
 
         Each loop of a tick starts from the previous loop's iteration count, so all ranks run them in the same order.
-        `function` must call `prevent_hoisting` on all that it reads: two hoisted collectives over the same ranks could run
-        at the same time, and XLA's CPU backend would take them for one collective because all have channel id 1.
         """
         with jax.named_scope(scope):
             if self.options.in_place:
-                return run_one_of(iterations, row.on - 1, [function], state, always=False)
-            return counted_loop(iterations, row.on, lambda _, zero, state: function(zero, state), state)
-
-
-def _accumulate(total: Tree, new: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new)
+                return run_one_of(iterations, on - 1, [function], state, always=False)
+            return counted_loop(iterations, on, lambda _, zero, state: function(zero, state), state)

@@ -19,6 +19,8 @@ so rank 0 needs `stash_slots` = 2, and microbatch 2 reuses the slot of microbatc
 
 import dataclasses
 import heapq
+import itertools
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +93,7 @@ class Tables:
       stash_slots: chunk activations stashed at once.
       kept_slots: I whose W has not run yet, at once; 0 if backwards are not split.
       inbox_slots: received activations ("F") and gradients ("B") that wait at once, without the extra slot.
-      routes: for activations ("F") and gradients ("B"), the open chains of (sender, receiver) pairs to send along.
+      routes: for activations ("F") and gradients ("B"), the (sender, receiver) pairs of each collective permute.
     """
 
     schedule: Schedule
@@ -112,6 +114,32 @@ class Tables:
         """The (forward's chunk, backward's chunk) of all ranks and ticks of a full segment of paired ticks."""
         ticks = slice(segment.start, segment.stop)
         return sorted(set(zip(self.rows.forward.chunk[ticks].flat, self.rows.backward.chunk[ticks].flat, strict=True)))
+
+    def end_combinations(self, segment: Segment) -> Counter:
+        """Which of a tick's head, embedding's backward and next tick's embedding a merged or mixed segment has together.
+
+        Returns:
+          For each combination, a tuple of "head", "embed_backward" and "embed", in how many ticks it occurs, summed over
+          ranks; () is that of ticks without any of the three.
+        """
+        counts, columns = Counter(), {"head": self.rows.head.on, "embed_backward": self.rows.embed_backward.on}
+        columns["embed"] = np.roll(self.rows.embed.on, -1, axis=0)
+        for tick, rank in itertools.product(range(segment.start, segment.stop), range(self.schedule.stages)):
+            names = {name for name, on in columns.items() if on[tick, rank]}
+            names -= {"embed"} if tick + 1 == segment.stop else set()  # see `Rank.prepare`
+            counts[tuple(name for name in columns if name in names)] += 1
+        return counts
+
+    def end_choices(self, segment: Segment) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+        """The combinations to compile, with those of `end_combinations` for which each runs.
+
+        One that occurs less than an eighth as often as another that has more runs as that one, on masked inputs.
+        """
+        counts, choices = self.end_combinations(segment), {}
+        for names in sorted(counts, key=len, reverse=True):
+            larger = (one for one in choices if names and set(names) < set(one) and counts[one] > 8 * counts[names])
+            choices.setdefault(next(larger, names), []).append(names)
+        return choices
 
 
 def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
@@ -202,11 +230,11 @@ def _edge(schedule: Schedule, stage: int, after: int) -> tuple[int, int]:
 
 
 def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
-    """The (sender, receiver) pairs of a direction, grouped by distance so that no route is a ring.
+    """The (sender, receiver) pairs of a direction, in as few routes as a tick's sends need.
 
-    With several pipelines on the mesh a ring is several cycles, for which XLA's decomposition of collective permutes
-    loses data (openxla/xla#45222). The edge of interleaving from the last rank to the first is therefore a separate
-    route.
+    On a route no rank sends or receives twice, so that it is one collective permute. Interleaving's edge from the last rank
+    to the first completes a ring. With several pipelines on the mesh that is several cycles, for which XLA loses data if
+    it decomposes the collective permute (openxla/xla#45222): `xla_flags.check_ring_flags` refuses the flag that does.
     """
     groups: dict[int, set[tuple[int, int]]] = {}
     for stage in range(schedule.last_stage + 1):
@@ -214,7 +242,15 @@ def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
         if after is not None:
             sender, receiver = _edge(schedule, stage, after)
             groups.setdefault(receiver - sender, set()).add((sender, receiver))
-    return tuple(tuple(sorted(groups[distance])) for distance in sorted(groups, key=abs))
+    routes: list[set[tuple[int, int]]] = []
+    for distance in sorted(groups, key=abs):
+        for route in routes:
+            if all(pair[end] != other[end] for pair in groups[distance] for other in route for end in (0, 1)):
+                route |= groups[distance]
+                break
+        else:
+            routes.append(groups[distance])
+    return tuple(tuple(sorted(route)) for route in routes)
 
 
 def _assign_stash(schedule: Schedule, operations: dict[str, OperationRow], finish: Times) -> int:

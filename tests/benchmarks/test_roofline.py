@@ -44,14 +44,14 @@ def test_a_second_account_agrees(case):
 
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
-@pytest.mark.parametrize("case", ["gpt3-175b", "gpt3-175b-1f1b"])
+@pytest.mark.parametrize("case", ["gpt3-175b", "gpt3-175b-1f1b", "gpt3-175b-zb_v"])
 def test_nothing_is_copied_or_waited_for(case):
     run, result, found = compiled(case)
-    one = found.account
-    assert one.read["copy"] + one.written["copy"] < 100 * GB
+    one, zero_bubble = found.account, case == "gpt3-175b-zb_v"
+    assert one.read["copy"] + one.written["copy"] < (210 if zero_bubble else 100) * GB
     assert one.read["accumulation"] + one.written["accumulation"] < 1 * GB
     assert one.synchronisations * 25e-6 < 0.01 * one.total
-    assert result["memory"]["peak"] < 60 * GB
+    assert result["memory"]["peak"] < (62 if zero_bubble else 60) * GB
 
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")

@@ -26,7 +26,7 @@ def test_communication_of_gpt3_by_hand():
     pairs, again, ends = (count * 64 * layer_and_microbatch for count in (8 * 12, 2 * 12, 4))
     assert lines["tensor"] == [pairs, again, ends]
     activation = 2048 * 12288 / 8  # elements
-    ends = 2 * 7 / 8 * 64 * activation * (2 + 2 + 2 + 4)  # one of the four sums is fp32
+    ends = 2 * 7 / 8 * 64 * activation * 4 * 2  # four sums of 16-bit elements
     positions_and_norm = 2 * 7 / 8 * 4 * (2048 + 2) * 12288
     assert lines["pipe"] == [2 * 3 * 64 * activation * 2, ends, positions_and_norm]
     assert "data" not in lines

@@ -1,5 +1,7 @@
 """Kernels and times read from a module whose bytes, FLOPs and order are counted by hand."""
 
+import dataclasses
+
 import pytest
 
 from megajax.estimate.gpus import find_gpu
@@ -165,3 +167,46 @@ def test_rates_of_an_h100():
     rates = rates_of(find_gpu("h100-80gb"), "bf16")
     assert rates.matmul == pytest.approx(700e12, rel=0.01) and rates.attention == pytest.approx(450e12, rel=0.01)
     assert rates.memory == pytest.approx(0.9 * 3.35e12, rel=0.01)
+
+
+BRANCHED = """HloModule step, is_scheduled=true
+
+%work (a: bf16[1000]) -> bf16[1000] {
+  %a = bf16[1000]{0} parameter(0)
+  ROOT %tanh = bf16[1000]{0} tanh(%a)
+}
+
+%nothing (b: bf16[1000]) -> bf16[1000] {
+  ROOT %b = bf16[1000]{0} parameter(0)
+}
+
+ENTRY %step (index: s32[], x: bf16[1000]) -> bf16[1000] {
+  %index = s32[] parameter(0)
+  %x = bf16[1000]{0} parameter(1)
+  %send = (bf16[1000]{0}, bf16[1000]{0}) collective-permute-start(%x), channel_id=1, source_target_pairs={{0,1}}
+  %again = (bf16[1000]{0}, bf16[1000]{0}) collective-permute-start(%x), channel_id=2, source_target_pairs={{1,0}}
+  %chosen = bf16[1000]{0} conditional(%index, %x, %x), branch_computations={%work, %nothing}, \
+metadata={op_name="jit(step)/head/cond"}
+  %second = bf16[1000]{0} collective-permute-done(%again)
+  ROOT %first = bf16[1000]{0} collective-permute-done(%send)
+}
+"""
+
+
+@pytest.mark.parametrize("runs", [0.0, 0.25, 1.0])
+def test_a_conditional_hides_a_collective_only_when_it_does_something(runs):
+    """Two sends of 2,000 bytes at 1 MB/s, one after the other, beside a branch of 4,000 bytes at 1 GB/s."""
+    rates = dataclasses.replace(RATES, synchronisation=25e-6)
+    one = account(BRANCHED, {"head/cond": runs}, rates)
+    sends, branch = 2 * (2000 / 1e6 + 1e-6), 4000 / 1e9 + 1e-6
+    assert one.exposed["collective-permute"] == pytest.approx(sends - 25e-6 - runs * branch)
+    assert one.exposed["collective-permute"] == pytest.approx(one.seconds[EXPOSED])
+    assert one.hidden["collective-permute"] == pytest.approx(25e-6 + runs * branch)
+
+
+def test_what_a_long_branch_hides_in_half_of_its_executions():
+    """The branch takes longer than both sends: half of their time is exposed, not what the average branch leaves."""
+    long = BRANCHED.replace("%tanh = bf16[1000]{0} tanh(%a)", "%tanh = bf16[10000000]{0} broadcast(%a)")
+    one = account(long, {"head/cond": 0.5}, dataclasses.replace(RATES, synchronisation=0.0))
+    sends = 2 * (2000 / 1e6 + 1e-6)
+    assert one.hidden["collective-permute"] == pytest.approx(sends / 2)

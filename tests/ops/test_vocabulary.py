@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ModelConfig
 from megajax.estimate import hlo
-from megajax.ops.vocabulary import lookup
+from megajax.ops.vocabulary import lookup, over_pipe
 from tests import gpu
 
 ROWS, HIDDEN = 16, 8
@@ -94,6 +94,26 @@ def test_lookups_in_a_branch_of_one_pipeline_rank(dtype, sequence_parallel, tens
     assert "collective-permute" not in compiled.as_text()
     assert "all-to-all" not in compiled.as_text()
     check(compiled(*arguments), rows, gradient, dtype, parts=mesh.shape["data"])
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(jnp.bfloat16, 8), (jnp.bfloat16, 6), (jnp.float32, 8)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_of_the_heads_input_are_summed_in_fp32(dtype, hidden, sequence_parallel):
+    """In bf16 each partial sum would be rounded to 8 bits; of 6 elements four ranks cannot sum a part each."""
+    mesh = jax.make_mesh((4, 2), ("pipe", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    gradient = jax.random.normal(jax.random.key(0), (4, 1, 2, hidden)).astype(dtype)
+    ranks = over_pipe(sequence_parallel)[1]
+
+    def backward(gradient):
+        _, vjp = jax.vjp(ranks.broadcast, jnp.zeros_like(gradient[0]))
+        return vjp(gradient[0])[0][None]
+
+    with jax.set_mesh(mesh):
+        split = dict(in_specs=P("pipe"), out_specs=P("pipe"), axis_names={"pipe"})
+        found = jax.jit(jax.shard_map(backward, **split))(gradient)
+    expected = np.asarray(gradient, np.float32).sum(0).astype(dtype)
+    for rank in range(4):
+        np.testing.assert_array_equal(np.asarray(found[rank], np.float32), expected.astype(np.float32))
 
 
 def test_a_frequent_token_loses_nothing_in_bf16():

@@ -175,6 +175,16 @@ def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("share_ends", [False, True])
+@pytest.mark.parametrize(
+    ("name", "chunks", "options"), [("interleaved_1f1b", 2, {"group_size": 8}), ("zb_h1", 1, {}), ("1f1b", 1, {})]
+)
+def test_gradients_when_the_ends_do_not_coincide(name, chunks, options, share_ends):
+    """Several combinations of head, embedding and its backward, in branches of one conditional, some of them masked."""
+    check(name, 4, 16, chunks, program={"in_place": True, "merged": True, "share_ends": share_ends}, **options)
+
+
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")
 GRID = [(name, 1) for name in ONE_CHUNK] + [
     (name, chunks) for name in ("interleaved_1f1b", "looped_bfs", "zb_1p_interleaved") for chunks in (1, 2, 4)

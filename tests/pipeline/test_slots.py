@@ -123,20 +123,22 @@ def test_zero_bubble_stashes_are_as_small_as_in_the_papers(microbatches):
         assert (name, table.stash_slots) == (name, slots)
 
 
-def test_no_route_is_a_ring():
-    for name, chunks in (("interleaved_1f1b", 3), ("1f1b", 1)):
-        table = slot_tables(make_schedule(name, stages=4, microbatches=8, chunks=chunks))
-        routes = [route for routes in table.routes.values() for route in routes]
-        links = {link for route in routes for link in route}  # both ways between neighbours; round the ring with chunks
-        assert {(r, r + 1) for r in range(3)} | {(r + 1, r) for r in range(3)} <= links
-        assert ({(3, 0), (0, 3)} <= links) == (chunks > 1)
-        for route in routes:
-            after = dict(route)
-            for start in after:
-                place = start
-                while place in after:
-                    place = after[place]
-                    assert place != start
+@pytest.mark.parametrize(
+    ("name", "chunks", "routes"),
+    [
+        ("1f1b", 1, [[(0, 1), (1, 2), (2, 3)]]),
+        ("interleaved_1f1b", 3, [[(0, 1), (1, 2), (2, 3), (3, 0)]]),
+        ("zb_v", 2, [[(3, 3)], [(0, 1), (1, 2), (2, 3)], [(1, 0), (2, 1), (3, 2)]]),
+    ],
+)
+def test_routes(name, chunks, routes):
+    """Each route is one collective permute: no rank sends or receives twice. Gradients take them the other way."""
+    table = slot_tables(make_schedule(name, stages=4, microbatches=8, chunks=chunks))
+    for direction, turn in ((FORWARD, 1), (BACKWARD, -1)):
+        expected = {frozenset(pair[::turn] for pair in route) for route in routes}
+        assert {frozenset(route) for route in table.routes[direction]} == expected
+        for route in table.routes[direction]:
+            assert all(len({pair[end] for pair in route}) == len(route) for end in (0, 1))
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "1f1b"])
@@ -150,3 +152,29 @@ def test_shared_ends_run_on_all_ranks_together(name):
         assert one.on.sum(1).tolist() == every.on.min(1).tolist() == every.on.max(1).tolist()
         assert (every.microbatch * one.on == one.microbatch).all()
         assert sorted(every.microbatch[:, 0][every.on[:, 0] == 1]) == list(range(schedule.microbatches))
+
+
+ALL = ("head", "embed_backward", "embed")
+
+
+def test_ends_of_merged_interleaved_ticks_coincide():
+    """p = 4, v = 2, m = 16, by hand: rank 0 embeds in ticks 0 to 3, 8 to 11, ..., 24 to 27, of which the last rank's head
+    follows in ticks 7 to 10, ..., 31 to 34. Backwards start in tick 8, and rank 0's last chunk in tick 11: ticks 11 to 31
+    are merged, and in 15 to 18 and 23 to 26 rank 0 completes microbatches.
+    """
+    schedule = make_schedule("interleaved_1f1b", stages=4, microbatches=16, chunks=2).with_later_backwards()
+    table = slot_tables(schedule, share_ends=True)
+    merged = next(segment for segment in schedule.segments if segment.full)
+    assert (merged.start, merged.stop) == (11, 32)
+    # Tick 31 has a head and completes a microbatch, and no tick of the segment follows.
+    assert table.end_combinations(merged) == {(): 4 * 12, ALL: 4 * 8, ALL[:2]: 4}
+    assert table.end_choices(merged) == {ALL: [ALL], ALL[:2]: [ALL[:2]], (): [()]}
+
+
+def test_a_rare_combination_of_ends_runs_as_one_that_has_more():
+    """eager_1f1b embeds and computes a loss in every tick; the last tick of the segment embeds for none."""
+    schedule = make_schedule("eager_1f1b", stages=2, microbatches=32, chunks=1).with_later_backwards()
+    table = slot_tables(schedule, share_ends=True)
+    merged = next(segment for segment in schedule.segments if segment.full)
+    assert table.end_combinations(merged) == {ALL: 2 * 28, ALL[:2]: 2}
+    assert table.end_choices(merged) == {ALL: [ALL, ALL[:2]]}
