@@ -344,7 +344,7 @@ def _kernel_problem(head_size, dropout, precision, device) -> str | None:
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return f"{device.device_kind} is not an NVIDIA GPU"
     if float(capability) < 8:
-        return f"it needs compute capability 8.0 or more, and {device.device_kind} has {capability}"
+        return f"fused attention needs compute capability 8.0 or more, and {device.device_kind} has {capability}"
     if head_size > LARGEST_HEAD:
         return f"fused attention's head size is at most {LARGEST_HEAD}, and this is {head_size}"
     if dropout > 0:

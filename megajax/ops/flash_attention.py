@@ -102,7 +102,7 @@ class _Call:
 
     def key_tiles(self, query_tile, first, count: int) -> tuple:
         """The range of key tiles that the queries of a tile see."""
-        low = 0 if first is None else lax.div(jnp.min(first), self.keys)
+        low = 0 if first is None else lax.div(jnp.maximum(jnp.min(first), 0), self.keys)
         if not self.causal:
             return low, count
         return low, jnp.minimum(lax.div((query_tile + 1) * self.queries + self.keys - 1, self.keys), count)
@@ -305,7 +305,7 @@ def _tile(length: int, largest: int) -> int:
 def _in_tiles(call: _Call, query, key, value, first) -> list[jax.Array | None]:
     """The arrays with sequences that are whole tiles: the added queries see no key, and no query sees the added keys."""
     if first is not None:
-        first = _fill(jnp.clip(first, 0, call.length), call.queries, 1, call.length)
+        first = _fill(first, call.queries, 1, call.length)
     return [_fill(query, call.queries, 1), *(_fill(x, call.keys, 1) for x in (key, value)), first]
 
 
