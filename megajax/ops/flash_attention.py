@@ -75,12 +75,17 @@ class _Call:
 
     def load(self, ref, *at) -> jax.Array:
         """The tile [rows, width] of ref [sequence, (heads,) width], in which elements beyond d are 0."""
-        real = (jnp.arange(self.width) < self.head_size)[None]
-        return pallas().load(ref.at[(*at, slice(None))], mask=real, other=0.0)
+        place = ref.at[(*at, slice(None))]
+        return pallas().load(place) if self.real is None else pallas().load(place, mask=self.real, other=0.0)
 
     def store(self, ref, x: jax.Array) -> None:
-        real = (jnp.arange(self.width) < self.head_size)[None]
-        pallas().store(ref.at[:, :], x.astype(ref.dtype), mask=real)
+        """Writes a tile [rows, width], without the elements beyond d."""
+        pallas().store(ref.at[:, :], x.astype(ref.dtype), mask=self.real)
+
+    @property
+    def real(self) -> jax.Array | None:
+        """Which elements of a tile's row are not beyond d, [1, width]; None: all."""
+        return None if self.width == self.head_size else (jnp.arange(self.width) < self.head_size)[None]
 
     def tile_spec(self, tile: int):
         """The block of [b, sequence, heads or groups, d] that belongs to a program's tile."""
@@ -95,9 +100,7 @@ class _Call:
         """Which keys of a tile the queries of a tile see, [queries, keys]; `first` is the queries' [queries] or None."""
         row = query_tile * self.queries + lax.broadcasted_iota(jnp.int32, (self.queries, self.keys), 0)
         column = key_tile * self.keys + lax.broadcasted_iota(jnp.int32, (self.queries, self.keys), 1)
-        seen = column < self.length
-        if self.causal:
-            seen &= column <= row
+        seen = column <= row if self.causal else column < self.length  # keys that fill a tile are after all queries too
         return seen if first is None else seen & (column >= first[:, None])
 
     def key_tiles(self, query_tile, first, count: int) -> tuple:

@@ -213,4 +213,4 @@ def test_compiled_for_h100s_documents_and_windows_in_a_ring():
 def test_compiled_for_h100s_a_window_is_cudnns():
     text, _ = gpu.compile_step(dataclasses.replace(LARGE, sliding_window=700), MICROBATCHES, attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
-    assert text.count('"sliding_window_length":700') == text.count('custom_call_target="__cudnn$fmha')
+    assert text.count('"sliding_window_length": 700') == text.count('custom_call_target="__cudnn$fmha')

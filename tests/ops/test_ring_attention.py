@@ -74,20 +74,29 @@ NUMBERS = np.cumsum(np.isin(np.arange(SEQUENCE), (1, 8, 9, 20, 28)), dtype=np.in
 DOCUMENTS = np.stack([NUMBERS, np.int32(np.arange(SEQUENCE) >= 17)])  # in, at and across the borders of pieces
 
 
+MASKS = {
+    "documents": {"document": DOCUMENTS},
+    "window 1": {"window": 1},
+    "window 6": {"window": 6},
+    "window 40": {"window": 40},
+    "both": {"document": DOCUMENTS, "window": 10},
+}
+RINGS = {
+    "xla, 2": (2, 1, 1, XLA),
+    "xla, 4": (4, 1, 2, XLA),
+    "pallas, 2": (2, 2, 1, INTERPRETED),
+    "pallas, 4": (4, 1, 2, INTERPRETED),
+}
+QUICK = [("xla, 4", "documents"), ("xla, 4", "window 6"), ("pallas, 2", "both")]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "groups", "tensor", "kernel"),
+    ("ranks", "groups", "tensor", "kernel", "mask"),
     [
-        (2, 1, 1, XLA),
-        (4, 1, 2, XLA),
-        (2, 2, 1, INTERPRETED),
-        pytest.param(4, 1, 2, INTERPRETED, marks=pytest.mark.slow),
+        pytest.param(*ring, mask, id=f"{name}, {kind}", marks=[] if (name, kind) in QUICK else pytest.mark.slow)
+        for name, ring in RINGS.items()
+        for kind, mask in MASKS.items()
     ],
-    ids=["xla-2", "xla-4", "pallas-2", "pallas-4"],
-)
-@pytest.mark.parametrize(
-    "mask",
-    [{"document": DOCUMENTS}, {"window": 1}, {"window": 6}, {"window": 40}, {"document": DOCUMENTS, "window": 10}],
-    ids=["documents", "window 1", "window 6", "window 40", "both"],
 )
 def test_documents_and_windows_equal_plain_attention(ranks, groups, tensor, kernel, mask):
     arrays = inputs()
