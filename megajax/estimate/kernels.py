@@ -6,6 +6,7 @@ cost analysis gets wrong is thereby right: it counts the whole stack of weights 
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megajax.estimate.hlo_parser import (
@@ -50,6 +51,7 @@ MOVES = {
     "reverse",
 }
 VIEWS = {"bitcast", "reshape"}
+WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 # Matmuls in the two kernels of the backward in megajax/ops/flash_attention.py.
 OWN_PRODUCTS = {"flash_attention_backward_query": 3, "flash_attention_backward_key_value": 4}
 SCALAR = (
@@ -65,7 +67,7 @@ class Kernel:
       name: XLA's.
       kind: of CLASSES.
       read, written: bytes.
-      flops: of its matmuls; of attention those of the whole, unmasked square.
+      flops: of its matmuls; of attention twice those of a causal mask's half, see `_attention_flops`.
     """
 
     name: str
@@ -129,14 +131,18 @@ def _is_attention(line: Line) -> bool:
 def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
     """FLOPs of a fused kernel's matmuls on the whole square: two in a forward, five in cuDNN's backward.
 
-    megajax's own backward has two kernels, which both compute the scores and the probabilities' gradients. Operands are
-    queries, keys and values [batch, sequence, heads, head dimension].
+    megajax's own backward has two kernels, which both compute the scores and the probabilities' gradients. With cuDNN's
+    sliding window, whose length is in the program, FLOPs are twice those of the scores that are not hidden, as they are
+    on the whole square of a causal mask. The documents and windows of megajax's kernels are not in the program. Operands
+    are queries, keys and values [batch, sequence, heads, head dimension].
     """
     name = kernel_name(line)
     products = OWN_PRODUCTS.get(name, 5 if "Backward" in name else 2)
     shapes = [shapes_[0][1] for name in operands(line)[:2] if (shapes_ := arrays(types.get(name, "")))]
     (batch, queries, heads, width), keys = shapes[0], shapes[1][1]
-    return products * 2.0 * batch * heads * queries * keys * width
+    window = WINDOW.search(line.rest)
+    size = min(keys, int(window[1])) if window and int(window[1]) else keys
+    return products * 2.0 * batch * heads * (queries * keys - (keys - size) ** 2) * width
 
 
 def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
