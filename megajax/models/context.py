@@ -170,7 +170,7 @@ def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention:
 
 def _kernel(attention: Choice, context: int) -> Kernel:
     """The kernel for a sequence that `context` ranks share."""
-    if attention.name == "cudnn" and context == 1:
+    if attention.name == "cudnn" and context == 1 and attention.window is not None:
         return cudnn_kernel(attention.window)
     pallas = INTERPRETED if attention.interpreted else PALLAS
     kernel = {"cudnn": CUDNN, "pallas": pallas, "xla": XLA}[attention.name]
