@@ -28,7 +28,7 @@ def matmul_ceiling(device: jax.Device, precision: str, sizes=SIZES, work: float 
             w = w / jnp.sqrt(size).astype(w.dtype)  # so that products stay as large as x
         iterations = max(1, round(work / (2 * size**3)))
         chain = jax.jit(lambda x, w, iterations=iterations: lax.fori_loop(0, iterations, lambda _, y: y @ w, x))
-        rates.append(2 * size**3 * iterations / _seconds(lambda chain=chain, x=x, w=w: chain(x, w), seconds))
+        rates.append(2 * size**3 * iterations / mean_seconds(lambda chain=chain, x=x, w=w: chain(x, w), seconds))
     return max(rates)
 
 
@@ -38,10 +38,10 @@ def copy_ceiling(device: jax.Device, count: int = COPIED, passes: int = PASSES, 
         x = jax.random.normal(jax.random.key(0), (count // 4,), jnp.float32)
     # Each pass depends on its number, or the compiler could add all of them at once.
     chain = jax.jit(lambda x: lax.fori_loop(0, passes, lambda i, y: y + i.astype(y.dtype), x))
-    return 2 * count * passes / _seconds(lambda: chain(x), seconds)
+    return 2 * count * passes / mean_seconds(lambda: chain(x), seconds)
 
 
-def _seconds(call: Callable[[], jax.Array], seconds: float) -> float:
+def mean_seconds(call: Callable[[], jax.Array], seconds: float) -> float:
     """The average time of a call, over at least `seconds` seconds, after a first call that compiles."""
     jax.block_until_ready(call())
     start, calls = time.perf_counter(), 0

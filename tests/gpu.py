@@ -12,7 +12,7 @@ import tempfile
 
 import pytest
 
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 needs_compiler = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
@@ -39,25 +39,35 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def run_of(model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, **parallel) -> RunConfig:
+def run_of(
+    model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, documents: bool = False, **parallel
+) -> RunConfig:
     """The run that `compile_step` compiles."""
     layout = ParallelConfig(**parallel)
     train = TrainConfig(global_batch_size=microbatches * layout.data, matmul_dtype=matmul_dtype)
-    run = RunConfig(model, layout, train)
+    data = DataConfig(reset_position_ids=documents, reset_attention_mask=documents)
+    run = RunConfig(model, layout, train, data)
     run.validate()
     return run
 
 
-def compile_step(model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, **parallel) -> tuple[str, int]:
-    """(HLO text, peak bytes on one GPU) of the training step, as bf16, one sample a microbatch and replica."""
-    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, matmul_dtype, tuple(parallel.items()))
+def compile_step(
+    model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, documents: bool = False, **parallel
+) -> tuple[str, int]:
+    """(HLO text, peak bytes on one GPU) of the training step, as bf16, one sample a microbatch and replica.
+
+    Args:
+      documents: positions and attention restart in every document of a sample.
+      parallel: fields of ParallelConfig.
+    """
+    train = (("matmul_dtype", matmul_dtype), ("documents", documents))
+    return _compile(tuple(dataclasses.asdict(model).items()), microbatches, train, tuple(parallel.items()))
 
 
 @functools.cache
-def _compile(model, microbatches, matmul_dtype, parallel) -> tuple[str, int]:
-    train = {"matmul_dtype": matmul_dtype}
+def _compile(model, microbatches, train, parallel) -> tuple[str, int]:
     fields = json.dumps(
-        {"model": dict(model), "microbatches": microbatches, "train": train, "parallel": dict(parallel)}
+        {"model": dict(model), "microbatches": microbatches, "train": dict(train), "parallel": dict(parallel)}
     )
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": ""}

@@ -29,6 +29,9 @@ class ModelConfig:
     activation: str = setting("gelu", "the MLP's nonlinearity; swiglu has a third, gating matrix", ("gelu", "swiglu"))
     positions: str = setting("learned", "a learned table added to the embedding, or rotary", ("learned", "rotary"))
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
+    sliding_window: int | None = setting(
+        None, "latest tokens that a token attends to, itself included", shown_default="all before it"
+    )
     tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
     biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
     init_deviation: float = setting(0.02, "standard deviation of the initial weights")
@@ -38,6 +41,12 @@ class ModelConfig:
     def head_size(self) -> int:
         """Elements of one head."""
         return self.hidden // self.heads
+
+    @property
+    def attention_window(self) -> int | None:
+        """The sliding window; None if it hides nothing of a sample."""
+        hides = self.sliding_window is not None and self.sliding_window < self.sequence_length
+        return self.sliding_window if hides else None
 
     @property
     def key_value_heads(self) -> int:

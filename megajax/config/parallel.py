@@ -63,8 +63,9 @@ class ParallelConfig:
     )
     attention: str = setting(
         "auto",
-        "implementation of attention; auto: cudnn where the GPU supports it for the model's heads, else xla",
-        ("auto", "xla", "cudnn"),
+        "implementation of attention; auto: cudnn where the GPU supports it for the model's heads and mask, else pallas "
+        "where the GPU supports that, else xla",
+        ("auto", "xla", "cudnn", "pallas"),
     )
     tensor_overlap: str = setting(
         "none",

@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, near
 from megajax.estimate import model_costs
-from megajax.ops.attention import choose_attention
+from megajax.ops.attention import FUSED, choose_attention
 
 __all__ = [
     "DTYPES",
@@ -209,10 +209,10 @@ def device_peak(devices: Sequence[jax.Device], precision: str) -> Peak:
 
 
 def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
-    """The run with `attention` resolved to "xla" or "cudnn", as the program chooses on this GPU with cuDNN installed.
+    """The run with `attention` resolved to "xla", "cudnn" or "pallas", as the program chooses on this GPU with cuDNN.
 
     Raises:
-      ConfigError: attention is cudnn, which is not supported there.
+      ConfigError: a fused kernel is requested, which is not supported there.
     """
     attention = model_costs(run.model).attention
     if attention is None:
@@ -226,6 +226,9 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         run.parallel.attention,
         head_size=attention.head_size,
         dropout=attention.dropout,
+        window=attention.window,
+        documents=run.data.reset_attention_mask,
+        context=run.parallel.context,
         precision=run.train.precision,
         device=device,
         cudnn=True,
@@ -234,5 +237,5 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
 
 
 def is_fused(parallel: ParallelConfig) -> bool:
-    """Whether blocks keep no attention scores: with cuDNN's attention and with ring attention. "auto" counts as xla."""
-    return parallel.attention == "cudnn" or parallel.context > 1
+    """Whether blocks keep no attention scores: with fused kernels and with ring attention. "auto" counts as xla."""
+    return parallel.attention in FUSED or parallel.context > 1

@@ -27,6 +27,7 @@ from megajax.estimate.hlo_parser import (
     called_by,
     computations,
     is_matmul,
+    kernel_name,
     known_trip_count,
     matmul_flops,
     numbers,
@@ -128,7 +129,7 @@ class HloModule:
     Attributes:
       collectives: all of them, in the order of the text.
       matmuls: XLA's and the libraries', except those inside attention kernels.
-      kernels: how often each custom call runs, by target.
+      kernels: how often each custom call runs, by `hlo_parser.kernel_name`.
       sliced: bytes of slices that are copied from larger arrays before use, in all runs. A matmul takes a whole array, so
         a block's weights are copied each time the block runs.
     """
@@ -218,7 +219,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
             if line.op == "fusion" and modules[called_by(line.rest)[0]][-1].op == "dynamic-slice":
                 sliced += visit.times * sum(map(array_bytes, arrays(line.type)))
             if line.op == "custom-call":
-                kernels[re.search(r'custom_call_target="([^"]*)"', line.rest)[1]] += visit.times
+                kernels[kernel_name(line)] += visit.times
     return HloModule(tuple(found), tuple(matmuls), dict(kernels), sliced)
 
 

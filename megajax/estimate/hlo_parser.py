@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-MATMULS = re.compile(r"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha")  # custom calls, attention's included
+FLASH = re.compile(r"/(flash_attention_\w+)/pallas_call")  # the kernels of megajax/ops/flash_attention.py, by op name
+# Custom calls, attention's included.
+MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{FLASH.pattern}")
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
 NAME = re.compile(r"%?([\w.\-]+)")
 OPERAND = re.compile(r"%([\w.\-]+)")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -173,6 +176,11 @@ def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
 def is_matmul(line: Line) -> bool:
     """Whether a line is a matmul or fused attention."""
     return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
+
+
+def kernel_name(line: Line) -> str:
+    """The target of a custom call, or the name of megajax's own kernel: Triton's all have one target."""
+    return (FLASH.search(line.rest) or TARGET.search(line.rest))[1]
 
 
 def matmul_flops(line: Line, types: dict[str, str]) -> float:

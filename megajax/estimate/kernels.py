@@ -6,6 +6,7 @@ cost analysis gets wrong is thereby right: it counts the whole stack of weights 
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megajax.estimate.hlo_parser import (
@@ -15,6 +16,7 @@ from megajax.estimate.hlo_parser import (
     arrays,
     called_by,
     is_matmul,
+    kernel_name,
     matmul_flops,
     operands,
 )
@@ -49,6 +51,9 @@ MOVES = {
     "reverse",
 }
 VIEWS = {"bitcast", "reshape"}
+WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
+# Matmuls in the two kernels of the backward in megajax/ops/flash_attention.py.
+OWN_PRODUCTS = {"flash_attention_backward_query": 3, "flash_attention_backward_key_value": 4}
 SCALAR = (
     1024  # bytes; what a fusion reads and writes of smaller arrays (loop counters, slots) does not decide its class
 )
@@ -62,7 +67,7 @@ class Kernel:
       name: XLA's.
       kind: of CLASSES.
       read, written: bytes.
-      flops: of its matmuls; of attention those of the whole, unmasked square.
+      flops: of its matmuls; of attention twice those of a causal mask's half, see `_attention_flops`.
     """
 
     name: str
@@ -112,21 +117,32 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     """cuBLAS, cuDNN: operands and results are read and written whole; the workspace, bytes, is not counted."""
     results = [array for array in arrays(line.type) if array[0] != "s8"]
     read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
-    if "__cudnn$fmha" in line.rest:
+    if _is_attention(line):
         return Kernel(line.name, "attention", read, written, _attention_flops(line, types))
     return Kernel(
         line.name, "matmul" if is_matmul(line) else "elementwise", read, written, matmul_flops(line, dict(types))
     )
 
 
-def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
-    """FLOPs of the two matmuls of attention's forward pass, or the five of its backward pass, on the whole square.
+def _is_attention(line: Line) -> bool:
+    return line.op == "custom-call" and kernel_name(line).startswith(("__cudnn$fmha", "flash_attention"))
 
-    Operands are queries, keys and values [batch, sequence, heads, head dimension].
+
+def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
+    """FLOPs of a fused kernel's matmuls on the whole square: two in a forward, five in cuDNN's backward.
+
+    megajax's own backward has two kernels, which both compute the scores and the probabilities' gradients. With cuDNN's
+    sliding window, whose length is in the program, FLOPs are twice those of the scores that are not hidden, as they are
+    on the whole square of a causal mask. The documents and windows of megajax's kernels are not in the program. Operands
+    are queries, keys and values [batch, sequence, heads, head dimension].
     """
+    name = kernel_name(line)
+    products = OWN_PRODUCTS.get(name, 5 if "Backward" in name else 2)
     shapes = [shapes_[0][1] for name in operands(line)[:2] if (shapes_ := arrays(types.get(name, "")))]
     (batch, queries, heads, width), keys = shapes[0], shapes[1][1]
-    return (5 if "Backward" in line.rest else 2) * 2.0 * batch * heads * queries * keys * width
+    window = WINDOW.search(line.rest)
+    size = min(keys, int(window[1])) if window and int(window[1]) else keys
+    return products * 2.0 * batch * heads * (queries * keys - (keys - size) ** 2) * width
 
 
 def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
@@ -138,9 +154,10 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     read = sum(_read_of(one, users) for one in inner if one.op == "parameter")
     roots = _roots(next(one for one in inner if one.is_root), lines)
     written = sum(_written_by(root, lines) for root in roots)
-    flops = sum(matmul_flops(one, {name: other.type for name, other in lines.items()}) for one in inner)
-    if any("__cudnn$fmha" in one.rest for one in inner if one.op == "custom-call"):
-        kind = "attention"
+    types = {name: other.type for name, other in lines.items()}
+    flops = sum(matmul_flops(one, types) for one in inner)
+    if fused := [one for one in inner if _is_attention(one)]:
+        kind, flops = "attention", sum(_attention_flops(one, types) for one in fused)
     elif any(is_matmul(one) for one in inner):
         kind = "matmul"
     else:

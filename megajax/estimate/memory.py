@@ -15,6 +15,7 @@ from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
+from megajax.ops.attention import FUSED
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
@@ -145,10 +146,10 @@ def stash_copies(run: RunConfig, item: int) -> int:
 
     Which values was read off compiled programs (jax 0.10.2) and is `KeptValue.transposed_from`: unfused attention's scores,
     whenever they are kept; queries, keys and values where they are rotated and a microbatch has several samples. With
-    cuDNN's attention there are none. Where a chunk is one block there is no loop: the workspace reuses the copy's memory.
+    a fused kernel there are none. Where a chunk is one block there is no loop: the workspace reuses the copy's memory.
     """
     parallel, model = run.parallel, model_costs(run.model)
-    if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention == "cudnn":
+    if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention in FUSED:
         return 0
     kept = model.kept_values(parallel.recompute, is_fused(parallel))
     copied = (value for value in kept if value.transposed_from is not None)
@@ -160,14 +161,14 @@ def _workspace(run: RunConfig, item: int) -> int:
 
     A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
     grid gives 1.14 and 4.23; activations and logits add nothing, because they share the same memory at other times.) The
-    head: logits and their gradient. With cuDNN's attention there are no scores, and the sum of those gradients, the head's
+    head: logits and their gradient. With a fused kernel there are no scores, and the sum of those gradients, the head's
     two arrays and an activation of all tokens remains. cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     gradients = item * model.block.on_device(tensor)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
-    if parallel.attention == "cudnn":
+    if parallel.attention in FUSED:
         return gradients + logits + item * samples * tokens * model.hidden
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)

@@ -10,7 +10,7 @@ from megajax.config import ParallelConfig
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE
 
-__all__ = ["FITTED", "MEGAJAX", "Fitted", "OpCosts", "Software", "spread"]
+__all__ = ["FITTED", "MEGAJAX", "PALLAS_BACKWARD", "Fitted", "OpCosts", "Software", "spread"]
 
 # Fraction of NVLink's one-way rate that NCCL's large collectives reach: nccl-tests on DGX A100, about 230 of 300 GB/s.
 LINK_SHARE = 0.77
@@ -21,9 +21,10 @@ STREAM_SHARE = 0.8
 # large messages (src/graph/tuning.cc: baseLat and hwLat, ring, Simple).
 START, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
 # Fused attention's fraction of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract), 35% on
-# H100 (2407.08608, abstract). A backward is five matmuls to the forward's two (2307.08691 section 3.1).
+# H100 (2407.08608, abstract). A backward is five matmuls to the forward's two (2307.08691 section 3.1); Pallas's two
+# kernels (megajax/ops/flash_attention.py) compute seven.
 FUSED_ATTENTION_SHARE = {"a100": 0.6, "h100": 0.35, "h200": 0.35}
-FUSED_BACKWARD = 2.5
+FUSED_BACKWARD, PALLAS_BACKWARD = 2.5, 3.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class OpCosts:
         return count / self.memory_rate
 
     def fused_attention(self, flops: float) -> float:
-        """Attention whose two products would take `flops` in full; the causal half is computed."""
+        """Attention whose two products take `flops`, twice those of the scores that the causal mask and window leave."""
         return flops / 2 / self.attention_rate
 
     def collective(

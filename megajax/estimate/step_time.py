@@ -23,7 +23,7 @@ from megajax.estimate.memory import (
     slots_of,
     stash_copies,
 )
-from megajax.estimate.op_costs import FITTED, MEGAJAX, Fitted, OpCosts, Software, spread
+from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, Fitted, OpCosts, Software, spread
 from megajax.models.costs import ModelCosts
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import Schedule
@@ -126,8 +126,10 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) 
     tokens, heads = model.sequence_length, parallel.microbatch_size * model.attention.heads / parallel.tensor
     scores = heads * tokens * tokens
     if software.fused_attention or is_fused(parallel):
-        forward = ops.fused_attention(4 * scores * head_size)
-        return forward, ops.fused_backward * forward, 0.0  # a fused backward always computes the scores again
+        window = min(tokens, model.attention.window or tokens)
+        forward = ops.fused_attention(4 * heads * window * (2 * tokens - window) * head_size)
+        # A fused backward always computes the scores again.
+        return forward, (PALLAS_BACKWARD if parallel.attention == "pallas" else ops.fused_backward) * forward, 0.0
     products = 2 * ops.matmul(tokens, head_size, tokens, heads)
     # softmax reads and writes the scores; dropout reads and writes them and a mask of one byte
     passes = 2 * item + (2 * item + 1 if software.dropout else 0)

@@ -8,7 +8,19 @@ import jax.numpy as jnp
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig
 from megajax.models.interface import ModelContext, PipelineModel, model_class
-from megajax.ops.attention import CUDNN, XLA, Choice, choose_attention, fused_attention
+from megajax.ops.attention import (
+    CUDNN,
+    FUSED,
+    INTERPRETED,
+    PALLAS,
+    XLA,
+    Choice,
+    Kernel,
+    choose_attention,
+    cudnn_kernel,
+    fused_attention,
+    with_window,
+)
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.linear import Operations, plain_operations
 from megajax.ops.ring_attention import ring_attention
@@ -38,8 +50,9 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
     model = model or model_class(run.model)
     attention, parallel = model.fusable_attention(run.model), run.parallel
     if attention is None:
-        given = "attention = cudnn" if parallel.attention == "cudnn" else f"context = {parallel.context}"
-        if parallel.attention == "cudnn" or parallel.context > 1:
+        fused = parallel.attention in FUSED
+        given = f"attention = {parallel.attention}" if fused else f"context = {parallel.context}"
+        if fused or parallel.context > 1:
             raise ConfigError(
                 f"{given}, but {model.__name__} has no attention that it could apply to: leave "
                 f"--{given.partition(' ')[0]} out."
@@ -49,6 +62,9 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         parallel.attention,
         head_size=attention.head_size,
         dropout=attention.dropout,
+        window=attention.window,
+        documents=run.data.reset_attention_mask,
+        context=parallel.context,
         precision=run.train.precision,
         device=device,
     )
@@ -91,7 +107,7 @@ def model_context(
     run: RunConfig,
     rules: AxisRules,
     schedule: Schedule,
-    attention: str,
+    attention: Choice,
     dtype: Any = jnp.float32,
     training: bool = True,
 ) -> ModelContext:
@@ -101,7 +117,7 @@ def model_context(
       run: validated.
       rules: how its arrays are sharded.
       schedule: that runs the blocks.
-      attention: "xla" or "cudnn" (`attention_choice`).
+      attention: see `attention_choice`.
       dtype: of activations and matmuls.
       training: False: no dropout.
 
@@ -129,7 +145,7 @@ def model_context(
     )
 
 
-def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: str) -> Operations:
+def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: Choice) -> Operations:
     """The operations of the run's blocks."""
     parallel = run.parallel
     product = _fp8_product() if run.train.matmul_dtype == "fp8" else jnp.tensordot
@@ -144,12 +160,25 @@ def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention:
             return column_matmul(y, kernel, rules.spec(axes).index("tensor") - 1)
 
         operations = operations._replace(column=column, row=row_matmul)
-    kernel = CUDNN if attention == "cudnn" else XLA
-    if parallel.context > 1:
-        kernel = ring_attention(kernel, "data", parallel.context)
-    if parallel.context > 1 or attention == "cudnn":
-        operations = operations._replace(attend=lambda query, key, value: fused_attention(query, key, value, kernel))
-    return operations
+    if parallel.context == 1 and attention.name not in FUSED:
+        return operations
+    kernel = _kernel(attention, parallel.context)
+
+    def attend(query, key, value, document=None):
+        return fused_attention(query, key, value, kernel, document)
+
+    return operations._replace(attend=attend)
+
+
+def _kernel(attention: Choice, context: int) -> Kernel:
+    """The kernel for a sequence that `context` ranks share."""
+    if attention.name == "cudnn" and context == 1 and attention.window is not None:
+        return cudnn_kernel(attention.window)
+    pallas = INTERPRETED if attention.interpreted else PALLAS
+    kernel = {"cudnn": CUDNN, "pallas": pallas, "xla": XLA}[attention.name]
+    if context > 1:
+        return ring_attention(kernel, "data", context, attention.window)
+    return with_window(kernel, attention.window)
 
 
 def _fp8_product():

@@ -43,6 +43,7 @@ class Attention:
       groups: key and value heads.
       head_size: elements of a head.
       dropout: probability of dropping an attention probability; cuDNN's attention supports only 0.
+      window: latest tokens that a token attends to; None: all before it.
       scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
         always does, and that is part of its backward.
       values_recomputed: recompute modes in which it computes probabilities times values a second time.
@@ -52,6 +53,7 @@ class Attention:
     groups: int
     head_size: int
     dropout: float = 0.0
+    window: int | None = None
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
 
@@ -226,7 +228,9 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             Matmul("mlp_in", hidden, up, "column", ("full",)),
             Matmul("mlp_out", inner, hidden, "row"),
         ),
-        attention=Attention(config.heads, config.key_value_heads, config.head_size, config.dropout),
+        attention=Attention(
+            config.heads, config.key_value_heads, config.head_size, config.dropout, config.attention_window
+        ),
         block=Parameters(
             split=(hidden + bias) * (query_key_value + up) + hidden * (hidden + inner),
             whole=2 * hidden * bias + 2 * norm,

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from megajax.config import ConfigError
+from megajax.config import ConfigError, RunConfig
 from megajax.models.costs import ModelCosts
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
@@ -29,6 +30,7 @@ __all__ = [
     "FusableAttention",
     "ModelContext",
     "PipelineModel",
+    "batch_shapes",
     "mean_loss",
     "model_class",
     "register_model",
@@ -67,10 +69,12 @@ class FusableAttention(NamedTuple):
     Attributes:
       head_size: elements of a head.
       dropout: probability of dropping an attention probability.
+      window: latest tokens that a token attends to; None: all before it.
     """
 
     head_size: int
     dropout: float = 0.0
+    window: int | None = None
 
 
 class PipelineModel(abc.ABC):
@@ -186,6 +190,13 @@ def model_class(config: Any) -> type[PipelineModel]:
         f"no model is registered for {type(config).__name__} (registered: {known}): decorate the model's class with "
         f"@register_model({type(config).__name__}), and pass --import FILE.py if another file does."
     )
+
+
+def batch_shapes(run: RunConfig, model: PipelineModel) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and type of one sample of the run's batches: the model's arrays, and those of document boundaries."""
+    switches = {"positions": run.data.reset_position_ids, "document": run.data.reset_attention_mask}
+    more = [name for name, given in switches.items() if given]
+    return model.batch_shapes() | {name: jax.ShapeDtypeStruct((run.model.sequence_length,), np.int32) for name in more}
 
 
 def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Array:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.config import ConfigError, ModelConfig
+from megajax.config import ModelConfig
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.ops.attention import SCORES, causal_attention
@@ -140,14 +140,10 @@ class Attention(nnx.Module):
             query, key = (rotate(x, self.config.rotary_base, positions) for x in (query, key))
         if self.operations.attend is None:
             drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-            context = causal_attention(query, key, value, drop, self.constrain, document)
-        elif document is not None:
-            raise ConfigError(
-                "--reset-attention-mask needs a mask, which fused attention and --context do not support: pass "
-                "--attention xla --context 1."
-            )
+            window = self.config.attention_window
+            context = causal_attention(query, key, value, drop, self.constrain, document, window)
         else:
-            context = self.operations.attend(query, key, value)
+            context = self.operations.attend(query, key, value, document)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
         if self.operations.attend is None:
             context = checkpoint_name(context, "context")

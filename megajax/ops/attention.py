@@ -1,4 +1,4 @@
-"""Causal attention: as XLA compiles it, and by a fused kernel that never holds the s x s scores.
+"""Causal attention: as XLA compiles it, and by fused kernels that never hold the s x s scores.
 
 Under the executor a custom call can neither be partitioned nor be differentiated through a nested `shard_map`. So the
 fused kernel's forward and backward each enter a `shard_map` over "tensor" of their own; attention needs no data of another
@@ -14,44 +14,56 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
+from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward, flash_forward
 from megajax.ops.linear import Constrain, identity
-from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version
+from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version, varying_axes
 
 __all__ = [
     "CUDNN",
+    "FUSED",
+    "INTERPRETED",
+    "PALLAS",
     "XLA",
     "Choice",
     "Kernel",
     "causal_attention",
     "choose_attention",
     "cudnn_installed",
+    "cudnn_kernel",
+    "document_starts",
     "fused_attention",
+    "with_window",
 ]
 
 AXIS = "tensor"
 HEADS = P(None, None, AXIS)  # queries, keys, values and outputs: their third axis is heads or groups
 STATISTICS = P(None, AXIS)
 SCORES = ("batch", "groups", None, None, None)  # logical axes of [b, g, n, s, t]
-HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scores can make a NaN
+FUSED = ("cudnn", "pallas")  # the values of --attention with a fused kernel
+LARGEST_HEAD = 256  # of the fused kernels
 NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
 
 
-@jax.custom_jvp
-def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def causal_softmax(scores: jax.Array, document: jax.Array | None = None, window: int | None = None) -> jax.Array:
     """Softmax over the keys up to each query: [..., s queries, s keys], computed in fp32, returned in the scores' type.
 
-    With `document` [b, s], the number of each token's document, over the keys of the query's own document only.
+    With `document` [b, s], the number of each token's document, over the keys of the query's own document only. With
+    `window`, over the query's own key and the window - 1 before it.
 
     The derivative is written out so that the backward needs the rounded result, named "probabilities", and not its fp32
     copy: a block that saves it does not multiply queries and keys again.
     """
     query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
     seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
     if document is not None:
         own = document[:, :, None] == document[:, None, :]
         seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
@@ -59,9 +71,9 @@ def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.
 
 
 @causal_softmax.defjvp
-def _causal_softmax_jvp(primals, tangents):
+def _causal_softmax_jvp(window, primals, tangents):
     """The tangent is p (ds - sum p ds); p is 0 where a key is hidden."""
-    probabilities = checkpoint_name(causal_softmax(*primals), "probabilities")
+    probabilities = checkpoint_name(causal_softmax(*primals, window), "probabilities")
     p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
     return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
 
@@ -73,6 +85,7 @@ def causal_attention(
     drop: Callable[[jax.Array], jax.Array],
     constrain: Constrain = identity,
     document: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
 
@@ -83,24 +96,27 @@ def causal_attention(
       drop: dropout on the probabilities.
       constrain: (x, *logical axes) -> x, a sharding constraint.
       document: number of each token's document, [b, s], if tokens attend to their own document only.
+      window: latest tokens that a token attends to, itself included (2310.06825); None: all before it.
 
     Returns:
       [b, s, g, a/g, d].
     """
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
-    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document)), value)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document, window)), value)
 
 
 class Kernel(NamedTuple):
     """An implementation of attention, on the heads and the part of the sequence that a device has.
 
     Attributes:
-      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, d], causal) -> (output [b, s, a, d], statistics
-        [b, a, s]). Statistics are the fp32 logarithm of the sum over keys of exp(score), score = query key / sqrt(d).
-        `causal` hides keys after their query (then s = t); otherwise all queries see all keys.
-      backward: (query, key, value, output, statistics, gradient of the output, causal) -> gradients of query, key and
-        value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
+      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, d], causal, first) -> (output [b, s, a, d],
+        statistics [b, a, s]). Statistics are the fp32 logarithm of the sum over keys of exp(score), score =
+        query key / sqrt(d). `causal` hides keys after their query (then s = t). `first`, int32 [b, s] and not decreasing
+        along s, hides keys before first[query]; None hides none. A query that sees no key has output 0 and statistics
+        HIDDEN_SCORE.
+      backward: (query, key, value, output, statistics, gradient of the output, causal, first) -> gradients of query, key
+        and value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
         these keys' part, which is what ring attention sums.
     """
 
@@ -109,44 +125,92 @@ class Kernel(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def fused_attention(query: jax.Array, key: jax.Array, value: jax.Array, kernel: Kernel) -> jax.Array:
+def fused_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, kernel: Kernel, document: jax.Array | None = None
+) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value over the keys up to each query; needs a mesh with a "tensor" axis set.
 
     Args:
       query: [b, s, g, n, d], groups split over tensor.
       key: [b, s, g, d], likewise.
       value: [b, s, g, d], likewise.
-      kernel: CUDNN or XLA.
+      kernel: one of this module's, or ring attention.
+      document: int32 [b, s], the place in the sample of the first token of each token's document (`document_starts`), if
+        tokens attend to their own document only.
 
     Returns:
       [b, s, g, n, d], named "context" where it is differentiated.
     """
-    return _forward(query, key, value, kernel)[0]
+    return _forward(query, key, value, kernel, document)[0]
 
 
-def _forward(query, key, value, kernel):
-    def local(query, key, value):
-        output, statistics = kernel.forward(join_heads(query), key, value, True)
+def _forward(query, key, value, kernel, document):
+    def local(query, key, value, document):
+        output, statistics = kernel.forward(join_heads(query), key, value, True, document)
         return output.reshape(query.shape), statistics
 
-    specs = dict(in_specs=HEADS, out_specs=(HEADS, STATISTICS))
-    kept = jax.shard_map(local, axis_names={AXIS}, **specs)(query, key, value)
-    output, statistics = map(checkpoint_name, kept, NAMES)
-    return output, (query, key, value, output, statistics)
+    specs = (HEADS, HEADS, HEADS, P()), (HEADS, STATISTICS)
+    output, statistics = map(checkpoint_name, _by_heads(local, *specs)(query, key, value, document), NAMES)
+    return output, (query, key, value, output, statistics, document)
 
 
 def _backward(kernel, residuals, gradient):
-    def local(query, key, value, output, statistics, gradient):
+    def local(query, key, value, output, statistics, document, gradient):
         joined = map(join_heads, (query, output, gradient))
         query_, output, gradient = joined
-        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, True)
+        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, True, document)
         return dq.reshape(query.shape), dk, dv
 
-    specs = dict(in_specs=(*[HEADS] * 4, STATISTICS, HEADS), out_specs=HEADS)
-    return jax.shard_map(local, axis_names={AXIS}, **specs)(*residuals, gradient)
+    return *_by_heads(local, (*[HEADS] * 4, STATISTICS, P(), HEADS), (HEADS,) * 3)(*residuals, gradient), None
+
+
+def _by_heads(local: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
+    """`local` on each tensor rank's heads; its results vary over the manual mesh axes over which the first argument does.
+
+    Inside, jax does not check over which axes values vary: Pallas's interpreter would not pass. The derivative, which the
+    check is for, is written out above.
+    """
+    run = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False)
+
+    def with_axes(query, *others):
+        axes = varying_axes(query)
+        vary = lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying")  # noqa: E731
+        return tuple(map(vary, run(query, *others)))
+
+    return with_axes
 
 
 fused_attention.defvjp(_forward, _backward)
+
+
+def document_starts(document: jax.Array) -> jax.Array:
+    """The place of the first token of each token's document, int32 [..., s].
+
+    Args:
+      document: [..., s], a number that differs between neighbouring documents: each document's number, or its start.
+    """
+    place = lax.broadcasted_iota(jnp.int32, document.shape, document.ndim - 1)
+    begins = document != jnp.roll(document, 1, -1)
+    return lax.cummax(jnp.where(begins, place, 0), axis=document.ndim - 1)
+
+
+def with_window(kernel: Kernel, window: int | None) -> Kernel:
+    """The kernel for queries that see the last `window` keys only, themselves included; causal only."""
+    if window is None:
+        return kernel
+
+    def both(query, first):
+        start = jnp.maximum(jnp.arange(query.shape[1], dtype=jnp.int32) - (window - 1), 0)[None]
+        return jnp.broadcast_to(start, query.shape[:2]) if first is None else jnp.maximum(start, first)
+
+    def forward(query, key, value, causal, first=None):
+        return kernel.forward(query, key, value, causal, both(query, first))
+
+    def backward(query, *arguments):
+        *others, first = arguments
+        return kernel.backward(query, *others, both(query, first))
+
+    return Kernel(forward, backward)
 
 
 def join_heads(x: jax.Array) -> jax.Array:
@@ -157,29 +221,31 @@ def join_heads(x: jax.Array) -> jax.Array:
 # XLA's own kernel: it materializes the scores of its queries and keys. For tests, and for ring attention's pieces.
 
 
-def _probabilities(query, key, causal, statistics=None):
+def _probabilities(query, key, causal, first, statistics=None):
     """exp(score - statistics), fp32 [b, g, n, s, t], and the statistics [b, g, n, s]."""
     grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1]) * query.shape[-1] ** -0.5
     scores = jnp.einsum("bsgnd,btgd->bgnst", grouped, key, preferred_element_type=jnp.float32)
-    if causal:
-        row, column = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-        scores = jnp.where(column <= row, scores, HIDDEN_SCORE)
+    row, column = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    seen = column <= row if causal else np.ones((1, 1), bool)
+    if first is not None:
+        seen = (seen & (column >= first[..., None]))[:, None, None]
+    scores = jnp.where(seen, scores, HIDDEN_SCORE)
     if statistics is None:
-        statistics = jax.nn.logsumexp(scores, axis=-1)
-    return jnp.exp(scores - statistics[..., None]), statistics
+        statistics = jnp.maximum(jax.nn.logsumexp(scores, axis=-1), HIDDEN_SCORE)
+    return jnp.where(seen, jnp.exp(scores - statistics[..., None]), 0), statistics
 
 
-def _xla_forward(query, key, value, causal):
-    probabilities, statistics = _probabilities(query, key, causal)
+def _xla_forward(query, key, value, causal, first=None):
+    probabilities, statistics = _probabilities(query, key, causal, first)
     output = jnp.einsum("bgnst,btgd->bsgnd", probabilities.astype(value.dtype), value)
     return output.reshape(query.shape), statistics.reshape(len(query), -1, query.shape[1])
 
 
-def _xla_backward(query, key, value, output, statistics, gradient, causal):
+def _xla_backward(query, key, value, output, statistics, gradient, causal, first=None):
     groups, fp32 = key.shape[2], jnp.float32
     split = lambda x: x.reshape(*x.shape[:2], groups, -1, x.shape[-1])  # noqa: E731
     statistics = statistics.reshape(len(query), groups, -1, query.shape[1])
-    p, _ = _probabilities(query, key, causal, statistics)
+    p, _ = _probabilities(query, key, causal, first, statistics)
     dv = jnp.einsum("bgnst,bsgnd->btgd", p.astype(value.dtype), split(gradient), preferred_element_type=fp32)
     dp = jnp.einsum("bsgnd,btgd->bgnst", split(gradient), value, preferred_element_type=fp32)
     along = jnp.einsum("bsgnd,bsgnd->bgns", split(gradient), split(output), preferred_element_type=fp32)
@@ -190,65 +256,120 @@ def _xla_backward(query, key, value, output, statistics, gradient, causal):
 
 
 XLA = Kernel(_xla_forward, _xla_backward)
+PALLAS = Kernel(flash_forward, flash_backward)  # Triton's, on NVIDIA GPUs
+INTERPRETED = Kernel(partial(flash_forward, interpret=True), partial(flash_backward, interpret=True))  # on any device
 
 
-CUDNN = Kernel(cudnn_attention_forward, cudnn_attention_backward)
+def cudnn_kernel(window: int | None = None) -> Kernel:
+    """cuDNN's, for queries that see the last `window` keys only, if it is given; it has no `first`."""
+
+    def forward(query, key, value, causal, first=None):
+        assert first is None, "cuDNN's kernel has no document mask"
+        return cudnn_attention_forward(query, key, value, causal, window)
+
+    def backward(query, key, value, output, statistics, gradient, causal, first=None):
+        return cudnn_attention_backward(query, key, value, output, statistics, gradient, causal, window)
+
+    return Kernel(forward, backward)
+
+
+CUDNN = cudnn_kernel()
 
 
 class Choice(NamedTuple):
     """The attention of a run.
 
     Attributes:
-      name: "xla" or "cudnn".
+      name: "xla", "cudnn" or "pallas".
       reason: why, as printed at the start.
+      window: the sliding window, or None.
+      interpreted: whether Pallas's kernel has to run in its interpreter.
     """
 
     name: str
     reason: str
+    window: int | None = None
+    interpreted: bool = False
 
 
 def choose_attention(
-    requested: str, *, head_size: int, dropout: float, precision: str, device: jax.Device, cudnn: bool | None = None
+    requested: str,
+    *,
+    head_size: int,
+    dropout: float,
+    precision: str,
+    device: jax.Device,
+    cudnn: bool | None = None,
+    window: int | None = None,
+    documents: bool = False,
+    context: int = 1,
 ) -> Choice:
-    """The attention that runs: the requested one, or for "auto" cuDNN's wherever it is supported.
+    """The attention that runs: the requested one; for "auto" cuDNN's where it can, else Pallas's where it can, else XLA's.
 
     Args:
-      requested: auto, xla or cudnn.
+      requested: auto, xla, cudnn or pallas.
       head_size: elements of a head.
-      dropout: of the model; cuDNN draws its own mask, which depends on the mesh, so dropout needs XLA's attention.
+      dropout: of the model; fused kernels draw no mask that is the same on every mesh, so dropout needs XLA's attention.
       precision: bf16, fp16 or fp32.
       device: one of the mesh's; it may belong to a topology that is only compiled for.
       cudnn: whether the cuDNN library is installed; None: found out here.
+      window: the model's sliding window, if it has one.
+      documents: whether tokens attend to their own document only.
+      context: ranks that share a sample.
 
     Raises:
-      ConfigError: cudnn was requested and cannot run: why, and which option to pass.
+      ConfigError: a fused kernel was requested and cannot run: why, and which option to pass.
     """
     if requested == "xla":
-        return Choice("xla", "as requested")
-    problem = _cudnn_problem(head_size, dropout, precision, device, cudnn)
+        return Choice("xla", "as requested", window)
+    neither = _kernel_problem(head_size, dropout, precision, device)
+    problem = neither or _cudnn_problem(head_size, device, cudnn) or _mask_problem(documents, window, context)
+    if requested == "pallas":
+        if device.platform != "gpu" and dropout == 0:
+            return Choice("pallas", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
+        if neither:
+            raise ConfigError(f"attention = pallas, but {neither}: pass --attention xla or --attention auto.")
+        return Choice("pallas", "as requested", window)
     if problem is None:
-        return Choice("cudnn", "as requested" if requested == "cudnn" else "the fastest that these devices have")
+        reason = "as requested" if requested == "cudnn" else "the fastest that these devices have"
+        return Choice("cudnn", reason, window)
     if requested == "cudnn":
         raise ConfigError(f"attention = cudnn, but {problem}: pass --attention xla or --attention auto.")
-    return Choice("xla", problem)
+    return Choice("xla" if neither else "pallas", problem, window)
 
 
-def _cudnn_problem(head_size, dropout, precision, device, cudnn) -> str | None:
-    """Why cuDNN's attention cannot run; None if it can."""
+def _kernel_problem(head_size, dropout, precision, device) -> str | None:
+    """Why no fused kernel can run; None if Pallas's can."""
     capability = getattr(device, "compute_capability", "")
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return f"{device.device_kind} is not an NVIDIA GPU"
-    largest = 256 if float(capability) >= 9 else 128
     if float(capability) < 8:
-        return f"cuDNN needs compute capability 8.0 or more, and {device.device_kind} has {capability}"
+        return f"fused attention needs compute capability 8.0 or more, and {device.device_kind} has {capability}"
+    if head_size > LARGEST_HEAD:
+        return f"fused attention's head size is at most {LARGEST_HEAD}, and this is {head_size}"
+    if dropout > 0:
+        return f"fused attention cannot drop the same elements on every mesh, and dropout = {dropout}"
+    if precision == "fp32":
+        return "fused attention computes in bf16 or fp16, and precision = fp32"
+    return None
+
+
+def _cudnn_problem(head_size, device, cudnn) -> str | None:
+    """Why cuDNN's attention cannot run where Pallas's can; None if it can."""
+    largest = LARGEST_HEAD if float(device.compute_capability) >= 9 else 128
     if head_size > largest or head_size % 8:
         return f"cuDNN's head size is a multiple of 8 up to {largest} on {device.device_kind}, and this is {head_size}"
-    if dropout > 0:
-        return f"cuDNN cannot drop the same elements on every mesh, and dropout = {dropout}"
-    if precision == "fp32":
-        return "cuDNN computes in bf16 or fp16, and precision = fp32"
     if not (cudnn_installed() if cudnn is None else cudnn):
         return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
+    return None
+
+
+def _mask_problem(documents, window, context) -> str | None:
+    """Why cuDNN's kernel cannot hide the keys that this run hides; None if it can."""
+    if documents:
+        return "cuDNN's kernel has no document mask, which --reset-attention-mask needs"
+    if window is not None and context > 1:
+        return f"cuDNN's kernel has no sliding window between the pieces of context = {context} ranks"
     return None
 
 

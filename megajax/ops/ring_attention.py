@@ -15,6 +15,9 @@ Of the two pieces received from an earlier rank, the first is before both local 
 a later rank are both before the second local piece and after the first. In both cases two of the four products of pieces
 are unmasked and two are skipped: every rank computes 2C + 1 products of pieces, an equal share of (2C)(2C + 1) / 2.
 
+A document mask or a sliding window hides keys before `first` of each query, a place in the sample. For a product with a
+piece, the piece's own start is subtracted from it, so that only the queries' rank has to know their documents.
+
 One rank sends (C - 1) 2 b (s/C) g d elements per layer forward, and twice that backward, divided by the tensor size.
 
 The ranks of a sample are neighbours on the mesh's data axis, which context parallelism makes C times as long: as in data
@@ -30,11 +33,10 @@ import numpy as np
 from jax import lax
 
 from megajax.config import ConfigError
-from megajax.ops.attention import Kernel
+from megajax.ops.attention import Kernel, document_starts
+from megajax.ops.flash_attention import HIDDEN_SCORE
 
 __all__ = ["ring_attention", "select_owner_rank", "split_batch", "zigzag"]
-
-NOTHING = -1e30  # statistics of a softmax over no keys; finite, so that no difference of two can make a NaN
 
 
 def zigzag(length: int, ranks: int) -> np.ndarray:
@@ -57,21 +59,21 @@ def zigzag(length: int, ranks: int) -> np.ndarray:
 def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[str, jax.Array]:
     """A batch with one row for each sample and context rank; a replica's context ranks are neighbours.
 
+    "document" becomes the start of each token's document (`document_starts`), whatever numbers the documents had.
+
     Args:
       batch: arrays [microbatches, data * samples, sequence], or without the last axis, which are copied to all ranks.
       data: replicas.
       context: ranks that share a sample; twice their number must divide its sequence (see `zigzag`).
 
     Returns:
-      Arrays [microbatches, data * context * samples, sequence / context], and "positions", the tokens' in the sample.
+      Arrays [microbatches, data * context * samples, sequence / context]; also "places", the tokens' in the sample, and
+      "positions", which are the places if the batch has no others.
     """
+    if "document" in batch:
+        batch = {**batch, "document": document_starts(batch["document"])}
     if context == 1:
         return batch
-    if "positions" in batch or "document" in batch:
-        raise ConfigError(
-            f"--reset-position-ids and --reset-attention-mask need all tokens of a sample on one rank, and context = "
-            f"{context} splits them: pass --context 1."
-        )
     microbatches, rows, length = batch["tokens"].shape
     samples, positions = rows // data, zigzag(length, context)
 
@@ -84,7 +86,7 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
         return parts.reshape(microbatches, data * context * samples, *parts.shape[4:])
 
     places = jnp.tile(jnp.asarray(positions, jnp.int32).repeat(samples, 0), (microbatches, data, 1))
-    return {name: split(array) for name, array in batch.items()} | {"positions": places}
+    return {"positions": places, **{name: split(array) for name, array in batch.items()}, "places": places}
 
 
 def select_owner_rank(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
@@ -109,8 +111,10 @@ def select_owner_rank(rows: jax.Array, position: jax.Array, length: int, data: i
     return by_rank[replica, owner, sample].reshape(-1, *rows.shape[1:])
 
 
-def ring_attention(kernel: Kernel, axis_name: str, ranks: int) -> Kernel:
+def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | None = None) -> Kernel:
     """The kernel for a sequence that `ranks` neighbours on a mesh axis share as `zigzag` says; causal only.
+
+    Its `first` has places in the whole sample, of the local queries.
 
     Call it inside a `shard_map` that is manual over `axis_name`, whose size `ranks` must divide. All ranks of the mesh must
     reach it: each one sends.
@@ -119,16 +123,17 @@ def ring_attention(kernel: Kernel, axis_name: str, ranks: int) -> Kernel:
       kernel: multiplies pieces: twice the samples, with half of a rank's sequence.
       axis_name: the mesh axis.
       ranks: C; not 1.
+      window: keys that a query sees, the last ones, itself included; None: all.
     """
-    ring = _Ring(axis_name, ranks)
-    return Kernel(partial(_forward, kernel, ring), partial(_backward, kernel, ring))
+    ring = _Ring(kernel, axis_name, ranks, window)
+    return Kernel(partial(_forward, ring), partial(_backward, ring))
 
 
 class _Ring:
-    """The routes of the sends: rings of `ranks` neighbours on a mesh axis."""
+    """The kernel of pieces, the routes of the sends (rings of `ranks` neighbours on a mesh axis), and the window."""
 
-    def __init__(self, axis_name: str, ranks: int):
-        self.axis_name, self.ranks = axis_name, ranks
+    def __init__(self, kernel: Kernel, axis_name: str, ranks: int, window: int | None):
+        self.kernel, self.axis_name, self.ranks, self.window = kernel, axis_name, ranks, window
 
     def send(self, *arrays: jax.Array) -> list[jax.Array]:
         """The arrays of the previous rank."""
@@ -139,6 +144,34 @@ class _Ring:
     def is_earlier(self, step: int) -> jax.Array:
         """Whether the pieces received after `step` sends come from a rank before this one."""
         return lax.axis_index(self.axis_name) % self.ranks >= step
+
+    def starts(self, step: int, length: int) -> tuple[jax.Array, jax.Array]:
+        """The places of the first tokens of the two pieces, of `length` tokens, received after `step` sends."""
+        rank = (lax.axis_index(self.axis_name) - step) % self.ranks
+        return rank * length, (2 * self.ranks - 1 - rank) * length
+
+    def first_keys(self, first: jax.Array | None, query: jax.Array) -> list[jax.Array] | None:
+        """The place of the first key that each local query sees, by piece: from its document and the window."""
+        length = query.shape[1] // 2
+        if self.window is not None:
+            places = jnp.concatenate([start + jnp.arange(length) for start in self.starts(0, length)])
+            reach = jnp.broadcast_to(places - (self.window - 1), query.shape[:2])
+            first = reach if first is None else jnp.maximum(first, reach)
+        return None if first is None else _halves(first.astype(jnp.int32))
+
+    def first_local(self, pieces: list[jax.Array] | None) -> jax.Array | None:
+        """`first` of all local queries among the local keys: how many local keys are before it."""
+        if pieces is None:
+            return None
+        first, length = jnp.concatenate(pieces, 1), pieces[0].shape[1]
+        return sum(jnp.clip(first - start, 0, length) for start in self.starts(0, length))
+
+    def first_of_pairs(self, pieces: list[jax.Array] | None, choose: Callable, step: int) -> jax.Array | None:
+        """`first` in the two products of `_pairs`, among the keys of the received pieces."""
+        if pieces is None:
+            return None
+        (early, late), (first, second) = pieces, self.starts(step, pieces[0].shape[1])
+        return jnp.concatenate([late - first, choose(early - first, late - second)])
 
 
 def _halves(x: jax.Array, axis: int = 1) -> list[jax.Array]:
@@ -163,31 +196,34 @@ def _merge(output, statistics, new_output, new_statistics):
     return output * share(statistics) + new_output * share(new_statistics), total
 
 
-def _forward(kernel, ring, query, key, value, causal):
-    """First the local pieces, the only ones with a mask; then the received ones, while the next are being sent."""
+def _forward(ring, query, key, value, causal, first=None):
+    """First the local pieces, the only ones with a causal mask; then the received ones, while the next are being sent."""
     assert causal, "the zigzag order is for causal masks"
-    received = (key, value)
+    received, seen = (key, value), ring.first_keys(first, query)
     for step in range(ring.ranks):
         here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
         if step == 0:
-            output, statistics = kernel.forward(query, *here, True)
+            output, statistics = ring.kernel.forward(query, *here, True, ring.first_local(seen))
             outputs, sums = _halves(output.astype(jnp.float32)), _halves(statistics, 2)
             continue
         earlier = ring.is_earlier(step)
-        pairs = _pairs(partial(jnp.where, earlier), [_halves(query)], [_halves(x) for x in here])
-        (sure, other), (sure_sum, other_sum) = map(partial(_halves, axis=0), kernel.forward(*pairs, False))
-        of_first, of_second = (jnp.where(flag, other_sum, NOTHING) for flag in (earlier, ~earlier))
+        choose = partial(jnp.where, earlier)
+        pairs = _pairs(choose, [_halves(query)], [_halves(x) for x in here])
+        new = ring.kernel.forward(*pairs, False, ring.first_of_pairs(seen, choose, step))
+        (sure, other), (sure_sum, other_sum) = map(partial(_halves, axis=0), new)
+        of_first, of_second = (jnp.where(flag, other_sum, HIDDEN_SCORE) for flag in (earlier, ~earlier))
         outputs[0], sums[0] = _merge(outputs[0], sums[0], other, of_first)
         outputs[1], sums[1] = _merge(outputs[1], sums[1], sure, sure_sum)
         outputs[1], sums[1] = _merge(outputs[1], sums[1], other, of_second)
     return jnp.concatenate(outputs, 1).astype(query.dtype), jnp.concatenate(sums, 2)
 
 
-def _backward(kernel, ring, query, key, value, output, statistics, gradient, causal):
+def _backward(ring, query, key, value, output, statistics, gradient, causal, first=None):
     """Gradients of keys and values are sent with them, accumulated on every rank, and return to their own rank."""
     assert causal
     here, ours = (key, value), (query, output, gradient)
-    own = kernel.backward(query, key, value, output, statistics, gradient, True)
+    seen = ring.first_keys(first, query)
+    own = ring.kernel.backward(query, key, value, output, statistics, gradient, True, ring.first_local(seen))
     dq, moving = _halves(own[0].astype(jnp.float32)), own[1:]
     for step in range(1, ring.ranks):
         here, moving = ring.send(*here), ring.send(*moving)
@@ -198,7 +234,8 @@ def _backward(kernel, ring, query, key, value, output, statistics, gradient, cau
         )
         first, second = _halves(statistics, 2)
         sums = jnp.concatenate([second, choose(first, second)])
-        new = kernel.backward(queries, keys, values, outputs, sums, gradients, False)
+        pairs = ring.first_of_pairs(seen, choose, step)
+        new = ring.kernel.backward(queries, keys, values, outputs, sums, gradients, False, pairs)
         (sure, other), *of_keys = (_halves(x.astype(jnp.float32), 0) for x in new)
         dq = [dq[0] + choose(other, 0), dq[1] + sure + choose(0, other)]
         moving = [

@@ -211,8 +211,8 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--attention",
         default="auto",
-        choices=("auto", "xla", "cudnn"),
-        help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model's heads, else xla (default: auto)",
+        choices=("auto", "xla", "cudnn", "pallas"),
+        help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
     )
     for name in SHAPE:
         add(f"--{name.replace('_', '-')}", type=whole(), metavar="COUNT", help="instead of the preset's")

@@ -33,7 +33,7 @@ from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
-from megajax.estimate.gpus import GPUS, Gpu, find_gpu, is_fused, with_attention
+from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention import cudnn_installed
@@ -98,10 +98,10 @@ def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 def dry_run(
     run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900, save_hlo: str | None = None
 ) -> int:
-    """Compiles, prints the report, and returns the exit code; the run's attention is xla or cudnn (`with_attention`)."""
+    """Compiles, prints the report, and returns the exit code; the run's attention is not auto (`with_attention`)."""
     print(_title(run, gpu))
     compiling_here = compiling and has_compiler()
-    if compiling_here and is_fused(run.parallel) and not cudnn_installed():
+    if compiling_here and run.parallel.attention == "cudnn" and not cudnn_installed():
         run, cudnns = _with_xlas_attention(run), sum(bytes_per_device(run).values())
         print(_NO_CUDNN.format(saved=(sum(bytes_per_device(run).values()) - cudnns) / 1e9))
     modelled = bytes_per_device(run)
@@ -135,7 +135,7 @@ def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -
     Raises:
       ConfigError: the compiler is not installed, or refuses the program.
     """
-    if is_fused(run.parallel) and not cudnn_installed():
+    if run.parallel.attention == "cudnn" and not cudnn_installed():
         run = _with_xlas_attention(run)
     try:
         result = compile_for(run, gpu, timeout)

@@ -36,7 +36,7 @@ class Question:
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor".
-      attention: auto, xla or cudnn, as for a run.
+      attention: auto, xla, cudnn or pallas, as for a run.
     """
 
     model: Any
@@ -56,10 +56,10 @@ class Question:
 
     @property
     def resolved_attention(self) -> str:
-        """The attention that runs on this GPU: "xla" or "cudnn".
+        """The attention that runs on this GPU: "xla", "cudnn" or "pallas".
 
         Raises:
-          ConfigError: attention is cudnn, which does not support this model on this GPU.
+          ConfigError: a fused kernel is requested, which does not support this model on this GPU.
         """
         train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision)
         run = RunConfig(self.model, ParallelConfig(attention=self.attention), train)

@@ -7,6 +7,7 @@ each entry and names the jax versions on which it passed.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -35,6 +36,8 @@ __all__ = [
     "jaxlib_version",
     "manual_axes",
     "multihost_utils",
+    "pallas",
+    "pallas_call",
     "rebuild_vjp",
     "set_xla_metadata",
     "topologies",
@@ -154,22 +157,27 @@ def broken_host_offload() -> bool:
 # devices for what they support, not the mesh's, which may be of a topology that is only compiled for.
 
 
-def cudnn_attention_forward(query, key, value, causal: bool) -> tuple[jax.Array, jax.Array]:
-    """(output [b, s, a, d], fp32 logsumexp [b, a, s]) of query [b, s, a, d], key and value [b, t, g, d]."""
-    cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal)
+def cudnn_attention_forward(query, key, value, causal: bool, window: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """(output [b, s, a, d], fp32 logsumexp [b, a, s]) of query [b, s, a, d], key and value [b, t, g, d].
+
+    `causal` hides the keys after each query, and `window` those further back than the window - 1 before it.
+    """
+    cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal, window)
     return tuple(
         cudnn._dot_product_attention_fwd_impl(query, key, value, *absent, *score_mod, is_training=True, **settings)
     )
 
 
-def cudnn_attention_backward(query, key, value, output, logsumexp, gradient, causal: bool) -> tuple[jax.Array, ...]:
+def cudnn_attention_backward(
+    query, key, value, output, logsumexp, gradient, causal: bool, window: int | None = None
+) -> tuple[jax.Array, ...]:
     """Gradients of query, key and value, from the forward's results and the output's gradient."""
-    cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal)
+    cudnn, absent, score_mod, settings = _cudnn_arguments(query, causal, window)
     results = (logsumexp, output, gradient)
     return tuple(cudnn._dot_product_attention_bwd_impl(query, key, value, *absent, *results, *score_mod, **settings))
 
 
-def _cudnn_arguments(query, causal: bool):
+def _cudnn_arguments(query, causal: bool, window: int | None):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     settings = dict(
@@ -179,7 +187,7 @@ def _cudnn_arguments(query, causal: bool):
         variadic_args=(False, False),  # no bias, and no gradient of one
         mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=window,
     )
     absent = [jnp.zeros(0, query.dtype)] * 7  # bias, sequence lengths, offsets, page tables
     score_mod: tuple = ()
@@ -196,3 +204,52 @@ def cudnn_version() -> int | None:
         return cuda_versions.cudnn_get_version() if cuda_versions is not None else None
     except RuntimeError:
         return None
+
+
+@functools.cache
+def pallas() -> types.SimpleNamespace:
+    """What kernels for GPUs need of Pallas; it is imported when the first kernel is traced."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    return types.SimpleNamespace(
+        BlockSpec=pallas.BlockSpec, ds=pallas.ds, load=triton.load, program_id=pallas.program_id, store=triton.store
+    )
+
+
+def pallas_call(
+    kernel: Callable,
+    inputs: Sequence,
+    in_specs: Sequence,
+    results: Sequence,
+    out_specs: Sequence,
+    *,
+    grid: tuple[int, ...],
+    settings: dict[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Runs a Pallas-Triton kernel; inside `jax.shard_map` with check_vma=False.
+
+    Args:
+      kernel: (reference of each input, reference of each result) -> None.
+      inputs: arrays, or None, for which the kernel gets None.
+      in_specs: a BlockSpec for each of them.
+      results: (shape, type) of each result.
+      out_specs: a BlockSpec for each of them.
+      grid: numbers of programs.
+      settings: name, warps, and interpret: whether to run in Pallas's interpreter, which any device has.
+    """
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    if settings["interpret"]:  # without the check new values have no manual axes; the interpreter's inputs may have none
+        inputs = [x if x is None else jax.lax.add(x, jnp.zeros((), x.dtype)) for x in inputs]
+    return pallas.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[spec if x is not None else None for x, spec in zip(inputs, in_specs, strict=True)],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results],
+        out_specs=out_specs,
+        compiler_params=triton.CompilerParams(num_warps=settings["warps"], num_stages=2),
+        interpret=settings["interpret"],
+        name=settings["name"],
+    )(*inputs)

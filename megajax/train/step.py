@@ -22,7 +22,7 @@ from megajax.config import RunConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
-from megajax.models.interface import PipelineModel, model_class
+from megajax.models.interface import PipelineModel, batch_shapes, model_class
 from megajax.models.remat import grouped
 from megajax.ops.ring_attention import select_owner_rank, split_batch
 from megajax.pipeline import pipedream_2bw
@@ -128,7 +128,7 @@ class Training:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
         rows = (self.run.microbatches, self.run.parallel.microbatch_size * self.run.parallel.data)
         whole = lambda sample: jax.ShapeDtypeStruct((*rows, *sample.shape), sample.dtype)  # noqa: E731
-        return self.state_shapes, {name: whole(sample) for name, sample in self.model.batch_shapes().items()}
+        return self.state_shapes, {name: whole(sample) for name, sample in batch_shapes(self.run, self.model).items()}
 
     def init_state(self) -> TrainState:
         """Fresh parameters and optimizer state, created sharded."""
@@ -292,7 +292,7 @@ class Training:
         model, functions = self._evaluation()
 
         def collect(shared, y, microbatch):
-            here = microbatch["position"][:, None] == microbatch.get("positions", jnp.arange(y.shape[1]))
+            here = microbatch["position"][:, None] == microbatch.get("places", jnp.arange(y.shape[1]))
             return model.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
 
         logits = self.forward(functions, collect, params, batch)[0, :, : model.vocabulary]
@@ -301,7 +301,7 @@ class Training:
 
     def _model(self, training: bool) -> PipelineModel:
         dtype = compute_dtype(self.run.train.precision)
-        context = model_context(self.run, self.rules, self.schedule, self.attention.name, dtype, training)
+        context = model_context(self.run, self.rules, self.schedule, self.attention, dtype, training)
         return self.model_class(self.run.model, context)
 
     def _evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:

@@ -185,7 +185,7 @@ class Replay:
     # The functions below are traced.
 
     def _statistics(self, x: jax.Array, microbatch: Tree) -> jax.Array:
-        return sketch(x, 1, microbatch["positions"] if self.run.parallel.context > 1 else None)
+        return sketch(x, 1, microbatch["places"] if self.run.parallel.context > 1 else None)
 
     def _sketches_of_state(self, state: TrainState) -> dict[str, jax.Array]:
         parts = {name: getattr(state, name) for name in ("params", "optimizer_state", "loss_scale")}

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.hlo import read
 from megajax.estimate.hlo_parser import computations
 from megajax.estimate.kernels import kernel_of
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Rates, account, rates_of
@@ -122,6 +123,39 @@ def test_a_kernel_counts_what_it_touches():
             if kernel := kernel_of(line, types, modules):
                 found[kernel.name] = (kernel.kind, kernel.read, kernel.written)
     assert found == KERNELS
+
+
+ATTENTION = """HloModule m, is_scheduled=true
+
+ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,64,4,16]) -> bf16[2,64,8,16] {
+  %q = bf16[2,64,8,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,64,4,16]{3,2,1,0} parameter(1)
+  %first = s32[2,64]{1,0} constant({...})
+  %one = (bf16[2,64,8,16]{3,2,1,0}, f32[2,8,64]{2,1,0}) custom-call(%q, %k, %k, %first), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/B/flash_attention_forward/pallas_call"}, backend_config={grid_x = 1 : i32, ir = "ML\\EFR\\0D(calls=%x)"}
+  %two = (bf16[2,64,4,16]{3,2,1,0}, bf16[2,64,4,16]{3,2,1,0}) custom-call(%q, %k, %k, %q, %first), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/B/flash_attention_backward_key_value/pallas_call"}
+  %three = (bf16[2,8,64,16]{3,1,2,0}, f32[2,8,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"sliding_window_length": 0}}
+  %four = (bf16[2,8,64,16]{3,1,2,0}, f32[2,8,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": {"sliding_window_length": 10}}
+  ROOT %last = bf16[2,64,8,16]{3,2,1,0} get-tuple-element(%one), index=0
+}
+"""  # noqa: E501
+
+
+def test_attention_kernels_are_priced_by_the_scores_that_causal_masks_and_windows_leave():
+    modules, entry = computations(ATTENTION)
+    types = {line.name: line.type for line in modules[entry]}
+    kernels = [kernel_of(line, types, modules) for line in modules[entry] if line.op == "custom-call"]
+    assert {kernel.kind for kernel in kernels} == {"attention"}
+    product = 2 * 2 * 8 * 64 * 64 * 16  # of the whole square
+    in_window = sum(min(row + 1, 10) for row in range(64)) / (64 * 65 / 2)
+    want = [2 * product, 4 * product, 2 * product, 5 * product * in_window]
+    assert [kernel.flops for kernel in kernels] == pytest.approx(want, rel=0.02)  # a diagonal counts as half here
+    assert kernels[0].read == 2 * (2 * 64 * 16) * (8 + 4 + 4) + 4 * 2 * 64
+    assert read(ATTENTION).kernels == {
+        "flash_attention_forward": 1,
+        "flash_attention_backward_key_value": 1,
+        "__cudnn$fmhaSoftmax": 1,
+        "__cudnn$fmhaSoftmaxBackward": 1,
+    }
 
 
 def test_times_of_known_and_dynamic_loops():

@@ -1,5 +1,6 @@
 """Documents packed in a sample, with positions and attention reset, compared with one document per sample."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,8 @@ from megajax.models.interface import mean_loss
 from tests import small
 
 MODELS = pytest.mark.parametrize("model", [small.MODEL, small.LLAMA], ids=["gpt", "llama"])
+TINY = dataclasses.replace(small.LLAMA, layers=2)
+WINDOW = dataclasses.replace(small.LLAMA, layers=4, sliding_window=5)
 END = 0
 
 
@@ -44,17 +47,27 @@ def wanted(model):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(small.busy_params(model)))
 
 
-@pytest.mark.slow
+RUNS = {
+    "gpt": (small.MODEL, (2, 2, 2), {"schedule": "interleaved_1f1b", "chunks": 2}),
+    "llama": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none"}),
+    "pallas": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none", "attention": "pallas"}),
+    "pallas, window": (WINDOW, (1, 2, 2), {"recompute": "full", "attention": "pallas"}),
+    "context": (small.MODEL, (1, 2, 2), {"chunks": 2, "context": 2, "attention": "xla"}),
+    "context, window": (WINDOW, (2, 1, 1), {"schedule": "gpipe", "context": 4, "attention": "xla"}),
+    "context, tiny": (TINY, (1, 1, 1), {"schedule": "gpipe", "context": 2, "attention": "xla"}),
+    "context, pallas": (TINY, (1, 2, 1), {"context": 2, "attention": "pallas"}),
+    "context, pallas, window": (WINDOW, (1, 1, 2), {"schedule": "gpipe", "context": 4, "attention": "pallas"}),
+}
+QUICK = ("context, tiny",)
+
+
 @pytest.mark.parametrize(
-    ("model", "mesh", "schedule", "chunks", "recompute"),
-    [
-        (small.MODEL, (2, 2, 2), "interleaved_1f1b", 2, "selective"),
-        (small.LLAMA, (1, 2, 2), "zb_h1", 1, "none"),
-    ],
-    ids=["gpt", "llama"],
+    ("model", "mesh", "options"),
+    [pytest.param(*run, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, run in RUNS.items()],
 )
-def test_packed_documents_equal_separate_documents(model, mesh, schedule, chunks, recompute):
-    run = small.make_run(mesh, schedule=schedule, chunks=chunks, model=model, recompute=recompute)
+def test_packed_documents_equal_separate_documents(model, mesh, options):
+    """Of a document that is alone in its sample, no token sees another document; the unpipelined model, XLA's attention."""
+    run = small.make_run(mesh, model=model, **options)
     training = small.training_of(run)
     loss, gradients = training.loss_and_gradients(small.place(training, small.busy_params(model)), packed(run))
     want_loss, want = wanted(model)

@@ -1,6 +1,7 @@
-"""Fused attention: its interface with XLA's kernel on CPU devices, cuDNN's kernel in programs compiled for H100s."""
+"""Fused attention: its interface on CPU devices, and the kernels of programs that are compiled for H100s."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate import hlo
-from megajax.ops.attention import XLA, causal_attention, choose_attention, fused_attention
+from megajax.ops.attention import (
+    INTERPRETED,
+    XLA,
+    causal_attention,
+    choose_attention,
+    document_starts,
+    fused_attention,
+    with_window,
+)
 from tests import gpu
 
 MANUAL = ("data", "pipe")
@@ -46,6 +55,40 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
         np.testing.assert_allclose(np.float32(got[0]), want_, rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.parametrize("kernel", [XLA, INTERPRETED], ids=["xla", "pallas"])
+@pytest.mark.parametrize(
+    ("documents", "window"),
+    [([[1, 1, 5, 5, 5, 5, 5, 5, 5, 7], [0] * 9 + [1]], None), (None, 3), ([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2, 4)],
+    ids=["documents", "window", "both"],
+)
+def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_map(kernel, documents, window):
+    """Two groups of two heads, split over tensor; a document ends after every number that changes."""
+    mesh = jax.make_mesh((2, 2, 2), (*MANUAL, "tensor"), axis_types=(AxisType.Auto,) * 3)
+    draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
+    query, gradient, key, value = (draw(seed, 2, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
+    numbers = None if documents is None else jnp.array(documents, jnp.int32)
+    plain = partial(causal_attention, drop=lambda p: p, document=numbers, window=window)
+    output, vjp = jax.vjp(plain, query, key, value)
+    want = (output, *vjp(gradient))
+
+    def step(numbers, *arrays):
+        query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in arrays)
+        starts = None if numbers is None else document_starts(numbers)
+        attend = lambda *arrays: fused_attention(*arrays, with_window(kernel, window), starts)  # noqa: E731
+        output, vjp = jax.vjp(attend, query, key, value)
+        return jax.tree.map(lambda a: a[None], (output, *vjp(gradient)))
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("pipe", "data"), axis_names=set(MANUAL))
+    sharding = NamedSharding(mesh, P("data", None, "tensor"))
+    sharded = [jax.device_put(a, sharding) for a in (query, key, value, gradient)]
+    for got, want_ in zip(jax.jit(run)(numbers, *sharded), want, strict=True):
+        np.testing.assert_allclose(got[0], want_, rtol=1e-5, atol=1e-5)
+
+
+def test_document_starts():
+    assert document_starts(jnp.array([[3, 3, 3], [0, 1, 0], [0, 1, 1]])).tolist() == [[0, 0, 0], [0, 1, 2], [0, 1, 1]]
+
+
 @dataclasses.dataclass
 class Device:
     platform: str = "gpu"
@@ -53,6 +96,7 @@ class Device:
     compute_capability: str = "9.0"
 
 
+CPU = Device("cpu", "cpu", "")
 A100 = Device(device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
 FITS = dict(head_size=128, dropout=0.0, precision="bf16", device=Device(), cudnn=True)
 
@@ -69,22 +113,45 @@ def test_auto_takes_cudnn_where_it_runs(case):
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ({"head_size": 264}, "a multiple of 8 up to 256 on NVIDIA H100 80GB HBM3, and this is 264"),
-        ({"head_size": 160, "device": A100}, "a multiple of 8 up to 128 on NVIDIA A100-SXM4-80GB, and this is 160"),
-        ({"head_size": 100}, "a multiple of 8"),
+        ({"head_size": 264}, "at most 256, and this is 264"),
         ({"dropout": 0.1}, "cannot drop the same elements on every mesh, and dropout = 0.1"),
         ({"precision": "fp32"}, "computes in bf16 or fp16, and precision = fp32"),
-        ({"device": Device("cpu", "cpu", "")}, "cpu is not an NVIDIA GPU"),
+        ({"device": CPU}, "cpu is not an NVIDIA GPU"),
         ({"device": Device("gpu", "MI300X", "gfx942")}, "MI300X is not an NVIDIA GPU"),
         ({"device": Device(device_kind="Tesla V100", compute_capability="7.0")}, "8.0 or more, and Tesla V100 has 7.0"),
-        ({"cudnn": False}, "the cuDNN library is not installed"),
     ],
 )
-def test_unsupported_cudnn_is_an_error_and_auto_explains_the_choice(case, why):
+def test_where_no_fused_kernel_runs_it_is_an_error_and_auto_explains_the_choice(case, why):
+    for name in ("cudnn", "pallas") if case != {"device": CPU} else ("cudnn",):
+        with pytest.raises(ConfigError, match=f"attention = {name}, but .*{why}.*: pass --attention xla"):
+            choose_attention(name, **FITS | case)
+    choice = choose_attention("auto", **FITS | case)
+    assert choice.name == "xla" and why in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"head_size": 160, "device": A100}, "a multiple of 8 up to 128 on NVIDIA A100-SXM4-80GB, and this is 160"),
+        ({"head_size": 100}, "a multiple of 8"),
+        ({"cudnn": False}, "the cuDNN library is not installed"),
+        ({"documents": True}, "no document mask, which --reset-attention-mask needs"),
+        ({"documents": True, "context": 2}, "no document mask"),
+        ({"window": 7, "context": 2}, "no sliding window between the pieces of context = 2 ranks"),
+    ],
+)
+def test_where_cudnn_does_not_run_pallas_does_and_auto_explains_the_choice(case, why):
     with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: pass --attention xla"):
         choose_attention("cudnn", **FITS | case)
     choice = choose_attention("auto", **FITS | case)
-    assert choice.name == "xla" and why in choice.reason
+    assert choice.name == "pallas" and why in choice.reason
+    assert choose_attention("pallas", **FITS | case).name == "pallas"
+
+
+def test_cudnn_has_windows_and_pallas_runs_in_its_interpreter_on_cpus():
+    assert choose_attention("auto", **FITS, window=7)[::2] == ("cudnn", 7)
+    choice = choose_attention("pallas", **FITS | {"device": CPU, "precision": "fp32"})
+    assert choice.interpreted and "interpreter: cpu is not an NVIDIA GPU" in choice.reason
 
 
 LARGE = gpu.LARGE
@@ -117,3 +184,33 @@ def test_compiled_for_h100s_the_kernel_works_in_a_ring():
     """A rank's own keys and one received block: the kernel runs twice in each direction."""
     text, _ = gpu.compile_step(LARGE, MICROBATCHES, tensor=2, context=2, attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": 2 * RUNS, "__cudnn$fmhaSoftmaxBackward": 2 * RUNS}
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_compiled_for_h100s_documents_have_a_kernel_without_scores():
+    """Pallas's: one forward and two backward. The stash holds what it holds for cuDNN's, and the documents' starts."""
+    shape = dataclasses.replace(LARGE, sequence_length=1536)  # equal to no width
+    text, peak = gpu.compile_step(shape, MICROBATCHES, documents=True)
+    kernels = ("forward", "backward_query", "backward_key_value")
+    assert hlo.read(text).kernels == {f"flash_attention_{kernel}": RUNS for kernel in kernels}
+    assert "1536,1536" not in text
+    cudnn, less = gpu.compile_step(shape, MICROBATCHES, attention="cudnn")
+    assert "1536,1536" not in cudnn and peak - less < 0.05 * less
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_compiled_for_h100s_documents_and_windows_in_a_ring():
+    shape = dataclasses.replace(LARGE, sliding_window=700)
+    text, _ = gpu.compile_step(shape, MICROBATCHES, documents=True, tensor=2, context=2)
+    kernels = ("forward", "backward_query", "backward_key_value")
+    assert hlo.read(text).kernels == {f"flash_attention_{kernel}": 2 * RUNS for kernel in kernels}
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_compiled_for_h100s_a_window_is_cudnns():
+    text, _ = gpu.compile_step(dataclasses.replace(LARGE, sliding_window=700), MICROBATCHES, attention="cudnn")
+    assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
+    assert text.count('"sliding_window_length": 700') == text.count('custom_call_target="__cudnn$fmha')

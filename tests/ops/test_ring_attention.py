@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate.hlo import collectives
-from megajax.ops.attention import XLA, causal_attention, fused_attention
+from megajax.ops.attention import INTERPRETED, XLA, causal_attention, document_starts, fused_attention
 from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
 
 SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
@@ -24,16 +24,18 @@ def inputs(scale=1.0, dtype=np.float32):
     return [np.asarray(jnp.asarray(a, dtype)) for a in (scale * query, scale * key, value, gradient)]
 
 
-def plainly(query, key, value, gradient):
+def plainly(query, key, value, gradient, **mask):
     """Output and gradients of attention on one device in fp32."""
     wide = [np.float32(a) for a in (query, key, value, gradient)]
-    plain = lambda *arrays: causal_attention(*arrays, lambda p: p)  # noqa: E731
+    plain = lambda *arrays: causal_attention(*arrays, lambda p: p, **mask)  # noqa: E731
     output, vjp = jax.vjp(plain, *wide[:3])
     return output, *vjp(wide[3])
 
 
-def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1):
+def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, window=None, kernel=XLA):
     """The same on `ranks` ranks of an axis; `groups` rings on it have the same samples. Returns the first ring's results."""
+    if document is not None:
+        arrays = [*arrays, np.asarray(document_starts(document))]
     places = zigzag(SEQUENCE, ranks)
     mesh = jax.make_mesh(
         (groups * ranks, tensor), (axis, "tensor"), (AxisType.Auto,) * 2, devices=_devices(groups * ranks * tensor)
@@ -41,10 +43,10 @@ def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1):
     shared = [
         np.tile(np.concatenate([a[:, place] for place in places], 1), (1, groups, *[1] * (a.ndim - 2))) for a in arrays
     ]
-    kernel = ring_attention(XLA, axis, ranks)
+    kernel = ring_attention(kernel, axis, ranks, window)
 
-    def local(query, key, value, gradient):
-        output, vjp = jax.vjp(lambda *arrays: fused_attention(*arrays, kernel), query, key, value)
+    def local(query, key, value, gradient, document=None):
+        output, vjp = jax.vjp(lambda *arrays: fused_attention(*arrays, kernel, document), query, key, value)
         return output, *vjp(gradient)
 
     spec = P(None, axis)
@@ -65,6 +67,42 @@ def test_equal_to_plain_attention(ranks, groups, tensor):
     arrays = inputs()
     got, _ = in_a_ring(ranks, arrays, "data" if groups > 1 else "context", groups, tensor)
     for got_, want in zip(got, plainly(*arrays), strict=True):
+        np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
+
+
+NUMBERS = np.cumsum(np.isin(np.arange(SEQUENCE), (1, 8, 9, 20, 28)), dtype=np.int32)
+DOCUMENTS = np.stack([NUMBERS, np.int32(np.arange(SEQUENCE) >= 17)])  # in, at and across the borders of pieces
+
+
+MASKS = {
+    "documents": {"document": DOCUMENTS},
+    "window 1": {"window": 1},
+    "window 6": {"window": 6},
+    "window 40": {"window": 40},
+    "both": {"document": DOCUMENTS, "window": 10},
+}
+RINGS = {
+    "xla, 2": (2, 1, 1, XLA),
+    "xla, 4": (4, 1, 2, XLA),
+    "pallas, 2": (2, 2, 1, INTERPRETED),
+    "pallas, 4": (4, 1, 2, INTERPRETED),
+}
+QUICK = [("xla, 4", "documents"), ("xla, 4", "window 6"), ("pallas, 2", "both")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "tensor", "kernel", "mask"),
+    [
+        pytest.param(*ring, mask, id=f"{name}, {kind}", marks=[] if (name, kind) in QUICK else pytest.mark.slow)
+        for name, ring in RINGS.items()
+        for kind, mask in MASKS.items()
+    ],
+)
+def test_documents_and_windows_equal_plain_attention(ranks, groups, tensor, kernel, mask):
+    arrays = inputs()
+    axis = "data" if groups > 1 else "context"
+    got, _ = in_a_ring(ranks, arrays, axis, groups, tensor, kernel=kernel, **mask)
+    for got_, want in zip(got, plainly(*arrays, **mask), strict=True):
         np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
 
 
@@ -121,9 +159,22 @@ def test_split_batch_by_hand():
     first, second = [0, 1, 6, 7], [2, 3, 4, 5]
     assert np.array(batch["sample"]).tolist() == [[0, 1, 0, 1, 2, 3, 2, 3]]
     assert np.array(batch["positions"]).tolist() == [[first, first, second, second] * 2]
+    assert np.array(batch["places"]).tolist() == np.array(batch["positions"]).tolist()
     want = [tokens[0, row][part] for row, part in [(0, first), (1, first), (0, second), (1, second)]]
     np.testing.assert_array_equal(batch["tokens"][0, :4], want)
     assert split_batch({"tokens": tokens}, data=2, context=1)["tokens"] is tokens
+
+
+def test_split_batch_keeps_positions_and_gives_the_start_of_each_document():
+    numbers = np.array([[[5, 5, 5, 6, 6, 9, 9, 9]]])
+    reset = np.array([[[0, 1, 2, 0, 1, 0, 1, 2]]])
+    tokens = np.zeros((1, 1, 8), int)
+    batch = split_batch({"tokens": tokens, "document": numbers, "positions": reset}, data=1, context=2)
+    assert np.array(batch["document"]).tolist() == [[[0, 0, 5, 5], [0, 3, 3, 5]]]
+    assert np.array(batch["positions"]).tolist() == [[[0, 1, 1, 2], [2, 0, 1, 0]]]
+    assert np.array(batch["places"]).tolist() == [[[0, 1, 6, 7], [2, 3, 4, 5]]]
+    whole = split_batch({"tokens": tokens, "document": numbers}, data=1, context=1)
+    assert np.array(whole["document"]).tolist() == [[[0, 0, 0, 3, 3, 5, 5, 5]]]
 
 
 def test_a_ring_inside_the_executors_shard_map_equals_plain_attention():

@@ -61,17 +61,48 @@ def test_coordination_service_of_a_single_process():
     assert service.coordinator_address is None
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_attention_takes_these_arguments(causal):
+@pytest.mark.parametrize("mask", [(True,), (False,), (True, 7)], ids=["causal", "none", "window"])
+def test_cudnn_attention_takes_these_arguments(mask):
     """Traced only: lowering needs the cuDNN library, see tests/ops/test_attention.py."""
     b, s, a, g, d = 2, 16, 4, 2, 64
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     query, key = of(b, s, a, d), of(b, s, g, d)
-    output, logsumexp = jax.eval_shape(lambda *arrays: compat.cudnn_attention_forward(*arrays, causal), query, key, key)
+    output, logsumexp = jax.eval_shape(lambda *arrays: compat.cudnn_attention_forward(*arrays, *mask), query, key, key)
     assert (output.shape, logsumexp.shape, logsumexp.dtype) == ((b, s, a, d), (b, a, s), jnp.float32)
     arrays = (query, key, key, output, logsumexp, output)
-    gradients = jax.eval_shape(lambda *arrays: compat.cudnn_attention_backward(*arrays, causal), *arrays)
+    gradients = jax.eval_shape(lambda *arrays: compat.cudnn_attention_backward(*arrays, *mask), *arrays)
     assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]
+
+
+def test_a_pallas_kernel_runs_in_the_interpreter_inside_a_shard_map():
+    """Its arrays vary over the manual axis of an outer shard_map, as in the executor; None is an absent input.
+
+    Passed on jax 0.10.2 and 0.12.0.1. Compiled: tests/ops/test_attention.py.
+    """
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    pallas = compat.pallas()
+    spec = pallas.BlockSpec((16, 16), lambda i: (i, 0))
+
+    def kernel(x_ref, absent, y_ref):
+        assert absent is None
+        in_reach = (jnp.arange(16) < 5)[None]
+        x = pallas.load(x_ref.at[pallas.ds(0, 16), slice(None)], mask=in_reach, other=1.0)
+        pallas.store(y_ref.at[:, :], x * (1 + pallas.program_id(0)), mask=in_reach)
+
+    def local(x):
+        settings = {"name": "double", "warps": 4, "interpret": True}
+        return compat.pallas_call(
+            kernel, [x, None], [spec, None], [(x.shape, x.dtype)], [spec], grid=(2,), settings=settings
+        )[0]
+
+    inner = lambda x: jax.shard_map(  # noqa: E731
+        local, in_specs=P(None, "tensor"), out_specs=P(None, "tensor"), axis_names={"tensor"}, check_vma=False
+    )(x)
+    vary = lambda x: jax.lax.pcast(inner(x), "data", to="varying")  # noqa: E731
+    run = jax.shard_map(vary, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    x = np.arange(640, dtype=np.float32).reshape(64, 10)
+    factors = np.tile(np.repeat([1, 2], 16), 2)[:, None]
+    np.testing.assert_array_equal(jax.jit(run)(x), x * factors)
 
 
 def library_missing():

@@ -1,0 +1,111 @@
+"""Times of the attention kernels on this machine's first device, and their differences from a softmax in fp32.
+
+python -m benchmarks.attention [--samples 1] [--sequence-length 8192] [--heads 32] [--groups 8] [--head-size 128]
+    [--documents 8] [--window 1024] [--seconds 1]
+
+For causal attention, for samples of several documents, and for a sliding window: each kernel's forward, and forward and
+backward, in milliseconds, and the TFLOP/s of the scores that are not hidden (two matmuls forward, five backward). The
+differences are of the output and of the gradients, relative to their largest element, for at most 2,048 tokens.
+
+On a device that is not an NVIDIA GPU, Pallas's kernel runs in its interpreter, and its times mean nothing.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.ceilings import mean_seconds
+from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_installed, cudnn_kernel, with_window
+
+CHECKED = 2048  # tokens of the comparison with XLA's attention in fp32, which stores all scores
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one line for each mask and kernel."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"samples": 1, "sequence-length": 8192, "heads": 32, "groups": 8, "head-size": 128, "documents": 8}
+    for name, size in (sizes | {"window": 1024}).items():
+        parser.add_argument(f"--{name}", type=int, default=size, metavar="COUNT", help=f"(default: {size})")
+    parser.add_argument("--seconds", type=float, default=1.0, help="to measure each for (default: 1)")
+    options = parser.parse_args(arguments)
+    gpu = jax.devices()[0].platform == "gpu"
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {vars(options)}")
+    print("mask       kernel   forward  both, ms  TFLOP/s forward, both   differences: output, gradients")
+    for mask in ("causal", "documents", "window"):
+        for name, kernel in _kernels(mask, options.window, gpu).items():
+            arrays, first = _inputs(options, options.sequence_length, mask, jnp.bfloat16 if gpu else jnp.float32)
+            pairs = _visible(options, options.sequence_length, mask).sum() * options.heads * options.head_size
+            forward, both = (mean_seconds(call, options.seconds) for call in _calls(kernel, arrays, first))
+            rates = 4 * pairs / forward / 1e12, 14 * pairs / both / 1e12
+            output, gradients = _differences(kernel, options, mask, jnp.bfloat16 if gpu else jnp.float32)
+            print(
+                f"{mask:<10} {name:<7} {forward * 1e3:>8.2f} {both * 1e3:>9.2f} {rates[0]:>15.0f} {rates[1]:>5.0f}"
+                f" {output:>18.1e} {gradients:>10.1e}"
+            )
+
+
+def _kernels(mask: str, window: int, gpu: bool) -> dict[str, Kernel]:
+    """The kernels of this device that have the mask, by the value of --attention."""
+    size = window if mask == "window" else None
+    kernels = {"pallas": with_window(PALLAS if gpu else INTERPRETED, size)}
+    if gpu and cudnn_installed() and mask != "documents":
+        kernels["cudnn"] = cudnn_kernel(size)
+    return kernels
+
+
+def _inputs(options, length: int, mask: str, dtype) -> tuple[list[jax.Array], jax.Array | None]:
+    """Random queries, keys, values and gradient of the output; and the starts of the tokens' documents, or None."""
+    shape = lambda heads: (options.samples, length, heads, options.head_size)  # noqa: E731
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (options.heads, options.groups, options.groups, options.heads)
+    arrays = [jax.random.normal(key, shape(count), dtype) for key, count in zip(keys, heads, strict=True)]
+    return arrays, jnp.asarray(_starts(options, length)) if mask == "documents" else None
+
+
+def _starts(options, length: int) -> np.ndarray:
+    """The starts of the tokens' documents, of random lengths: int32 [samples, length]."""
+    random = np.random.default_rng(0)
+    begins = np.zeros((options.samples, length), np.int32)
+    for row in begins:
+        row[random.choice(length, min(options.documents, length) - 1, replace=False)] = 1
+    return np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1).astype(np.int32)
+
+
+def _visible(options, length: int, mask: str) -> np.ndarray:
+    """Keys that each query sees, [samples, length]."""
+    first = np.zeros((options.samples, length), np.int64)
+    if mask == "documents":
+        first += _starts(options, length)
+    elif mask == "window":
+        first += np.maximum(np.arange(length) - options.window + 1, 0)
+    return np.arange(length) - first + 1
+
+
+def _calls(kernel: Kernel, arrays: list[jax.Array], first: jax.Array | None):
+    """Functions that run the compiled forward, and forward and backward."""
+    forward = jax.jit(lambda query, key, value, _, first: kernel.forward(query, key, value, True, first))
+    both = jax.jit(lambda *arguments: _both(kernel, *arguments))
+    return (lambda: forward(*arrays, first)), (lambda: both(*arrays, first))
+
+
+def _both(kernel: Kernel, query, key, value, gradient, first):
+    output, statistics = kernel.forward(query, key, value, True, first)
+    return output, *kernel.backward(query, key, value, output, statistics, gradient, True, first)
+
+
+def _differences(kernel: Kernel, options, mask: str, dtype) -> tuple[float, float]:
+    """The largest differences of the output and of the gradients from XLA's kernel in fp32."""
+    arrays, first = _inputs(options, min(options.sequence_length, CHECKED), mask, dtype)
+    reference = with_window(XLA, options.window if mask == "window" else None)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda *arguments: _both(reference, *arguments))(*(a.astype("float32") for a in arrays), first)
+    got = jax.jit(lambda *arguments: _both(kernel, *arguments))(*arrays, first)
+    errors = [float(jnp.abs(x.astype("float32") - y).max() / jnp.abs(y).max()) for x, y in zip(got, want, strict=True)]
+    return errors[0], max(errors[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""The comparison of attention kernels: here of Pallas's in its interpreter, whose results are the kernel's."""
+
+from benchmarks.attention import main
+
+
+def test_a_line_for_each_mask_with_small_differences(capsys):
+    sizes = {"sequence-length": 40, "heads": 2, "groups": 1, "head-size": 16, "documents": 3, "window": 7, "seconds": 0}
+    main([f"--{name}={size}" for name, size in sizes.items()])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [[mask, "pallas"] for mask in ("causal", "documents", "window")]
+    assert all(float(difference) < 1e-5 for row in rows for difference in row[-2:])

@@ -1,0 +1,137 @@
+"""The Pallas kernel in its interpreter, compared with a softmax written out in numpy, in fp64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.attention import INTERPRETED
+from megajax.ops.flash_attention import HIDDEN_SCORE
+
+
+def inputs(samples, queries, keys, heads, groups, size, dtype=np.float32):
+    """Queries, keys, values, and a gradient of the output."""
+    draw = np.random.default_rng(0)
+    query, gradient = (draw.normal(size=(samples, queries, heads, size)) for _ in range(2))
+    key, value = (draw.normal(size=(samples, keys, groups, size)) for _ in range(2))
+    return [np.asarray(jnp.asarray(a, dtype)) for a in (query, key, value, gradient)]
+
+
+def in_numpy(query, key, value, gradient, causal, first):
+    """Output, statistics and gradients; no query may see no key."""
+    query, key, value, gradient = (np.float64(a) for a in (query, key, value, gradient))
+    shape, scale, shared = key.shape, query.shape[-1] ** -0.5, query.shape[2] // key.shape[2]
+    key, value = (np.repeat(a, shared, axis=2) for a in (key, value))  # one for each head
+    seen = np.arange(shape[1]) >= (np.zeros(query.shape[:2], int) if first is None else first)[..., None]
+    if causal:
+        seen = seen & np.tril(np.ones(seen.shape[1:], bool))
+    exponentials = np.where(seen[:, None], np.exp(scale * np.einsum("bsad,btad->bast", query, key)), 0)
+    total = exponentials.sum(-1)
+    p = exponentials / total[..., None]
+    dp = np.einsum("bsad,btad->bast", gradient, value)
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    of_key, of_value = np.einsum("bast,bsad->btad", ds, query), np.einsum("bast,bsad->btad", p, gradient)
+    by_group = [a.reshape(*shape[:3], shared, shape[3]).sum(3) for a in (of_key, of_value)]
+    return np.einsum("bast,btad->bsad", p, value), np.log(total), np.einsum("bast,btad->bsad", ds, key), *by_group
+
+
+def by_kernel(query, key, value, gradient, causal, first):
+    output, statistics = jax.jit(partial(INTERPRETED.forward, causal=causal))(query, key, value, first=first)
+    results = (output, statistics, gradient)
+    return (
+        output,
+        statistics,
+        *jax.jit(partial(INTERPRETED.backward, causal=causal))(query, key, value, *results, first=first),
+    )
+
+
+def documents(length: int, *starts: int) -> np.ndarray:
+    """The start of each token's document, [length]."""
+    starts = np.array([0, *starts])
+    return starts[np.searchsorted(starts, np.arange(length), side="right") - 1].astype(np.int32)
+
+
+def window(length: int, size: int, start: int = 0) -> np.ndarray:
+    return (start + np.arange(length) - (size - 1)).astype(np.int32)
+
+
+# Tiles have 128 queries (64 in the backward) and 64 keys.
+CASES = {
+    "causal": ((2, 40, 40, 4, 2, 8), True, None),
+    "all keys, of another length": ((1, 33, 70, 2, 2, 16), False, None),
+    "documents that end inside tiles and at their borders": (
+        (2, 256, 256, 2, 1, 8),
+        True,
+        [documents(256, 64, 100, 128, 192), documents(256, 1, 63, 65, 255)],
+    ),
+    "documents of one token": ((1, 130, 130, 4, 2, 24), True, [documents(130, *range(60, 70), 129)]),
+    "one document for each token": ((1, 20, 20, 2, 2, 8), True, [np.arange(20)]),
+    "window 1": ((1, 70, 70, 2, 1, 8), True, [window(70, 1)]),
+    "window of a tile": ((1, 200, 200, 1, 1, 8), True, [window(200, 64)]),
+    "window longer than the sequence": ((1, 40, 40, 2, 2, 8), True, [window(40, 100)]),
+    "window and documents": ((1, 150, 150, 2, 1, 8), True, [np.maximum(window(150, 20), documents(150, 77, 78, 140))]),
+    "a piece of a ring": ((2, 64, 64, 4, 2, 8), False, [np.minimum(window(64, 20, 64), 63), window(64, 70, 64)]),
+    "head size 160": ((1, 40, 40, 1, 1, 160), True, [documents(40, 13)]),
+}
+
+
+@pytest.mark.parametrize(("shape", "causal", "first"), CASES.values(), ids=CASES)
+def test_equal_to_numpy(shape, causal, first):
+    arrays, first = inputs(*shape), None if first is None else np.stack(first).astype(np.int32)
+    for got, want in zip(by_kernel(*arrays, causal, first), in_numpy(*arrays, causal, first), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_stays_close_to_fp32():
+    arrays, first = inputs(1, 70, 70, 4, 2, 16, jnp.bfloat16), documents(70, 30)[None]
+    for got, want in zip(by_kernel(*arrays, True, first), in_numpy(*arrays, True, first), strict=True):
+        np.testing.assert_allclose(np.float32(got), want, atol=0.03 * np.abs(want).max())
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    query, key, *others = inputs(1, 70, 70, 2, 1, 8)
+    arrays, first = (30 * query, key, *others), documents(70, 30)[None]
+    for got, want in zip(by_kernel(*arrays, True, first), in_numpy(*arrays, True, first), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def test_queries_that_see_no_key():
+    """In ring attention a whole piece of keys can be before a query's document: no output, no gradient, no NaN."""
+    query, key, value, gradient = inputs(1, 80, 80, 2, 1, 8)
+    first = np.where(np.arange(80) < 30, 10, 80).astype(np.int32)[None]
+    output, statistics, of_query, of_key, of_value = by_kernel(query, key, value, gradient, False, first)
+    want = in_numpy(query[:, :30], key, value, gradient[:, :30], False, first[:, :30])
+    for got, want_ in zip(
+        (output[:, :30], statistics[..., :30], of_query[:, :30], of_key, of_value), want, strict=True
+    ):
+        np.testing.assert_allclose(got, want_, rtol=1e-5, atol=1e-5)
+    assert not output[:, 30:].any() and not of_query[:, 30:].any() and (statistics[..., 30:] == HIDDEN_SCORE).all()
+
+
+def test_a_backward_with_the_statistics_of_more_keys_is_their_part():
+    """What ring attention sums: two halves of the keys, each with the whole softmax's output and statistics."""
+    query, key, value, gradient = inputs(1, 40, 80, 4, 2, 8)
+    output, statistics = INTERPRETED.forward(query, key, value, False)
+    halves = [
+        INTERPRETED.backward(query, key[:, half], value[:, half], output, statistics, gradient, False)
+        for half in (slice(40), slice(40, None))
+    ]
+    _, _, of_query, of_key, of_value = in_numpy(query, key, value, gradient, False, None)
+    np.testing.assert_allclose(halves[0][0] + halves[1][0], of_query, rtol=1e-5, atol=1e-5)
+    for index, want in ((1, of_key), (2, of_value)):
+        got = np.concatenate([half[index] for half in halves], 1)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_in_which_nothing_is_seen_are_not_computed():
+    """NaN in one document reaches no result of the other, if tiles end where documents do."""
+    length, start = 384, 256
+    arrays, first = inputs(1, length, length, 1, 1, 8), documents(length, start)[None]
+    want, late = in_numpy(*arrays, True, first), np.arange(length) >= start
+    for kept in (late, ~late):
+        poisoned = [np.where(kept[:, None, None], a, np.nan) for a in arrays]
+        output, _, *gradients = by_kernel(*poisoned, True, first)
+        for got, want_ in zip((output, *gradients), (want[0], *want[2:]), strict=True):
+            np.testing.assert_allclose(got[:, kept], want_[:, kept], rtol=1e-5, atol=1e-5)
