@@ -5,8 +5,8 @@ the backward costs twice the forward. *Model* FLOPs leave recomputation out: the
 divided by time and peak they give MFU. *Hardware* FLOPs include it, and give HFU.
 
 Attention is counted in "full" by default: the half of the scores that the causal mask hides is included, as in the papers
-and in Megatron-LM. "half" leaves it out, which is what fused causal attention computes: up to a third less for long
-sequences. Two MFUs are comparable only if they count attention in the same way.
+and in Megatron-LM, and so is what a sliding window hides. "half" leaves both out, which is what fused causal attention
+computes: up to a third less for long sequences. Two MFUs are comparable only if they count attention in the same way.
 """
 
 from megajax.config import ModelConfig, RunConfig
@@ -23,7 +23,7 @@ def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
     A sample is model.sequence_length tokens. The vocabulary is unpadded: padding is not part of the model.
 
     Args:
-        attention: "full" counts all scores, "half" those of keys before their query.
+        attention: "full" counts all scores, "half" those of keys before their query and inside the sliding window.
 
     Returns:
         Operations over all layers of each of `model.matmuls`, by name, of "attention_scores" (QK^T) and "attention_values"
@@ -34,8 +34,9 @@ def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
     tokens = model.sequence_length
     multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in model.matmuls}
     if model.attention:
-        product = tokens * tokens * model.attention.heads * model.attention.head_size
-        product //= 1 if attention == "full" else 2
+        window = min(tokens, model.attention.window or tokens)
+        twice_the_pairs = 2 * tokens * tokens if attention == "full" else window * (2 * tokens - window)
+        product = twice_the_pairs * model.attention.heads * model.attention.head_size // 2
         multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
     flops = {name: 2 * model.layers * count for name, count in multiply_adds_per_layer.items()}
     return flops | {"logits": 2 * tokens * model.hidden * model.vocabulary}

@@ -226,6 +226,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         run.parallel.attention,
         head_size=attention.head_size,
         dropout=attention.dropout,
+        window=attention.window,
         precision=run.train.precision,
         device=device,
         cudnn=True,

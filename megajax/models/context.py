@@ -49,6 +49,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         parallel.attention,
         head_size=attention.head_size,
         dropout=attention.dropout,
+        window=attention.window,
         precision=run.train.precision,
         device=device,
     )

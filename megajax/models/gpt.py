@@ -127,8 +127,8 @@ class GPT(NNXModel):
 
     @classmethod
     def fusable_attention(cls, config: ModelConfig) -> FusableAttention:
-        """The heads' size and dropout."""
-        return FusableAttention(config.head_size, config.dropout)
+        """The heads' size and dropout, and the sliding window, which the blocks' `attend` does not have."""
+        return FusableAttention(config.head_dimension, config.dropout, config.attention_window)
 
     @property
     def vocabulary(self) -> int:

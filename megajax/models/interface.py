@@ -67,10 +67,12 @@ class FusableAttention(NamedTuple):
     Attributes:
       head_size: elements of a head.
       dropout: probability of dropping an attention probability.
+      window: latest tokens that a token attends to; None: all before it.
     """
 
     head_size: int
     dropout: float = 0.0
+    window: int | None = None
 
 
 class PipelineModel(abc.ABC):

@@ -41,17 +41,20 @@ HIDDEN_SCORE = -1e30  # of a key after its query; finite, so that no row of scor
 NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
 
 
-@jax.custom_jvp
-def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def causal_softmax(scores: jax.Array, document: jax.Array | None = None, window: int | None = None) -> jax.Array:
     """Softmax over the keys up to each query: [..., s queries, s keys], computed in fp32, returned in the scores' type.
 
-    With `document` [b, s], the number of each token's document, over the keys of the query's own document only.
+    With `document` [b, s], the number of each token's document, over the keys of the query's own document only. With
+    `window`, over the query's own key and the window - 1 before it.
 
     The derivative is written out so that the backward needs the rounded result, named "probabilities", and not its fp32
     copy: a block that saves it does not multiply queries and keys again.
     """
     query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
     seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
     if document is not None:
         own = document[:, :, None] == document[:, None, :]
         seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
@@ -59,9 +62,9 @@ def causal_softmax(scores: jax.Array, document: jax.Array | None = None) -> jax.
 
 
 @causal_softmax.defjvp
-def _causal_softmax_jvp(primals, tangents):
+def _causal_softmax_jvp(window, primals, tangents):
     """The tangent is p (ds - sum p ds); p is 0 where a key is hidden."""
-    probabilities = checkpoint_name(causal_softmax(*primals), "probabilities")
+    probabilities = checkpoint_name(causal_softmax(*primals, window), "probabilities")
     p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
     return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
 
@@ -73,6 +76,7 @@ def causal_attention(
     drop: Callable[[jax.Array], jax.Array],
     constrain: Constrain = identity,
     document: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
 
@@ -83,13 +87,14 @@ def causal_attention(
       drop: dropout on the probabilities.
       constrain: (x, *logical axes) -> x, a sharding constraint.
       document: number of each token's document, [b, s], if tokens attend to their own document only.
+      window: latest tokens that a token attends to, itself included (2310.06825); None: all before it.
 
     Returns:
       [b, s, g, a/g, d].
     """
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
-    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document)), value)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document, window)), value)
 
 
 class Kernel(NamedTuple):
@@ -208,7 +213,14 @@ class Choice(NamedTuple):
 
 
 def choose_attention(
-    requested: str, *, head_size: int, dropout: float, precision: str, device: jax.Device, cudnn: bool | None = None
+    requested: str,
+    *,
+    head_size: int,
+    dropout: float,
+    precision: str,
+    device: jax.Device,
+    cudnn: bool | None = None,
+    window: int | None = None,
 ) -> Choice:
     """The attention that runs: the requested one, or for "auto" cuDNN's wherever it is supported.
 
@@ -219,6 +231,7 @@ def choose_attention(
       precision: bf16, fp16 or fp32.
       device: one of the mesh's; it may belong to a topology that is only compiled for.
       cudnn: whether the cuDNN library is installed; None: found out here.
+      window: the model's sliding window, if it has one.
 
     Raises:
       ConfigError: cudnn was requested and cannot run: why, and which option to pass.
@@ -226,6 +239,8 @@ def choose_attention(
     if requested == "xla":
         return Choice("xla", "as requested")
     problem = _cudnn_problem(head_size, dropout, precision, device, cudnn)
+    if problem is None and window is not None:
+        problem = f"fused attention has no sliding window, and sliding_window = {window}"
     if problem is None:
         return Choice("cudnn", "as requested" if requested == "cudnn" else "the fastest that these devices have")
     if requested == "cudnn":

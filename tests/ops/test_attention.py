@@ -78,6 +78,7 @@ def test_auto_takes_cudnn_where_it_runs(case):
         ({"device": Device("gpu", "MI300X", "gfx942")}, "MI300X is not an NVIDIA GPU"),
         ({"device": Device(device_kind="Tesla V100", compute_capability="7.0")}, "8.0 or more, and Tesla V100 has 7.0"),
         ({"cudnn": False}, "the cuDNN library is not installed"),
+        ({"window": 4096}, "fused attention has no sliding window, and sliding_window = 4096"),
     ],
 )
 def test_unsupported_cudnn_is_an_error_and_auto_explains_the_choice(case, why):
