@@ -120,11 +120,11 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
     return parser
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for every field of ModelConfig; each is absent from the parsed values unless it is passed."""
-    group = parser.add_argument_group("model (default: the preset's)", argument_default=argparse.SUPPRESS)
-    for name in option_names(ModelConfig):
-        _add_field(group, ModelConfig.__dataclass_fields__[name], True, {})
+def add_options(parser: argparse.ArgumentParser, config: type, title: str) -> None:
+    """Adds an option for every field of a dataclass; each is absent from the parsed values unless it is passed."""
+    group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
+    for name in option_names(config):
+        _add_field(group, config.__dataclass_fields__[name], config is ModelConfig, {})
 
 
 def _add_config(group) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, RunConfig, preset
-from megajax.config.options import Parser, add_model_options, option_names
+from megajax.config.options import Parser, add_options, option_names
 from megajax.config.toml import save_config, toml_text
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.explain import explain
@@ -208,7 +208,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("auto", "xla", "cudnn"),
         help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model's heads, else xla (default: auto)",
     )
-    add_model_options(parser)
+    add_options(parser, ModelConfig, "model (default: the preset's)")
     return parser
 
 
