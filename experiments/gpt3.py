@@ -4,6 +4,7 @@ python -m experiments.gpt3                                     a small GPT on 8 
 python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
 python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-path corpus --run-dir runs/1.3b
 python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
+python -m experiments.gpt3 --init-from DIR --sequence-length 2048 --learning-rate 2e-5   from a Hugging Face model's weights
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 
 Every preset has the recipe of its paper; without --model, a toy is trained with its own settings.
@@ -17,6 +18,7 @@ from megajax.config import PRESETS
 from megajax.config.cli import Experiment
 from megajax.config.presets import ALIASES
 from megajax.config.released import RELEASED
+from megajax.interop.init_from import HUGGING_FACE
 from megajax.train import command
 
 # The toy on eight CPU devices of a machine with two cores: under three minutes, and the loss falls visibly.
@@ -150,7 +152,7 @@ RECIPES |= {name: MEGATRON_2019 for name in PRESETS if name.startswith("gpt2") o
 RECIPES = {name: {**fields, "new_tokens": 0} for name, fields in RECIPES.items()}
 
 
-EXPERIMENT = Experiment(__doc__ or "", DEFAULTS, RECIPES, program="python -m experiments.gpt3")
+EXPERIMENT = Experiment(__doc__ or "", DEFAULTS, RECIPES, program="python -m experiments.gpt3", importer=HUGGING_FACE)
 
 
 def main(arguments: Sequence[str] | None = None, experiment: Experiment = EXPERIMENT) -> int:

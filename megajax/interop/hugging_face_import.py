@@ -23,14 +23,14 @@ from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.tokenizers import load_tokenizer
-from megajax.interop.hugging_face_config import read_config, read_json
+from megajax.interop.hugging_face_config import read_config, tokenizer_options
 from megajax.interop.hugging_face_weights import Weights, load_params, pieces_of, regions
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
 from megajax.train.trainer import check_vocabulary
 
-__all__ = ["FOLDER", "import_run", "initial_params", "replace_directory", "tokenizer_options"]
+__all__ = ["FOLDER", "import_run", "initial_params", "replace_directory"]
 
 FOLDER = "hugging_face"
 TEMPORARY = ".unfinished"
@@ -38,19 +38,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "warmup_steps": 100, "steps": 1000}
-
-
-def tokenizer_options(directory: pathlib.Path) -> dict[str, str]:
-    """The options `tokenizer` and `end_of_document` of a directory; empty if it has no tokenizer that megajax reads."""
-    for file in ("tokenizer.json", "tokenizer.model"):
-        if (directory / file).is_file():
-            options = {"tokenizer": str(directory / file)}
-            settings = directory / "tokenizer_config.json"
-            end = read_json(settings).get("eos_token") if settings.is_file() else None
-            end = end.get("content") if isinstance(end, dict) else end  # an AddedToken
-            return options | ({"end_of_document": end} if isinstance(end, str) and end else {})
-    return {}
+FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "steps": 1000}
 
 
 def initial_params(directory: str, training: Training) -> Any:
@@ -59,11 +47,12 @@ def initial_params(directory: str, training: Training) -> Any:
     Raises:
       ConfigError: the directory is damaged, or of another model than the run's.
     """
-    path = pathlib.Path(directory)
-    family, _ = read_config(path)
+    path, model = pathlib.Path(directory), training.run.model
+    family, stored = read_config(path)
+    _with_length(stored, model.sequence_length)
     target = training.state_layout
     target = dataclasses.replace(target, shapes=target.shapes.params, shardings=target.shardings.params)
-    return load_params(Weights(path, family.name, training.run.model, list(layout.named(target.shapes))), target)
+    return load_params(Weights(path, family.name, model, list(layout.named(target.shapes))), target)
 
 
 def import_run(
@@ -169,7 +158,10 @@ def _write_files(run: RunConfig, directory: pathlib.Path, unfinished: pathlib.Pa
     if pathlib.Path(data.tokenizer).absolute().parent == directory.absolute():
         data = dataclasses.replace(data, tokenizer=str(final.absolute() / FOLDER / pathlib.Path(data.tokenizer).name))
     model, train = dataclasses.asdict(run.model), dataclasses.asdict(run.train)
-    del model["name"], train["precision"]  # the preset's name is in the options; the devices choose the precision
+    # the preset's name is in the options, the devices choose the precision, and the others follow from FINE_TUNING's
+    for table, names in ((model, ("name",)), (train, ("precision", "minimum_learning_rate", "warmup_steps"))):
+        for name in names:
+            del table[name]
     tables = {
         "model": model,
         "train": train,
