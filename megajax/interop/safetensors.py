@@ -112,6 +112,8 @@ def _read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
                 raise ConfigError(f"{path} is truncated, or not in the safetensors format; download it again")
             header = json.loads(file.read(length))
         found = {name: _entry(path, length + 8, entry) for name, entry in header.items() if name != "__metadata__"}
+    except ConfigError:  # is a ValueError
+        raise
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; download it again") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

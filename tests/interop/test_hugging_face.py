@@ -44,7 +44,7 @@ LAYOUTS = {
     "tensor 2 x pipe 2": dict(pipe=2, tensor=2),
     "interleaved": dict(pipe=2, chunks=2, schedule="interleaved_1f1b", data=2),
     "zb_v": dict(pipe=2, chunks=2, schedule="zb_v", tensor=2),
-    "context 2": dict(context=2, pipe=2),
+    "context 2": dict(context=2, pipe=2, schedule="eager_1f1b"),
     "ZeRO-3": dict(data=2, pipe=2, zero=3),
 }
 
