@@ -71,7 +71,7 @@ class Weights:
             shape, expected = tensor.shape, tensor_shape(wanted[name], self._sizes)
             longer = wanted[name].theirs[0] == "s" and len(shape) == 2 and shape[0] >= expected[0]
             if shape != expected and not (longer and shape[1:] == expected[1:]):
-                raise ConfigError(f"{directory}: {name} has shape {shape}, and by its config.json {expected}")
+                raise ConfigError(f"{directory}: {name} has shape {shape}, and this model's is {expected}")
 
     def _stored(self, name: str) -> str:
         return name.removeprefix(self._cut)

@@ -118,7 +118,7 @@ IMPORTS = {  # (family, what is wrong, words of the message)
     "wrong shape": (
         "qwen3",
         lambda d: rewrite(d, lambda a: a.update({NORM: np.zeros(17, np.float32)})),
-        rf"{NORM} has shape \(17,\), and by its config.json \(16,\)",
+        rf"{NORM} has shape \(17,\), and this model's is \(16,\)",
     ),
     "more layers than weights": (
         "llama",
@@ -128,7 +128,7 @@ IMPORTS = {  # (family, what is wrong, words of the message)
     "vocabulary of another model": (
         "llama",
         lambda d: change_config(d, vocab_size=65),
-        r"lm_head.weight has shape \(64, 16\), and by its config.json \(65, 16\)",
+        r"lm_head.weight has shape \(64, 16\), and this model's is \(65, 16\)",
     ),
     "tokenizer of a larger vocabulary": (
         "llama",
