@@ -14,7 +14,7 @@ from experiments import gpt3
 from megajax.config.cli import Experiment
 
 RECIPE = {"model": "gpt2-medium", **gpt3.MEGATRON_2019, "new_tokens": 0}
-EXPERIMENT = Experiment(__doc__ or "", RECIPE, program="python -m experiments.gpt2")
+EXPERIMENT = Experiment(__doc__ or "", RECIPE, program="python -m experiments.gpt2", importer=gpt3.HUGGING_FACE)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python -m experiments.gpt3                                     a small GPT on 8 
 python -m experiments.gpt3 --data 1 --pipe 4 --tensor 2 --schedule 1f1b
 python -m experiments.gpt3 --model gpt3-1.3b --tensor 8 --tokenizer gpt2 --data-path corpus --run-dir runs/1.3b
 python -m experiments.gpt3 --config runs/1.3b/config.toml --resume auto                  the same run, where it stopped
+python -m experiments.gpt3 --init-from DIR --sequence-length 2048 --learning-rate 2e-5   from a Hugging Face model's weights
 python -m experiments.gpt3 --model gpt3-175b --pipe 8 --tensor 8 --chunks 3 --dry-shapes
 
 Every preset has the recipe of its paper; without --model, a toy is trained with its own settings.
@@ -16,6 +17,8 @@ from typing import Any
 from megajax.config import PRESETS
 from megajax.config.cli import Experiment
 from megajax.config.presets import ALIASES
+from megajax.config.released import RELEASED
+from megajax.interop.init_from import HUGGING_FACE
 from megajax.train import command
 
 # The toy on eight CPU devices of a machine with two cores: under three minutes, and the loss falls visibly.
@@ -58,11 +61,12 @@ def recipe(batch_tokens: float, learning_rate: float, tokens: float = 300e9) -> 
     }
 
 
-def llama2(learning_rate: float) -> dict[str, Any]:
+def llama2(learning_rate: float, sequence: int = 4096) -> dict[str, Any]:
     """Llama 2's training (2307.09288 section 2.2): 2 trillion tokens in batches of 4 million."""
+    batch = 2**22 // sequence
     return {
-        "global_batch_size": 1024,  # of 4,096 tokens
-        "steps": round(2e12 / (1024 * 4096)),
+        "global_batch_size": batch,
+        "steps": round(2e12 / 2**22),
         "learning_rate": learning_rate,
         "learning_rate_decay": "cosine",
         "warmup_steps": 2000,
@@ -74,6 +78,15 @@ def llama2(learning_rate: float) -> dict[str, Any]:
         "save_every": 500,
         "nonfinite": "skip",
     }
+
+
+def llama3(learning_rate: float) -> dict[str, Any]:
+    """Llama 3's training (2407.21783 table 3 and section 3.4.1): 1.2M steps, here all with the final 16M tokens a batch.
+
+    Of 15.6 trillion tokens, at most 2**31 samples. The betas and the epsilon, which the paper leaves out, are Llama 2's.
+    """
+    lengths = {"global_batch_size": 2048, "steps": round(15.6e12 / (2048 * 8192)), "warmup_steps": 8000}
+    return llama2(learning_rate) | lengths | {"minimum_learning_rate": learning_rate / 100}
 
 
 # 1909.08053 section 4.2; its tables and GPT-2's paper have the same shapes of data: 1,024 tokens.
@@ -119,7 +132,16 @@ RECIPES = {
     "gpt3-13b": recipe(2e6, 1.0e-4),
     "gpt3-175b": recipe(3.2e6, 0.6e-4),
     "llama2-7b": llama2(3e-4),
+    "llama2-13b": llama2(3e-4),
+    "llama2-70b": llama2(1.5e-4),
+    "llama3-8b": llama3(3e-4),
+    "llama3-70b": llama3(1.5e-4),
+    "llama3.1-8b": llama3(3e-4),
+    "llama3.1-70b": llama3(1.5e-4),
+    "llama3.1-405b": llama3(8e-5),
 }
+# Of the other released models no complete recipe is published: Llama 2's, with the rate of its 7B and 13B.
+RECIPES |= {name: llama2(3e-4, PRESETS[name].sequence_length) for name in RELEASED if name not in RECIPES}
 for name, batch in MEGATRON_2021.items():
     tokens = 450e9 if name == "megatron-1008b" else 300e9
     sizes = {"global_batch_size": batch, "steps": round(tokens / SEQUENCE / batch), "batch_ramp": ()}
@@ -130,7 +152,7 @@ RECIPES |= {name: MEGATRON_2019 for name in PRESETS if name.startswith("gpt2") o
 RECIPES = {name: {**fields, "new_tokens": 0} for name, fields in RECIPES.items()}
 
 
-EXPERIMENT = Experiment(__doc__ or "", DEFAULTS, RECIPES, program="python -m experiments.gpt3")
+EXPERIMENT = Experiment(__doc__ or "", DEFAULTS, RECIPES, program="python -m experiments.gpt3", importer=HUGGING_FACE)
 
 
 def main(arguments: Sequence[str] | None = None, experiment: Experiment = EXPERIMENT) -> int:

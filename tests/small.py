@@ -21,6 +21,10 @@ LLAMA = dataclasses.replace(
     MODEL, norm="rmsnorm", activation="swiglu", positions="rotary", tied_embeddings=False, biases=False, kv_heads=2
 )
 
+QWEN = dataclasses.replace(
+    LLAMA, head_size=12, query_key_norm=True, qkv_biases=True, activation="geglu", rotary_fraction=0.5, sliding_window=5
+)
+
 
 def make_run(
     mesh=(1, 1, 1), *, schedule="interleaved_1f1b", chunks=1, microbatches=4, model=MODEL, train=None, **parallel

@@ -21,7 +21,8 @@ from megajax.schedules.registry import SPECS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SUBCOMMANDS = ("merge", "inspect", "verify")  # of megajax.data.preprocess
+# Of megajax.data.preprocess and megajax.interop.hugging_face.
+SUBCOMMANDS = ("merge", "inspect", "verify", "import", "export")
 # Commands that also take every option of the training command.
 WITH_TRAINING_OPTIONS = (
     "megajax.launch",

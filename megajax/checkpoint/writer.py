@@ -32,7 +32,13 @@ from megajax.runtime.exchange import gather_problems
 TEMPORARY = ".unfinished"  # suffix of the directory of a checkpoint that is not complete
 
 
-def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -> None:
+def write(
+    path: pathlib.Path,
+    arrays: Any,
+    meta: Mapping[str, Any],
+    name: str,
+    handler: ocp.PyTreeCheckpointHandler | None = None,
+) -> None:
     """Writes a checkpoint; `path` exists only when all of it is on the disk, also after a power loss.
 
     Args:
@@ -40,6 +46,7 @@ def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -
       arrays: nested dictionaries of arrays; each process writes its devices' shards.
       meta: stored beside them, as JSON.
       name: of this attempt: the same on all processes, and unique in the run.
+      handler: orbax's for these arrays; None: the one for jax's arrays.
 
     Raises:
       Exception: the error of the file system, of a library or of another process.
@@ -47,7 +54,7 @@ def write(path: pathlib.Path, arrays: Any, meta: Mapping[str, Any], name: str) -
     is_first = jax.process_index() == 0
     unfinished = path.with_name(path.name + TEMPORARY)
     state, about = (epath.Path(unfinished / part) for part in ("state", "meta"))  # orbax's path type
-    handler = ocp.PyTreeCheckpointHandler()
+    handler = handler or ocp.PyTreeCheckpointHandler()
 
     def make_directories():
         if is_first:

@@ -5,7 +5,7 @@ A mistake is a ConfigError of one line. Nothing here imports jax: the device cou
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.config import (
@@ -30,7 +30,7 @@ from megajax.schedules.registry import find, import_user_files, names
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Fields of a Request that are not options.
-COMPOUND = ("given", "passed", "defaults", "output", "launch")
+COMPOUND = ("given", "passed", "defaults", "output", "launch", "base")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
     "model": ModelConfig,
@@ -39,6 +39,19 @@ SECTIONS = {
     "data": DataConfig,
     "output": OutputConfig,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Importer:
+    """Reads models of another tool, for `--init-from DIR`. Rooms above this one provide it.
+
+    Attributes:
+      read: (DIR) -> the model, and other options' values by name that it implies, such as the tokenizer.
+      params: (DIR, Training) -> the parameters on the run's devices.
+    """
+
+    read: Callable[[str], tuple[ModelConfig, Mapping[str, Any]]]
+    params: Callable[[str, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +64,14 @@ class Experiment:
         defaults.
       recipes: for each preset's name, the values that replace `defaults` for that model.
       program: the command as `--help` prints it, "python -m experiments.gpt3"; None: the file's name.
+      importer: for `--init-from`; None: the experiment has no such option's models.
     """
 
     description: str
     defaults: Mapping[str, Any]
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     program: str | None = None
+    importer: Importer | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +84,7 @@ class Request:
       passed: those on the command line and in the file of --config.
       defaults: what `given` is if nothing but --model is passed.
       output, launch: complete configurations of their own.
+      base: the model of --init-from; None: the preset.
     """
 
     given: Mapping[str, Any]
@@ -76,6 +92,7 @@ class Request:
     defaults: Mapping[str, Any]
     output: OutputConfig
     launch: LaunchConfig
+    base: ModelConfig | None
     model: str
     imports: tuple[str, ...]
     devices: str | None
@@ -108,7 +125,7 @@ class Request:
           device_count: devices that the degrees which were not passed divide.
           precision: used if none was passed.
         """
-        model = dataclasses.replace(preset(self.model), **_fields(ModelConfig, self.given))
+        model = dataclasses.replace(self.base or preset(self.model), **_fields(ModelConfig, self.given))
         parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
         name = parallel.get("schedule", ParallelConfig.schedule)
         several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
@@ -174,9 +191,9 @@ def parse(
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file or a file to import that cannot be read.
     """
-    program = None
+    program = importer = None
     if isinstance(description, Experiment):
-        program = description.program
+        program, importer = description.program, description.importer
         description, defaults, recipes = description.description, description.defaults, description.recipes
     defaults = defaults or {}
     first = first_parser().parse_known_args(arguments)[0]
@@ -193,12 +210,15 @@ def parse(
         raise ConfigError(describe_unknown(unknown[0], parser))
     passed = vars(values)
     del passed["config"]
+    base, implied = _imported(passed.get("init_from"), importer)
     if any(axis in passed for axis in MESH_FIELDS):  # one degree on the command line replaces the file's whole mesh
         saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
     passed = saved | passed
     other = {name: passed.pop(name) for name in names}
     recipe = (recipes or {}).get(other["model"])
-    usual = {name: value for name, value in (recipe or defaults).items() if name not in names}
+    if base is not None:
+        defaults = {}  # they are for the model that the experiment trains from random weights
+    usual = {name: value for name, value in (recipe or defaults).items() if name not in names} | implied
     if other["new_tokens"] is None:
         other["new_tokens"] = (recipe or defaults).get("new_tokens", 0)
     other["imports"] = tuple(dict.fromkeys(other["imports"]))
@@ -211,7 +231,16 @@ def parse(
     if is_schedule_file(given.get("schedule", "")):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
-    return Request(given, passed, _derive(usual, {}, recipe), output, launch, **other)
+    return Request(given, passed, _derive(usual, {}, recipe), output, launch, base, **other)
+
+
+def _imported(directory: str | None, importer: Importer | None) -> tuple[ModelConfig | None, Mapping[str, Any]]:
+    """The model of --init-from and the options that it implies; a saved configuration has them already."""
+    if directory is None:
+        return None, {}
+    if importer is None:
+        raise ConfigError(f"init_from = {directory}, but this experiment cannot import a model: use experiments.gpt3.")
+    return importer.read(directory)
 
 
 def _derive(given: Mapping[str, Any], passed: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_prob
 from megajax.schedules.errors import shown
 
 NUMBERS = (int, float, int | None, float | None)
-OPTIONAL = (int | None, float | None, str | None, tuple[str, ...] | None)
+OPTIONAL = (int | None, float | None, bool | None, str | None, tuple[str, ...] | None)
 
 
 def setting(
@@ -85,7 +85,7 @@ def field_problem(field: dataclasses.Field, value: Any) -> Problem | None:
         whole = field.type in (int, int | None)
         rule = _number_rule(value, whole, field.metadata["low"], field.metadata["below"])
         return Problem(rule, f"{name} with such a value") if rule else None
-    if field.type is bool:
+    if field.type in (bool, bool | None):
         rule, remedy = "" if isinstance(value, bool) else "must be True or False", f"{name} or --no-{name[2:]}"
     elif field.type in (str, str | None):
         legal = isinstance(value, str)

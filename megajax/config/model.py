@@ -6,16 +6,18 @@ from dataclasses import MISSING, dataclass
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import check_fields, setting
 from megajax.config.parallel import ParallelConfig
+from megajax.config.rotary import check_rotary
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. The defaults are GPT's; llama's are in PRESETS["llama2-7b"]."""
+    """The shape of a decoder-only transformer. The defaults are GPT's; those of other families are in `PRESETS`."""
 
     name: str = setting("custom", "name of the model, as printed and as stored in checkpoints")
     layers: int = setting(MISSING, "number of transformer blocks")
     hidden: int = setting(MISSING, "width of the residual stream")
-    heads: int = setting(MISSING, "attention (query) heads; a head has hidden / heads elements")
+    heads: int = setting(MISSING, "attention (query) heads")
+    head_size: int | None = setting(None, "elements of a head", shown_default="hidden / heads")
     kv_heads: int | None = setting(
         None, "key and value heads; grouped-query attention if fewer than heads", shown_default="heads"
     )
@@ -26,21 +28,63 @@ class ModelConfig:
         0.0, "probability of dropping an element: embedding, attention and both block outputs", low=0, below=1
     )
     norm: str = setting("layernorm", "normalisation before attention, MLP and head", ("layernorm", "rmsnorm"))
-    activation: str = setting("gelu", "the MLP's nonlinearity; swiglu has a third, gating matrix", ("gelu", "swiglu"))
+    activation: str = setting(
+        "gelu",
+        "the MLP's nonlinearity: GELU by its tanh approximation or by erf; swiglu and geglu have a third, gating matrix",
+        ("gelu", "gelu_exact", "swiglu", "geglu"),
+    )
     positions: str = setting("learned", "a learned table added to the embedding, or rotary", ("learned", "rotary"))
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
+    rotary_fraction: float = setting(1.0, "part of each head's elements that is rotated, at most 1")
+    rotary_scaling: str = setting(
+        "none", "rotary frequencies for a longer context", ("none", "linear", "llama3", "yarn")
+    )
+    rotary_factor: float | None = setting(
+        None, "how much longer rotary_scaling makes the context", shown_default="none"
+    )
+    rotary_original_length: int | None = setting(
+        None, "context before rotary_scaling (llama3, yarn)", shown_default="sequence_length"
+    )
+    rotary_low_frequency: float = setting(
+        1.0, "llama3: turns in the original context below which a frequency is divided"
+    )
+    rotary_high_frequency: float = setting(4.0, "llama3: turns in the original context above which a frequency is kept")
+    rotary_beta_fast: float = setting(32.0, "yarn: turns in the original context above which a frequency is kept")
+    rotary_beta_slow: float = setting(1.0, "yarn: turns in the original context below which a frequency is divided")
+    rotary_attention_factor: float | None = setting(
+        None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
+    )
+    query_key_norm: bool = setting(
+        False, "RMS norm over each head's elements of queries and keys, before they are rotated"
+    )
     sliding_window: int | None = setting(
         None, "latest tokens that a token attends to, itself included", shown_default="all before it"
     )
     tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
     biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
+    qkv_biases: bool | None = setting(None, "queries, keys and values add a bias", shown_default="as biases")
     init_deviation: float = setting(0.02, "standard deviation of the initial weights")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
 
     @property
-    def head_size(self) -> int:
+    def head_dimension(self) -> int:
         """Elements of one head."""
-        return self.hidden // self.heads
+        return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def rotated_dimension(self) -> int:
+        """Elements of a head that rotary positions rotate, the first ones; rounded down, as in transformers."""
+        return int(self.head_dimension * self.rotary_fraction)
+
+    @property
+    def has_qkv_biases(self) -> bool:
+        """Whether queries, keys and values add a bias."""
+        return self.biases if self.qkv_biases is None else self.qkv_biases
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gating matrix."""
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def attention_window(self) -> int | None:
@@ -66,9 +110,11 @@ class ModelConfig:
         """
         bias = int(self.biases)
         norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
-        query_key_value = self.hidden + 2 * self.key_value_heads * self.head_size
-        attention = (self.hidden + bias) * query_key_value + (self.hidden + bias) * self.hidden
-        into_mlp = 2 if self.activation == "swiglu" else 1
+        size = self.head_dimension
+        query_key_value = (self.heads + 2 * self.key_value_heads) * size
+        attention = (self.hidden + int(self.has_qkv_biases)) * query_key_value
+        attention += (self.heads * size + bias) * self.hidden + 2 * size * int(self.query_key_norm)
+        into_mlp = 2 if self.is_gated else 1
         mlp = into_mlp * (self.hidden + bias) * self.feedforward_size + (self.feedforward_size + bias) * self.hidden
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
@@ -81,24 +127,18 @@ class ModelConfig:
             ConfigError: for the first field that is illegal, alone or with the others.
         """
         check_fields(self)
-        if self.hidden % self.heads:
+        if self.head_size is None and self.hidden % self.heads:
             raise ConfigError(
                 f"hidden = {self.hidden} is not a multiple of heads = {self.heads}: "
                 f"pass {one_of('heads', divisors(self.hidden), self.heads)}, "
-                f"or {one_of('hidden', multiples(self.heads, self.hidden), self.hidden)}."
+                f"or {one_of('hidden', multiples(self.heads, self.hidden), self.hidden)}, or --head-size COUNT."
             )
         if self.heads % self.key_value_heads:
             raise ConfigError(
                 f"kv_heads = {self.key_value_heads} does not divide heads = {self.heads}: "
                 f"pass {one_of('kv_heads', divisors(self.heads), self.key_value_heads)}."
             )
-        if self.positions == "rotary" and self.head_size % 2:
-            even = [heads for heads in divisors(self.hidden) if self.hidden // heads % 2 == 0]
-            heads = one_of("heads", even, self.heads)
-            raise ConfigError(
-                f"positions = rotary rotates pairs of elements, but the head size hidden / heads = {self.hidden} / "
-                f"{self.heads} = {self.head_size} is odd: pass {either(heads, '--positions learned')}."
-            )
+        check_rotary(self)
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Checks that this model's arrays can be split as `parallel` requires; both are already validated.

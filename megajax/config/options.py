@@ -120,6 +120,13 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
     return parser
 
 
+def add_options(parser: argparse.ArgumentParser, config: type, title: str) -> None:
+    """Adds an option for every field of a dataclass; each is absent from the parsed values unless it is passed."""
+    group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
+    for name in option_names(config):
+        _add_field(group, config.__dataclass_fields__[name], config is ModelConfig, {})
+
+
 def _add_config(group) -> None:
     group.add_argument(
         "--config",
@@ -173,7 +180,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     shown = field.metadata["help"] if from_preset else f"{field.metadata['help']} (default: {default})"
     shown = shown.replace("%", "%%")
     flag = "--" + name.replace("_", "-")
-    if field.type is bool:
+    if field.type in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
         return
     if field.metadata["list_style"] == "words":

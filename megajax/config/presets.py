@@ -4,6 +4,7 @@ from typing import Any
 
 from megajax.config.errors import ConfigError, near
 from megajax.config.model import ModelConfig
+from megajax.config.released import RELEASED
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int, dropout: float = 0.0) -> dict:
@@ -60,17 +61,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "megatron-310.1b": _gpt(96, 16384, 128, MEGATRON_VOCABULARY, 2048),
     "megatron-529.6b": _gpt(105, 20480, 128, MEGATRON_VOCABULARY, 2048),
     "megatron-1008b": _gpt(128, 25600, 160, MEGATRON_VOCABULARY, 2048),
-    # Llama 2, 2307.09288, its 7B: 6,738,415,616 parameters.
-    "llama2-7b": _gpt(32, 4096, 32, 32000, 4096)
-    | {
-        "feedforward": 11008,
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "positions": "rotary",
-        "tied_embeddings": False,
-        "biases": False,
-    },
 }
+MODELS |= RELEASED
 
 ALIASES = {"gpt3-530b": "megatron-529.6b", "gpt3-1t": "megatron-1008b"}
 

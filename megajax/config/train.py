@@ -52,6 +52,13 @@ class TrainConfig:
     )
     # jax's keys take 32 bits and would silently drop the rest.
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples", low=0, below=2**32)
+    init_from: str | None = setting(
+        None,
+        "start from the weights in this directory of a Hugging Face model; its config.json gives the model's options "
+        "that are not passed, and its tokenizer is the default",
+        metavar="DIR",
+        shown_default="random weights",
+    )
     precision: str = setting(
         "bf16", "data type of the forward and backward pass; weights stay fp32", ("bf16", "fp32", "fp16")
     )

@@ -213,9 +213,10 @@ class ModelCosts:
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
     """The costs of a decoder-only transformer (`models/transformer.py`), counted from its shape."""
-    hidden, inner, bias = config.hidden, config.feedforward_size, int(config.biases)
-    query_key_value = (config.heads + 2 * config.key_value_heads) * config.head_size
-    up = inner * (2 if config.activation == "swiglu" else 1)
+    hidden, inner, bias, size = config.hidden, config.feedforward_size, int(config.biases), config.head_dimension
+    heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
+    query_key_value = heads + 2 * groups
+    up = inner * (2 if config.is_gated else 1)
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
     return ModelCosts(
         layers=config.layers,
@@ -224,16 +225,16 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         vocabulary=config.vocabulary,
         matmuls=(
             Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
-            Matmul("attention_output", config.heads * config.head_size, hidden, "row", ("full",)),
+            Matmul("attention_output", heads, hidden, "row", ("full",)),
             Matmul("mlp_in", hidden, up, "column", ("full",)),
             Matmul("mlp_out", inner, hidden, "row"),
         ),
         attention=Attention(
-            config.heads, config.key_value_heads, config.head_size, config.dropout, config.attention_window
+            config.heads, config.key_value_heads, size, dropout=config.dropout, window=config.attention_window
         ),
         block=Parameters(
-            split=(hidden + bias) * (query_key_value + up) + hidden * (hidden + inner),
-            whole=2 * hidden * bias + 2 * norm,
+            split=(hidden + qkv_bias) * query_key_value + (hidden + bias) * up + hidden * (heads + inner),
+            whole=2 * hidden * bias + 2 * norm + 2 * size * int(config.query_key_norm),
         ),
         shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
@@ -241,7 +242,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         kept_for_weights=(
             KeptValue("gradients of query_key_value and mlp_in", query_key_value + up, split="tensor"),
             KeptValue("gradients of attention_output and mlp_out", 2 * hidden),
-            KeptValue("context", hidden, split="tensor", modes=("full",)),
+            KeptValue("context", heads, split="tensor", modes=("full",)),
             KeptValue("residual", hidden, modes=("full",)),
             # two intermediate values of the activation function are fp32
             KeptValue("activation", 2 * up, split="tensor", modes=("full",), itemsize=4),
@@ -249,9 +250,8 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         elementwise=Elementwise(
             residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)
             masks=2,
-            inner=up
-            + inner
-            + 2 * query_key_value,  # the activation function, and queries, keys and values (read, write)
+            # the activation function; queries, keys and values (read, write); and the norm of queries and keys
+            inner=up + inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
         ),
     )
 
@@ -264,13 +264,13 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, up: int) -> 
         return KeptValue(name, per_token, split=split, modes=modes, **fields)
 
     hidden, heads = config.hidden, config.heads
-    rotary = config.positions == "rotary"
+    changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
     values = [
         KeptValue("input", hidden),
         value("attention_input", hidden),
-        value("qkv", query_key_value, "tensor", transposed_from=2 if rotary else None),
+        value("qkv", query_key_value, "tensor", transposed_from=2 if changed else None),
         value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
-        value("context", hidden, "tensor"),
+        value("context", heads * config.head_dimension, "tensor"),
         value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
         value("residual", hidden),
         value("feedforward_input", hidden),

@@ -128,7 +128,7 @@ class GPT(NNXModel):
     @classmethod
     def fusable_attention(cls, config: ModelConfig) -> FusableAttention:
         """The heads' size and dropout, and the sliding window."""
-        return FusableAttention(config.head_size, config.dropout, config.attention_window)
+        return FusableAttention(config.head_dimension, config.dropout, config.attention_window)
 
     @property
     def vocabulary(self) -> int:

@@ -1,4 +1,4 @@
-"""One transformer block, GPT's or llama's by configuration: attention, then feedforward, each on a normed residual.
+"""One transformer block, GPT's, llama's or Qwen's by configuration: attention, then feedforward, on a normed residual.
 
 Shapes: b samples, s tokens, h = hidden, a heads of size d in g groups that share a key and value head (g = a: plain
 multi-head attention), f = feedforward. Every parameter has logical axis names as metadata, and every activation passes
@@ -13,6 +13,7 @@ With "groups", "heads" and "feedforward" on the tensor axis this is Megatron's c
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,19 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config import ModelConfig
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
+from megajax.models.rotary import rotate
 from megajax.ops.attention import SCORES, causal_attention
 from megajax.ops.linear import RESIDUAL, add_bias
 
-__all__ = ["Block", "Dropout", "Norm", "rotate"]
+__all__ = ["Block", "Dropout", "Norm"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
+ACTIVATIONS = {  # of the MLP, or of its gate
+    "gelu": partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "swiglu": jax.nn.silu,
+    "geglu": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class Dropout:
@@ -81,6 +89,20 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
+class HeadNorm(nnx.Module):
+    """RMS norm over the elements of each head, in fp32; one scale for all heads (Qwen3)."""
+
+    def __init__(self, config: ModelConfig):
+        self.epsilon = config.norm_epsilon
+        self.scale = parameter(jnp.ones(config.head_dimension), None, decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norms x [..., d]; the result has x's type."""
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """A matmul from the last axes of x to new ones, in x's type, with or without a bias."""
 
@@ -98,34 +120,19 @@ class Linear(nnx.Module):
         return add_bias(y, self.bias[...].astype(x.dtype)) if hasattr(self, "bias") else y
 
 
-def rotate(x: jax.Array, base: float, positions: jax.Array | None = None) -> jax.Array:
-    """Rotary position embedding (2104.09864) in llama's layout: element i is rotated with element i + d/2.
-
-    Args:
-      x: [b, s, ..., d] queries or keys.
-      base: of the frequencies base^(-2i/d).
-      positions: of the tokens, [b, s]; not given: 0 to s - 1.
-    """
-    half = x.shape[-1] // 2
-    positions = jnp.arange(x.shape[1])[None] if positions is None else positions
-    angle = positions[..., None] * base ** (-jnp.arange(half) / half)
-    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), half)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle)]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Causal self-attention; queries, keys and values from one fused matmul, groups split over tensor."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.constrain, self.operations = config, context.constrain, context.operations
-        groups, size = config.key_value_heads, config.head_size
+        groups, size, hidden = config.key_value_heads, config.head_dimension, {"hidden": config.hidden}
         fused = {"groups": groups, "_queries_key_value": config.heads // groups + 2, "_head_size": size}
         small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
-        self.qkv = Linear(named_key(key, "qkv"), {"hidden": config.hidden}, fused, config.init_deviation, config.biases)
+        self.qkv = Linear(named_key(key, "qkv"), hidden, fused, config.init_deviation, config.has_qkv_biases)
         joined = {"heads": config.heads, "_head_size": size}
-        self.output = Linear(named_key(key, "output"), joined, {"hidden": config.hidden}, small, config.biases)
+        self.output = Linear(named_key(key, "output"), joined, hidden, small, config.biases)
+        if config.query_key_norm:
+            self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
 
     def __call__(self, y: jax.Array, microbatch: Microbatch, dropout: Dropout) -> jax.Array:
         """Attention of y [b, split s, h] to itself: the same shape.
@@ -136,8 +143,10 @@ class Attention(nnx.Module):
         positions, document = microbatch.get("positions"), microbatch.get("document")
         qkv = checkpoint_name(self.qkv(y, self.operations.column, QKV), "qkv")  # [b, whole s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        if self.config.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rotary":
-            query, key = (rotate(x, self.config.rotary_base, positions) for x in (query, key))
+            query, key = (rotate(x, self.config, positions) for x in (query, key))
         if self.operations.attend is None:
             drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
             window = self.config.attention_window
@@ -151,26 +160,26 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two matmuls around GELU (its tanh form, as GPT-2) or SwiGLU (2002.05202), the inner width split over tensor."""
+    """Two matmuls around GELU, or SwiGLU or GEGLU (2002.05202), the inner width split over tensor."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.constrain, self.operations = config, context.constrain, context.operations
         hidden, inner = {"hidden": config.hidden}, {"feedforward": config.feedforward_size}
-        gated = {"_gate_and_up": 2, **inner} if config.activation == "swiglu" else inner
+        gated = {"_gate_and_up": 2, **inner} if config.is_gated else inner
         small = config.init_deviation / (2 * config.layers) ** 0.5
         self.up = Linear(named_key(key, "up"), hidden, gated, config.init_deviation, config.biases)
         self.down = Linear(named_key(key, "down"), inner, hidden, small, config.biases)
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """From [b, split s, h] to the same, through [b, whole s, split f]."""
-        gates = (None,) if self.config.activation == "swiglu" else ()
+        gates, activation = (None,) if self.config.is_gated else (), ACTIVATIONS[self.config.activation]
         lead = ("batch", "whole_sequence")
         up = checkpoint_name(self.up(y, self.operations.column, (*lead, *gates, "feedforward")), "up")
         wide = up.astype(jnp.float32)
-        if self.config.activation == "swiglu":  # up [b, s, 2, f]: the gate, then the gated value
-            active = jax.nn.silu(wide[..., 0, :]) * wide[..., 1, :]
+        if self.config.is_gated:  # up [b, s, 2, f]: the gate, then the gated value
+            active = activation(wide[..., 0, :]) * wide[..., 1, :]
         else:
-            active = jax.nn.gelu(wide, approximate=True)
+            active = activation(wide)
         # Its gradient must be split by feedforward too: otherwise XLA may split it by sequence and add an all-to-all.
         active = checkpoint_name(self.constrain(active.astype(y.dtype), *lead, "feedforward"), "activation")
         return self.down(active, self.operations.row, 1)

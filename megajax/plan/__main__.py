@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, RunConfig, preset
-from megajax.config.options import Parser
+from megajax.config.options import Parser, add_options, option_names
 from megajax.config.toml import save_config, toml_text
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.explain import explain
@@ -27,7 +27,6 @@ from megajax.schedules.schedule import ScheduleError
 
 # The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
 MOST_GPUS, MOST_LAYERS = 10**6, 1024
-SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +107,7 @@ def question_of(args: argparse.Namespace) -> Question:
       ConfigError: an unknown model or GPU, or an invalid number.
     """
     model = preset(args.model)
-    changed = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
+    changed = {name: value for name, value in vars(args).items() if name in option_names(ModelConfig)}
     for name in changed:
         if not hasattr(model, name):
             raise ConfigError(
@@ -116,7 +115,12 @@ def question_of(args: argparse.Namespace) -> Question:
             )
     if changed:
         model = dataclasses.replace(model, name=f"{model.name}, changed", **changed)
-        _check_shape(model)
+        if model.layers > MOST_LAYERS:
+            raise ConfigError(
+                f"layers = {model.layers} must be at most {MOST_LAYERS}: pass --layers with such a number."
+            )
+        if hasattr(model, "validate"):
+            model.validate()
     return Question(
         model,
         args.gpus,
@@ -130,16 +134,6 @@ def question_of(args: argparse.Namespace) -> Question:
         vocab_parallel=args.vocab_parallel,
         attention=args.attention,
     )
-
-
-def _check_shape(model: ModelConfig) -> None:
-    if model.layers > MOST_LAYERS:
-        raise ConfigError(f"layers = {model.layers} must be at most {MOST_LAYERS}: pass --layers with such a number.")
-    if model.hidden % model.heads:
-        raise ConfigError(
-            f"hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
-            "pass --layers, --hidden and --heads that fit together."
-        )
 
 
 def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -214,8 +208,7 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("auto", "xla", "cudnn", "pallas"),
         help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
     )
-    for name in SHAPE:
-        add(f"--{name.replace('_', '-')}", type=whole(), metavar="COUNT", help="instead of the preset's")
+    add_options(parser, ModelConfig, "model (default: the preset's)")
     return parser
 
 

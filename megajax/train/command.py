@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from megajax.config import ConfigError, RunConfig
-from megajax.config.cli import Experiment, Request, parse
+from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.runtime.heartbeat import Heartbeat
 from megajax.schedules.schedule import ScheduleError
@@ -32,7 +32,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         request = parse(arguments, experiment)
         if request.dry_shapes:
             return print_shapes(request)
-        return train(request, heartbeat)
+        return train(request, heartbeat, experiment.importer)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,8 +41,8 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def train(request: Request, heartbeat: Heartbeat) -> int:
-    """Connects the processes and trains; an error of one process ends all."""
+def train(request: Request, heartbeat: Heartbeat, importer: Importer | None = None) -> int:
+    """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
     from megajax.runtime import distributed
     from megajax.runtime.watchdog import Watchdog, is_peer_error
     from megajax.train.replica_check import ReplicasDiffer
@@ -55,7 +55,7 @@ def train(request: Request, heartbeat: Heartbeat) -> int:
         return distributed.EXIT_PEER
     watchdog = Watchdog(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr), heartbeat)
     try:
-        train_on_devices(request, count, watchdog, started)
+        train_on_devices(request, count, watchdog, started, importer)
         watchdog.close()
         return 0
     except (ConfigError, ScheduleError) as error:
@@ -77,7 +77,7 @@ def train(request: Request, heartbeat: Heartbeat) -> int:
         raise
 
 
-def train_on_devices(request: Request, process_count: int, watchdog, started: float) -> None:
+def train_on_devices(request: Request, process_count: int, watchdog, started: float, importer: Importer | None) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
     from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
@@ -88,7 +88,7 @@ def train_on_devices(request: Request, process_count: int, watchdog, started: fl
     devices = start_devices(request.devices, -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
     trainer = Trainer(run, output=request.output, devices=devices, request=request)
-    result = trainer.fit(watchdog, started)
+    result = trainer.fit(watchdog, started, importer.params if importer else None)
     if sample and not result.stopped:
         watchdog.suspend(run.train.steps)
         text = sample_text(trainer, result.state, sample)

@@ -10,7 +10,7 @@
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
-from megajax.train.step import TrainState, make_training
+from megajax.train.step import Training, TrainState, make_training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,12 @@ class Trainer:
         self._batches = RampedLoader(batches, self.run)
         self._data_description = describe(batches.samples, self.run.total_samples)
 
-    def fit(self, watchdog: Watchdog | None = None, started: float | None = None) -> Result:
+    def fit(
+        self,
+        watchdog: Watchdog | None = None,
+        started: float | None = None,
+        initial_params: Callable[[str, Training], Any] | None = None,
+    ) -> Result:
         """Trains until the last step, or until a signal or `output.exit_after_minutes`; resumes first if `output` says so.
 
         Call it in the main thread, which receives the signals.
@@ -117,6 +122,8 @@ class Trainer:
         Args:
           watchdog: ends the job if another process dies or hangs.
           started: `time.monotonic()` from which `exit_after_minutes` counts; None: now.
+          initial_params: reads the parameters of `run.train.init_from` onto the run's devices, if nothing is resumed
+            (`megajax.interop.hugging_face_import.initial_params`).
 
         Raises:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
@@ -125,7 +132,7 @@ class Trainer:
         """
         goodput = self._goodput(started)
         peak = device_peak(self.mesh.devices.flatten().tolist(), self.run.train.precision)
-        resume = self.directory.resume(self.training)
+        resume = self.directory.resume(self.training) or self._imported_state(initial_params)
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
@@ -148,6 +155,19 @@ class Trainer:
                 goodput.write()
             log.message(goodput.describe())
         return Result(state, metrics, preemption.reason)
+
+    def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
+        """A fresh state with the parameters of `init_from`; None without that option."""
+        source = self.run.train.init_from
+        if source is None:
+            return None
+        if read is None:
+            raise ConfigError(f"init_from = {source}, but nothing reads it: pass initial_params to Trainer.fit.")
+        state = self.training.init_state()
+        jax.tree.map(lambda leaf: leaf.delete(), state.params)  # their memory is needed
+        params = read(source, self.training)
+        self.directory.messages.append(f"weights   from {source}")
+        return dataclasses.replace(state, params=params), Progress()
 
     def _goodput(self, started: float | None) -> Goodput:
         """The account of the run's time, which process 0 writes."""

@@ -60,6 +60,28 @@ ILLEGAL = [
     ({"heads": 7}, None, ["hidden = 96", "heads = 7", "--heads 3, 4, 6 or 8", "--hidden 91 or 98"]),
     ({"kv_heads": 5}, None, ["kv_heads = 5", "heads = 12", "--kv-heads 2, 3, 4 or 6"]),
     ({"positions": "rotary", "heads": 32}, None, ["head size", "3 is odd", "--positions learned", "--heads"]),
+    ({"heads": 7, "head_size": 5, "positions": "rotary"}, None, ["head_size = 5 is odd", "--head-size 6"]),
+    ({"rotary_scaling": "yarn", "rotary_factor": 4.0}, None, ["positions = learned", "--positions rotary"]),
+    ({"positions": "rotary", "rotary_scaling": "yarn"}, None, ["needs a rotary_factor", "--rotary-factor 8"]),
+    ({"positions": "rotary", "rotary_factor": 2.0}, None, ["does nothing without a scaling", "--rotary-scaling"]),
+    (
+        {"positions": "rotary", "rotary_fraction": 0.4},
+        None,
+        ["rotary_fraction = 0.4", "are 3", "--rotary-fraction 0.25"],
+    ),
+    ({"rotary_fraction": 1.5}, None, ["rotary_fraction = 1.5 is above 1", "--rotary-fraction 1"]),
+    (
+        {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_low_frequency": 4.0},
+        None,
+        ["rotary_low_frequency = 4.0 must be below rotary_high_frequency = 4.0", "--rotary-low-frequency 1"],
+    ),
+    (
+        {"positions": "rotary", "rotary_scaling": "yarn", "rotary_factor": 8.0, "rotary_beta_slow": 40.0},
+        None,
+        ["rotary_beta_slow = 40.0", "--rotary-beta-fast 32"],
+    ),
+    ({"sliding_window": 0}, None, ["sliding_window = 0", "1 or more", "--sliding-window"]),
+    ({"qkv_biases": "no"}, None, ["qkv_biases = 'no'", "--qkv-biases or --no-qkv-biases"]),
     ({"warmup_steps": 201}, None, ["warmup_steps = 201", "steps = 200", "--warmup-steps 20"]),
     ({"minimum_learning_rate": 1.0}, None, ["minimum_learning_rate = 1.0", "--minimum-learning-rate 6e-05"]),
     ({"tensor": 8}, None, ["heads = 12", "tensor = 8", "--tensor 1, 2 or 4", "--heads 8 or 16"]),
@@ -202,7 +224,7 @@ def test_a_padded_vocabulary_is_the_smallest_that_splits_into_tiles(vocabulary, 
 def test_grouped_query_attention_has_fewer_key_and_value_weights():
     grouped = ModelConfig(**SMALL, kv_heads=3)
     every = ModelConfig(**SMALL)
-    assert (every.key_value_heads, grouped.key_value_heads, grouped.head_size) == (12, 3, 8)
+    assert (every.key_value_heads, grouped.key_value_heads, grouped.head_dimension) == (12, 3, 8)
     # 9 heads of 8 fewer for keys and as many for values, each with 96 weights and a bias, in 8 layers
     assert every.parameters - grouped.parameters == 8 * (2 * 9 * 8) * (96 + 1)
 

@@ -7,6 +7,7 @@ import pytest
 from experiments import gpt2, gpt3
 from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.cli import parse
+from megajax.config.released import RELEASED
 
 
 def itemised_parameters(model: ModelConfig) -> int:
@@ -24,7 +25,7 @@ def itemised_parameters(model: ModelConfig) -> int:
     return model.layers * sum(block.values()) + tables + 2 * hidden
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "llama2-7b"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in RELEASED])
 def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
     assert preset(name).parameters == itemised_parameters(preset(name))
 
@@ -37,14 +38,43 @@ def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
         ("gpt2-medium", 354_823_168),
         ("gpt2-large", 774_030_080),
         ("gpt2-xl", 1_557_611_200),
+        # as transformers counts them: AutoModelForCausalLM.from_config on the meta device, with the released config.json
         ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("smollm2-1.7b", 1_711_376_384),
     ],
 )
 def test_parameters_of_released_models(name, count):
     assert preset(name).parameters == count
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if re.search(r"-[\d.]+[mb](-2019)?$", name)])
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if name not in RELEASED and re.search(r"-[\d.]+[mb](-2019)?$", name)]
+)
 def test_published_names_tell_the_size(name):
     number, unit = re.search(r"-([\d.]+)([mb])", name).groups()
     size = float(number) * {"m": 1e6, "b": 1e9}[unit]
@@ -147,15 +177,32 @@ def test_no_published_model_is_trained_with_the_toys_settings(model):
     assert run.train.steps > 10_000 and request.output.save_every in (500, 5000) and request.sample is None
 
 
-def test_llama2_has_the_papers_recipe():
-    """2307.09288 section 2.2."""
-    run = recipe_of("llama2-7b")
+LLAMA3 = [name for name in RELEASED if name.startswith(("llama3-", "llama3.1-"))]
+
+
+@pytest.mark.parametrize("model", [name for name in RELEASED if name not in LLAMA3])
+def test_llama2_has_the_papers_recipe(model):
+    """2307.09288 section 2.2; also for models whose recipe is not published."""
+    run = recipe_of(model)
     train, tokens = run.train, run.model.sequence_length
     assert train.global_batch_size * tokens == pytest.approx(4e6, rel=0.05)
     assert run.total_samples * tokens == pytest.approx(2e12, rel=1e-3)
-    assert (train.learning_rate, train.minimum_learning_rate) == (3e-4, pytest.approx(3e-5))
+    rate = 1.5e-4 if model == "llama2-70b" else 3e-4
+    assert (train.learning_rate, train.minimum_learning_rate) == (rate, pytest.approx(rate / 10))
     assert (train.beta1, train.beta2, train.epsilon, train.weight_decay, train.clip_norm) == (0.9, 0.95, 1e-5, 0.1, 1.0)
     assert (train.warmup_steps, train.learning_rate_decay) == (2000, "cosine")
+
+
+@pytest.mark.parametrize("model", LLAMA3)
+def test_llama3_has_the_papers_recipe(model):
+    """2407.21783 table 3 (rates), section 3.4.1 (8,000 steps of warm-up, the rate falls to a hundredth, 16M tokens)."""
+    run = recipe_of(model)
+    train, tokens = run.train, run.model.sequence_length
+    assert train.global_batch_size * tokens == pytest.approx(16e6, rel=0.05)
+    assert run.total_samples * tokens == pytest.approx(15.6e12, rel=1e-3)
+    rate = {"8b": 3e-4, "70b": 1.5e-4, "405b": 8e-5}[model.partition("-")[2]]
+    assert (train.learning_rate, train.minimum_learning_rate) == (rate, pytest.approx(rate / 100))
+    assert (train.warmup_steps, train.learning_rate_decay) == (8000, "cosine")
 
 
 MEGATRON_2019 = [name for name in PRESETS if name.startswith("gpt2") or name.endswith("-2019")]
@@ -188,7 +235,7 @@ def test_the_models_of_table_1_have_its_batch_and_gpt3_175bs_rates(model):
 
 
 def test_the_recipe_of_every_preset_is_checked_here():
-    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, "llama2-7b", "gpt3-530b", "gpt3-1t", "tiny"}
+    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, *RELEASED, "gpt3-530b", "gpt3-1t", "tiny"}
     assert checked == set(PRESETS)
     toy = recipe_of("tiny").train
     assert (toy.steps, toy.global_batch_size, toy.learning_rate) == (500, 16, 4e-3)

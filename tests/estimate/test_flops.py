@@ -191,5 +191,11 @@ def test_attention_counted_in_half():
     assert half["attention_scores"] == full["attention_scores"] // 2
     # 12 s^2 h l of a sample's 72 s l h^2 (1 + s/6h + ...) are attention's; half of them
     assert flops_per_token(model) - flops_per_token(model, "half") == 6 * model.layers * 2048 * model.hidden
+    # Mistral 7B: 8,192 tokens, each of which sees at most 4,096: 3/4 of the causal half
+    windowed, whole = (transformer_costs(preset("mistral-7b")), transformer_costs(preset("llama3-8b")))
+    scores = [
+        forward_flops(costs, kind)["attention_scores"] for costs in (windowed, whole) for kind in ("half", "full")
+    ]
+    assert scores[0] == 3 * scores[2] // 4 and scores[1] == scores[3] == 2 * scores[2]
     with pytest.raises(ValueError, match="full or half"):
         forward_flops(model, "causal")

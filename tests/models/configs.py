@@ -1,4 +1,6 @@
-"""The two configurations that every model test uses."""
+"""The configurations that every model test uses: GPT's and llama's blocks, and one with the fields of later families."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -19,4 +21,17 @@ LLAMA = ModelConfig(
     tied_embeddings=False,
     biases=False,
 )
-MODELS = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+# Head size apart from hidden / heads, norms of queries and keys, biases on qkv only, part of a head rotated, a window.
+QWEN = replace(
+    LLAMA,
+    head_size=12,
+    query_key_norm=True,
+    qkv_biases=True,
+    activation="geglu",
+    rotary_fraction=0.67,
+    rotary_scaling="llama3",
+    rotary_factor=4.0,
+    rotary_original_length=8,
+    sliding_window=5,
+)
+MODELS = pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])

@@ -22,7 +22,7 @@ def test_values_kept_by_a_transformer_are_the_formulas(config, mode, tensor):
 def test_flops_and_parameters_of_a_transformer_are_the_formulas(config):
     traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)
     products = lambda costs: sum(one.inputs * one.outputs for one in costs.matmuls)  # noqa: E731
-    attention = 2 * config.sequence_length * config.hidden  # for a token: scores, and values
+    attention = 2 * config.sequence_length * config.heads * config.head_dimension  # for a token: scores, and values
     assert products(traced) == products(formula) + attention
     assert traced.block == formula.block
     assert traced.shared.total == formula.shared.total

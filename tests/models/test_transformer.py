@@ -1,5 +1,6 @@
 """The block compared with a numpy reference, the values it stores per recompute mode, and its dropout."""
 
+import math
 from functools import cache
 
 import jax
@@ -9,9 +10,9 @@ import pytest
 
 from megajax.config import ConfigError, ModelConfig
 from megajax.models.costs import transformer_costs
-from megajax.models.transformer import rotate
+from megajax.models.rotary import attention_factor, frequencies, rotate
 from tests import small
-from tests.models.configs import GPT, MODELS
+from tests.models.configs import GPT, LLAMA, MODELS
 
 
 def changed(config: ModelConfig, **fields) -> ModelConfig:
@@ -30,12 +31,12 @@ def numpy_norm(x, weights, epsilon, kind):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * weights["scale"] + weights.get("bias", 0)
 
 
-def numpy_rotate(x, base):
-    """[s, d], pair (i, i + d/2) of position n rotated by n * base^(-2i/d), as complex numbers."""
-    half = x.shape[-1] // 2
-    turn = np.exp(1j * np.outer(np.arange(len(x)), base ** (-2 * np.arange(half) / x.shape[-1])))
-    z = (x[:, :half] + 1j * x[:, half:]) * turn
-    return np.concatenate([z.real, z.imag], -1)
+def numpy_rotate(x, config):
+    """[s, d], pair (i, i + n/2) of the first n elements rotated by position * frequency, as complex numbers."""
+    half = config.rotated_dimension // 2
+    turn = np.exp(1j * np.outer(np.arange(len(x)), frequencies(config, np))) * attention_factor(config)
+    z = (x[:, :half] + 1j * x[:, half : 2 * half]) * turn
+    return np.concatenate([z.real, z.imag, x[:, 2 * half :]], -1)
 
 
 def numpy_block(config: ModelConfig, w, x):
@@ -46,22 +47,32 @@ def numpy_block(config: ModelConfig, w, x):
     share, total = config.heads // config.key_value_heads, 0
     for head in range(config.heads):
         kernel = w["attention"]["qkv"]["kernel"][:, head // share]  # [h, heads of the group + 2, d]
-        added = w["attention"]["qkv"].get("bias", np.zeros((config.key_value_heads, share + 2, config.head_size)))
+        added = w["attention"]["qkv"].get("bias", np.zeros((config.key_value_heads, share + 2, config.head_dimension)))
         query, key, value = (y @ kernel[:, i] + added[head // share, i] for i in (head % share, share, share + 1))
+        if config.query_key_norm:
+            query, key = (
+                numpy_norm(x, w["attention"][name], config.norm_epsilon, "rmsnorm")
+                for x, name in ((query, "query_norm"), (key, "key_norm"))
+            )
         if config.positions == "rotary":
-            query, key = numpy_rotate(query, config.rotary_base), numpy_rotate(key, config.rotary_base)
+            query, key = numpy_rotate(query, config), numpy_rotate(key, config)
         context = np.zeros_like(value)
         for position in range(len(x)):
-            scores = np.exp(key[: position + 1] @ query[position] / np.sqrt(config.head_size))
-            context[position] = scores / scores.sum() @ value[: position + 1]
+            seen = slice(max(0, position + 1 - (config.sliding_window or len(x))), position + 1)
+            scores = np.exp(key[seen] @ query[position] / np.sqrt(config.head_dimension))
+            context[position] = scores / scores.sum() @ value[seen]
         total = total + context @ w["attention"]["output"]["kernel"][head]
     x = x + total + bias(w["attention"]["output"])
     y = numpy_norm(x, w["feedforward_norm"], config.norm_epsilon, config.norm)
     up = np.tensordot(y, w["feedforward"]["up"]["kernel"], 1) + bias(w["feedforward"]["up"])
+    gate = up[:, 0] if config.is_gated else up
     if config.activation == "swiglu":
-        active = up[:, 0] / (1 + np.exp(-up[:, 0])) * up[:, 1]
+        active = gate / (1 + np.exp(-gate))
+    elif config.activation == "gelu_exact":
+        active = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / np.sqrt(2)))
     else:
-        active = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
+        active = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    active = active * up[:, 1] if config.is_gated else active
     return x + active @ w["feedforward"]["down"]["kernel"] + bias(w["feedforward"]["down"])
 
 
@@ -81,7 +92,20 @@ def test_forward_equals_a_numpy_reference(config):
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("change", [dict(biases=False), dict(norm="rmsnorm"), dict(positions="rotary", kv_heads=1)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(biases=False),
+        dict(norm="rmsnorm"),
+        dict(positions="rotary", kv_heads=1),
+        dict(head_size=5, biases=False, qkv_biases=True),
+        dict(qkv_biases=False, activation="gelu_exact", sliding_window=1),
+        dict(
+            positions="rotary", rotary_scaling="yarn", rotary_factor=4.0, rotary_original_length=8, rotary_beta_fast=2.0
+        ),
+        dict(positions="rotary", rotary_scaling="linear", rotary_factor=2.0, query_key_norm=True),
+    ],
+)
 def test_options_can_be_combined(change):
     config = changed(GPT, **change)
     weights, x = one_block(config, samples=1)
@@ -91,7 +115,8 @@ def test_options_can_be_combined(change):
 
 def test_rotation_depends_on_distance_only():
     query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    rotated = [np.asarray(rotate(np.tile(vector, (1, 12, 1, 1)), 10000.0))[0, :, 0] for vector in (query, key)]
+    config = changed(LLAMA, sequence_length=12)
+    rotated = [np.asarray(rotate(np.tile(vector, (1, 12, 1, 1)), config))[0, :, 0] for vector in (query, key)]
     products = rotated[0] @ rotated[1].T
     for distance in range(-11, 12):
         diagonal = np.diagonal(products, distance)

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.pipeline.stage import ChunkWork, Stack
 from megajax.pipeline.stash import StashRef
-from tests.small import LLAMA, MODEL, build_model
+from tests.small import LLAMA, MODEL, QWEN, build_model
 
 SAMPLES = 2
 
@@ -40,7 +40,9 @@ def flops(function, *arguments) -> float:
     "recompute", ["selective", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "full"))]
 )
 @pytest.mark.parametrize(
-    "model", [pytest.param(MODEL, id="gpt"), pytest.param(LLAMA, id="llama", marks=pytest.mark.slow)]
+    "model",
+    [pytest.param(MODEL, id="gpt")]
+    + [pytest.param(model, id=name, marks=pytest.mark.slow) for name, model in (("llama", LLAMA), ("qwen", QWEN))],
 )
 def test_the_two_parts_equal_the_whole_backward(model, recompute):
     # Wide enough for matmuls to dominate, as in any model of practical size.

@@ -1,5 +1,6 @@
 """The model under the axis rules: sharded values equal the unsharded ones, with Megatron's collectives."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -30,6 +31,9 @@ LLAMA = ModelConfig(
     positions="rotary",
     tied_embeddings=False,
     biases=False,
+)
+QWEN = dataclasses.replace(
+    LLAMA, head_size=6, query_key_norm=True, qkv_biases=True, activation="geglu", rotary_fraction=0.67, sliding_window=5
 )
 MANUAL = ("data", "pipe")
 SAMPLES = 4
@@ -102,7 +106,11 @@ def in_one_rank(model, *arguments):
 @pytest.mark.parametrize(
     "shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(1, 2, 4), (2, 2, 1)])], ids=str
 )
-@pytest.mark.parametrize("config", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT, *(pytest.param(config, marks=pytest.mark.slow) for config in (LLAMA, QWEN))],
+    ids=["gpt", "llama", "qwen"],
+)
 def test_values_and_gradients_inside_the_executors_shard_map(config, shape, sequence_parallel):
     """fp32, with dropout in the GPT: its masks must be the unsharded ones."""
     mesh = make_mesh(*shape)
@@ -152,7 +160,7 @@ def test_bf16_compiles_and_stays_close():
 
 
 @pytest.mark.parametrize(("sequence_parallel", "gathers"), [(False, 0), (True, 2)])
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
 def test_collectives_of_a_blocks_forward(config, sequence_parallel, gathers):
     """Two all-reduces per block (1909.08053); with sequence parallelism two gathers and two reduce-scatters (2205.05198).
 

@@ -149,9 +149,23 @@ def test_weights_and_gradients_in_place(monkeypatch, case, model):
     check(*sizes, True, model=model, **options)
 
 
-def test_llama_options_equal_the_unpipelined_model():
-    """RMS norm, SwiGLU, rotary positions, grouped queries and an untied head, through the pipeline."""
-    check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=small.LLAMA)
+@pytest.mark.parametrize(
+    "model", [small.LLAMA, pytest.param(small.QWEN, marks=pytest.mark.slow)], ids=["llama", "qwen"]
+)
+def test_llama_options_equal_the_unpipelined_model(model):
+    """RMS norm, SwiGLU, rotary positions, grouped queries and an untied head, through the pipeline.
+
+    With qwen also a head size of its own, norms of queries and keys, biases on qkv only, and a sliding window.
+    """
+    check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "zero"), [(((2, 2, 2), "zb_v", 2, 4, True, "none"), 1), (((2, 4, 1), "1f1b", 1, 4, True, "full"), 3)]
+)
+def test_the_options_of_later_families_equal_the_unpipelined_model(case, zero):
+    check(*case, model=small.QWEN, zero=zero)
 
 
 @pytest.mark.slow

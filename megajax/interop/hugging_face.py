@@ -1,0 +1,116 @@
+"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2 and Qwen3.
+
+python -m megajax.interop.hugging_face import DIR --run-dir RUN      a run directory with a checkpoint of step 0
+python -m experiments.gpt3 --config RUN/config.toml --resume auto    trains from it, on any mesh and schedule
+python -m megajax.interop.hugging_face export RUN --out DIR          config.json, safetensors and the tokenizer's files
+
+Both read and write part by part, and with several processes (--coordinator, or a launcher) each its own share.
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+from megajax.config import ConfigError, LaunchConfig
+from megajax.config.options import Parser, add_options, option_names
+from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.errors import one_line
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Imports or exports; returns the process's exit code, 2 for a user's mistake."""
+    try:
+        options = _parser().parse_args(arguments)
+        return _run(options)
+    except ConfigError as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    from megajax.checkpoint.libraries import prepare_process
+    from megajax.runtime import distributed
+    from megajax.runtime.mesh import start_devices
+
+    given = {name: value for name, value in vars(options).items() if name in option_names(LaunchConfig)}
+    launch = LaunchConfig(**given)
+    launch.validate()
+    try:
+        distributed.start(launch)
+    except distributed.StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return distributed.EXIT_PEER
+    prepare_process()
+    start_devices("cpu")
+    import jax
+
+    text = _import(options) if options.command == "import" else _export(options)
+    if jax.process_index() == 0:
+        print(text)
+    return 0
+
+
+def _import(options: argparse.Namespace) -> str:
+    from megajax.interop.hugging_face_import import import_run
+
+    run_dir = pathlib.Path(options.run_dir)
+    run = import_run(
+        pathlib.Path(options.directory), run_dir, options.sequence_length, options.tokenizer, options.end_of_document
+    )
+    return (
+        f"{run_dir}: {run.model.name}, {run.model.parameters:,} parameters, {run.model.sequence_length} tokens a sample\n"
+        f"train it with: python -m experiments.gpt3 --config {run_dir / 'config.toml'} --resume auto"
+    )
+
+
+def _export(options: argparse.Namespace) -> str:
+    from megajax.interop.hugging_face_export import export_run
+
+    out = pathlib.Path(options.out)
+    size = export_run(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size)
+    return f"{out}: {size['family']}, {size['step']}, {size['dtype']}, {size['files']} safetensors file(s)"
+
+
+def _bytes(word: str) -> int:
+    """5GB, 500MB, 2GiB."""
+    found = re.fullmatch(r"(\d{1,12})\s*([KMG]I?B)?", word.strip(), re.IGNORECASE)
+    if not found or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError("must be a size such as 5GB or 500MB")
+    return int(found[1]) * UNITS[(found[2] or "").upper()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megajax.interop.hugging_face",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export", parser_class=Parser)
+    add = commands.add_parser("import", help="a directory of Hugging Face to a run directory", allow_abbrev=False)
+    add.add_argument("directory", metavar="DIR", type=plain_text, help="with config.json and safetensors")
+    add.add_argument("--run-dir", metavar="RUN", type=plain_text, required=True, help="the run directory to write")
+    add.add_argument(
+        "--sequence-length", metavar="COUNT", type=whole(), help="tokens in a sample (default: the most that it has)"
+    )
+    add.add_argument("--tokenizer", metavar="NAME|FILE", type=plain_text, help="instead of the directory's")
+    add.add_argument("--end-of-document", metavar="TOKEN", type=plain_text, help="token that ends documents")
+    add_options(add, LaunchConfig, "several processes")
+    add = commands.add_parser("export", help="a run's checkpoint to a directory of Hugging Face", allow_abbrev=False)
+    add.add_argument("run", metavar="RUN", type=plain_text, help="the run directory")
+    add.add_argument("--out", metavar="DIR", type=plain_text, required=True, help="the directory to write")
+    add.add_argument("--step", metavar="STEP", type=whole(low=0), help="of the checkpoint (default: the newest)")
+    add.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: the imported ones', or fp32)")
+    add.add_argument(
+        "--max-shard-size", metavar="SIZE", type=_bytes, default=5 * 10**9, help="of a file (default: 5GB)"
+    )
+    add_options(add, LaunchConfig, "several processes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

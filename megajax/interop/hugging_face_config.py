@@ -1,0 +1,140 @@
+"""config.json of Hugging Face to `ModelConfig` and back.
+
+Writing is checked by reading back: a model whose fields do not all return is not of the family.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from megajax.config import ConfigError, ModelConfig, option
+from megajax.config.compare import stored_differences
+from megajax.interop.hugging_face_families import FAMILIES, SCALINGS, Family, Keys
+from megajax.schedules.errors import shown
+
+__all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
+
+# Fields of a ModelConfig that config.json does not have, or that change no logits.
+FREE = ("name", "dropout", "init_deviation")
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a directory of a Hugging Face model") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {str(error).splitlines()[0]}; download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is a JSON {type(found).__name__}, not an object; download it again")
+    return found
+
+
+def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
+    """The family and the model of a directory's config.json; its sequence length is the longest that config.json allows.
+
+    Raises:
+      ConfigError: it cannot be read, is of an unknown family, or has an unsupported value.
+    """
+    path = directory / "config.json"
+    keys = Keys(read_json(path), path)
+    kind = keys.get("model_type", str, "")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"{path}: model_type = {shown(kind)} is not supported: give a model of {known}")
+    keys.require("quantization_config")
+    fields = FAMILIES[kind].read(keys)
+    model = ModelConfig(name=directory.absolute().name, **fields)
+    try:
+        model.validate()
+    except ConfigError as error:
+        raise ConfigError(f"{path} is not a legal model: {error}") from None
+    return FAMILIES[kind], model
+
+
+def tokenizer_options(directory: pathlib.Path) -> dict[str, str]:
+    """The options `tokenizer` and `end_of_document` of a directory; empty if it has no tokenizer that megajax reads."""
+    for file in ("tokenizer.json", "tokenizer.model"):
+        if (directory / file).is_file():
+            options = {"tokenizer": str(directory / file)}
+            settings = directory / "tokenizer_config.json"
+            end = read_json(settings).get("eos_token") if settings.is_file() else None
+            end = end.get("content") if isinstance(end, dict) else end  # an AddedToken
+            return options | ({"end_of_document": end} if isinstance(end, str) and end else {})
+    return {}
+
+
+def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The family that computes a model, and the keys of its config.json.
+
+    Args:
+      preferred: model_type of the family to take if several compute the model.
+
+    Raises:
+      ConfigError: there is none; the message names the fields that the nearest one does not have.
+    """
+    nearest: tuple[str, list[str]] | None = None
+    for family in sorted(FAMILIES.values(), key=lambda family: family.name != preferred):
+        keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
+        back = ModelConfig(name=model.name, **family.read(Keys(keys, "config.json")))
+        differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=FREE)
+        if not differing:
+            return family, keys
+        if nearest is None or len(differing) < len(nearest[1]):
+            nearest = family.name, differing
+    assert nearest is not None
+    name, differing = nearest
+    field = differing[0].partition(" was ")
+    value = field[2].partition(", is ")[0]
+    raise ConfigError(
+        f"{field[0]} = {value} has no place in a config.json of {', '.join(FAMILIES)} (the nearest is {name}): only models "
+        f"of these families can be exported; see {option(field[0])}."
+    )
+
+
+def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json of an export: the keys of a model in those of the config.json that it was imported with.
+
+    Args:
+      original: the imported file's; empty: there is none.
+      keys: as `family_of_model` returns them.
+      dtype: of the exported weights, "float32" or "bfloat16".
+    """
+    if original.get("model_type") != keys["model_type"]:
+        return keys | {"torch_dtype": dtype}
+    keys = keys | {"dtype" if "dtype" in original else "torch_dtype": dtype}
+    if original.get("rope_parameters"):  # as transformers 5 writes it
+        theta, scaling = keys.pop("rope_theta"), keys.pop("rope_scaling") or {"rope_type": "default"}
+        keys["rope_parameters"] = scaling | {"rope_theta": theta}
+    longest = original.get("max_position_embeddings")
+    if isinstance(longest, int) and "max_position_embeddings" in keys:  # shorter samples change no weight
+        keys["max_position_embeddings"] = max(longest, keys["max_position_embeddings"])
+    return {**original, **keys}
+
+
+def _explicit(model: ModelConfig) -> ModelConfig:
+    """The model with computed values in place of None, and fields without an effect at their defaults."""
+    usual = ModelConfig.__dataclass_fields__
+    idle = {}
+    if model.positions != "rotary":
+        idle = {name: field.default for name, field in usual.items() if name.startswith("rotary_")}
+    used = SCALINGS.get(model.rotary_scaling, {})
+    for name in {name for names in SCALINGS.values() for name in names} - set(used):
+        idle[name] = usual[name].default
+    if "rotary_original_length" in used and "rotary_original_length" not in idle:
+        idle["rotary_original_length"] = model.rotary_original_length or model.sequence_length
+    return dataclasses.replace(
+        model,
+        head_size=model.head_dimension,
+        kv_heads=model.key_value_heads,
+        feedforward=model.feedforward_size,
+        qkv_biases=model.has_qkv_biases,
+        **idle,
+    )

@@ -1,0 +1,174 @@
+"""Exports a checkpoint as a Hugging Face directory: config.json, safetensors, and the tokenizer's files of the import."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from megajax.checkpoint import layout, reader
+from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.streamed import open_leaf
+from megajax.checkpoint.writer import on_all_processes
+from megajax.config import ConfigError, ModelConfig, padded_vocabulary
+from megajax.interop.hugging_face_config import family_of_model, merge_config, read_json
+from megajax.interop.hugging_face_import import FOLDER, TOKENIZER_FILES, replace_directory
+from megajax.interop.hugging_face_tensors import axis_sizes, from_leaf, lead_axis, rows_of, tensor_shape
+from megajax.interop.hugging_face_weights import PART_BYTES, pieces_of
+from megajax.interop.safetensors import Shards
+from megajax.models.context import model_shapes
+from megajax.models.interface import model_class
+
+__all__ = ["DTYPES", "export_run"]
+
+DTYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(ml_dtypes.bfloat16))}
+
+
+def export_run(
+    run_dir: pathlib.Path,
+    out: pathlib.Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    largest: int = 5 * 10**9,
+) -> dict[str, str]:
+    """Writes the directory; nothing of it is there before it is complete. All processes call it.
+
+    Args:
+      run_dir: whose checkpoint to export.
+      out: to write; it must not exist, or be empty.
+      step: of the checkpoint; None: the newest.
+      dtype: fp32 or bf16; None: that of the imported config.json, or fp32.
+      largest: bytes of a shard.
+
+    Returns:
+      "step", "family", "dtype" and "files", for the command's message.
+
+    Raises:
+      ConfigError: there is no such checkpoint, it is damaged or of a model that no family computes, or `out` cannot be
+        written.
+    """
+    path = _checkpoint(run_dir, step)
+    model = _model(path)
+    imported = run_dir / FOLDER / "config.json"
+    original = read_json(imported) if imported.is_file() else {}
+    family, keys = family_of_model(model, original.get("model_type"))
+    dtype = dtype or _usual_dtype(original)
+    name, numpy_dtype = DTYPES[dtype]
+    reader.verify(path)
+    shapes, sizes = _leaves(path, model), axis_sizes(model)
+    tensors = {}
+    for leaf in shapes:
+        for piece in pieces_of(family.name, leaf):
+            for layer in range(model.layers if layout.is_block(leaf) else 1):
+                tensors[piece.tensor.format(layer)] = tensor_shape(piece, sizes)
+    with replace_directory(out, "--out") as unfinished:
+        shards = Shards(unfinished, tensors, numpy_dtype, largest)
+        on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
+
+        def write_own() -> None:
+            for number, (leaf, box) in enumerate(_boxes(path, family.name, shapes, sizes)):
+                if number % jax.process_count() == jax.process_index():
+                    _write_box(shards, path, family.name, leaf, box, sizes)
+
+        on_all_processes("export/tensors", write_own)
+        if jax.process_index() == 0:
+            text = json.dumps(merge_config(original, keys, name), indent=2)
+            (unfinished / "config.json").write_text(text + "\n", encoding="utf-8")
+            for file in TOKENIZER_FILES:
+                if (run_dir / FOLDER / file).is_file():
+                    shutil.copyfile(run_dir / FOLDER / file, unfinished / file)
+    files = len({tensor.path for tensor in shards.tensors.values()})
+    return {"step": path.name, "family": family.name, "dtype": dtype, "files": str(files)}
+
+
+def _checkpoint(run_dir: pathlib.Path, step: int | None) -> pathlib.Path:
+    directory = run_dir / "checkpoints"
+    steps = complete_steps(directory)
+    if not steps:
+        raise ConfigError(f"{run_dir} has no checkpoint: give the --run-dir of a run")
+    if step is not None and step not in steps:
+        shown = ", ".join(map(str, steps[-5:]))
+        raise ConfigError(f"{run_dir} has no checkpoint of step {step}: pass --step with one of {shown}")
+    return (directory / NAME.format(steps[-1] if step is None else step)).absolute()
+
+
+def _model(path: pathlib.Path) -> ModelConfig:
+    """The model of a checkpoint; fields that are newer than it have their defaults."""
+    stored = reader.read_meta(path)["config"]["model"]
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    unknown = next((name for name in stored if name not in known), None)
+    if unknown:
+        raise ConfigError(f"{path} is of a model with {unknown}, not of a ModelConfig: only those can be exported")
+    try:
+        model = ModelConfig(**stored)
+        model.validate()
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{path} does not store a legal model: {error}") from None
+    return model
+
+
+def _usual_dtype(original: dict) -> str:
+    name = original.get("dtype") or original.get("torch_dtype")
+    return next((ours for ours, (theirs, _) in DTYPES.items() if theirs == name), "fp32")
+
+
+def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters, as the checkpoint stores them.
+
+    Raises:
+      ConfigError: one is missing or of another shape.
+    """
+    from megajax.config import ParallelConfig, RunConfig, TrainConfig
+
+    run = RunConfig(model, ParallelConfig(), TrainConfig())
+    wanted = layout.named(jax.eval_shape(model_shapes(run, model_class(model)).init, jax.random.key(0)))
+    stored = layout.named(reader.arrays_in(path))
+    rows, found = padded_vocabulary(model.vocabulary, 1), {}
+    for name, leaf in wanted.items():
+        have = stored.get(f"params/{name}")
+        if have is None:
+            raise ConfigError(f"checkpoint {path} has no params/{name}: it is of another model than its metadata says")
+        shape = tuple(have.shape)
+        padded = leaf.shape[0] == rows and shape[1:] == leaf.shape[1:] and shape[0] >= model.vocabulary
+        if shape != leaf.shape and not padded:
+            raise ConfigError(f"checkpoint {path}: params/{name} has shape {shape}, and its model's has {leaf.shape}")
+        found[name] = shape
+    return found
+
+
+def _boxes(path, family: str, shapes, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """Regions of all leaves that are read at once: whole stored chunks, and at most PART_BYTES where chunks are smaller.
+
+    A region is whole but for its layers and its first piece's leading axis, so that it has whole rows of the tensors.
+    """
+    for name, shape in shapes.items():
+        pieces = pieces_of(family, name)
+        first = int(layout.is_block(name))
+        axis = first + lead_axis(pieces[0])
+        stored = open_leaf(path, f"params/{name}").chunk_layout.read_chunk.shape or shape
+        step = list(shape)
+        step[0] = min(shape[0], stored[0]) if first else step[0]
+        last = min(shape[axis], sizes[pieces[0].theirs[0]])  # without the vocabulary's padding
+        row = 4 * int(np.prod(step)) // shape[axis]
+        step[axis] = min(last, -(-max(1, PART_BYTES // max(1, row)) // stored[axis]) * stored[axis])
+        for layer in range(0, shape[0], step[0]) if first else (0,):
+            for start in range(0, last, step[axis]):
+                box = [slice(0, size) for size in shape]
+                if first:
+                    box[0] = slice(layer, min(layer + step[0], shape[0]))
+                box[axis] = slice(start, min(start + step[axis], last))
+                yield name, tuple(box)
+
+
+def _write_box(shards: Shards, path, family: str, name: str, box: tuple[slice, ...], sizes) -> None:
+    values = open_leaf(path, f"params/{name}")[box].read().result()
+    is_block = layout.is_block(name)
+    for place in range(len(values) if is_block else 1):
+        leaf, layer = (values[place], box[0].start + place) if is_block else (values, 0)
+        for piece in pieces_of(family, name):
+            start = box[is_block + lead_axis(piece)].start * rows_of(piece, sizes)
+            shards.write(piece.tensor.format(layer), start, from_leaf(piece, leaf, sizes))

@@ -1,0 +1,207 @@
+"""Imports a Hugging Face directory as a run directory whose checkpoint of step 0 has its weights.
+
+RUN/config.toml                  the model, its tokenizer, and fine-tuning's options
+    checkpoints/step_00000000/   the weights, and a fresh optimizer state
+    hugging_face/                config.json and the tokenizer's files, which an export copies back
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.checkpoint import layout
+from megajax.checkpoint.directory import NAME
+from megajax.checkpoint.metadata import FORMAT, Progress, run_meta
+from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
+from megajax.checkpoint.writer import on_all_processes, reason_of, write
+from megajax.config import ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config.toml import HEADER, toml_text
+from megajax.data.tokenizers import load_tokenizer
+from megajax.interop.hugging_face_config import read_config, tokenizer_options
+from megajax.interop.hugging_face_weights import Weights, load_params, pieces_of, regions
+from megajax.runtime.mesh import make_mesh
+from megajax.train.precision import make_loss_scale
+from megajax.train.step import Training, make_training
+from megajax.train.trainer import check_vocabulary
+
+__all__ = ["FOLDER", "import_run", "initial_params", "replace_directory"]
+
+FOLDER = "hugging_face"
+TEMPORARY = ".unfinished"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "steps": 1000}
+
+
+def initial_params(directory: str, training: Training) -> Any:
+    """The parameters of `--init-from DIR` on the run's devices: `Trainer(initial_params=...)` calls it.
+
+    Raises:
+      ConfigError: the directory is damaged, or of another model than the run's.
+    """
+    path, model = pathlib.Path(directory), training.run.model
+    family, stored = read_config(path)
+    _with_length(stored, model.sequence_length)
+    target = training.state_layout
+    target = dataclasses.replace(target, shapes=target.shapes.params, shardings=target.shardings.params)
+    return load_params(Weights(path, family.name, model, list(layout.named(target.shapes))), target)
+
+
+def import_run(
+    directory: pathlib.Path,
+    run_dir: pathlib.Path,
+    sequence_length: int | None = None,
+    tokenizer: str | None = None,
+    end_of_document: str | None = None,
+) -> RunConfig:
+    """Writes the run directory; nothing of it is there before it is complete. All processes call it.
+
+    Args:
+      directory: of the Hugging Face model.
+      run_dir: to write; it must not exist, or be empty.
+      sequence_length: of the run; None: the longest that the model has.
+      tokenizer: name or file; None: the directory's.
+      end_of_document: token that ends documents; None: the directory's, or the tokenizer's usual one.
+
+    Raises:
+      ConfigError: the directory is damaged or of a model that megajax does not have, or the run cannot be written.
+    """
+    family, model = read_config(directory)
+    if sequence_length is not None:
+        model = _with_length(model, sequence_length)
+    found = tokenizer_options(directory)
+    data = DataConfig(
+        tokenizer=tokenizer or found.get("tokenizer", ""),
+        end_of_document=end_of_document or (None if tokenizer else found.get("end_of_document")),
+    )
+    if not data.tokenizer:
+        raise ConfigError(
+            f"{directory} has neither tokenizer.json nor tokenizer.model, without which its ids have no meaning: pass "
+            "--tokenizer NAME|FILE"
+        )
+    run = RunConfig(model, ParallelConfig(schedule="1f1b"), TrainConfig(**FINE_TUNING), data)
+    run.validate()
+    read = load_tokenizer(data.tokenizer, data.end_of_document)
+    check_vocabulary(run, read)
+    training = make_training(run, make_mesh(run.parallel, jax.local_devices()[:1]))
+    leaves = layout.named(training.state_shapes)
+    of_params = [name.removeprefix("params/") for name in leaves if name.startswith("params/")]
+    weights = Weights(directory, family.name, model, of_params)
+    own = {name: value for name, value in layout.named({"loss_scale": make_loss_scale(run.train)}).items()}
+    arrays = {
+        name: _streamed(name, layout.canonical_shape(name, leaf.shape), leaf.dtype, weights, family.name, own.get(name))
+        for name, leaf in leaves.items()
+    }
+    meta = run_meta(run, read)
+    meta |= {"format": FORMAT, "progress": dataclasses.asdict(Progress()), "time": _now()}
+    with replace_directory(run_dir, "--run-dir") as unfinished:
+        checkpoints = unfinished / "checkpoints"
+        on_all_processes("import/checkpoints", lambda: checkpoints.mkdir(exist_ok=True))
+        write(checkpoints / NAME.format(0), layout.nest(arrays), meta, "import", streaming_handler())
+        on_all_processes("import/files", lambda: _write_files(run, directory, unfinished, run_dir))
+    return run
+
+
+def _with_length(model: ModelConfig, length: int) -> ModelConfig:
+    if model.positions == "learned" and length > model.sequence_length:
+        raise ConfigError(
+            f"sequence_length = {length}, but the model's table has {model.sequence_length} positions: pass "
+            f"--sequence-length {model.sequence_length} or less"
+        )
+    return dataclasses.replace(model, sequence_length=length)
+
+
+def _now() -> float:
+    import time
+
+    return time.time()
+
+
+def _streamed(name: str, shape: tuple[int, ...], dtype, weights: Weights, family: str, value) -> StreamedLeaf:
+    """A leaf of the state: read, or given, or zero."""
+    parameter = next((name.partition(part)[2] for part in ("params/", "/mu/", "/nu/") if part in name), "")
+    if parameter:
+        chunk, boxes = regions(parameter, shape, pieces_of(family, parameter))
+    else:
+        chunk, boxes = shape, [tuple(slice(0, size) for size in shape)]
+
+    def parts() -> Iterator[Part]:
+        for box in boxes[jax.process_index() :: jax.process_count()]:
+            if name.startswith("params/"):
+                yield box, weights.region(parameter, box, shape)
+            elif value is not None:
+                yield box, np.asarray(value)
+            else:
+                yield box, np.zeros([one.stop - one.start for one in box], dtype)
+
+    return StreamedLeaf(shape, np.dtype(dtype), chunk, parts)
+
+
+def _write_files(run: RunConfig, directory: pathlib.Path, unfinished: pathlib.Path, final: pathlib.Path) -> None:
+    """config.toml and the directory's own files, by process 0."""
+    if jax.process_index() != 0:
+        return
+    folder = unfinished / FOLDER
+    folder.mkdir()
+    for file in ("config.json", *TOKENIZER_FILES):
+        if (directory / file).is_file():
+            shutil.copyfile(directory / file, folder / file)
+    data = run.data
+    if pathlib.Path(data.tokenizer).absolute().parent == directory.absolute():
+        data = dataclasses.replace(data, tokenizer=str(final.absolute() / FOLDER / pathlib.Path(data.tokenizer).name))
+    model, train = dataclasses.asdict(run.model), dataclasses.asdict(run.train)
+    # the preset's name is in the options, the devices choose the precision, and the others follow from FINE_TUNING's
+    for table, names in ((model, ("name",)), (train, ("precision", "minimum_learning_rate", "warmup_steps"))):
+        for name in names:
+            del table[name]
+    tables = {
+        "model": model,
+        "train": train,
+        "data": dataclasses.asdict(data),
+        "output": {"run_dir": str(final)},
+        "options": {"model": "tiny", "new_tokens": 0},
+    }
+    path = unfinished / "config.toml"
+    path.write_text(toml_text(tables, HEADER.format(path=final / "config.toml")), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replace_directory(path: pathlib.Path, option: str) -> Iterator[pathlib.Path]:
+    """A temporary directory beside `path`, renamed to it at the end, and deleted after an error. All processes enter it.
+
+    Raises:
+      ConfigError: `path` has files, or cannot be written.
+    """
+    path = path.absolute()
+    unfinished, is_first = path.with_name(path.name + TEMPORARY), jax.process_index() == 0
+
+    def start() -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} exists and is not an empty directory: pass another {option}")
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        if is_first:
+            if path.exists():
+                path.rmdir()
+            unfinished.rename(path)
+
+    try:
+        on_all_processes(f"{option}/start", start)
+        yield unfinished
+        on_all_processes(f"{option}/finish", finish)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}; pass another {option}") from None
+    finally:
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,214 @@
+"""Which tensors of Hugging Face are which leaves of the parameters: one table per family, used in both directions.
+
+A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's with other axes. The axes have letters:
+
+    h hidden   f feedforward   v vocabulary   s positions   d elements of a head
+    a heads    g key and value heads   n queries of a group (a / g)   q query, key and value (3)   1 an axis of size 1
+
+`Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
+[h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
+Both sides rotate element i of a head with element i + d/2, so queries and keys need no permutation.
+
+The first letter of a tensor is the axis along which a leaf is read and written in parts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.config import ModelConfig
+
+__all__ = ["TABLES", "Piece", "Table", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
+
+QUERIES, KEY, VALUE = (0, -2), (-2, -1), (-1, None)  # parts of the leaf's last but one axis
+GATE, UP = (0, 1), (1, 2)
+
+
+class Piece(NamedTuple):
+    """A tensor of Hugging Face's, as part of a leaf.
+
+    Attributes:
+      tensor: its name; "{}" is the layer.
+      theirs: its axes, as products of letters.
+      ours: the axes of the leaf (of one layer).
+      part: start and stop on the leaf's last but one axis; None: the whole leaf.
+    """
+
+    tensor: str
+    theirs: str
+    ours: str
+    part: tuple[int, int | None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The tensors of a family.
+
+    Attributes:
+      leaves: by the name of the leaf, "blocks/..." or "shared/...".
+      prefix: of all tensors' names but the head's; files of a model without its head leave it out.
+      ignored: names that are no parameters: buffers of old versions, and the second name of a tied table.
+    """
+
+    leaves: Mapping[str, tuple[Piece, ...]]
+    prefix: str
+    ignored: tuple[str, ...]
+
+
+def _norm(ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
+    return {f"{ours}/{name}": (Piece(f"{theirs}.{torch}", "h", "h"),) for name, torch in NORM.items()}
+
+
+NORM = {"scale": "weight", "bias": "bias"}
+LLAMA_LAYER = "model.layers.{}."
+LLAMA = Table(
+    {
+        "shared/embedding/tokens": (Piece("model.embed_tokens.weight", "v h", "vh"),),
+        **_norm("shared/head/norm", "model.norm"),
+        "shared/head/vocabulary": (Piece("lm_head.weight", "v h", "vh"),),
+        **_norm("blocks/attention_norm", LLAMA_LAYER + "input_layernorm"),
+        "blocks/attention/qkv/kernel": (
+            Piece(LLAMA_LAYER + "self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES),
+            Piece(LLAMA_LAYER + "self_attn.k_proj.weight", "gd h", "hg1d", KEY),
+            Piece(LLAMA_LAYER + "self_attn.v_proj.weight", "gd h", "hg1d", VALUE),
+        ),
+        "blocks/attention/qkv/bias": (
+            Piece(LLAMA_LAYER + "self_attn.q_proj.bias", "gnd", "gnd", QUERIES),
+            Piece(LLAMA_LAYER + "self_attn.k_proj.bias", "gd", "g1d", KEY),
+            Piece(LLAMA_LAYER + "self_attn.v_proj.bias", "gd", "g1d", VALUE),
+        ),
+        "blocks/attention/query_norm/scale": (Piece(LLAMA_LAYER + "self_attn.q_norm.weight", "d", "d"),),
+        "blocks/attention/key_norm/scale": (Piece(LLAMA_LAYER + "self_attn.k_norm.weight", "d", "d"),),
+        "blocks/attention/output/kernel": (Piece(LLAMA_LAYER + "self_attn.o_proj.weight", "h ad", "adh"),),
+        "blocks/attention/output/bias": (Piece(LLAMA_LAYER + "self_attn.o_proj.bias", "h", "h"),),
+        **_norm("blocks/feedforward_norm", LLAMA_LAYER + "post_attention_layernorm"),
+        "blocks/feedforward/up/kernel": (
+            Piece(LLAMA_LAYER + "mlp.gate_proj.weight", "f h", "h1f", GATE),
+            Piece(LLAMA_LAYER + "mlp.up_proj.weight", "f h", "h1f", UP),
+        ),
+        "blocks/feedforward/up/bias": (
+            Piece(LLAMA_LAYER + "mlp.gate_proj.bias", "f", "1f", GATE),
+            Piece(LLAMA_LAYER + "mlp.up_proj.bias", "f", "1f", UP),
+        ),
+        "blocks/feedforward/down/kernel": (Piece(LLAMA_LAYER + "mlp.down_proj.weight", "h f", "fh"),),
+        "blocks/feedforward/down/bias": (Piece(LLAMA_LAYER + "mlp.down_proj.bias", "h", "h"),),
+    },
+    prefix="model.",
+    ignored=("rotary_emb.inv_freq",),
+)
+GPT2_LAYER = "transformer.h.{}."
+GPT2 = Table(
+    {
+        "shared/embedding/tokens": (Piece("transformer.wte.weight", "v h", "vh"),),
+        "shared/embedding/positions": (Piece("transformer.wpe.weight", "s h", "sh"),),
+        **_norm("shared/head/norm", "transformer.ln_f"),
+        "shared/head/vocabulary": (Piece("lm_head.weight", "v h", "vh"),),
+        **_norm("blocks/attention_norm", GPT2_LAYER + "ln_1"),
+        "blocks/attention/qkv/kernel": (Piece(GPT2_LAYER + "attn.c_attn.weight", "h qgd", "hgqd"),),
+        "blocks/attention/qkv/bias": (Piece(GPT2_LAYER + "attn.c_attn.bias", "qgd", "gqd"),),
+        "blocks/attention/output/kernel": (Piece(GPT2_LAYER + "attn.c_proj.weight", "ad h", "adh"),),
+        "blocks/attention/output/bias": (Piece(GPT2_LAYER + "attn.c_proj.bias", "h", "h"),),
+        **_norm("blocks/feedforward_norm", GPT2_LAYER + "ln_2"),
+        "blocks/feedforward/up/kernel": (Piece(GPT2_LAYER + "mlp.c_fc.weight", "h f", "hf"),),
+        "blocks/feedforward/up/bias": (Piece(GPT2_LAYER + "mlp.c_fc.bias", "f", "f"),),
+        "blocks/feedforward/down/kernel": (Piece(GPT2_LAYER + "mlp.c_proj.weight", "f h", "fh"),),
+        "blocks/feedforward/down/bias": (Piece(GPT2_LAYER + "mlp.c_proj.bias", "h", "h"),),
+    },
+    prefix="transformer.",
+    ignored=("attn.bias", "attn.masked_bias"),
+)
+TABLES = {"gpt2": GPT2, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA)}
+
+
+def axis_sizes(model: ModelConfig) -> dict[str, int]:
+    """The size of each letter's axis."""
+    return {
+        "h": model.hidden,
+        "f": model.feedforward_size,
+        "v": model.vocabulary,
+        "s": model.sequence_length,
+        "d": model.head_dimension,
+        "a": model.heads,
+        "g": model.key_value_heads,
+        "n": model.heads // model.key_value_heads,
+        "q": 3,
+        "1": 1,
+    }
+
+
+def tensor_shape(piece: Piece, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of the piece's tensor."""
+    return tuple(math.prod(sizes[letter] for letter in axis) for axis in piece.theirs.split())
+
+
+def lead_axis(piece: Piece) -> int:
+    """The leaf's axis, of one layer, that the tensor's first letter is."""
+    return piece.ours.index(piece.theirs[0])
+
+
+def rows_of(piece: Piece, sizes: Mapping[str, int]) -> int:
+    """Rows of the tensor for one index of its first letter."""
+    return math.prod(sizes[letter] for letter in piece.theirs.split()[0][1:])
+
+
+def part_range(piece: Piece, size: int) -> tuple[int, int]:
+    """Start and stop of the piece on the leaf's last but one axis, which has `size` elements."""
+    start, stop = piece.part or (0, size)
+    return start + size * (start < 0), size if stop is None else stop + size * (stop < 0)
+
+
+def overlap(piece: Piece, region: tuple[slice, ...], sizes: Mapping[str, int], shape: tuple[int, ...]):
+    """The part of a leaf's region that the piece has.
+
+    Args:
+      region: a slice with start and stop for each axis of the leaf (of one layer).
+      shape: of the leaf.
+
+    Returns:
+      Slices inside the region, and the range of each of the tensor's letters; None if the piece has nothing of it.
+    """
+    inside, ranges = [], {}
+    for axis, (letter, wanted) in enumerate(zip(piece.ours, region, strict=True)):
+        first, last = 0, sizes[letter]
+        if piece.part and axis == len(shape) - 2:
+            first, last = part_range(piece, shape[axis])
+        start, stop = max(wanted.start, first), min(wanted.stop, last)
+        if start >= stop:
+            return None
+        inside.append(slice(start - wanted.start, stop - wanted.start))
+        ranges[letter] = (start - first, stop - first)
+    return tuple(inside), ranges
+
+
+def to_leaf(
+    piece: Piece, rows: np.ndarray, ranges: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
+) -> np.ndarray:
+    """Rows of a tensor, those of the first letter's range, as a part of the leaf with these ranges."""
+    letters = piece.theirs.replace(" ", "")
+    rows = rows.reshape(-1, *(sizes[letter] for letter in letters[1:]))
+    rows = rows[(slice(None), *(slice(*ranges[letter]) for letter in letters[1:]))]
+    kept = [letter for letter in piece.ours if letter != "1"]
+    return np.expand_dims(rows.transpose([letters.index(letter) for letter in kept]), _ones(piece))
+
+
+def from_leaf(piece: Piece, leaf: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    """The inverse of `to_leaf`, of a leaf of which only the first letter's axis may be a part: rows of the tensor."""
+    if piece.part:
+        leaf = leaf[..., slice(*part_range(piece, leaf.shape[-2])), :]
+    letters = piece.theirs.replace(" ", "")
+    kept = [letter for letter in piece.ours if letter != "1"]
+    leaf = np.squeeze(leaf, _ones(piece)).transpose([kept.index(letter) for letter in letters])
+    return leaf.reshape(-1, *tensor_shape(piece, sizes)[1:])
+
+
+def _ones(piece: Piece) -> tuple[int, ...]:
+    return tuple(axis for axis, letter in enumerate(piece.ours) if letter == "1")
+
+
+def tensor_names(pieces: tuple[Piece, ...], layers: int) -> Iterator[str]:
+    """Names of a leaf's tensors, of all layers."""
+    for piece in pieces:
+        yield from (piece.tensor.format(layer) for layer in range(layers if "{}" in piece.tensor else 1))

@@ -1,0 +1,185 @@
+"""The parameters in a Hugging Face directory, as regions of megajax's leaves: each reader reads only what it needs."""
+
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from megajax.checkpoint import layout
+from megajax.checkpoint.layout import StateLayout
+from megajax.config import ConfigError, ModelConfig, near
+from megajax.interop.hugging_face_tensors import (
+    TABLES,
+    Piece,
+    axis_sizes,
+    lead_axis,
+    overlap,
+    rows_of,
+    tensor_names,
+    tensor_shape,
+    to_leaf,
+)
+from megajax.interop.safetensors import open_tensors
+
+__all__ = ["PART_BYTES", "Weights", "load_params", "pieces_of", "regions"]
+
+PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
+
+
+class Weights:
+    """The weights of a model in a directory.
+
+    Attributes:
+      model: its configuration; it may be shorter (`sequence_length`) than the stored table of positions.
+    """
+
+    def __init__(self, directory: pathlib.Path, family: str, model: ModelConfig, leaves: Sequence[str]):
+        """Opens the files and compares names and shapes with the model's.
+
+        Args:
+          directory: with safetensors files.
+          family: model_type.
+          model: its configuration.
+          leaves: names of the parameters' leaves, "blocks/..." and "shared/...".
+
+        Raises:
+          ConfigError: a file is damaged; or a tensor is missing, left over, or of another shape.
+        """
+        self.model, self._sizes = model, axis_sizes(model)
+        self._tensors = open_tensors(directory)
+        table = TABLES[family]
+        self._pieces = {name: pieces_of(family, name) for name in leaves}
+        has_prefix = any(name.startswith(table.prefix) for name in self._tensors)
+        self._cut = "" if has_prefix else table.prefix
+        wanted = {}
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                wanted |= {self._stored(name): piece for name in tensor_names((piece,), model.layers)}
+        missing = next((name for name in wanted if name not in self._tensors), None)
+        if missing:
+            raise ConfigError(f"{directory} has no tensor {missing}: {near(missing, self._tensors)}")
+        tied = ("lm_head.weight",) if model.tied_embeddings else ()
+        for name, tensor in self._tensors.items():
+            if name not in wanted:
+                if not name.endswith((*table.ignored, *tied)):
+                    raise ConfigError(f"{directory} has a tensor {name}, which {family} with its config.json does not")
+                continue
+            shape, expected = tensor.shape, tensor_shape(wanted[name], self._sizes)
+            longer = wanted[name].theirs[0] == "s" and len(shape) == 2 and shape[0] >= expected[0]
+            if shape != expected and not (longer and shape[1:] == expected[1:]):
+                raise ConfigError(f"{directory}: {name} has shape {shape}, and this model's is {expected}")
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self._cut)
+
+    def region(self, name: str, region: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+        """A region of a leaf in canonical layout ([layers, ...]), fp32; rows of padding are zero.
+
+        Args:
+          name: of the leaf.
+          region: a slice with start and stop for each axis.
+          shape: of the leaf.
+        """
+        out = np.zeros([one.stop - one.start for one in region], np.float32)
+        if not layout.is_block(name):
+            self._fill(out, name, None, region, shape)
+            return out
+        for place, layer in enumerate(range(region[0].start, region[0].stop)):
+            self._fill(out[place], name, layer, region[1:], shape[1:])
+        return out
+
+    def _fill(self, out: np.ndarray, name: str, layer: int | None, region: tuple[slice, ...], shape) -> None:
+        for piece in self._pieces[name]:
+            found = overlap(piece, region, self._sizes, shape)
+            if found:
+                inside, ranges = found
+                start, stop = (rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
+                rows = self._tensors[self._stored(piece.tensor.format(layer))].rows(start, stop)
+                out[inside] = to_leaf(piece, rows, ranges, self._sizes)
+
+
+def pieces_of(family: str, name: str) -> tuple[Piece, ...]:
+    """The tensors of a leaf.
+
+    Raises:
+      ConfigError: the family has none.
+    """
+    pieces = TABLES[family].leaves.get(name)
+    if pieces is None:
+        raise ConfigError(f"the parameter {name} has no tensor in a {family} of Hugging Face")
+    return pieces
+
+
+def regions(
+    name: str, shape: tuple[int, ...], pieces: Sequence[Piece]
+) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
+    """Cuts a leaf in canonical layout into regions of one layer and at most PART_BYTES, along the tensors' rows.
+
+    Returns:
+      The shape of a region, and all regions; those at the end may be smaller.
+    """
+    chunk = list(shape)
+    first = int(layout.is_block(name))
+    chunk[:first] = [1] * first
+    axis = first + lead_axis(pieces[0])
+    row = 4 * math.prod(chunk) // max(1, chunk[axis])
+    chunk[axis] = min(shape[axis], max(1, PART_BYTES // row))
+    return tuple(chunk), list(_grid(shape, chunk))
+
+
+def _grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    if not shape:
+        yield ()
+        return
+    for start in range(0, shape[0], chunk[0]):
+        for rest in _grid(shape[1:], chunk[1:]):
+            yield (slice(start, min(start + chunk[0], shape[0])), *rest)
+
+
+def load_params(weights: Weights, target: StateLayout) -> dict:
+    """The parameters on a run's devices: each process reads what its devices hold, part by part.
+
+    Args:
+      weights: of the run's model.
+      target: the layout of the parameters (`Training.state_layout`'s shapes and shardings of "params").
+
+    Returns:
+      A tree like `target.shapes`, fp32.
+    """
+    copies = {}
+    for (name, leaf), sharding in zip(
+        layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
+    ):
+        shape = layout.canonical_shape(name, leaf.shape)
+        copies[name] = _load_leaf(weights, name, shape, layout.canonical_sharding(name, leaf.shape, sharding))
+    return layout.from_canonical(copies, target)
+
+
+def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """A leaf in canonical layout; the host holds one region of it at a time."""
+    buffers = []
+    pieces = weights._pieces[name]
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = [slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)]
+        sizes = tuple(one.stop - one.start for one in box)
+        buffer = jnp.zeros(sizes, jnp.float32, device=device)
+        for region in regions(name, sizes, pieces)[1]:
+            moved = tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(region, box, strict=True))
+            part = jax.device_put(weights.region(name, moved, shape), device)
+            buffer = _put(buffer, part, tuple(one.start for one in region))
+        buffers.append(buffer)
+    return jax.make_array_from_single_device_arrays(shape, sharding, buffers)
+
+
+@jax.jit(donate_argnums=0)
+def _put(buffer: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, part, start)
+
+
+def leaf_names(shapes: Mapping) -> list[str]:
+    """Names of the leaves of a tree of parameters."""
+    return list(layout.named(shapes))

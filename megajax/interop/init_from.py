@@ -1,0 +1,27 @@
+"""`--init-from DIR`: a run that starts from the weights in a Hugging Face directory, on its own mesh."""
+
+import pathlib
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.config.cli import Importer
+from megajax.interop.hugging_face_config import read_config, tokenizer_options
+
+__all__ = ["HUGGING_FACE"]
+
+
+def _model_and_options(directory: str) -> tuple[ModelConfig, dict[str, str]]:
+    """The directory's model, and its tokenizer's options."""
+    path = pathlib.Path(directory)
+    return read_config(path)[1], tokenizer_options(path)
+
+
+def _initial_params(directory: str, training: Any) -> Any:
+    from megajax.interop.hugging_face_import import (
+        initial_params,  # starts jax's libraries, which the command line must not
+    )
+
+    return initial_params(directory, training)
+
+
+HUGGING_FACE = Importer(_model_and_options, _initial_params)

@@ -1,0 +1,93 @@
+"""Rotary position embeddings (2104.09864), and the scalings of their frequencies that extend a trained context.
+
+Elements i and i + n/2 of a head's first n elements form a pair, as in llama; position m rotates the pair by m f_i, where
+f_i = base^(-2i/n) without scaling.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import ModelConfig
+
+__all__ = ["attention_factor", "frequencies", "rotate"]
+
+
+def frequencies(config: ModelConfig, library: Any = jnp) -> Any:
+    """Radians by which a step of one position rotates each pair of elements: [n / 2].
+
+    They are computed where they are used, from an iota: a table would be a constant that every block's VJP stashes. In fp32
+    their rounding is that of the angle, position times frequency, which is fp32 too. `library`: numpy for fp64.
+
+    `config.rotary_scaling` with factor k and original context L (a pair makes L f / 2 pi turns in it):
+
+    * linear (2306.15595): f / k.
+    * llama3 (Llama 3.1): f / k for pairs of fewer turns than rotary_low_frequency, f for those of more than
+      rotary_high_frequency, and linear in the turns in between.
+    * yarn (2309.00071 section 3.2): f for pairs of more than rotary_beta_fast turns, f / k for those of fewer than
+      rotary_beta_slow, and linear in the pair's index in between.
+    """
+    half = config.rotated_dimension // 2
+    plain = config.rotary_base ** (-library.arange(half) / half)
+    if config.rotary_scaling == "none":
+        return plain
+    divided = plain / config.rotary_factor
+    if config.rotary_scaling == "linear":
+        return divided
+    length = config.rotary_original_length or config.sequence_length
+    if config.rotary_scaling == "llama3":
+        low, high = config.rotary_low_frequency, config.rotary_high_frequency
+        share = (length * plain / (2 * math.pi) - low) / (high - low)
+    else:
+        first, last = _ramp_of_yarn(config, length)
+        share = 1 - (library.arange(half) - first) / (last - first or 0.001)
+    share = share.clip(0, 1)
+    return share * plain + (1 - share) * divided
+
+
+def _ramp_of_yarn(config: ModelConfig, length: int) -> tuple[int, int]:
+    """First and last pair of yarn's ramp, rounded outwards."""
+    dimension = config.rotated_dimension
+
+    def pair_of(turns: float) -> float:  # where L f / 2 pi = turns
+        return dimension * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    first = max(math.floor(pair_of(config.rotary_beta_fast)), 0)
+    return first, min(math.ceil(pair_of(config.rotary_beta_slow)), dimension - 1)
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """The factor on rotated queries and keys: for yarn 0.1 ln(k) + 1 by default (2309.00071 equation 22), 1 for others."""
+    if config.rotary_scaling != "yarn":
+        return 1.0
+    given = config.rotary_attention_factor
+    return 0.1 * math.log(config.rotary_factor) + 1 if given is None else given
+
+
+def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None) -> jax.Array:
+    """Rotates the first `config.rotated_dimension` elements of each head; the others are unchanged.
+
+    Args:
+      x: [b, s, ..., d] queries or keys.
+      config: the rotary fields.
+      positions: of the tokens, [b, s]; not given: 0 to s - 1.
+
+    Returns:
+      The same shape and type; computed in fp32.
+    """
+    angles, factor = frequencies(config), attention_factor(config)
+    positions = jnp.arange(x.shape[1])[None] if positions is None else positions
+    angle = positions[..., None] * angles
+    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), len(angles))
+    cosine, sine = factor * jnp.cos(angle), factor * jnp.sin(angle)
+    first, second, *rest = jnp.split(x.astype(jnp.float32), _cuts(config), axis=-1)
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate([*rotated, *rest], axis=-1).astype(x.dtype)
+
+
+def _cuts(config: ModelConfig) -> tuple[int, ...]:
+    """The places at which a head is cut into the pairs' first elements, their second ones, and the rest, if any."""
+    rotated = config.rotated_dimension
+    return (rotated // 2,) if rotated == config.head_dimension else (rotated // 2, rotated)

@@ -1,0 +1,88 @@
+"""Helpers of the tests of interop: the golden directories, and logits of a run on any layout."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+
+from megajax.checkpoint import reader
+from megajax.checkpoint.directory import NAME
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.interop import hugging_face
+from megajax.interop.hugging_face_config import read_config
+from megajax.interop.hugging_face_import import initial_params
+from megajax.runtime.mesh import make_mesh
+from megajax.train.step import Training, make_training
+from tests.interop.make_golden import GOLDEN, LENGTH, tokens
+
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+
+
+def convert(*words: str | pathlib.Path) -> int:
+    """The command's exit code."""
+    return hugging_face.main([str(word) for word in words])
+
+
+def golden(family: str) -> pathlib.Path:
+    """The directory of a golden model."""
+    return GOLDEN / family
+
+
+def copy_of(family: str, to: pathlib.Path) -> pathlib.Path:
+    """A copy of a golden directory, to be damaged."""
+    return pathlib.Path(shutil.copytree(golden(family), to / family))
+
+
+def change_config(directory: pathlib.Path, **keys) -> None:
+    """Sets keys of config.json; None removes one."""
+    path = directory / "config.json"
+    values = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def model_of(family: str) -> ModelConfig:
+    """The golden model with the sequence of the golden logits."""
+    return dataclasses.replace(read_config(golden(family))[1], sequence_length=LENGTH, dropout=0.0)
+
+
+def training_of(model: ModelConfig, **layout) -> Training:
+    """A run of one sample a microbatch, fp32."""
+    parallel = ParallelConfig(**{"schedule": "1f1b"} | layout)
+    batch = parallel.data * 2 * parallel.pipe
+    run = RunConfig(model, parallel, TrainConfig(precision="fp32", global_batch_size=batch, steps=100))
+    run.validate()
+    return make_training(run, make_mesh(run.parallel))
+
+
+def logits_of(training: Training, params) -> np.ndarray:
+    """fp32 [2, LENGTH, vocabulary] of the golden tokens, through the run's pipeline, position by position."""
+    rows = [training.next_token_logits(params, tokens(), position) for position in range(LENGTH)]
+    return np.stack([np.asarray(row) for row in rows], axis=1)
+
+
+@functools.cache
+def wanted_logits(family: str) -> np.ndarray:
+    """Those of transformers."""
+    return np.load(golden(family) / "logits.npy")
+
+
+def initial(family: str, **layout) -> tuple[Training, object]:
+    """A run on a layout, and the parameters that it reads from the golden directory."""
+    training = training_of(model_of(family), **layout)
+    return training, initial_params(str(golden(family)), training)
+
+
+def restored(run_dir: pathlib.Path, training: Training, step: int = 0):
+    """The state of a run directory's checkpoint."""
+    path = run_dir / "checkpoints" / NAME.format(step)
+    tokenizer = reader.read_meta(path)["tokenizer"]
+    return reader.load(path, training.run, training.state_layout, tokenizer)[0]
+
+
+def leaves(tree) -> list[np.ndarray]:
+    """All leaves as numpy."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
