@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from megajax.config.sample import SampleConfig
-from megajax.generate.decoder import DecodeSizes, Decoder, decoding_run
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.generate.text import Ending, Sample, Speed, check_length, continue_prompts
 
 __all__ = ["TextSample"]

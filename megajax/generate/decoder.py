@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint.layout import StateLayout
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.config.sample import SampleConfig
@@ -21,7 +22,7 @@ from megajax.models.interface import PipelineModel, model_class
 from megajax.pipeline import layout
 from megajax.pipeline.decode import DecodeProgram, Rows
 from megajax.pipeline.layout import is_spec
-from megajax.pipeline.parameters import parameter_specs
+from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.sharding.rules import AxisRules
 from megajax.train.precision import cast, compute_dtype
 
@@ -124,6 +125,8 @@ class Decoder:
       run, mesh, sizes: as given; `samples` of a batch is a multiple of data * pipe.
       groups: of samples, one for each pipeline rank.
       program: the functions that are compiled.
+      per_stage: layers of a pipeline rank.
+      stored_specs, specs: PartitionSpecs of the parameters in pipeline layout, and as `weights` returns them.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class Decoder:
         context = model_context(run, rules, run_schedule(run), "xla", dtype, training=False)
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
-        specs = parameter_specs(self.model, run.parallel, rules).computed
+        self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed
         self.per_stage = run.model.layers // run.parallel.pipe
         of_layer = jax.tree.map(lambda spec: P("pipe", *spec[3:]), specs["blocks"], is_leaf=is_spec)
         self.specs = {"blocks": (of_layer,) * self.per_stage, "shared": specs["shared"]}
@@ -186,6 +189,14 @@ class Decoder:
         )
         return prefill, decode
 
+    @property
+    def params_layout(self) -> StateLayout:
+        """The layout of {"params": ...} in the type to compute with, to load a checkpoint for `weights`."""
+        dtype, parallel = compute_dtype(self.run.train.precision), self.run.parallel
+        shapes = jax.eval_shape(lambda key: cast(initial_params(self.model, parallel, key), dtype), jax.random.key(0))
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.stored_specs, is_leaf=is_spec)
+        return StateLayout({"params": shapes}, {"params": shardings}, "loop")
+
     def weights(self, params: Tree, placement: str = "loop") -> Tree:
         """The weights that the programs take, from parameters in a training's layout on the same mesh.
 
@@ -197,15 +208,16 @@ class Decoder:
           placement: of the blocks (megajax.pipeline.layout).
         """
         dtype, stages = compute_dtype(self.run.train.precision), self.run.parallel.pipe
-        leaves, structure = jax.tree.flatten(params["blocks"])
-        specs = jax.tree.leaves(self.specs["blocks"][0], is_leaf=is_spec)
-        layers: list[list] = [[] for _ in range(self.per_stage)]
-        for leaf, spec in zip(leaves, specs, strict=True):
-            split = _split_layers(leaf, stages, placement, dtype, NamedSharding(self.mesh, spec))
-            for layer, own in zip(layers, split, strict=True):
-                layer.append(own)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs["shared"], is_leaf=is_spec)
         shared = jax.jit(partial(cast, dtype=dtype), out_shardings=shardings)(params["shared"])
+        leaves, structure = jax.tree.flatten(params["blocks"])
+        del params  # a caller that keeps no reference has its memory back leaf by leaf
+        specs = jax.tree.leaves(self.specs["blocks"][0], is_leaf=is_spec)
+        layers: list[list] = [[] for _ in range(self.per_stage)]
+        for spec in specs:
+            split = _split_layers(leaves.pop(0), stages, placement, dtype, NamedSharding(self.mesh, spec))
+            for layer, own in zip(layers, split, strict=True):
+                layer.append(own)
         return {"blocks": tuple(jax.tree.unflatten(structure, layer) for layer in layers), "shared": shared}
 
     def compile(self, weights: Tree) -> float:

@@ -212,9 +212,7 @@ class _Rank:
             x = jnp.where(self.rank == 0, first, x)
             works, group, turn = unit(number - self.rank)
             with jax.named_scope("layers"):
-                x, cache = self._layers(
-                    x, cache, tokens(group, turn, state), group, slot + turn * width, works
-                )
+                x, cache = self._layers(x, cache, tokens(group, turn, state), group, slot + turn * width, works)
             works, group, turn = unit(number - (self.ranks - 1))
             sent = lax.ppermute(x, "pipe", [(rank, rank + 1) for rank in range(self.ranks - 1)])
             return cache, sent, finish(x, group, turn, works, state)
@@ -242,7 +240,9 @@ class _Rank:
             own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
             layer = self.rank * len(self.layers) + index
             x, entries = self.model.block_cached(weights, x, own, microbatch, layer)
-            after.append({name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()})
+            after.append(
+                {name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()}
+            )
         return x, tuple(after)
 
     def _store(self, array: jax.Array, entry: jax.Array, name: str, group, slot, works) -> jax.Array:

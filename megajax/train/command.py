@@ -21,7 +21,6 @@ from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import Heartbeat
 from megajax.schedules.schedule import ScheduleError
 
-
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
 Sampler = Callable[[Any, SampleConfig], Callable[[Any], str]]
 

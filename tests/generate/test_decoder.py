@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,15 @@ import pytest
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.config.sample import SampleConfig
-from megajax.estimate.hlo import trip_counts
-from megajax.generate.decoder import DecodeSizes, Decoder, decoding_run
+from megajax.estimate import hlo
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.runtime.mesh import make_mesh
 from tests import small
 from tests.models.test_cached import recomputed
 
 GREEDY = SampleConfig(temperature=0)
-GPT = dataclasses.replace(small.MODEL, sequence_length=96)
-LLAMA = dataclasses.replace(small.LLAMA, sequence_length=96)
+GPT = dataclasses.replace(small.MODEL, layers=4, sequence_length=96)
+LLAMA = dataclasses.replace(small.LLAMA, layers=4, sequence_length=96)
 MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 PROMPTS = [np.random.default_rng(length).integers(0, 61, length).astype(np.int32) for length in (3, 17, 9, 30, 1)]
 
@@ -88,7 +87,7 @@ def test_greedy_text_equals_recomputed_text_for_64_tokens(model, mesh):
 
 @pytest.mark.slow
 @MODELS
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 4, 1), (2, 1, 1), (2, 2, 2), (1, 8, 1), (8, 1, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 4, 1), (2, 1, 1), (2, 2, 2), (1, 4, 2), (8, 1, 1)], ids=str)
 @pytest.mark.parametrize("vocab_parallel", ["pipe", "tensor"])
 def test_greedy_text_on_more_meshes(model, mesh, vocab_parallel):
     decoder = decoder_on(mesh, model, DecodeSizes(5, 30, 64, chunk=16), vocab_parallel=vocab_parallel)
@@ -102,7 +101,7 @@ def test_embedding_and_head_on_single_ranks():
     np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, GPT), PROMPTS), expected(GPT, 8))
 
 
-@pytest.mark.parametrize(("placement", "chunks"), [("loop", 2), ("v", 2), ("loop", 4)])
+@pytest.mark.parametrize(("placement", "chunks"), [("loop", 2), ("v", 2)])
 def test_weights_of_any_training_layout(placement, chunks):
     """Interleaved chunks and the v-shaped placement of zb_v and dualpipe_v."""
     decoder = decoder_on((1, 2, 1), GPT, DecodeSizes(5, 30, 4))
@@ -133,17 +132,22 @@ def test_one_seed_gives_one_text_on_every_mesh_and_in_every_batch():
     assert (other != alone).any()
 
 
-@pytest.mark.parametrize("pipe", [1, 4])
-def test_ticks_of_the_compiled_program(pipe):
-    """n tokens of all p groups take n p + p - 1 ticks: a rank idles in p - 1 of them, and runs a stage in every other."""
-    decoder = decoder_on((1, pipe, 1), GPT, DecodeSizes(8, 8, 25))
-    weights = loaded(decoder, GPT)
-    decoder.compile(weights)
-    text = decoder.compiled("decode").as_text()
-    assert decoder.sizes.block == 24
-    assert max(trip_counts(text)) == 24 * pipe + pipe - 1
-    body = [line for line in text.splitlines() if re.search(r" dot\(|custom_call_target=.*dot", line)]
-    assert body
+def test_no_rank_idles_more_than_p_minus_1_ticks():
+    """n tokens of all p groups take n p + p - 1 ticks, in each of which a rank runs its layers and its part of the head.
+
+    Read from the compiled program: the loop's trip count; and a device's FLOPs, which are those of p replicas with the same
+    samples on the same devices, times the ticks over the n p of work.
+    """
+    flops = {}
+    for mesh in ((4, 1, 1), (1, 4, 1)):
+        decoder = decoder_on(mesh, GPT, DecodeSizes(8, 8, 25))
+        decoder.compile(loaded(decoder, GPT))
+        text = decoder.compiled("decode").as_text()
+        pipe, count = mesh[1], decoder.sizes.block
+        ticks = count * pipe + pipe - 1
+        assert count == 24 and f'"known_trip_count":{{"n":"{ticks}"}}' in text
+        flops[pipe] = hlo.read(text).flops()
+    assert flops[4] / flops[1] == pytest.approx((24 * 4 + 3) / (24 * 4), rel=1e-6)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
@@ -151,7 +155,7 @@ def test_the_cache_is_split_over_all_axes(mesh):
     """2 (keys, values) * layers * samples * kv heads * slots * head size * 4 bytes, over data * pipe * tensor."""
     decoder = decoder_on(mesh, LLAMA, DecodeSizes(8, 16, 17, chunk=8))
     batch = decoder.prefill(loaded(decoder, LLAMA), PROMPTS[:1], [0])
-    total = 2 * 8 * 8 * 2 * 32 * 8 * 4
+    total = 2 * 4 * 8 * 2 * 32 * 8 * 4
     assert decoder.cache_bytes() == total // np.prod(mesh)
     shards = [shard.data.nbytes for leaf in jax.tree.leaves(batch.cache) for shard in leaf.addressable_shards]
     assert sum(shards) == total and len(set(shards)) == 1
