@@ -239,7 +239,8 @@ class _Rank:
         for index, (weights, arrays) in enumerate(zip(self.layers, cache, strict=True)):
             own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
             layer = self.rank * len(self.layers) + index
-            x, entries = self.model.block_cached(weights, x, own, microbatch, layer)
+            # The cache is read before it is written, in place: without the order XLA copies the whole of it.
+            x, entries = lax.optimization_barrier(self.model.block_cached(weights, x, own, microbatch, layer))
             after.append(
                 {name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()}
             )
