@@ -27,7 +27,7 @@ def make(mesh: tuple[int, int, int], model: ModelConfig, options: argparse.Names
     """A decoder with random weights on the first devices."""
     import jax
 
-    from megajax.generate.decoder import DecodeSizes, Decoder, decoding_run
+    from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
     from megajax.pipeline.parameters import initial_params
 
     data, pipe, tensor = mesh
@@ -69,8 +69,13 @@ def main() -> None:
     parser.add_argument("--samples", type=whole(), default=32, help="prompts, all together (default: %(default)s)")
     parser.add_argument("--prompt", type=whole(), default=64, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=whole(), default=32, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--prefill-chunk", type=whole(), default=64, help="tokens of a prompt that are run at once (default: %(default)s)")
-    parser.add_argument("--precision", default="fp32", choices=("bf16", "fp32"), help="of the computation (default: %(default)s)")
+    parser.add_argument(
+        "--prefill-chunk",
+        type=whole(),
+        default=64,
+        help="tokens run at once (default: %(default)s)",
+    )
+    parser.add_argument("--precision", default="fp32", choices=("bf16", "fp32"), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=whole(), default=3, help="after the first (default: %(default)s)")
     options = parser.parse_args()
     devices = start_devices(options.devices)

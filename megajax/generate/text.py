@@ -54,6 +54,8 @@ class Sample:
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Adds the tokens up to the text's end; returns how many."""
+        if self.finish:
+            return 0
         before, ending = len(self.tokens), self.ending
         for token in map(int, tokens):
             if self.finish:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,9 @@ def test_no_rank_idles_more_than_p_minus_1_ticks():
         ticks = count * pipe + pipe - 1
         assert count == 24 and f'"known_trip_count":{{"n":"{ticks}"}}' in text
         flops[pipe] = hlo.read(text).flops()
+        array = next(iter(decoder.model.cache_arrays(2, decoder.sizes.slots).values()))
+        whole = f"f32[{','.join(map(str, (1, pipe, *array.shape)))}]"
+        assert whole in text and not re.search(re.escape(whole) + r"\S* copy\(", text)  # the caches stay in place
     assert flops[4] / flops[1] == pytest.approx((24 * 4 + 3) / (24 * 4), rel=1e-6)
 
 
