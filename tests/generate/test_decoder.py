@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import ConfigError, ParallelConfig
+from megajax.config import ParallelConfig
 from megajax.config.sample import SampleConfig
 from megajax.estimate import hlo
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.pipeline.layout import to_pipeline_layout
 from megajax.runtime.mesh import make_mesh
 from tests import small
 from tests.models.test_cached import recomputed
@@ -54,8 +55,6 @@ def loaded(decoder, model):
 
 
 def stored(model, pipe, chunks=1, placement="loop"):
-    from megajax.pipeline.layout import to_pipeline_layout
-
     blocks = to_pipeline_layout(lively(model)["blocks"], stages=pipe, chunks=chunks, placement=placement)
     return {**lively(model), "blocks": blocks}
 
@@ -164,11 +163,3 @@ def test_the_cache_is_split_over_all_axes(mesh):
     shards = [shard.data.nbytes for leaf in jax.tree.leaves(batch.cache) for shard in leaf.addressable_shards]
     assert sum(shards) == total and len(set(shards)) == 1
     assert decoder.compiled("decode").memory_analysis().alias_size_in_bytes >= decoder.cache_bytes()  # in place
-
-
-def test_a_model_without_logits_generates_nothing():
-    from tests.test_own_model import make_run
-
-    run = make_run(mesh=(1, 2, 2))
-    with pytest.raises(ConfigError, match="Denoiser has no logits: it cannot generate text"):
-        Decoder(decoding_run(run), make_mesh(run.parallel), DecodeSizes(1, 4, 4), GREEDY)

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import ConfigError
-from megajax.models.interface import ModelContext
 from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from tests import small
 from tests.models.configs import MODELS
-from tests.test_own_model import CONFIG, own_model
 
 LENGTHS = (16, 11, 3)  # tokens of the samples, which end together in slot 16
 SLOTS = 16
@@ -63,15 +60,8 @@ def test_cached_logits_equal_recomputed_ones(config, widths):
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, (len(LENGTHS), SLOTS), np.int32)
     start = SLOTS - np.array(LENGTHS)
     got = np.asarray(jax.jit(lambda: cached(model, params, tokens, start, widths))())
+    whole = jax.jit(lambda params, tokens: recomputed(model, params, tokens))
     for row, first in enumerate(start):
-        want = np.asarray(recomputed(model, params, tokens[row : row + 1, first:]))[0]
+        want = np.asarray(whole(params, tokens[row : row + 1, first:]))[0]
         assert np.abs(want[:, : config.vocabulary]).max() > 1
         np.testing.assert_allclose(got[row, first:], want, rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_without_cached_decoding_says_so():
-    model = own_model.Denoiser(CONFIG, ModelContext())
-    with pytest.raises(ConfigError, match="Denoiser has no cached decoding .*: it cannot generate text"):
-        model.cache_arrays(1, 1)
-    with pytest.raises(ConfigError, match="Denoiser has no cached decoding .*: it cannot generate text"):
-        model.block_cached({}, jnp.zeros(1), Cache({}, jnp.zeros((1, 1))), {}, jnp.int32(0))
