@@ -239,8 +239,8 @@ class _Rank:
         for index, (weights, arrays) in enumerate(zip(self.layers, cache, strict=True)):
             own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
             layer = self.rank * len(self.layers) + index
-            # The cache is read before it is written, in place: without the order XLA copies the whole of it.
-            x, entries = lax.optimization_barrier(self.model.block_cached(weights, x, own, microbatch, layer))
+            x, entries = self.model.block_cached(weights, x, own, microbatch, layer)
+            entries = _after(x, entries)
             after.append(
                 {name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()}
             )
@@ -287,6 +287,16 @@ class _Rank:
 def _positions(slots: jax.Array, start: jax.Array) -> jax.Array:
     """The positions of slots [n] in samples that start at slots [b]: int32 [b, n]; before the start, PADDING_POSITION."""
     return jnp.maximum(slots - start[:, None], PADDING_POSITION)
+
+
+def _after(x: jax.Array, values: Tree) -> Tree:
+    """The values, in a form that XLA cannot compute before x.
+
+    A block's caches must be read before its entries are stored, or XLA copies the whole of them in each tick. An
+    `optimization_barrier` is removed too early for that on CPU devices (jax 0.10.2); XLA does not simplify 0 * x.
+    """
+    zero = (x[(0,) * x.ndim] * 0).astype(jnp.int32)
+    return prevent_hoisting(zero, values)
 
 
 def _set(array: jax.Array, value: jax.Array, at: tuple, works: jax.Array) -> jax.Array:
