@@ -18,6 +18,7 @@ from megajax.config import PRESETS
 from megajax.config.cli import Experiment
 from megajax.config.presets import ALIASES
 from megajax.config.released import RELEASED
+from megajax.config.sample import SampleConfig
 from megajax.interop.init_from import HUGGING_FACE
 from megajax.train import command
 
@@ -31,7 +32,7 @@ DEFAULTS = {
     "warmup_steps": 25,
     "beta2": 0.98,
     "validation_every": 1000,
-    "new_tokens": 200,
+    "new_tokens": 120,  # with the prompt, nearly the model's context of 128
 }
 SEQUENCE = 2048  # tokens in a sample of GPT-3
 
@@ -162,7 +163,14 @@ def main(arguments: Sequence[str] | None = None, experiment: Experiment = EXPERI
       arguments: the words of the command line; the process's own if None.
       experiment: its default configuration.
     """
-    return command.main(experiment, arguments)
+    return command.main(experiment, arguments, text_sampler)
+
+
+def text_sampler(trainer: Any, sample: SampleConfig) -> Any:
+    """The text after a training; imported late, because --help needs no jax."""
+    from megajax.generate.after_training import TextSample
+
+    return TextSample(trainer, sample)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ import pytest
 
 from experiments import own_model
 from megajax.config import ConfigError, OutputConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config.sample import SampleConfig
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.models.interface import ModelContext, mean_loss, model_class
 from megajax.models.nnx_model import register_model
 from megajax.plan.dryrun import dry_run
@@ -214,9 +216,13 @@ def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):
 
 
 def test_it_generates_no_text():
-    training = training_of(make_run())
+    run = decoding_run(make_run(mesh=(1, 2, 2)))
     with pytest.raises(ConfigError, match="Denoiser has no logits: it cannot generate text"):
-        training.next_token_logits(training.init_state().params, np.zeros((2, 4), np.int32), 0)
+        Decoder(run, make_mesh(run.parallel), DecodeSizes(1, 4, 4), SampleConfig())
+    model = model_class(CONFIG)(CONFIG)
+    for call in (lambda: model.cache_arrays(1, 1), lambda: model.block_cached({}, None, None, {}, 0)):
+        with pytest.raises(ConfigError, match="Denoiser has no cached decoding .*: it cannot generate text"):
+            call()
 
 
 @pytest.mark.parametrize(("field", "value"), [("attention", "cudnn"), ("context", 2)])

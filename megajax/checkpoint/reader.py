@@ -58,7 +58,7 @@ def load(
     Args:
       path: the checkpoint's directory.
       run: the configuration of the run that resumes.
-      target: the layout of its state.
+      target: the layout of its state, or of a part of it: {"params": ...} does not read the optimizer's state.
       tokenizer: name and hash of its tokenizer.
 
     Returns:
@@ -101,7 +101,8 @@ def _restore(path: pathlib.Path, run: RunConfig, target: StateLayout) -> Tree:
             strict=False,  # the vocabulary's padding depends on the mesh
         )
     try:
-        restore = ocp.args.PyTreeRestore(layout.nest(wanted), restore_args=layout.nest(arguments))
+        part = wanted.keys() != stored.keys()
+        restore = ocp.args.PyTreeRestore(layout.nest(wanted), restore_args=layout.nest(arguments), partial_restore=part)
         copies = layout.named(ocp.PyTreeCheckpointHandler().restore(path / "state", args=restore))
     except (OSError, ValueError) as error:
         raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error

@@ -101,6 +101,7 @@ class Request:
     new_tokens: int
     temperature: float
     top_k: int | None
+    top_p: float
 
     def mesh(self, device_count: int) -> dict[str, int]:
         """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
@@ -149,7 +150,7 @@ class Request:
         """The text to generate after the training, or None."""
         if self.new_tokens == 0:
             return None
-        return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k)
+        return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k, self.top_p)
 
     @property
     def others(self) -> dict[str, Any]:

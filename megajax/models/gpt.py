@@ -7,6 +7,8 @@ so that the devices that share it have as many rows each: padded rows are zero a
 gradient and change no loss.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,8 @@ from megajax.models import remat
 from megajax.models.costs import ModelCosts, transformer_costs
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
-from megajax.models.transformer import Block, Dropout, Norm
+from megajax.models.transformer import Block, Dropout, Norm, cache_arrays
+from megajax.ops.cached_attention import CachedArray
 from megajax.ops.linear import GATHERED, RESIDUAL
 from megajax.ops.vocabulary import cross_entropy, mask_padding
 
@@ -120,6 +123,10 @@ class GPT(NNXModel):
         of = lambda dtype: jax.ShapeDtypeStruct((self.config.sequence_length,), dtype)  # noqa: E731
         batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
         return batch | {"sample": jax.ShapeDtypeStruct((), np.uint32)}
+
+    def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
+        """Keys and values."""
+        return cache_arrays(self.config, self.context.dtype, samples, slots)
 
     def costs(self) -> ModelCosts:
         """By formula."""

@@ -23,6 +23,7 @@ from jax import lax
 from megajax.config import ConfigError, RunConfig
 from megajax.models.costs import ModelCosts
 from megajax.models.traced_costs import traced_costs
+from megajax.ops.cached_attention import Cache, CachedArray
 from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
 from megajax.ops.vocabulary import WHOLE_VOCABULARY, VocabularySharding
 
@@ -151,6 +152,27 @@ class PipelineModel(abc.ABC):
     def vocabulary(self) -> int:
         """Tokens that `logits` scores."""
         raise ConfigError(f"{type(self).__name__} has no logits: it cannot generate text.")
+
+    def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
+        """What a block keeps of earlier tokens, by name, for `samples` and `slots` tokens of each; to generate text."""
+        raise ConfigError(f"{type(self).__name__} has no cached decoding (cache_arrays): it cannot generate text.")
+
+    def block_cached(
+        self, weights: Tree, x: jax.Array, cache: Cache, microbatch: Microbatch, layer: jax.Array
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """`block` for the tokens that follow those of `cache`; to generate text.
+
+        Args:
+          weights: of one block.
+          x: the input for n new tokens of each sample.
+          cache: of the same block and samples.
+          microbatch: "tokens" and "positions" int32 [b, n]. Padding has position PADDING_POSITION, and its x no meaning.
+          layer: the block's index.
+
+        Returns:
+          x for the next block; and the new tokens' part of the cache, arrays like `cache.arrays` with n slots.
+        """
+        raise ConfigError(f"{type(self).__name__} has no cached decoding (block_cached): it cannot generate text.")
 
     @classmethod
     def fusable_attention(cls, config: Any) -> FusableAttention | None:

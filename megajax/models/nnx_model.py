@@ -15,6 +15,7 @@ from flax import nnx
 from megajax.config import ConfigError
 from megajax.models import remat
 from megajax.models.interface import Microbatch, ModelContext, PipelineModel, Tree, register_model
+from megajax.ops.cached_attention import Cache
 
 __all__ = ["NNXModel", "named_key", "parameter", "register_model"]
 
@@ -45,7 +46,8 @@ class NNXModel(PipelineModel):
     A subclass sets `block_module` and `shared_module` and writes `batch_shapes`; `key` is a different one for each layer.
 
     Attributes:
-      block_module: its `__call__(x, microbatch, layer)` returns x.
+      block_module: its `__call__(x, microbatch, layer)` returns x. For a model that generates text it has
+        `cached(x, cache, microbatch, layer)` too, see `PipelineModel.block_cached`.
       shared_module: has `embed(microbatch) -> x` and `head_loss(y, microbatch) -> fp32 scalar`, and `logits(y)` if the
         model generates text.
       saved_names: recompute mode -> names (`checkpoint_name`) of the values that a block saves for its backward. None:
@@ -110,6 +112,14 @@ class NNXModel(PipelineModel):
         if not hasattr(self.shared_module, "logits"):
             return super().logits(shared, y)
         return nnx.merge(self._shared, shared).logits(y)
+
+    def block_cached(
+        self, weights: Tree, x: jax.Array, cache: Cache, microbatch: Microbatch, layer: jax.Array
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The block module's `cached`."""
+        if not hasattr(self.block_module, "cached"):
+            return super().block_cached(weights, x, cache, microbatch, layer)
+        return nnx.merge(self._block, weights).cached(x, cache, microbatch, layer)
 
     def _run_block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
         return nnx.merge(self._block, weights)(x, microbatch, layer)

@@ -14,6 +14,7 @@ With "groups", "heads" and "feedforward" on the tensor axis this is Megatron's c
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,10 @@ from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.models.rotary import rotate
 from megajax.ops.attention import SCORES, causal_attention
+from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 from megajax.ops.linear import RESIDUAL, add_bias
 
-__all__ = ["Block", "Dropout", "Norm"]
+__all__ = ["Block", "Dropout", "Norm", "cache_arrays"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
 ACTIVATIONS = {  # of the MLP, or of its gate
@@ -134,29 +136,50 @@ class Attention(nnx.Module):
         if config.query_key_norm:
             self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
 
-    def __call__(self, y: jax.Array, microbatch: Microbatch, dropout: Dropout) -> jax.Array:
-        """Attention of y [b, split s, h] to itself: the same shape.
-
-        The microbatch may have "positions" [b, s], of tokens that are not at 0 to s - 1, and "document" [b, s], the number
-        of each token's document, for samples whose tokens attend to their own document only.
-        """
-        positions, document = microbatch.get("positions"), microbatch.get("document")
+    def project(self, y: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated."""
         qkv = checkpoint_name(self.qkv(y, self.operations.column, QKV), "qkv")  # [b, whole s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rotary":
             query, key = (rotate(x, self.config, positions) for x in (query, key))
-        if self.operations.attend is None:
+        return query, key, value
+
+    def __call__(
+        self, y: jax.Array, microbatch: Microbatch, dropout: Dropout, cache: Cache | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Attention of y [b, split s, h] to itself, and to the tokens of `cache` if there is one.
+
+        The microbatch may have "positions" [b, s], of tokens that are not at 0 to s - 1, and "document" [b, s], the number
+        of each token's document, for samples whose tokens attend to their own document only.
+
+        Returns:
+          The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
+        """
+        positions, document = microbatch.get("positions"), microbatch.get("document")
+        query, key, value = self.project(y, positions)
+        window = self.config.attention_window
+        if cache is not None:
+            context = cached_attention(query, key, value, positions, cache, self.constrain, window)
+        elif self.operations.attend is None:
             drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-            window = self.config.attention_window
             context = causal_attention(query, key, value, drop, self.constrain, document, window)
         else:
             context = self.operations.attend(query, key, value, document)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
         if self.operations.attend is None:
             context = checkpoint_name(context, "context")
-        return self.output(context, self.operations.row, 2)
+        entries = {"key": key, "value": value} if cache is not None else {}
+        entries = {name: jnp.swapaxes(entry, 1, 2) for name, entry in entries.items()}
+        return self.output(context, self.operations.row, 2), entries
+
+
+def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int) -> dict[str, CachedArray]:
+    """The keys and values that a block caches. Slots come after heads: the matmuls over them need no transposed copy."""
+    shape = (samples, config.key_value_heads, slots, config.head_size)
+    array = CachedArray(shape, dtype, ("batch", "groups", None, None), slot_axis=2)
+    return {"key": array, "value": array}
 
 
 class FeedForward(nnx.Module):
@@ -201,10 +224,17 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
         """From x [b, split s, h] to the same shape, type and sharding."""
+        return self.cached(x, None, microbatch, layer)[0]
+
+    def cached(
+        self, x: jax.Array, cache: Cache | None, microbatch: Microbatch, layer: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """As a call, for tokens that follow those of `cache`; also returns their entries in it (`cache_arrays`)."""
         dropout = Dropout(self.config.dropout, self.context, microbatch, layer)
         y = self._split(self.attention_norm(x), "attention_input")
-        x = x + dropout(self.attention(y, microbatch, dropout), "attention", *RESIDUAL)
+        attended, entries = self.attention(y, microbatch, dropout, cache)
+        x = x + dropout(attended, "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
         y = self._split(self.feedforward_norm(x), "feedforward_input")
         x = x + dropout(self.feedforward(y), "feedforward", *RESIDUAL)
-        return self.constrain(x, *RESIDUAL)
+        return self.constrain(x, *RESIDUAL), entries

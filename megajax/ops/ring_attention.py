@@ -36,7 +36,7 @@ from megajax.config import ConfigError
 from megajax.ops.attention import Kernel, document_starts
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
-__all__ = ["ring_attention", "select_owner_rank", "split_batch", "zigzag"]
+__all__ = ["ring_attention", "split_batch", "zigzag"]
 
 
 def zigzag(length: int, ranks: int) -> np.ndarray:
@@ -87,28 +87,6 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
 
     places = jnp.tile(jnp.asarray(positions, jnp.int32).repeat(samples, 0), (microbatches, data, 1))
     return {"positions": places, **{name: split(array) for name, array in batch.items()}, "places": places}
-
-
-def select_owner_rank(rows: jax.Array, position: jax.Array, length: int, data: int, context: int) -> jax.Array:
-    """Selects, from the rows of a split batch, the result of the context rank that holds the sample's `position`.
-
-    Args:
-      rows: [data * context * samples, ...], in the order of `split_batch`.
-      position: int [data * samples].
-      length: of the whole sequence.
-      data: replicas.
-      context: ranks that share a sample.
-
-    Returns:
-      [data * samples, ...].
-    """
-    if context == 1:
-        return rows
-    position = position.reshape(data, -1)
-    owner = (zigzag(length, context)[:, None, None] == position[..., None]).any(-1).argmax(0)  # [data, samples]
-    by_rank = rows.reshape(data, context, *position.shape[1:], *rows.shape[1:])
-    replica, sample = np.indices(position.shape)
-    return by_rank[replica, owner, sample].reshape(-1, *rows.shape[1:])
 
 
 def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | None = None) -> Kernel:

@@ -241,7 +241,8 @@ def pallas_call(
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
-    if settings["interpret"]:  # without the check new values have no manual axes; the interpreter's inputs may have none
+    if settings["interpret"]:
+        # Without the check new values have no manual axes; the interpreter's inputs may have none.
         inputs = [x if x is None else jax.lax.add(x, jnp.zeros((), x.dtype)) for x in inputs]
     return pallas.pallas_call(
         kernel,

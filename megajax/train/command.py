@@ -11,28 +11,34 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
+from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import Heartbeat
 from megajax.schedules.schedule import ScheduleError
 
+# (trainer, what to continue) before the training -> (the trained state) -> the text.
+Sampler = Callable[[Any, SampleConfig], Callable[[Any], str]]
 
-def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
+
+def main(experiment: Experiment, arguments: Sequence[str] | None = None, sampler: Sampler | None = None) -> int:
     """Runs an experiment; returns the process's exit code.
 
     Args:
       experiment: its default configuration.
       arguments: of the command line; None: the process's own.
+      sampler: generates the text after the training; None: there is none.
     """
     heartbeat = Heartbeat(os.environ)
     try:
         request = parse(arguments, experiment)
         if request.dry_shapes:
             return print_shapes(request)
-        return train(request, heartbeat, experiment.importer)
+        return train(request, heartbeat, experiment.importer, sampler)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,7 +47,9 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def train(request: Request, heartbeat: Heartbeat, importer: Importer | None = None) -> int:
+def train(
+    request: Request, heartbeat: Heartbeat, importer: Importer | None = None, sampler: Sampler | None = None
+) -> int:
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
     from megajax.runtime import distributed
     from megajax.runtime.watchdog import Watchdog, is_peer_error
@@ -55,7 +63,7 @@ def train(request: Request, heartbeat: Heartbeat, importer: Importer | None = No
         return distributed.EXIT_PEER
     watchdog = Watchdog(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr), heartbeat)
     try:
-        train_on_devices(request, count, watchdog, started, importer)
+        train_on_devices(request, count, watchdog, started, importer, sampler)
         watchdog.close()
         return 0
     except (ConfigError, ScheduleError) as error:
@@ -77,43 +85,30 @@ def train(request: Request, heartbeat: Heartbeat, importer: Importer | None = No
         raise
 
 
-def train_on_devices(request: Request, process_count: int, watchdog, started: float, importer: Importer | None) -> None:
+def train_on_devices(
+    request: Request,
+    process_count: int,
+    watchdog,
+    started: float,
+    importer: Importer | None = None,
+    sampler: Sampler | None = None,
+) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
     from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
     from megajax.train.trainer import Trainer
 
     prepare_process()
-    sample = request.sample
     devices = start_devices(request.devices, -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
     trainer = Trainer(run, output=request.output, devices=devices, request=request)
+    sample = sampler(trainer, request.sample) if sampler and request.sample else None
     result = trainer.fit(watchdog, started, importer.params if importer else None)
     if sample and not result.stopped:
         watchdog.suspend(run.train.steps)
-        text = sample_text(trainer, result.state, sample)
+        text = sample(result.state)
         if is_first_process():
-            print(f"\na sample, continuing {sample.prompt!r}:\n{text}")
-
-
-def sample_text(trainer, state, sample) -> str:
-    """The sample's prompt and the model's continuation of it."""
-    import numpy as np
-
-    from megajax.train.sampling import generate
-
-    prompt = trainer.tokenizer.encode(sample.prompt)
-    ids = generate(
-        trainer.training.next_token_logits,
-        state.params,
-        np.array([prompt if len(prompt) else [trainer.tokenizer.end_of_document]]),
-        sample.new_tokens,
-        context=trainer.run.model.sequence_length,
-        temperature=sample.temperature,
-        top_k=sample.top_k,
-        seed=trainer.run.train.seed,
-    )
-    return trainer.tokenizer.decode(ids[0])
+            print(f"\na sample, continuing {request.sample.prompt!r}:\n{text}")
 
 
 def is_first_process() -> bool:

@@ -24,7 +24,7 @@ from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
 from megajax.models.interface import PipelineModel, batch_shapes, model_class
 from megajax.models.remat import grouped
-from megajax.ops.ring_attention import select_owner_rank, split_batch
+from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import is_spec
@@ -116,7 +116,6 @@ class Training:
         )
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
-        self._logits = jax.jit(self._last_logits, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
 
     @property
@@ -168,30 +167,6 @@ class Training:
         """Mean loss, without dropout; forwards only."""
         with jax.set_mesh(self.mesh):
             return self._evaluate(params, self.place(batch))
-
-    def next_token_logits(self, params: Tree, tokens: np.ndarray, position: int) -> jax.Array:
-        """Logits for the token after `position`.
-
-        Args:
-          tokens: int [samples, sequence_length]; tokens after `position` have no influence.
-
-        Returns:
-          fp32 [samples, vocabulary].
-
-        Raises:
-          ConfigError: the model does not generate text.
-        """
-        assert self.model.vocabulary > 0  # raises for a model without logits
-        samples = tokens.shape[0]
-        # Every replica needs a sample: the last one is repeated to fill up.
-        tokens = np.pad(tokens, ((0, -samples % self.run.parallel.data), (0, 0)), mode="edge")
-        batch = {
-            "tokens": tokens[None].astype(np.int32),
-            "position": np.full((1, tokens.shape[0]), position, np.int32),
-            "sample": np.zeros((1, tokens.shape[0]), np.uint32),
-        }
-        with jax.set_mesh(self.mesh):
-            return self._logits(params, self.place(batch))[:samples]
 
     def place(self, batch: Tree) -> Tree:
         """The batch as global arrays, if other processes have devices too; jit does it if not."""
@@ -287,17 +262,6 @@ class Training:
         model, functions = self._evaluation()
         collect = lambda shared, y, microbatch: model.head_loss(shared, y, microbatch)[None]  # noqa: E731
         return self.forward(functions, collect, params, batch).sum() / self._loss_weight(batch)
-
-    def _last_logits(self, params: Tree, batch: Tree) -> jax.Array:
-        model, functions = self._evaluation()
-
-        def collect(shared, y, microbatch):
-            here = microbatch["position"][:, None] == microbatch.get("places", jnp.arange(y.shape[1]))
-            return model.logits(shared, jnp.where(here[..., None], y, 0).sum(1, keepdims=True))[:, 0]
-
-        logits = self.forward(functions, collect, params, batch)[0, :, : model.vocabulary]
-        parallel, length = self.run.parallel, batch["tokens"].shape[2]
-        return select_owner_rank(logits, batch["position"][0], length, parallel.data, parallel.context)
 
     def _model(self, training: bool) -> PipelineModel:
         dtype = compute_dtype(self.run.train.precision)

@@ -65,18 +65,13 @@ def test_fused_attention_changes_no_loss_and_no_gradient(fused, mesh, schedule, 
     check(training, small.LLAMA)
 
 
-def test_evaluation_and_generation_with_context_ranks_equal_one_device():
-    """The validation loss and the logits of any position equal those of one device."""
-    positions = [0, 3, 7, 15]
-    want, got = [], []
-    for results, mesh, context in ((want, (1, 1, 1), 1), (got, (1, 2, 2), 2)):
+def test_evaluation_with_context_ranks_equals_one_device():
+    losses = []
+    for mesh, context in (((1, 1, 1), 1), ((1, 2, 2), 2)):
         training = small.training_of(small.make_run(mesh, context=context, microbatches=4))
         params = small.place(training, small.busy_params(small.MODEL))
-        batch = small.make_batch(training.run)
-        results.append(training.evaluate(params, batch))
-        results += [training.next_token_logits(params, batch["tokens"][0, :3], position) for position in positions]
-    for got_, want_ in zip(got, want, strict=True):
-        np.testing.assert_allclose(got_, want_, rtol=1e-4, atol=1e-5)
+        losses.append(training.evaluate(params, small.make_batch(training.run)))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

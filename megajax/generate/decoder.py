@@ -1,0 +1,300 @@
+"""`Decoder`: the compiled programs that continue batches of prompts on a mesh, and the weights as they take them."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint.layout import StateLayout
+from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.config.run_schedule import run_schedule
+from megajax.config.sample import SampleConfig
+from megajax.generate.sampling import draw
+from megajax.models.context import model_context, model_rules
+from megajax.models.interface import PipelineModel, model_class
+from megajax.pipeline import layout
+from megajax.pipeline.decode import DecodeProgram, Rows
+from megajax.pipeline.layout import is_spec
+from megajax.pipeline.parameters import initial_params, parameter_specs
+from megajax.sharding.rules import AxisRules
+from megajax.train.precision import cast, compute_dtype
+
+__all__ = ["DecodeSizes", "Decoder", "Decoding", "decoding_run"]
+
+Tree = Any
+BLOCK = 32  # most tokens of each sample between two looks at the text
+
+
+def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunConfig:
+    """The configuration with which a run's model generates text.
+
+    Of the layout it keeps data, context, pipe, tensor and the split of the vocabulary. Devices of a context group are
+    replicas here, each with its own samples. Dropped are options that only matter to training: chunks and schedule (one
+    chunk of layers a rank keeps all ranks busy), ZeRO (weights are replicated over data), the split of the sequence over
+    tensor (a new token is one), recomputation and offloading, rings and fp8.
+
+    Args:
+      run: the training's.
+      parallel: the layout of another mesh; None: of the run's own.
+    """
+    given = parallel or run.parallel
+    kept = ParallelConfig(
+        data=given.data * given.context,
+        pipe=given.pipe,
+        tensor=given.tensor,
+        vocab_parallel=given.vocab_parallel,
+        axis_order=given.axis_order,
+        schedule="gpipe",
+        sequence_parallel=False,
+        attention="xla",
+    )
+    train = TrainConfig(precision=run.train.precision, global_batch_size=kept.data, seed=run.train.seed)
+    return dataclasses.replace(run, parallel=kept, train=train)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSizes:
+    """The sizes of the compiled programs.
+
+    Attributes:
+      samples: prompts that are continued together; rounded up to a multiple of data * pipe, groups of one size.
+      prompt: most tokens of a prompt.
+      new: most new tokens of a sample.
+      chunk: tokens of a prompt that pass the model at once.
+    """
+
+    samples: int
+    prompt: int
+    new: int
+    chunk: int = 128
+
+    @property
+    def width(self) -> int:
+        """Tokens of a chunk: no more than the longest prompt."""
+        return min(self.chunk, self.prompt)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the longest prompt."""
+        return -(-self.prompt // self.width)
+
+    @property
+    def blocks(self) -> int:
+        """Calls of `Decoder.decode` for `new` tokens; the first token follows from the prompt alone."""
+        return -(-(self.new - 1) // BLOCK)
+
+    @property
+    def block(self) -> int:
+        """Tokens of one call, so that the calls are equal."""
+        return -(-(self.new - 1) // max(1, self.blocks))
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a sample's cache, padding included."""
+        return self.chunks * self.width + self.blocks * self.block
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A batch that is being continued.
+
+    Attributes:
+      cache: of all layers, on the devices.
+      tokens: the newest ones, int32 [groups, samples]; they are not in the cache.
+      rows: the samples.
+      slot: the slot of `tokens`.
+    """
+
+    cache: Tree
+    tokens: jax.Array
+    rows: Rows
+    slot: int
+
+
+class Decoder:
+    """Continues batches of prompts on a mesh; see `megajax.pipeline.decode` for the order of the work.
+
+    Attributes:
+      run, mesh, sizes: as given; `samples` of a batch is a multiple of data * pipe.
+      groups: of samples, one for each pipeline rank.
+      program: the functions that are compiled.
+      per_stage: layers of a pipeline rank.
+      stored_specs, specs: PartitionSpecs of the parameters in pipeline layout, and as `weights` returns them.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        mesh: Mesh,
+        sizes: DecodeSizes,
+        sampling: SampleConfig,
+        *,
+        seed: int = 0,
+        model: type[PipelineModel] | None = None,
+        rules: AxisRules | None = None,
+    ):
+        """Builds the programs; nothing is compiled.
+
+        Args:
+          run: as `decoding_run` returns it.
+          mesh: its mesh.
+          sizes: of the programs.
+          sampling: temperature, top_k and top_p.
+          seed: of the draws.
+          model: the model's class; None: the one registered for the type of `run.model`.
+          rules: sharding rules; None: the model's.
+
+        Raises:
+          ConfigError: the model does not generate text.
+        """
+        self.run, self.mesh, self.groups = run, mesh, run.parallel.pipe
+        together = run.parallel.data * self.groups
+        self.sizes = dataclasses.replace(sizes, samples=-(-sizes.samples // together) * together)
+        kind = model or model_class(run.model)
+        rules = rules or model_rules(run, kind)
+        dtype = compute_dtype(run.train.precision)
+        context = model_context(run, rules, run_schedule(run), "xla", dtype, training=False)
+        self.model = kind(run.model, context)
+        assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
+        self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed
+        self.per_stage = run.model.layers // run.parallel.pipe
+        of_layer = jax.tree.map(lambda spec: P("pipe", *spec[3:]), specs["blocks"], is_leaf=is_spec)
+        self.specs = {"blocks": (of_layer,) * self.per_stage, "shared": specs["shared"]}
+        sample = partial(draw, sampling=sampling, seed=seed)
+        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots)
+        self._prefill, self._decode = self._jitted()
+        self._compiled: dict[str, jax.stages.Compiled] = {}
+
+    def _jitted(self) -> tuple:
+        named = lambda specs: jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)  # noqa: E731
+        replicated, cache = NamedSharding(self.mesh, P()), named(self.program.cache_specs(self.per_stage))
+        weights, rows = named(self.specs), Rows(replicated, replicated)
+        prefill = jax.jit(
+            partial(self.program.prefill, width=self.sizes.width),
+            in_shardings=(weights, replicated, rows, replicated),
+            out_shardings=(cache, replicated),
+        )
+        decode = jax.jit(
+            partial(self.program.decode, count=self.sizes.block),
+            in_shardings=(weights, cache, replicated, rows, replicated),
+            out_shardings=(cache, replicated),
+            donate_argnums=1,
+        )
+        return prefill, decode
+
+    @property
+    def params_layout(self) -> StateLayout:
+        """The layout of {"params": ...} in the type to compute with, to load a checkpoint for `weights`."""
+        dtype, parallel = compute_dtype(self.run.train.precision), self.run.parallel
+        shapes = jax.eval_shape(lambda key: cast(initial_params(self.model, parallel, key), dtype), jax.random.key(0))
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.stored_specs, is_leaf=is_spec)
+        return StateLayout({"params": shapes}, {"params": shardings}, "loop")
+
+    def weights(self, params: Tree, placement: str = "loop") -> Tree:
+        """The weights that the programs take, from parameters in a training's layout on the same mesh.
+
+        They are cast, and each layer becomes arrays of its own, with one chunk of layers a rank: an interleaved or "v"
+        layout is resharded here, once, and not walked chunk by chunk for every token, which would send v times as often.
+
+        Args:
+          params: blocks [chunks, pipe, layers per chunk, ...], of any float type and sharding.
+          placement: of the blocks (megajax.pipeline.layout).
+        """
+        dtype, stages = compute_dtype(self.run.train.precision), self.run.parallel.pipe
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs["shared"], is_leaf=is_spec)
+        shared = jax.jit(partial(cast, dtype=dtype), out_shardings=shardings)(params["shared"])
+        leaves, structure = jax.tree.flatten(params["blocks"])
+        del params  # a caller that keeps no reference has its memory back leaf by leaf
+        specs = jax.tree.leaves(self.specs["blocks"][0], is_leaf=is_spec)
+        layers: list[list] = [[] for _ in range(self.per_stage)]
+        for spec in specs:
+            split = _split_layers(leaves.pop(0), stages, placement, dtype, NamedSharding(self.mesh, spec))
+            for layer, own in zip(layers, split, strict=True):
+                layer.append(own)
+        return {"blocks": tuple(jax.tree.unflatten(structure, layer) for layer in layers), "shared": shared}
+
+    def compile(self, weights: Tree) -> float:
+        """Compiles both programs; returns the seconds that it took."""
+        start, sizes = time.perf_counter(), self.sizes
+        of = lambda *shape: jax.ShapeDtypeStruct((self.groups, sizes.samples // self.groups, *shape), np.int32)  # noqa: E731
+        rows = Rows(of(), jax.ShapeDtypeStruct(of().shape, np.uint32))
+        scalar = jax.ShapeDtypeStruct((), np.int32)
+        with jax.set_mesh(self.mesh):
+            prefill = self._prefill.lower(weights, of(sizes.chunks * sizes.width), rows, scalar)
+            cache = jax.eval_shape(self._prefill, weights, of(sizes.chunks * sizes.width), rows, scalar)[0]
+            self._compiled = {"prefill": prefill.compile()}
+            if sizes.blocks:
+                self._compiled["decode"] = self._decode.lower(weights, cache, of(), rows, scalar).compile()
+        return time.perf_counter() - start
+
+    def compiled(self, name: str) -> jax.stages.Compiled:
+        """The compiled "prefill" or "decode", to read its memory, loops and communication; `compile` first."""
+        return self._compiled[name]
+
+    def prefill(self, weights: Tree, prompts: Sequence[np.ndarray], numbers: Sequence[int]) -> Decoding:
+        """Runs a batch of prompts through the model; the result's `tokens` are the first new ones.
+
+        Args:
+          weights: of `weights`.
+          prompts: int [tokens], at least one token each and at most `sizes.prompt`; at most `sizes.samples` prompts.
+          numbers: of the samples, which seed their draws.
+        """
+        if not self._compiled:
+            self.compile(weights)
+        samples, width = self.sizes.samples, self.sizes.width
+        chunks = -(-max(map(len, prompts)) // width)
+        tokens = np.zeros((samples, self.sizes.chunks * width), np.int32)
+        start = np.full(samples, chunks * width - 1, np.int32)  # samples that fill up the batch have one token
+        seeds = np.zeros(samples, np.uint32)
+        for row, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
+            start[row], seeds[row] = chunks * width - len(prompt), number
+            tokens[row, start[row] : chunks * width] = prompt
+        grouped = lambda a: self._place(a.reshape(self.groups, -1, *a.shape[1:]))  # noqa: E731
+        rows = Rows(grouped(start), grouped(seeds))
+        call = self._compiled["prefill"]
+        cache, first = call(weights, grouped(tokens), rows, self._place(np.int32(chunks)))
+        return Decoding(cache, first, rows, chunks * width)
+
+    def decode(self, weights: Tree, batch: Decoding) -> tuple[Decoding, np.ndarray]:
+        """`sizes.block` more tokens of every sample, int32 [samples, block]; `batch` is used up."""
+        call = self._compiled["decode"]
+        cache, drawn = call(weights, batch.cache, batch.tokens, batch.rows, self._place(np.int32(batch.slot)))
+        drawn = np.asarray(drawn)  # [block, groups, samples of a group]
+        after = Decoding(cache, self._place(drawn[-1]), batch.rows, batch.slot + len(drawn))
+        return after, drawn.reshape(len(drawn), -1).T
+
+    def first_tokens(self, batch: Decoding) -> np.ndarray:
+        """The tokens that follow the prompts, int32 [samples]."""
+        return np.asarray(batch.tokens).reshape(-1)
+
+    def cache_bytes(self) -> int:
+        """Bytes of the caches on one device."""
+        total = 0
+        specs = self.program.cache_specs(1)[0]
+        arrays = self.model.cache_arrays(self.sizes.samples // self.groups, self.sizes.slots)
+        for name, array in arrays.items():
+            shape = (self.groups, self.groups, *array.shape)
+            shard = NamedSharding(self.mesh, specs[name]).shard_shape(shape)
+            total += self.per_stage * int(np.prod(shard)) * jnp.dtype(array.dtype).itemsize
+        return total
+
+    def _place(self, array: np.ndarray) -> jax.Array:
+        """An array on all devices; several processes each give the whole of it."""
+        sharding, array = NamedSharding(self.mesh, P()), np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+@partial(jax.jit, static_argnames=("stages", "placement", "dtype", "sharding"))
+def _split_layers(leaf: jax.Array, stages: int, placement: str, dtype: Any, sharding: NamedSharding) -> tuple:
+    """A leaf of blocks in a training's layout, as one array [pipe, ...] for each layer of a stage."""
+    layers = layout.from_pipeline_layout(cast(leaf, dtype), placement=placement)
+    staged = layout.to_pipeline_layout(layers, stages=stages, chunks=1)[0]
+    one = lambda index: jax.lax.with_sharding_constraint(staged[:, index], sharding)  # noqa: E731
+    return tuple(one(index) for index in range(staged.shape[1]))

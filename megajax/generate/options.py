@@ -1,0 +1,137 @@
+"""The options of `python -m megajax.generate`. No jax is imported here: the devices are chosen before it starts."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from megajax.config import ConfigError
+from megajax.config.options import Parser, describe_unknown
+from megajax.config.sample import SampleConfig
+from megajax.schedules.arguments import number, plain_text, whole
+
+DESCRIPTION = """Continues prompts with a trained model, on any mesh.
+
+python -m megajax.generate --run-dir runs/first --prompt "The " --prompt "A "
+python -m megajax.generate --run-dir runs/first --prompts prompts.jsonl --out texts.jsonl --pipe 4 --tensor 2
+python -m megajax.generate --run-dir runs/first --interactive --stop "." --temperature 0
+
+Exit codes: 0; 2 wrong options, or prompts that the model cannot take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line.
+
+    Attributes:
+      prompts: texts, a path of JSON Lines, or "" for those that are typed: exactly one of the three is given.
+      sampling: the number of new tokens, and how they are drawn.
+      batch: most prompts that are continued together; None: all, up to 64.
+    """
+
+    run_dir: str
+    step: int | None
+    prompt: tuple[str, ...]
+    prompts: str | None
+    interactive: bool
+    out: str | None
+    sampling: SampleConfig
+    seed: int
+    stop: tuple[str, ...]
+    ignore_end: bool
+    data: int
+    pipe: int
+    tensor: int
+    devices: str | None
+    precision: str | None
+    batch: int | None
+    prefill_chunk: int
+
+
+def read_options(arguments: Sequence[str] | None) -> Options:
+    """Reads a command line.
+
+    Raises:
+      ConfigError: an option does not exist or cannot be read, or options contradict each other.
+    """
+    parser = _parser()
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(describe_unknown(unknown[0], parser))
+    given = vars(values)
+    sources = [name for name in ("prompt", "prompts", "interactive") if given[name]]
+    if len(sources) != 1:
+        problem = f"--{sources[0]} and --{sources[1]} are both given" if sources else "there is nothing to continue"
+        raise ConfigError(f"{problem}: pass one of --prompt TEXT, --prompts FILE.jsonl and --interactive.")
+    if given["out"] and given["interactive"]:
+        raise ConfigError("--interactive prints its texts: omit --out.")
+    if "" in (given["stop"] or ()):
+        raise ConfigError("--stop is an empty text, which every text has: pass another, or omit it.")
+    drawn = {name: given.pop(name) for name in ("new_tokens", "temperature", "top_k", "top_p")}
+    sampling = SampleConfig(**drawn)
+    sampling.validate()
+    for name in ("prompt", "stop"):
+        given[name] = tuple(given[name] or ())
+    return Options(sampling=sampling, **given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megajax.generate",
+        usage="%(prog)s --run-dir RUN (--prompt TEXT | --prompts FILE.jsonl | --interactive) [options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--run-dir", required=True, type=plain_text, metavar="RUN", help="directory of a training run with checkpoints"
+    )
+    model.add_argument("--step", type=whole(0), metavar="STEP", help="its checkpoint (default: the newest)")
+    model.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"
+    )
+    text = parser.add_argument_group("the text")
+    text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
+    text.add_argument("--prompts", type=plain_text, metavar="FILE", help='JSON Lines with {"prompt": TEXT, ...}')
+    text.add_argument("--interactive", action="store_true", help="continue each line that is typed")
+    text.add_argument(
+        "--out",
+        type=plain_text,
+        metavar="FILE",
+        help="write JSON Lines: each prompt's object with text, tokens and finish (default: print the texts)",
+    )
+    text.add_argument("--new-tokens", type=whole(), default=128, help="most tokens to generate (default: %(default)s)")
+    fields = SampleConfig.__dataclass_fields__
+    for name, reader in (("temperature", number(0)), ("top_k", whole()), ("top_p", number())):
+        shown = fields[name].metadata["shown_default"] or fields[name].default
+        text.add_argument(
+            "--" + name.replace("_", "-"),
+            type=reader,
+            default=fields[name].default,
+            help=f"{fields[name].metadata['help']} (default: {shown})",
+        )
+    text.add_argument(
+        "--seed", type=whole(0), default=0, help="of the draws; a text depends on nothing else (default: 0)"
+    )
+    text.add_argument("--stop", action="append", metavar="TEXT", help="text that ends a text; can be repeated")
+    text.add_argument("--ignore-end", action="store_true", help="do not stop at the end of a document")
+    layout = parser.add_argument_group("layout")
+    for name, meaning in (
+        ("data", "replicas, each with its own prompts"),
+        ("pipe", "pipeline ranks that the layers are split over"),
+        ("tensor", "devices that each layer is split over"),
+    ):
+        layout.add_argument(f"--{name}", type=whole(), default=1, help=f"{meaning} (default: 1)")
+    layout.add_argument(
+        "--devices", type=plain_text, metavar="WHERE", help="gpu, cpu or cpu:COUNT (default: GPUs, if any)"
+    )
+    layout.add_argument(
+        "--batch", type=whole(), help="most prompts that are continued together (default: all, up to 64)"
+    )
+    layout.add_argument(
+        "--prefill-chunk",
+        type=whole(),
+        default=256,
+        help="tokens of a prompt that are run at once (default: %(default)s)",
+    )
+    return parser

@@ -1,0 +1,177 @@
+"""From prompts to texts: batches of samples, where each of them ends, and how fast it went."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.config import ConfigError
+from megajax.data.tokenizers import Tokenizer
+from megajax.generate.decoder import Decoder
+
+__all__ = ["Ending", "Sample", "Speed", "check_length", "continue_prompts", "encode_prompt"]
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Where a text ends.
+
+    Attributes:
+      new_tokens: most tokens that are generated.
+      context: tokens of the model's context, which prompt and text share.
+      stops: texts that end it; they are not part of it.
+      token: the token that ends it, the end of a document; None: none does.
+    """
+
+    new_tokens: int
+    context: int
+    stops: tuple[str, ...] = ()
+    token: int | None = None
+
+
+class Sample:
+    """A prompt and the text that follows it.
+
+    Attributes:
+      number: in the run, which seeds its draws.
+      prompt: int32 [tokens].
+      tokens: the new ones that are part of the text.
+      text: decoded from them.
+      finish: why it ended: "length" (new_tokens), "context" (the model's context is full), "stop" (one of the stops) or
+        "end" (end of document); "" while it has not.
+    """
+
+    def __init__(self, number: int, prompt: np.ndarray, ending: Ending, tokenizer: Tokenizer):
+        """A sample without new tokens."""
+        self.number, self.prompt, self.ending, self.tokenizer = number, prompt, ending, tokenizer
+        self.tokens: list[int] = []
+        self.text = self.finish = ""
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Adds the tokens up to the text's end; returns how many."""
+        if self.finish:
+            return 0
+        before, ending = len(self.tokens), self.ending
+        for token in map(int, tokens):
+            if self.finish:
+                break
+            if token == ending.token:
+                self.finish = "end"
+                break
+            self.tokens.append(token)
+            if len(self.tokens) == ending.new_tokens:
+                self.finish = "length"
+            elif len(self.prompt) + len(self.tokens) == ending.context:
+                self.finish = "context"
+        self.text = self.tokenizer.decode(self.tokens)
+        if any(stop in self.text for stop in ending.stops):
+            self._cut(before)
+        return len(self.tokens) - before
+
+    def _cut(self, before: int) -> None:
+        """Ends the text before the first stop, which has appeared after `before` tokens."""
+        for count in range(before + 1, len(self.tokens) + 1):
+            text = self.tokenizer.decode(self.tokens[:count])
+            if found := [text.index(stop) for stop in self.ending.stops if stop in text]:
+                self.tokens, self.text, self.finish = self.tokens[:count], text[: min(found)], "stop"
+                return
+
+
+@dataclasses.dataclass
+class Speed:
+    """Tokens and seconds of prefill and decode, without padding and tokens after a text's end.
+
+    The first new token of each sample is part of the prefill's time, and of neither count.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def describe(self) -> str:
+        """One line with tokens per second."""
+        parts = [("prefill", self.prefill_tokens, self.prefill_seconds)]
+        parts.append(("decode", self.decode_tokens, self.decode_seconds))
+        return ", ".join(
+            f"{name} {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:,.0f} tokens/s)"
+            for name, tokens, seconds in parts
+            if tokens
+        )
+
+
+def encode_prompt(text: str, tokenizer: Tokenizer, context: int, place: str) -> np.ndarray:
+    """The prompt's tokens, int32 [tokens].
+
+    Args:
+      text: the prompt.
+      tokenizer: the model's.
+      context: tokens of the model's context.
+      place: where the prompt was given, for errors: "--prompt" or "line 3 of FILE".
+
+    Raises:
+      ConfigError: it is empty, or leaves no room for a new token.
+    """
+    tokens = tokenizer.encode(text)
+    if len(tokens) == 0:
+        raise ConfigError(f"{place}: the prompt is empty: give at least one token to continue.")
+    check_length(len(tokens), context, place)
+    return tokens
+
+
+def check_length(tokens: int, context: int, place: str) -> None:
+    """Raises ConfigError if a prompt of `tokens` tokens leaves no room for a new one."""
+    if tokens >= context:
+        raise ConfigError(
+            f"{place}: the prompt has {tokens:,} tokens, but the model's context is {context:,} tokens, new ones "
+            f"included: give at most {context - 1:,}."
+        )
+
+
+def continue_prompts(
+    decoder: Decoder,
+    weights: Tree,
+    samples: Sequence[Sample],
+    speed: Speed,
+    progress: Callable[[Sequence[Sample]], None] = lambda samples: None,
+) -> None:
+    """Extends all samples to their ends, in batches of prompts of similar length.
+
+    Args:
+      decoder: whose sizes hold any of the samples.
+      weights: of `Decoder.weights`.
+      samples: without new tokens.
+      speed: is increased.
+      progress: called with a batch after each of its blocks of tokens.
+    """
+    ordered = sorted(samples, key=lambda sample: len(sample.prompt))
+    size = decoder.sizes.samples
+    for first in range(0, len(ordered), size):
+        batch = ordered[first : first + size]
+        for _ in _blocks(decoder, weights, batch, speed):
+            progress(batch)
+
+
+def _blocks(decoder: Decoder, weights: Tree, batch: Sequence[Sample], speed: Speed) -> Iterator[None]:
+    """Extends a batch; stops in between after each block of tokens."""
+    start = time.perf_counter()
+    state = decoder.prefill(weights, [sample.prompt for sample in batch], [sample.number for sample in batch])
+    for sample, token in zip(batch, decoder.first_tokens(state), strict=False):  # a batch may be filled up
+        sample.extend([token])
+    speed.prefill_tokens += sum(len(sample.prompt) for sample in batch)
+    speed.prefill_seconds += time.perf_counter() - start
+    yield
+    for _ in range(decoder.sizes.blocks):
+        if all(sample.finish for sample in batch):
+            break
+        start = time.perf_counter()
+        state, tokens = decoder.decode(weights, state)
+        speed.decode_seconds += time.perf_counter() - start
+        speed.decode_tokens += sum(sample.extend(row) for sample, row in zip(batch, tokens, strict=False))
+        yield
+    jax.tree.map(lambda leaf: leaf.delete(), state.cache)  # before the next batch's is allocated

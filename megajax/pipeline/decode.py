@@ -1,0 +1,308 @@
+"""Text generation on a pipeline as one SPMD program: every rank works in every tick, on another group of samples.
+
+p ranks take p groups of samples, each group with its own caches. A unit of work is one group and its next tokens: a chunk
+of the prompt in `prefill`, one token in `decode`. Rank r runs its layers on unit t - r in tick t, and sends the result to
+rank r + 1. What leaves the last rank passes the head; the token that is sampled from it is the group's input one tick
+later. For 2 ranks, groups A and B, and 3 tokens of each:
+
+    tick       0    1    2    3    4    5    6
+    rank 0     A0   B0   A1   B1   A2   B2   .
+    rank 1     .    A0   B0   A1   B1   A2   B2
+
+n tokens of every sample take n p + p - 1 ticks, so a rank is idle in p - 1 ticks of the whole call: to fill and to drain
+the pipeline. There is no other dependency to wait for, because a group's next unit enters when its last one has left.
+Idle ranks run their layers too, so every trip count is known at compile time; what they compute is not stored.
+
+Prompts end together: sample i's tokens are in slots start_i to `length` - 1, and what precedes them is padding. So all
+samples write the same slot in a tick, and a token's position in its sample is its slot - start_i.
+
+The program is a `jax.shard_map`, manual over data and pipe as the executor's. It knows the model as an object with
+
+    embed(shared, microbatch) -> x                               x: [b, n, ...]
+    block_cached(weights, x, cache, microbatch, layer) -> (x, new entries of the cache)
+    logits(shared, y) -> fp32 [b, n, vocabulary or more]
+    cache_arrays(b, slots) -> CachedArray by name
+
+Weights are {"blocks": one tree for each of a stage's layers, with leaves [pipe, ...], "shared": tree}. Each layer has its
+own arrays, and its caches too: a slice of a stack would be copied before each matmul that reads it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax.ops.cached_attention import PADDING_POSITION, Cache
+from megajax.pipeline.layout import MANUAL_AXES, full_specs, is_spec, sum_over, vary
+from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.sharding.rules import AxisRules, only
+
+__all__ = ["DecodeProgram", "Rows"]
+
+Tree = Any
+ROWS = P(None, "data")  # of arrays [groups, samples, ...]
+
+
+class Rows(NamedTuple):
+    """The samples of a batch, [groups, samples of a group over all replicas].
+
+    Attributes:
+      start: int32, the slot of the prompt's first token.
+      number: uint32, the sample's number in the run, which seeds its draws.
+    """
+
+    start: jax.Array
+    number: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeProgram:
+    """The two functions that generate text, to be traced under `jax.set_mesh(mesh)`.
+
+    Attributes:
+      model: see the module's docstring.
+      sample: (logits fp32 [b, v], number uint32 [b], position int32 [b] of the token to draw) -> tokens int32 [b].
+      mesh: with the axes data, pipe and tensor.
+      rules: logical axis -> mesh axes; its "vocabulary" says whether embedding and head are shared by all ranks.
+      weight_specs: tree of PartitionSpec like the weights, or a prefix of it.
+      slots: of each sample's cache.
+    """
+
+    model: Any
+    sample: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    mesh: Mesh
+    rules: AxisRules
+    weight_specs: Tree
+    slots: int
+
+    def cache_specs(self, layers: int) -> Tree:
+        """PartitionSpecs of the cache of `layers` layers a stage: for each, arrays [pipe, groups, samples, ...] by name."""
+        arrays = self.model.cache_arrays(1, self.slots)
+        return ({name: P("pipe", None, *self.rules.spec(array.axes)) for name, array in arrays.items()},) * layers
+
+    def prefill(self, weights: Tree, tokens: jax.Array, rows: Rows, chunks: jax.Array, width: int) -> tuple:
+        """Runs the prompts through the model.
+
+        Args:
+          weights: see the module's docstring.
+          tokens: int32 [groups, samples, most chunks * width]; those of the prompts end at column chunks * width.
+          rows: the samples.
+          chunks: int32 scalar.
+          width: tokens of a chunk.
+
+        Returns:
+          The caches, and the token that follows each prompt, int32 [groups, samples].
+        """
+
+        def run(weights, tokens, rows, chunks):
+            rank = _Rank(self, weights, rows)
+            groups, samples, _ = tokens.shape
+
+            def chunk(group, turn, _):
+                return lax.dynamic_slice(tokens, (group, 0, turn * width), (1, samples, width))[0]
+
+            def keep_last(y, group, turn, works, last):
+                return _set(last, y[:, -1:], (group,), works)
+
+            y = jax.eval_shape(lambda: rank.embed(jnp.zeros((samples, width), jnp.int32), rows.start[0], 0))
+            last = vary(jnp.zeros((groups, samples, 1, *y.shape[2:]), y.dtype))
+            cache, last = rank.run(rank.empty_cache(), chunks, width, jnp.int32(0), chunk, keep_last, last)
+            drawn = lax.map(lambda of: rank.draw(*of, chunks * width), (last, *rank.rows))
+            return cache, rank.from_last(drawn)
+
+        cache_specs = self.cache_specs(len(weights["blocks"]))
+        mapped = self._mapped(run, weights, (ROWS, ROWS, P()), (_manual(cache_specs), ROWS))
+        return mapped(weights, tokens, rows, chunks)
+
+    def decode(self, weights: Tree, cache: Tree, tokens: jax.Array, rows: Rows, slot: jax.Array, count: int) -> tuple:
+        """Generates `count` tokens of every sample.
+
+        Args:
+          weights, cache: of `prefill`.
+          tokens: int32 [groups, samples], the last ones, which are not in the cache yet.
+          rows: the samples.
+          slot: int32 scalar, the slot of `tokens`.
+          count: tokens of each sample, at most the slots that are left.
+
+        Returns:
+          The caches, and the tokens that follow, int32 [count, groups, samples].
+        """
+
+        def run(weights, cache, tokens, rows, slot):
+            rank = _Rank(self, weights, rows)
+
+            def last_token(group, turn, state):
+                return state[0][group][:, None]
+
+            def draw(y, group, turn, works, state):
+                here = jax.tree.map(lambda of: of[group], rank.rows)
+                drawn = rank.draw(y, *here, slot + turn + 1)
+                return _set(state[0], drawn, (group,), works), _set(state[1], drawn, (turn, group), works)
+
+            state = vary((tokens, jnp.zeros((count, *tokens.shape), jnp.int32)))
+            cache, (_, drawn) = rank.run(cache, count, 1, slot, last_token, draw, state)
+            return cache, rank.from_last(drawn)
+
+        cache_specs = _manual(self.cache_specs(len(weights["blocks"])))
+        mapped = self._mapped(run, weights, (cache_specs, ROWS, ROWS, P()), (cache_specs, P(None, *ROWS)))
+        return mapped(weights, cache, tokens, rows, slot)
+
+    def _mapped(self, run: Callable, weights: Tree, in_specs: tuple, out_specs: tuple) -> Callable:
+        of_weights = _manual(full_specs(self.weight_specs, weights))
+        return jax.shard_map(
+            run, mesh=self.mesh, in_specs=(of_weights, *in_specs), out_specs=out_specs, axis_names=set(MANUAL_AXES)
+        )
+
+
+class _Rank:
+    """One rank's part of a call, inside the `shard_map`: its layers, caches and samples."""
+
+    def __init__(self, program: DecodeProgram, weights: Tree, rows: Rows):
+        self.program, self.model = program, program.model
+        weights = vary(weights)
+        self.shared, self.layers = weights["shared"], jax.tree.map(lambda leaf: leaf[0], weights["blocks"])
+        self.rows = vary(rows)
+        self.rank, self.ranks = lax.axis_index("pipe"), lax.axis_size("pipe")
+        self.groups = rows.start.shape[0]
+
+    def empty_cache(self) -> Tree:
+        """The caches of this rank's layers: for each layer, arrays [1, groups, samples, ...] by name."""
+        arrays = self.model.cache_arrays(self.rows.start.shape[1], self.program.slots)
+        constrain = self.program.rules.constrain
+
+        def empty(array):
+            zeros = jnp.zeros((1, self.groups, *array.shape), array.dtype)
+            return vary(constrain(zeros, None, None, *array.axes))
+
+        return tuple({name: empty(array) for name, array in arrays.items()} for _ in self.layers)
+
+    def run(self, cache: Tree, turns, width: int, slot: jax.Array, tokens: Callable, finish: Callable, state: Tree):
+        """Runs `turns` units of every group through all ranks.
+
+        Args:
+          cache: of this rank.
+          turns: int or int32 scalar; known at compile time, no tick waits for the host.
+          width: tokens of a unit.
+          slot: of the first unit's first token.
+          tokens: (group, turn, state) -> int32 [b, width], a unit's tokens.
+          finish: (y [b, width, ...], group, turn, works, state) -> state, run for the unit at the last rank. All ranks
+            run it; y has a meaning on the last one alone, and nowhere unless `works`.
+          state: carried through the ticks.
+
+        Returns:
+          (cache, state).
+        """
+        units = turns * self.groups
+
+        def unit(number):
+            """(whether there is one, its group, its turn)."""
+            inside = jnp.clip(number, 0, units - 1)
+            return (number >= 0) & (number < units), inside % self.groups, inside // self.groups
+
+        def tick(number, carry):
+            cache, x, state = carry
+            _, group, turn = unit(number)
+            first = self.embed(tokens(group, turn, state), self.rows.start[group], slot + turn * width)
+            x = jnp.where(self.rank == 0, first, x)
+            works, group, turn = unit(number - self.rank)
+            with jax.named_scope("layers"):
+                x, cache = self._layers(x, cache, tokens(group, turn, state), group, slot + turn * width, works)
+            works, group, turn = unit(number - (self.ranks - 1))
+            sent = lax.ppermute(x, "pipe", [(rank, rank + 1) for rank in range(self.ranks - 1)])
+            return cache, sent, finish(x, group, turn, works, state)
+
+        like = jax.eval_shape(lambda: self.embed(tokens(0, 0, state), self.rows.start[0], slot))
+        x = vary(jnp.zeros(like.shape, like.dtype))
+        cache, _, state = lax.fori_loop(0, units + self.ranks - 1, tick, (cache, x, state))
+        return cache, state
+
+    def embed(self, tokens: jax.Array, start: jax.Array, slot: jax.Array) -> jax.Array:
+        """The first stage's input for tokens [b, n] from a slot on."""
+        x = self.model.embed(self.shared, self._microbatch(tokens, start, slot))
+        return vary(x)
+
+    def _microbatch(self, tokens: jax.Array, start: jax.Array, slot: jax.Array) -> dict[str, jax.Array]:
+        return {"tokens": tokens, "positions": _positions(slot + jnp.arange(tokens.shape[1]), start)}
+
+    def _layers(self, x, cache: Tree, tokens, group, slot, works):
+        """This rank's layers on one unit: x for the next rank, and the caches with the unit's entries."""
+        start, slots = self.rows.start[group], jnp.arange(self.program.slots)
+        microbatch = self._microbatch(tokens, start, slot)
+        positions = jnp.where(slots < slot, _positions(slots, start), PADDING_POSITION)
+        after = []
+        for index, (weights, arrays) in enumerate(zip(self.layers, cache, strict=True)):
+            own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
+            layer = self.rank * len(self.layers) + index
+            x, entries = self.model.block_cached(weights, x, own, microbatch, layer)
+            entries = _after(x, entries)
+            after.append(
+                {name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()}
+            )
+        return x, tuple(after)
+
+    def _store(self, array: jax.Array, entry: jax.Array, name: str, group, slot, works) -> jax.Array:
+        """The cache [1, groups, b, ...] with a unit's entry [b, ...] in its slots, if the unit `works`."""
+        axis = self.program.model.cache_arrays(1, self.program.slots)[name].slot_axis
+        at = [0, group, *[0] * entry.ndim]
+        at[2 + axis] = slot
+        before = lax.dynamic_slice(array, at, (1, 1, *entry.shape))
+        return lax.dynamic_update_slice(array, jnp.where(works, entry.astype(array.dtype)[None, None], before), at)
+
+    def draw(self, y: jax.Array, start: jax.Array, number: jax.Array, slot: jax.Array) -> jax.Array:
+        """The token at `slot` that follows the last stage's output y [b, 1, ...], int32 [b], the same on all ranks.
+
+        With a vocabulary that is split over pipe all ranks compute their part of the logits, and draw the same token.
+        Otherwise the last rank alone does it, in a loop that has no iteration on the others.
+        """
+
+        def pick(y):
+            logits = self.model.logits(self.shared, y)[:, 0, : self.model.vocabulary]
+            logits = self.program.rules.constrain(logits, "batch", None)  # whole on each device: it is sorted
+            return vary(self.program.sample(logits, number, slot - start))
+
+        if self.ranks == 1:
+            return pick(y)
+        if self.program.rules.vocabulary_over_pipe:
+            return pick(self._of_last(y))
+        none = vary(jnp.zeros(len(y), jnp.int32))
+        step = lambda index, zero, drawn: pick(prevent_hoisting(zero, y))  # noqa: E731
+        _, drawn = counted_loop(0, (self.rank == self.ranks - 1).astype(jnp.int32), step, none)
+        return vary(self.from_last(drawn))
+
+    def _of_last(self, x: jax.Array) -> jax.Array:
+        """x on the last rank, zeros on the others."""
+        return jnp.where(self.rank == self.ranks - 1, x, jnp.zeros_like(x))
+
+    def from_last(self, x: jax.Array) -> jax.Array:
+        """The last rank's x on all of them."""
+        return sum_over(self._of_last(x), ("pipe",))
+
+
+def _positions(slots: jax.Array, start: jax.Array) -> jax.Array:
+    """The positions of slots [n] in samples that start at slots [b]: int32 [b, n]; before the start, PADDING_POSITION."""
+    return jnp.maximum(slots - start[:, None], PADDING_POSITION)
+
+
+def _after(x: jax.Array, values: Tree) -> Tree:
+    """The values, in a form that XLA cannot compute before x.
+
+    A block's caches must be read before its entries are stored, or XLA copies the whole of them in each tick. An
+    `optimization_barrier` is removed too early for that on CPU devices (jax 0.10.2); XLA does not simplify 0 * x.
+    """
+    zero = (x[(0,) * x.ndim] * 0).astype(jnp.int32)
+    return prevent_hoisting(zero, values)
+
+
+def _set(array: jax.Array, value: jax.Array, at: tuple, works: jax.Array) -> jax.Array:
+    """`array` with `value` at the index, if `works`."""
+    return array.at[at].set(jnp.where(works, value, array[at]))
+
+
+def _manual(specs: Tree) -> Tree:
+    return jax.tree.map(functools.partial(only, axes=MANUAL_AXES), specs, is_leaf=is_spec)

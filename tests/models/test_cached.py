@@ -1,0 +1,67 @@
+"""Cached decoding of a block: logits of every token equal those of the model that recomputes the whole sample."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.cached_attention import PADDING_POSITION, Cache
+from tests import small
+from tests.models.configs import MODELS
+
+LENGTHS = (16, 11, 3)  # tokens of the samples, which end together in slot 16
+SLOTS = 16
+
+
+def recomputed(model, params, tokens):
+    """Logits [b, s, v] of whole samples [b, s]."""
+    batch = {"tokens": tokens}
+    x = model.embed(params["shared"], batch)
+    for layer in range(model.config.layers):
+        x = model.block(jax.tree.map(lambda a: a[layer], params["blocks"]), x, batch, layer)  # noqa: B023
+    return model.logits(params["shared"], x)
+
+
+def cached(model, params, tokens, start, widths):
+    """Logits [b, SLOTS, v] of right-aligned samples, `widths` slots at a time."""
+    arrays = [
+        {name: jnp.full(array.shape, 7.0) for name, array in model.cache_arrays(len(tokens), SLOTS).items()}
+        for _ in range(model.config.layers)
+    ]
+    slots, logits, first = np.arange(SLOTS), [], 0
+    positions = np.maximum(slots - start[:, None], PADDING_POSITION)
+    for width in widths:
+        here = slice(first, first + width)
+        batch = {"tokens": tokens[:, here], "positions": jnp.array(positions[:, here])}
+        before = jnp.array(np.where(slots < first, positions, PADDING_POSITION))
+        x = model.embed(params["shared"], batch)
+        for layer in range(model.config.layers):
+            weights = jax.tree.map(lambda a: a[layer], params["blocks"])  # noqa: B023
+            x, entries = model.block_cached(weights, x, Cache(arrays[layer], before), batch, layer)
+            for name, array in model.cache_arrays(1, 1).items():
+                at = [slice(None)] * len(array.shape)
+                at[array.slot_axis] = here
+                arrays[layer][name] = arrays[layer][name].at[tuple(at)].set(entries[name])
+        logits.append(model.logits(params["shared"], x))
+        first += width
+    return jnp.concatenate(logits, axis=1)
+
+
+@MODELS
+@pytest.mark.parametrize("widths", [(16,), (4, 4, 4, 1, 1, 1, 1), (1,) * 16], ids=["at once", "chunks", "one by one"])
+def test_cached_logits_equal_recomputed_ones(config, widths):
+    """For samples of different lengths; what is in hidden slots and in the padding has no influence."""
+    config = dataclasses.replace(config, dropout=0.1)
+    model = small.build_model(config, training=False)
+    params = small.busy_params(dataclasses.replace(config, dropout=0.0))
+    params = jax.tree.map(lambda a: 3 * a, params)  # so that attention is far from uniform
+    tokens = np.random.default_rng(0).integers(0, config.vocabulary, (len(LENGTHS), SLOTS), np.int32)
+    start = SLOTS - np.array(LENGTHS)
+    got = np.asarray(jax.jit(lambda: cached(model, params, tokens, start, widths))())
+    whole = jax.jit(lambda params, tokens: recomputed(model, params, tokens))
+    for row, first in enumerate(start):
+        want = np.asarray(whole(params, tokens[row : row + 1, first:]))[0]
+        assert np.abs(want[:, : config.vocabulary]).max() > 1
+        np.testing.assert_allclose(got[row, first:], want, rtol=1e-5, atol=1e-5)
