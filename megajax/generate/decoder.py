@@ -19,6 +19,7 @@ from megajax.config.sample import SampleConfig
 from megajax.generate.sampling import draw
 from megajax.models.context import model_context, model_rules
 from megajax.models.interface import PipelineModel, model_class
+from megajax.ops.attention import Choice
 from megajax.pipeline import layout
 from megajax.pipeline.decode import DecodeProgram, Rows
 from megajax.pipeline.layout import is_spec
@@ -30,6 +31,7 @@ __all__ = ["DecodeSizes", "Decoder", "Decoding", "decoding_run"]
 
 Tree = Any
 BLOCK = 32  # most tokens of each sample between two looks at the text
+PLAIN_ATTENTION = Choice("xla", "a block multiplies queries and cached keys itself")
 
 
 def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunConfig:
@@ -160,7 +162,7 @@ class Decoder:
         kind = model or model_class(run.model)
         rules = rules or model_rules(run, kind)
         dtype = compute_dtype(run.train.precision)
-        context = model_context(run, rules, run_schedule(run), "xla", dtype, training=False)
+        context = model_context(run, rules, run_schedule(run), PLAIN_ATTENTION, dtype, training=False)
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed

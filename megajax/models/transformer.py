@@ -177,7 +177,7 @@ class Attention(nnx.Module):
 
 def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int) -> dict[str, CachedArray]:
     """The keys and values that a block caches. Slots come after heads: the matmuls over them need no transposed copy."""
-    shape = (samples, config.key_value_heads, slots, config.head_size)
+    shape = (samples, config.key_value_heads, slots, config.head_dimension)
     array = CachedArray(shape, dtype, ("batch", "groups", None, None), slot_axis=2)
     return {"key": array, "value": array}
 

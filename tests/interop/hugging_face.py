@@ -15,6 +15,7 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.interop import hugging_face
 from megajax.interop.hugging_face_config import read_config
 from megajax.interop.hugging_face_import import initial_params
+from megajax.ops.ring_attention import zigzag
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import Training, make_training
 from tests.interop.make_golden import GOLDEN, LENGTH, tokens
@@ -59,9 +60,21 @@ def training_of(model: ModelConfig, **layout) -> Training:
 
 
 def logits_of(training: Training, params) -> np.ndarray:
-    """fp32 [2, LENGTH, vocabulary] of the golden tokens, through the run's pipeline, position by position."""
-    rows = [training.next_token_logits(params, tokens(), position) for position in range(LENGTH)]
-    return np.stack([np.asarray(row) for row in rows], axis=1)
+    """fp32 [2, LENGTH, vocabulary] of the golden tokens, through the run's pipeline."""
+    model, functions = training._evaluation()
+    parallel, ids = training.run.parallel, tokens()
+    ids = np.pad(ids, ((0, -len(ids) % parallel.data), (0, 0)), mode="edge")  # every replica needs a sample
+    batch = {"tokens": ids[None].astype(np.int32), "sample": np.zeros((1, len(ids)), np.uint32)}
+
+    def run(params, batch):
+        collect = lambda shared, y, microbatch: model.logits(shared, y)  # noqa: E731
+        return training.forward(functions, collect, params, batch)[0, ..., : model.vocabulary]
+
+    with jax.set_mesh(training.mesh):
+        rows = np.asarray(jax.jit(run)(params, training.place(batch)))  # [data context samples, LENGTH / context, ...]
+    by_rank = rows.reshape(parallel.data, parallel.context, -1, *rows.shape[1:]).swapaxes(1, 2)
+    order = zigzag(LENGTH, parallel.context).ravel().argsort()
+    return by_rank.reshape(len(ids), LENGTH, -1)[: len(tokens()), order]
 
 
 @functools.cache

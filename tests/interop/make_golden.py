@@ -4,7 +4,8 @@ python tests/interop/make_golden.py        in an environment with megajax[judges
                                            transformers 5.23.0
 
 golden/FAMILY/ has config.json, model.safetensors (fp32, every parameter random) and tokenizer.json as transformers writes
-them, and logits.npy: fp32 [2, 16, 64], of the tokens that `tokens()` returns.
+them; logits.npy: fp32 [2, 16, 64], of the tokens that `tokens()` returns; and greedy.npy: int [2, 64], the most likely
+continuation of the first PROMPT of them, each token by a pass over all before it.
 """
 
 import pathlib
@@ -13,6 +14,7 @@ import numpy as np
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 LENGTH, VOCABULARY = 16, 64
+PROMPT, NEW = 8, 64
 COMMON = dict(
     hidden_size=16,
     intermediate_size=24,
@@ -42,15 +44,15 @@ def configs() -> dict:
     """A configuration of each family."""
     from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-    sizes = dict(n_embd=16, n_layer=4, n_head=4, n_inner=48, n_positions=32, vocab_size=VOCABULARY)
+    sizes = dict(n_embd=16, n_layer=4, n_head=4, n_inner=48, n_positions=80, vocab_size=VOCABULARY)
     return {
         "gpt2": GPT2Config(**sizes, bos_token_id=0, eos_token_id=0),
         "llama": LlamaConfig(
             **COMMON, head_dim=8, max_position_embeddings=128, rope_parameters=LLAMA3, rms_norm_eps=1e-5
         ),
-        "mistral": MistralConfig(**COMMON, max_position_embeddings=64, sliding_window=5),
-        "qwen2": Qwen2Config(**COMMON, max_position_embeddings=64, tie_word_embeddings=True),
-        "qwen3": Qwen3Config(**COMMON | dict(num_attention_heads=2), head_dim=12, max_position_embeddings=64),
+        "mistral": MistralConfig(**COMMON, max_position_embeddings=128, sliding_window=5),
+        "qwen2": Qwen2Config(**COMMON, max_position_embeddings=128, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**COMMON | dict(num_attention_heads=2), head_dim=12, max_position_embeddings=128),
     }
 
 
@@ -64,7 +66,8 @@ def random_model(config):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name or ".ln_" in name else 0.25 * noise)
+            scale = 1.5 if "wpe" in name else 0.25  # GPT-2's greedy text would repeat one token
+            parameter.copy_(1 + 0.2 * noise if "norm" in name or ".ln_" in name else scale * noise)
     return model
 
 
@@ -76,6 +79,17 @@ def write_tokenizer(directory: pathlib.Path) -> None:
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.save(str(directory / "tokenizer.json"), pretty=False)
+
+
+def greedy(model):
+    """The most likely continuations, [2, NEW], also after an end of document."""
+    import torch
+
+    text = torch.from_numpy(tokens())[:, :PROMPT]
+    with torch.no_grad():
+        for _ in range(NEW):
+            text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return text[:, PROMPT:]
 
 
 def main() -> None:
@@ -91,6 +105,7 @@ def main() -> None:
         with torch.no_grad():
             logits = model(torch.from_numpy(tokens())).logits
         np.save(directory / "logits.npy", logits.numpy())
+        np.save(directory / "greedy.npy", greedy(model).numpy().astype(np.uint8))
 
 
 if __name__ == "__main__":
