@@ -31,7 +31,7 @@ def run(options: Options) -> None:
 
     rows = [(f"--prompt {index}", {"prompt": text}) for index, text in enumerate(options.prompt, 1)]
     rows = read_prompts(options.prompts) if options.prompts else rows
-    source = open_source(options.run_dir, options.step)
+    source = open_source(options)
     output = OutputFile(options.out) if options.out else None
     try:
         generate(options, source, rows, output)

@@ -13,7 +13,7 @@ DESCRIPTION = """Continues prompts with a trained model, on any mesh.
 
 python -m megajax.generate --run-dir runs/first --prompt "The " --prompt "A "
 python -m megajax.generate --run-dir runs/first --prompts prompts.jsonl --out texts.jsonl --pipe 4 --tensor 2
-python -m megajax.generate --run-dir runs/first --interactive --stop "." --temperature 0
+python -m megajax.generate --hf SmolLM2-135M --interactive --stop "." --temperature 0
 
 Exit codes: 0; 2 wrong options, or prompts that the model cannot take."""
 
@@ -23,12 +23,14 @@ class Options:
     """The command line.
 
     Attributes:
+      run_dir, hf: a run's directory, or one of Hugging Face: exactly one of the two is given.
       prompts: texts, a path of JSON Lines, or "" for those that are typed: exactly one of the three is given.
       sampling: the number of new tokens, and how they are drawn.
       batch: most prompts that are continued together; None: all, up to 64.
     """
 
-    run_dir: str
+    run_dir: str | None
+    hf: str | None
     step: int | None
     prompt: tuple[str, ...]
     prompts: str | None
@@ -62,6 +64,13 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     if len(sources) != 1:
         problem = f"--{sources[0]} and --{sources[1]} are both given" if sources else "there is nothing to continue"
         raise ConfigError(f"{problem}: pass one of --prompt TEXT, --prompts FILE.jsonl and --interactive.")
+    if (given["run_dir"] is None) == (given["hf"] is None):
+        problem = "there is no model" if given["hf"] is None else "--run-dir and --hf are both given"
+        raise ConfigError(f"{problem}: pass one of --run-dir RUN and --hf DIR.")
+    if given["hf"] and given["step"] is not None:
+        raise ConfigError(
+            "--step chooses a checkpoint of --run-dir, and a directory of Hugging Face has one: omit --step."
+        )
     if given["out"] and given["interactive"]:
         raise ConfigError("--interactive prints its texts: omit --out.")
     if "" in (given["stop"] or ()):
@@ -77,16 +86,15 @@ def read_options(arguments: Sequence[str] | None) -> Options:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megajax.generate",
-        usage="%(prog)s --run-dir RUN (--prompt TEXT | --prompts FILE.jsonl | --interactive) [options]",
+        usage="%(prog)s (--run-dir RUN | --hf DIR) (--prompt TEXT | --prompts FILE.jsonl | --interactive) [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     model = parser.add_argument_group("the model")
-    model.add_argument(
-        "--run-dir", required=True, type=plain_text, metavar="RUN", help="directory of a training run with checkpoints"
-    )
-    model.add_argument("--step", type=whole(0), metavar="STEP", help="its checkpoint (default: the newest)")
+    model.add_argument("--run-dir", type=plain_text, metavar="RUN", help="directory of a training run with checkpoints")
+    model.add_argument("--hf", type=plain_text, metavar="DIR", help="directory of a Hugging Face model")
+    model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
     model.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"
     )

@@ -9,12 +9,14 @@ import pathlib
 from typing import Any, Protocol
 
 from megajax.checkpoint.directory import NAME, complete_steps
-from megajax.config import ConfigError, RunConfig
+from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.generate.decoder import Decoder
+from megajax.generate.options import Options
+from megajax.interop.hugging_face_config import read_config, tokenizer_options
 
-__all__ = ["RunDirectorySource", "WeightSource", "open_source"]
+__all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "open_source"]
 
 Tree = Any
 
@@ -35,17 +37,13 @@ class WeightSource(Protocol):
         """The weights, as `Decoder.weights` returns them."""
 
 
-def open_source(run_dir: str, step: int | None) -> WeightSource:
+def open_source(options: Options) -> WeightSource:
     """The source that the command line names.
-
-    Args:
-      run_dir: a run's directory.
-      step: of the checkpoint; None: the newest.
 
     Raises:
       ConfigError: there is none.
     """
-    return RunDirectorySource(run_dir, step)
+    return HuggingFaceSource(options.hf) if options.hf else RunDirectorySource(options.run_dir, options.step)
 
 
 class RunDirectorySource:
@@ -90,3 +88,45 @@ class RunDirectorySource:
         meta = {"name": self.tokenizer.name, "hash": tokenizer_hash(self.tokenizer)}
         state = reader.load(self.path, decoder.run, decoder.params_layout, meta)[0]
         return decoder.weights(state.pop("params"))
+
+
+class HuggingFaceSource:
+    """A directory of Hugging Face: config.json, safetensors and a tokenizer.
+
+    Attributes:
+      path: the directory.
+      family: model_type.
+      model: its configuration.
+      tokenizer: its own.
+    """
+
+    def __init__(self, directory: str):
+        """Reads the configuration and the tokenizer.
+
+        Raises:
+          ConfigError: the directory is damaged, of a model that megajax does not have, or without a tokenizer.
+        """
+        self.path = pathlib.Path(directory)
+        family, self.model = read_config(self.path)
+        self.family, self._data = family.name, tokenizer_options(self.path)
+        if not self._data:
+            raise ConfigError(
+                f"{self.path} has neither tokenizer.json nor tokenizer.model: copy the model's own into it, or import it "
+                "with --tokenizer (python -m megajax.interop.hugging_face import) and pass --run-dir."
+            )
+        self.tokenizer = load_tokenizer(self._data["tokenizer"], self._data.get("end_of_document"))
+
+    def run(self, precision: str) -> RunConfig:
+        """A run of the model; its training options have no meaning."""
+        train = TrainConfig(precision=precision, global_batch_size=1, steps=1)
+        return RunConfig(self.model, ParallelConfig(schedule="1f1b"), train, DataConfig(**self._data))
+
+    def load(self, decoder: Decoder) -> Tree:
+        """Reads what the decoder's devices hold, tensor by tensor."""
+        from megajax.checkpoint.layout import named
+        from megajax.interop.hugging_face_weights import Weights, load_params
+
+        target = decoder.params_layout
+        target = dataclasses.replace(target, shapes=target.shapes["params"], shardings=target.shardings["params"])
+        weights = Weights(self.path, self.family, decoder.run.model, list(named(target.shapes)))
+        return decoder.weights(load_params(weights, target))

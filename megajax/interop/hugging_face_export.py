@@ -14,7 +14,7 @@ from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
-from megajax.config import ConfigError, ModelConfig, padded_vocabulary
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, padded_vocabulary
 from megajax.interop.hugging_face_config import family_of_model, merge_config, read_json
 from megajax.interop.hugging_face_import import FOLDER, TOKENIZER_FILES, replace_directory
 from megajax.interop.hugging_face_tensors import axis_sizes, from_leaf, lead_axis, rows_of, tensor_shape
@@ -122,8 +122,6 @@ def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]
     Raises:
       ConfigError: one is missing or of another shape.
     """
-    from megajax.config import ParallelConfig, RunConfig, TrainConfig
-
     run = RunConfig(model, ParallelConfig(), TrainConfig())
     wanted = layout.named(jax.eval_shape(model_shapes(run, model_class(model)).init, jax.random.key(0)))
     stored = layout.named(reader.arrays_in(path))

@@ -255,7 +255,7 @@ def _qwen_window(keys: Keys) -> int | None:
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
-    window = {"use_sliding_window": False, "sliding_window": None}
+    window: dict[str, Any] = {"use_sliding_window": False}
     if model.sliding_window is not None:
         window = {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
     return _write_llama(model) | window

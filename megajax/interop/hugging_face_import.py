@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,13 +96,13 @@ def import_run(
     leaves = layout.named(training.state_shapes)
     of_params = [name.removeprefix("params/") for name in leaves if name.startswith("params/")]
     weights = Weights(directory, family.name, model, of_params)
-    own = {name: value for name, value in layout.named({"loss_scale": make_loss_scale(run.train)}).items()}
+    own = layout.named({"loss_scale": make_loss_scale(run.train)})
     arrays = {
         name: _streamed(name, layout.canonical_shape(name, leaf.shape), leaf.dtype, weights, family.name, own.get(name))
         for name, leaf in leaves.items()
     }
     meta = run_meta(run, read)
-    meta |= {"format": FORMAT, "progress": dataclasses.asdict(Progress()), "time": _now()}
+    meta |= {"format": FORMAT, "progress": dataclasses.asdict(Progress()), "time": time.time()}
     with replace_directory(run_dir, "--run-dir") as unfinished:
         checkpoints = unfinished / "checkpoints"
         on_all_processes("import/checkpoints", lambda: checkpoints.mkdir(exist_ok=True))
@@ -117,12 +118,6 @@ def _with_length(model: ModelConfig, length: int) -> ModelConfig:
             f"--sequence-length {model.sequence_length} or less"
         )
     return dataclasses.replace(model, sequence_length=length)
-
-
-def _now() -> float:
-    import time
-
-    return time.time()
 
 
 def _streamed(name: str, shape: tuple[int, ...], dtype, weights: Weights, family: str, value) -> StreamedLeaf:

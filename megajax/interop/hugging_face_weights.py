@@ -2,7 +2,8 @@
 
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class Weights:
 
     Attributes:
       model: its configuration; it may be shorter (`sequence_length`) than the stored table of positions.
+      pieces: each leaf's tensors.
     """
 
     def __init__(self, directory: pathlib.Path, family: str, model: ModelConfig, leaves: Sequence[str]):
@@ -52,11 +54,11 @@ class Weights:
         self.model, self._sizes = model, axis_sizes(model)
         self._tensors = open_tensors(directory)
         table = TABLES[family]
-        self._pieces = {name: pieces_of(family, name) for name in leaves}
+        self.pieces = {name: pieces_of(family, name) for name in leaves}
         has_prefix = any(name.startswith(table.prefix) for name in self._tensors)
         self._cut = "" if has_prefix else table.prefix
         wanted = {}
-        for pieces in self._pieces.values():
+        for pieces in self.pieces.values():
             for piece in pieces:
                 wanted |= {self._stored(name): piece for name in tensor_names((piece,), model.layers)}
         missing = next((name for name in wanted if name not in self._tensors), None)
@@ -93,7 +95,7 @@ class Weights:
         return out
 
     def _fill(self, out: np.ndarray, name: str, layer: int | None, region: tuple[slice, ...], shape) -> None:
-        for piece in self._pieces[name]:
+        for piece in self.pieces[name]:
             found = overlap(piece, region, self._sizes, shape)
             if found:
                 inside, ranges = found
@@ -162,7 +164,7 @@ def load_params(weights: Weights, target: StateLayout) -> dict:
 def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """A leaf in canonical layout; the host holds one region of it at a time."""
     buffers = []
-    pieces = weights._pieces[name]
+    pieces = weights.pieces[name]
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = [slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)]
         sizes = tuple(one.stop - one.start for one in box)
@@ -175,11 +177,6 @@ def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: Na
     return jax.make_array_from_single_device_arrays(shape, sharding, buffers)
 
 
-@jax.jit(donate_argnums=0)
+@partial(jax.jit, donate_argnums=0)
 def _put(buffer: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(buffer, part, start)
-
-
-def leaf_names(shapes: Mapping) -> list[str]:
-    """Names of the leaves of a tree of parameters."""
-    return list(layout.named(shapes))

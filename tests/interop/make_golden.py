@@ -14,7 +14,7 @@ import numpy as np
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 LENGTH, VOCABULARY = 16, 64
-PROMPT, NEW = 8, 64
+PROMPT, NEW = 7, 64
 COMMON = dict(
     hidden_size=16,
     intermediate_size=24,

@@ -11,8 +11,9 @@ from megajax.interop.hugging_face_import import initial_params
 from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
-from tests.interop.hugging_face import FAMILIES, convert, golden, model_of, wanted_logits
-from tests.interop.make_golden import LENGTH, VOCABULARY, tokens
+from tests.interop.hugging_face import FAMILIES, convert, golden, model_of, training_of, wanted_logits
+from tests.interop.hugging_face import logits_of as pipeline_logits
+from tests.interop.make_golden import COMMON, LENGTH, VOCABULARY, random_model, tokens, write_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -112,3 +113,47 @@ def test_training_from_imported_weights_is_torchs(family):
         losses.append(float(metrics["loss"]))
         rates.append(float(metrics["learning_rate"]))
     np.testing.assert_allclose(losses, losses_of_torch(family, rates, run.train), rtol=1e-5)
+
+
+SMALL = {"max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS = {
+    "llama with biases": (
+        "LlamaConfig",
+        SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama with yarn": ("LlamaConfig", SMALL | {"rope_parameters": YARN}),
+    "llama with yarn and its bounds": (
+        "LlamaConfig",
+        SMALL | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3}},
+    ),
+    "llama with linear scaling": (
+        "LlamaConfig",
+        SMALL | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama with a tanh gate": ("LlamaConfig", SMALL | {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral with large heads and no window": ("MistralConfig", SMALL | {"head_dim": 12, "sliding_window": None}),
+    "qwen2 with windows": (
+        "Qwen2Config",
+        SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    ),
+    "qwen3 tied": ("Qwen3Config", SMALL | {"head_dim": 8, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_families(variant, tmp_path):
+    """Logits of the import, and the export without the imported config.json, are those of transformers."""
+    name, settings = VARIANTS[variant]
+    source = tmp_path / "source"
+    random_model(getattr(transformers, name)(**COMMON | settings)).save_pretrained(source)
+    write_tokenizer(source)
+    wanted = logits_of(source)
+    model = dataclasses.replace(read_config(source)[1], sequence_length=LENGTH)
+    training = training_of(model, pipe=2)
+    got = pipeline_logits(training, initial_params(str(source), training))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+    assert convert("import", source, "--run-dir", tmp_path / "run") == 0
+    (tmp_path / "run" / "hugging_face" / "config.json").unlink()
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    np.testing.assert_array_equal(logits_of(tmp_path / "out"), wanted)

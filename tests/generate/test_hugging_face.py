@@ -1,0 +1,43 @@
+"""Greedy texts of Hugging Face directories against the goldens of transformers (tests/interop/make_golden.py)."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megajax.config import ParallelConfig
+from megajax.config.sample import SampleConfig
+from megajax.generate.__main__ import main
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.generate.weights import HuggingFaceSource
+from megajax.runtime.mesh import make_mesh
+from tests.generate.test_decoder import tokens_of
+from tests.interop.hugging_face import FAMILIES, golden
+from tests.interop.make_golden import NEW, PROMPT, tokens
+
+MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 2)]
+SOME = [("llama", (1, 2, 2)), ("mistral", (1, 1, 1))]
+LONG = [(family, mesh) for family in FAMILIES for mesh in MESHES if (family, mesh) not in SOME]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), SOME + [pytest.param(*case, marks=pytest.mark.slow, id=str(case)) for case in LONG]
+)
+def test_greedy_tokens_equal_those_of_transformers(family, mesh):
+    source = HuggingFaceSource(str(golden(family)))
+    data, pipe, tensor = mesh
+    run = decoding_run(source.run("fp32"), ParallelConfig(data=data, pipe=pipe, tensor=tensor))
+    sizes = DecodeSizes(samples=2, prompt=PROMPT, new=NEW, chunk=5)
+    decoder = Decoder(run, make_mesh(run.parallel), sizes, SampleConfig(temperature=0))
+    found = tokens_of(decoder, source.load(decoder), list(tokens()[:, :PROMPT].astype(np.int32)))
+    np.testing.assert_array_equal(found, np.load(golden(family) / "greedy.npy"))
+
+
+def test_the_command_continues_words(tmp_path, capsys):
+    """The golden tokenizer's words are w0, w1, ...; token 2 is w0."""
+    out = tmp_path / "texts.jsonl"
+    prompt = " ".join(f"w{token - 2}" for token in tokens()[0, :PROMPT])
+    words = ["--hf", golden("qwen3"), "--prompt", prompt, "--temperature", 0, "--new-tokens", 6, "--out", out]
+    assert main([str(word) for word in words]) == 0, capsys.readouterr().err
+    expected = [f"w{token - 2}" for token in np.load(golden("qwen3") / "greedy.npy")[0, :6]]
+    assert json.loads(out.read_text())["text"].split() == expected

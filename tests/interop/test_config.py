@@ -1,0 +1,167 @@
+"""config.json of released models, as transformers 4 wrote them, give the presets; and back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from megajax.config import PRESETS, ConfigError
+from megajax.interop.hugging_face_config import family_of_model, merge_config, read_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+QWEN = {"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-06}
+RELEASED = {
+    "llama3.1-8b": LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "smollm2-135m": LLAMA
+    | {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    },
+    "qwen2.5-0.5b": QWEN
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-0.6b": QWEN
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "mistral-7b": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "vocab_size": 50257,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_config_is_the_preset(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
+    family, model = read_config(tmp_path)
+    preset = PRESETS[name]
+    same = dataclasses.replace(model, name=preset.name, sequence_length=preset.sequence_length)
+    if preset.head_size is None and same.head_size == preset.head_dimension:
+        same = dataclasses.replace(same, head_size=None)
+    kept = {field: getattr(preset, field) for field in ("kv_heads", "feedforward")}  # None or the value it stands for
+    assert (same.key_value_heads, same.feedforward_size) == (preset.key_value_heads, preset.feedforward_size)
+    assert dataclasses.replace(same, **kept) == preset
+    again, keys = family_of_model(model)
+    assert again == family
+    merged = merge_config(RELEASED[name], keys, "bfloat16")
+    assert {key: merged[key] for key in RELEASED[name]} == RELEASED[name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"norm": "layernorm"}, "norm = layernorm"),
+        ({"rotary_fraction": 0.5}, "rotary_fraction = 0.5"),
+        ({"activation": "gelu"}, "activation = gelu"),
+        ({"query_key_norm": True, "qkv_biases": True}, "query_key_norm = True"),
+    ],
+)
+def test_a_model_of_no_family_names_the_field(fields, words):
+    model = dataclasses.replace(PRESETS["llama3-8b"], **fields)
+    with pytest.raises(ConfigError, match=f"{words} has no place in a config.json"):
+        family_of_model(model)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "gpt2" in name or name in RELEASED])
+def test_presets_have_a_family(name):
+    assert name.startswith(("gpt2", "llama", "smollm2", family_of_model(PRESETS[name])[0].name[:5]))
