@@ -57,7 +57,6 @@ LAYOUTS = {
         )
         for family in FAMILIES
         for layout in LAYOUTS
-        if (family, layout) != ("mistral", "context 2")  # a window needs XLA's attention
     ],
 )
 def test_logits_on_layouts_are_those_of_transformers(family, layout):
