@@ -1,8 +1,8 @@
 """Presets of models with released weights: Llama, Mistral, Qwen and SmolLM2, with the values of their config.json.
 
-`sequence_length` is that of most of the pretraining; the released context
-is longer where it was extended later, and `python -m megajax.interop.hugging_face import` takes it from the model's files.
-Parameter counts are checked in tests/config/test_presets.py.
+`sequence_length` is that of most of the pretraining; the released context is longer where it was extended later, and
+`python -m megajax.interop.hugging_face import` takes it from the model's files, as all else. Parameter counts are checked
+in tests/config/test_presets.py; norm epsilons, rotary bases and lengths were not compared with the files.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""config.json of released models, as transformers 4 wrote them, give the presets; and back."""
+"""config.json with the keys and values of released models, written down here, give the presets; and back."""
 
 import dataclasses
 import json
