@@ -172,7 +172,7 @@ OPTIONS = {
     "a run directory with files": ("import {golden} --run-dir {golden}", "exists and is not an empty directory"),
     "an unknown tokenizer": ("import {golden} --run-dir {new} --tokenizer gpt3", "tokenizer = 'gpt3' is not known"),
     "no such end of document": ("import {golden} --run-dir {new} --end-of-document <x>", "has no token '<x>'"),
-    "a table that is too short": ("import {gpt2} --run-dir {new} --sequence-length 33", "table has 32 positions"),
+    "a table that is too short": ("import {gpt2} --run-dir {new} --sequence-length 81", "table has 80 positions"),
     "no directory": ("import {new} --run-dir {new}", "cannot read .*config.json: No such file"),
     "a run that does not exist": ("export {new} --out {new}", "has no checkpoint: give the --run-dir of a run"),
     "a step that does not exist": (

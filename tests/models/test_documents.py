@@ -58,12 +58,11 @@ RUNS = {
     "context, pallas": (TINY, (1, 2, 1), {"context": 2, "attention": "pallas"}),
     "context, pallas, window": (WINDOW, (1, 1, 2), {"schedule": "gpipe", "context": 4, "attention": "pallas"}),
 }
-QUICK = ("context, tiny",)
 
 
 @pytest.mark.parametrize(
     ("model", "mesh", "options"),
-    [pytest.param(*run, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, run in RUNS.items()],
+    [pytest.param(*run, id=name, marks=pytest.mark.slow) for name, run in RUNS.items()],
 )
 def test_packed_documents_equal_separate_documents(model, mesh, options):
     """Of a document that is alone in its sample, no token sees another document; the unpipelined model, XLA's attention."""
