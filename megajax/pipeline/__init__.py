@@ -1,7 +1,8 @@
 """Pipeline parallelism: executes a schedule (`megajax.schedules`) as one SPMD program over the mesh axes data and pipe.
 
-executor.py is the entry: how ticks run, and the functions that train and evaluate. rank.py is one rank's ticks;
-stage.py the forward and backward of a chunk of blocks; split_backward.py splits a block's backward for zero-bubble
-schedules; stash.py and slots.py hold the buffers and assign their slots; loops.py has loops of zero iterations;
-layout.py says how parameters are arranged and sharded; pipedream_2bw.py is the pipeline that is never drained.
+executor.py is the entry: how ticks run, and the functions that train and evaluate. rank.py is one rank's ticks; ends.py
+its embedding and head; stage.py the forward and backward of a chunk of blocks; split_backward.py splits a block's
+backward for zero-bubble schedules; stash.py and slots.py hold the buffers and assign their slots; loops.py has loops of
+zero iterations; layout.py and parameters.py say how parameters are arranged and sharded; pipedream_2bw.py is the
+pipeline that is never drained; decode.py generates text.
 """
