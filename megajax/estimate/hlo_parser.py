@@ -123,8 +123,13 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
 
 def branch_share(line: Line, each: Mapping[str, float], computations: Mapping[str, list[Line]]) -> float | None:
     """The share of a conditional's executions in which it takes a given working branch; None if it is not known."""
-    share = each.get(scope_of(line, each) + BRANCHES)
+    share = working_share(line, each)
     return None if share is None else share / max(1, len(working_branches(line, computations)))
+
+
+def working_share(line: Line, each: Mapping[str, float]) -> float | None:
+    """The share of a conditional's executions in which it takes any working branch; None if it is not known."""
+    return each.get(scope_of(line, each) + BRANCHES)
 
 
 def working_branches(line: Line, computations: Mapping[str, list[Line]]) -> list[str]:

@@ -24,13 +24,13 @@ from megajax.estimate.hlo_parser import (
     array_bytes,
     arrays,
     average_trip_counts,
-    branch_share,
     called_by,
     computations,
     known_trip_count,
     scope_of,
     second_part,
     working_branches,
+    working_share,
 )
 from megajax.estimate.kernels import kernel_of
 
@@ -152,7 +152,7 @@ class _Reader:
         if name not in self._read:
             lines, shares = self.modules[name], {}
             for line in lines:
-                share = self._working_share(line)
+                share = working_share(line, self.each) if line.op == "conditional" else None
                 if share is not None and 0 < share < 1:
                     shares[line.name] = share
             total = _nothing()
@@ -161,11 +161,6 @@ class _Reader:
                 total += self._execute(lines, dict(zip(shares, works, strict=True))) * chance
             self._read[name] = total
         return self._read[name]
-
-    def _working_share(self, line: Line) -> float | None:
-        """The share of a conditional's executions in which it does something; None if unknown."""
-        share = branch_share(line, self.each, self.modules) if line.op == "conditional" else None
-        return None if share is None else share * len(working_branches(line, self.modules))
 
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""
@@ -228,7 +223,7 @@ class _Reader:
             turns = self.each.get(scope_of(line, self.each), 1.0)
             return body * turns + (condition + self._synchronisation()) * (turns + 1)
         if line.op == "conditional":
-            share = self._working_share(line)
+            share = working_share(line, self.each)
             if share is None:
                 return max(parts, key=lambda part: part.total) + self._synchronisation()
             working = [self.computation(name) for name in working_branches(line, self.modules)]

@@ -6,22 +6,14 @@ from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.generate.options import Options, read_options
-from megajax.schedules.schedule import ScheduleError
+from megajax.schedules.errors import exit_code
 
 MOST_TOGETHER = 64  # prompts, by default
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 for a user's mistake."""
-    try:
-        run(read_options(arguments))
-        return 0
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(read_options(arguments)))
 
 
 def run(options: Options) -> None:

@@ -123,10 +123,8 @@ class HuggingFaceSource:
 
     def load(self, decoder: Decoder) -> Tree:
         """Reads what the decoder's devices hold, tensor by tensor."""
-        from megajax.checkpoint.layout import named
-        from megajax.interop.hugging_face_weights import Weights, load_params
+        from megajax.interop.hugging_face_weights import load_params
 
         target = decoder.params_layout
         target = dataclasses.replace(target, shapes=target.shapes["params"], shardings=target.shardings["params"])
-        weights = Weights(self.path, self.family, decoder.run.model, list(named(target.shapes)))
-        return decoder.weights(load_params(weights, target))
+        return decoder.weights(load_params(self.path, self.family, decoder.run.model, target))

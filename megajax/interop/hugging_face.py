@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from megajax.config import ConfigError, LaunchConfig
 from megajax.config.options import Parser, add_options, option_names
 from megajax.schedules.arguments import plain_text, whole
-from megajax.schedules.errors import one_line
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         return _run(options)
     except ConfigError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 

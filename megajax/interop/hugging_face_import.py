@@ -53,7 +53,7 @@ def initial_params(directory: str, training: Training) -> Any:
     _with_length(stored, model.sequence_length)
     target = training.state_layout
     target = dataclasses.replace(target, shapes=target.shapes.params, shardings=target.shardings.params)
-    return load_params(Weights(path, family.name, model, list(layout.named(target.shapes))), target)
+    return load_params(path, family.name, model, target)
 
 
 def import_run(

@@ -142,17 +142,20 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, .
             yield (slice(start, min(start + chunk[0], shape[0])), *rest)
 
 
-def load_params(weights: Weights, target: StateLayout) -> dict:
+def load_params(directory: pathlib.Path, family: str, model: ModelConfig, target: StateLayout) -> dict:
     """The parameters on a run's devices: each process reads what its devices hold, part by part.
 
     Args:
-      weights: of the run's model.
+      directory, family, model: as of `Weights`.
       target: the layout of the parameters (`Training.state_layout`'s shapes and shardings of "params").
 
     Returns:
       A tree like `target.shapes`, fp32.
+
+    Raises:
+      ConfigError: see `Weights`.
     """
-    copies = {}
+    weights, copies = Weights(directory, family, model, list(layout.named(target.shapes))), {}
     for (name, leaf), sharding in zip(
         layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
     ):

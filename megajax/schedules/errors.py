@@ -2,6 +2,8 @@
 
 import re
 import reprlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 LONGEST = 2000  # characters of a message; a legal one has less than half as many
@@ -13,6 +15,18 @@ class UserError(ValueError):
     def __init__(self, message: str = ""):
         """`message` is shortened and escaped by `one_line`."""
         super().__init__(one_line(str(message)))
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Runs a command: its exit code, 0 for None; 2 after a user's mistake, printed as one line; 130 after Ctrl-C."""
+    try:
+        return command() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
 
 
 class _Short(reprlib.Repr):

@@ -19,6 +19,7 @@ from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import Heartbeat
+from megajax.schedules.errors import exit_code
 from megajax.schedules.schedule import ScheduleError
 
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
@@ -34,17 +35,14 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None, sampler
       sampler: generates the text after the training; None: there is none.
     """
     heartbeat = Heartbeat(os.environ)
-    try:
+
+    def run() -> int:
         request = parse(arguments, experiment)
         if request.dry_shapes:
             return print_shapes(request)
         return train(request, heartbeat, experiment.importer, sampler)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+
+    return exit_code(run)
 
 
 def train(

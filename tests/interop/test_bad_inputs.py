@@ -12,7 +12,7 @@ from tests.interop.hugging_face import change_config, convert, copy_of, golden
 
 
 def rewrite(directory, change):
-    """Writes model.safetensors anew, with `change` applied to the dictionary of arrays."""
+    """Writes model.safetensors again, with `change` applied to the dictionary of arrays."""
     arrays = {name: one.rows(0, one.shape[0]) for name, one in open_tensors(directory).items()}
     change(arrays)
     shards = Shards(directory, {name: array.shape for name, array in arrays.items()}, np.dtype(np.float32), 10**9)
