@@ -4,7 +4,8 @@ python -m benchmarks.roofline
 python -m benchmarks.roofline --case llama2-7b --gpu h200-141gb
 
 Compiles each step for the GPUs of a cluster, on a machine without any (megajax[dryrun], and nvidia-cudnn-cu12 for the fused
-attention that runs on GPUs), and prints the dry run's account of it. Nothing is run.
+attention that runs on GPUs), and prints the dry run's account of it. Nothing is run. The step of one-gpu is compared with one
+that is written by hand in plain JAX (`benchmarks.plain_step`).
 """
 
 import argparse
@@ -21,11 +22,13 @@ CASES = {
     "gpt3-175b-zb_v": "--model gpt3-175b --tensor 8 --pipe 8 --schedule zb_v --chunks 2 --global-batch-size 64",
     "llama2-7b": "--model llama2-7b --tensor 2 --pipe 2 --data 2 --chunks 1 --schedule eager_1f1b --microbatch-size 1 "
     "--global-batch-size 64",
-    "one-gpu": "--model gpt2-xl --layers 8 --hidden 4096 --heads 32 --sequence-length 2048 --microbatch-size 4 "
-    "--global-batch-size 16",
+    "one-gpu": "--model gpt2-xl --layers 8 --hidden 4096 --heads 32 --sequence-length 2048 --dropout 0 "
+    "--microbatch-size 4 --global-batch-size 16",
     "zb_v-short": "--model gpt3-175b --tensor 8 --pipe 8 --schedule zb_v --chunks 2 --global-batch-size 16",
     "interleaved-short": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 2 --global-batch-size 16",
 }
+
+PLAIN_STEP = "benchmarks.plain_step.PlainStep"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,15 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for name in options.case or CASES:
-            print(f"{name}: {CASES[name]}\n{report(CASES[name].split(), options.gpu)}\n", flush=True)
+            plain = PLAIN_STEP if name == "one-gpu" else None
+            print(f"{name}: {CASES[name]}\n{report(CASES[name].split(), options.gpu, plain)}\n", flush=True)
         return 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def compiled(words: Sequence[str], gpu_name: str):
-    """(the run, what `compile_for` returns for its step, the step's account).
+def compiled(words: Sequence[str], gpu_name: str, training: str | None = None):
+    """(the run, what `compile_for` returns for its step, the step's account); `training` as in `compile_for`.
 
     Raises:
       ConfigError: for an unknown GPU, or a step that does not compile.
@@ -61,22 +65,33 @@ def compiled(words: Sequence[str], gpu_name: str):
     run = with_attention(request.run(request.devices_needed or 1, "bf16"), gpu)
     run.validate()
     try:
-        result = compile_for(run, gpu)
+        result = compile_for(run, gpu, **({"training": training} if training else {}))
     except CompilerError as error:
         raise ConfigError(str(error)) from error
     return run, result, account_of(run, gpu, result["hlo"])
 
 
-def report(words: Sequence[str], gpu_name: str) -> str:
-    """The account of one run, its compile time and its peak memory; raises as `compiled`."""
+def report(words: Sequence[str], gpu_name: str, other: str | None = None) -> str:
+    """The account of one run, its compile time and its peak memory; raises as `compiled`.
+
+    Args:
+      words: the run's options.
+      gpu_name: the GPU.
+      other: another step of the same model to compare with, as `compile_for` takes it.
+    """
     run, result, found = compiled(words, gpu_name)
     from megajax.plan.account import account_table
 
-    peak = result["memory"]["peak"] / 1e9
-    return (
-        f"attention {run.parallel.attention}; compiled in {result['seconds']:.0f} s; {peak:.2f} GB at the peak\n"
-        + account_table(found)
-    )
+    lines = [f"attention {run.parallel.attention}; {_compilation(result)}", account_table(found)]
+    if other:
+        _, result, theirs = compiled(words, gpu_name, other)
+        lines += [f"{other}: {_compilation(result)}", account_table(theirs)]
+        lines.append(f"megajax's step takes {found.seconds / theirs.seconds:.3f} of the time of {other}")
+    return "\n".join(lines)
+
+
+def _compilation(result) -> str:
+    return f"compiled in {result['seconds']:.0f} s; {result['memory']['peak'] / 1e9:.2f} GB at the peak"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
@@ -29,6 +28,7 @@ from megajax.models.rotary import rotate
 from megajax.ops.attention import SCORES, causal_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 from megajax.ops.linear import RESIDUAL, add_bias
+from megajax.ops.norm import norm
 
 __all__ = ["Block", "Dropout", "Norm", "cache_arrays"]
 
@@ -81,14 +81,8 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., h]; the result has x's type."""
-        y = x.astype(jnp.float32)
-        if self.config.norm == "layernorm":
-            y = y - y.mean(-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.norm_epsilon)
-        y = y * self.scale[...].astype(jnp.float32)
-        if hasattr(self, "bias"):
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        bias = self.bias[...] if hasattr(self, "bias") else None
+        return norm(x, self.scale[...], bias, self.config.norm == "layernorm", self.config.norm_epsilon)
 
 
 class HeadNorm(nnx.Module):
@@ -100,9 +94,7 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., d]; the result has x's type."""
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
-        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return norm(x, self.scale[...], None, False, self.epsilon)
 
 
 class Linear(nnx.Module):

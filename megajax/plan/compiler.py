@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import pickle
+import pkgutil
 import runpy
 import subprocess
 import sys
@@ -42,11 +43,20 @@ def has_compiler() -> bool:
     return any(importlib.util.find_spec(name) for name in PLUGINS)
 
 
-def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900) -> dict[str, Any]:
+def compile_for(
+    run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = "megajax.train.step.make_training"
+) -> dict[str, Any]:
     """Compiles the step of `run` for a cluster of this GPU and reads the result.
 
     The XLA flags are those that a training run sets on GPUs; the user's --xla_gpu flags in XLA_FLAGS override them. The
     child process imports `run.imports` first, and the running script if the model's configuration is defined there.
+
+    Args:
+      run: the run.
+      gpu: the GPU.
+      timeout: seconds.
+      training: the full name of a function (run, mesh) -> an object with `step_shapes`, `compile_train_step` and
+        `state_sharding` as `megajax.train.step.Training` has them: to compare with another step.
 
     Returns:
       "memory": bytes on one device by XLA's names (argument, output, alias, temp, peak); "arguments": bytes of the
@@ -61,7 +71,8 @@ def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900) -> dict[str, Any
         raise ConfigError(MISSING_PLUGIN + ".")
     with tempfile.TemporaryDirectory() as folder:
         request = pathlib.Path(folder, "request.pickle")
-        request.write_bytes(pickle.dumps({"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model)}))
+        fields = {"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model), "training": training}
+        request.write_bytes(pickle.dumps(fields))
         users_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
         flags, _ = gpu_flags(" ".join(users_flags))
         environment = os.environ | {
@@ -145,8 +156,6 @@ def compile_in_child(file: str, imports: list[str]) -> None:
 
     from megajax.runtime.compat import topologies
     from megajax.runtime.mesh import make_mesh
-    from megajax.train.step import make_training
-
     request = pathlib.Path(file)
     request_fields = pickle.loads(request.read_bytes())
     import_user_files(imports)
@@ -158,7 +167,7 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target_config(gpu), topology=f"1x{hosts}x{gpu.host_size}"
     )
-    training = make_training(run, make_mesh(run.parallel, topology.devices))
+    training = pkgutil.resolve_name(request_fields["training"])(run, make_mesh(run.parallel, topology.devices))
     state, batch = training.step_shapes()
     compiled = training.compile_train_step(state, batch)
     analysis = compiled.memory_analysis()
