@@ -4,8 +4,8 @@ python -m benchmarks.roofline
 python -m benchmarks.roofline --case llama2-7b --gpu h200-141gb
 
 Compiles each step for the GPUs of a cluster, on a machine without any (megajax[dryrun], and nvidia-cudnn-cu12 for the fused
-attention that runs on GPUs), and prints the dry run's account of it. Nothing is run. The step of one-gpu is compared with one
-that is written by hand in plain JAX (`benchmarks.plain_step`).
+attention that runs on GPUs), and prints the dry run's account of it. Nothing is run. The step of one-gpu is compared with
+one that is written by hand in plain JAX (`benchmarks.plain_step`).
 """
 
 import argparse

@@ -174,16 +174,16 @@ def _uses(name: str, users: Mapping[str, Sequence[Line]]) -> Iterator[tuple[str,
             yield name, user
 
 
-def _read_of(parameter: Line, users: Mapping[str, Sequence[Line]]) -> int:
-    """Bytes that a fusion reads of a parameter."""
-    whole, partial = _size(parameter.type), 0
-    for name, user in _uses(parameter.name, users):
+def _read_of(value: Line, users: Mapping[str, Sequence[Line]]) -> int:
+    """Bytes that a fusion reads of a parameter: of one that it only slices the slices, or what it slices of them."""
+    whole, partial, uses = _size(value.type), 0, list(_uses(value.name, users))
+    for name, user in uses:
         names = operands(user)
         if user.op in ("dynamic-slice", "slice", "gather") and names[0] == name:
-            partial += _size(user.type)
+            partial += _read_of(user, users)
         elif not (user.op in ("dynamic-update-slice", "scatter") and names[0] == name):
             return whole
-    return min(whole, partial)
+    return min(whole, partial) if uses or value.op == "parameter" else whole  # a result of the fusion
 
 
 def _roots(root: Line, lines: Mapping[str, Line]) -> list[Line]:
