@@ -15,6 +15,7 @@ from megajax.estimate import hlo
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.pipeline.layout import to_pipeline_layout
 from megajax.runtime.mesh import make_mesh
+from megajax.schedules.stages import StageLayers
 from tests import small
 from tests.models.test_cached import recomputed
 
@@ -51,12 +52,11 @@ def tokens_of(decoder, weights, prompts, numbers=None) -> np.ndarray:
 
 def loaded(decoder, model):
     """The canonical parameters on the decoder's mesh."""
-    return decoder.weights(stored(model, decoder.run.parallel.pipe))
+    return decoder.weights(stored(model, decoder.where))
 
 
-def stored(model, pipe, chunks=1, placement="loop"):
-    blocks = to_pipeline_layout(lively(model)["blocks"], stages=pipe, chunks=chunks, placement=placement)
-    return {**lively(model), "blocks": blocks}
+def stored(model, where):
+    return {**lively(model), "blocks": to_pipeline_layout(lively(model)["blocks"], where)}
 
 
 @functools.cache
@@ -107,7 +107,8 @@ def test_embedding_and_head_on_single_ranks():
 def test_weights_of_any_training_layout(placement, chunks):
     """Interleaved chunks and the v-shaped placement of zb_v and dualpipe_v."""
     decoder = decoder_on((1, 2, 1), GPT, DecodeSizes(5, 30, 4))
-    weights, wanted = decoder.weights(stored(GPT, 2, chunks, placement), placement), loaded(decoder, GPT)
+    where = StageLayers(GPT.layers, 2, chunks, placement)
+    weights, wanted = decoder.weights(stored(GPT, where), where), loaded(decoder, GPT)
     jax.tree.map(np.testing.assert_array_equal, weights, wanted)
 
 

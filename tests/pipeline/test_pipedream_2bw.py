@@ -36,7 +36,7 @@ def test_weights_follow_the_papers_update_rule(mesh, recompute):
     functions = small.build_model(model, recompute="none", dropout_seed=run.train.seed)
     gradient = jax.jit(jax.grad(lambda params, batch: mean_loss(functions, params, batch)))
     optimizer = make_optimizer(run.train, functions.decay_mask())
-    versions = [jax.tree.map(jnp.asarray, small.canonical(state.params))] * 2
+    versions = [jax.tree.map(jnp.asarray, small.canonical(state.params, training))] * 2
     optimizer_state = optimizer.init(versions[0])
     for batch in batches[:-1]:
         updates, optimizer_state = optimizer.update(gradient(versions[-2], batch), optimizer_state, versions[-1])
@@ -45,7 +45,7 @@ def test_weights_follow_the_papers_update_rule(mesh, recompute):
     for step, batch in enumerate(batches):
         state, metrics = training.train_step(state, batch)
         want = versions[step + 1]
-        for path, leaf in jax.tree.leaves_with_path(small.canonical(state.params)):
+        for path, leaf in jax.tree.leaves_with_path(small.canonical(state.params, training)):
             target = np.asarray(dict(jax.tree.leaves_with_path(want))[path])
             np.testing.assert_allclose(leaf, target, rtol=1e-5, atol=1e-6, err_msg=f"step {step} {path}")
     assert int(metrics["skipped"]) == 0
@@ -58,7 +58,7 @@ def test_losses_are_of_the_tokens_whose_head_ran_in_the_step():
     training = small.training_of(run)
     state = training.init_state()
     functions = small.build_model(run.model, dropout_seed=run.train.seed)
-    params = jax.tree.map(jnp.asarray, small.canonical(state.params))
+    params = jax.tree.map(jnp.asarray, small.canonical(state.params, training))
     batches = batches_of(run, 2)
     losses = []
     for batch in batches:

@@ -101,7 +101,7 @@ def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
         ("--model gpt3-13b", "--gpu"),
         ("--gpu h100-80gb", "model is not given"),
         ("--model gpt3-13b --gpu h100", "gpu = 'h100' is not known"),
-        ("--model gpt3-13b --gpu h100-80gb --pipe 3", "layers = 40 cannot be cut"),
+        ("--model gpt3-13b --gpu h100-80gb --pipe 41", "layers = 40 cannot be cut"),
         ("--model gpt3-13b --gpu h100-80gb --pip 4", "there is no option --pip: did you mean --pipe"),
     ],
 )
