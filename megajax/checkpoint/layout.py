@@ -93,7 +93,7 @@ def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedShardin
         size // math.prod(mesh.shape[axis] for axis in over)
         for size, over in zip(canonical_shape(name, shape, where), axes, strict=True)
     ]
-    uneven = is_block(name) and where.idle > 0  # then layers are not sharded (`_without_pipe`)
+    uneven = is_block(name) and where.idle > 0  # then layers are not sharded (`without_pipe`)
     for axis in mesh.axis_names:
         if axis in sum(axes, ()):
             continue
@@ -122,11 +122,11 @@ def arrange(leaf: jax.Array, where: StageLayers, sharding: NamedSharding) -> jax
     canonical = canonical_sharding("blocks", shape, sharding, where)
     leaf = jax.lax.with_sharding_constraint(leaf, canonical)
     slots = layout.to_pipeline_layout(leaf, where)
-    slots = jax.lax.with_sharding_constraint(slots, _without_pipe(canonical))
+    slots = jax.lax.with_sharding_constraint(slots, without_pipe(canonical))
     return jax.lax.with_sharding_constraint(slots, sharding)
 
 
-def _without_pipe(canonical: NamedSharding) -> NamedSharding:
+def without_pipe(canonical: NamedSharding) -> NamedSharding:
     """The sharding of a leaf in pipeline layout whose trailing axes are sharded as in canonical order."""
     return NamedSharding(canonical.mesh, P(None, None, None, *canonical.spec[1:]))
 
@@ -137,7 +137,7 @@ def _to_layers(
 ) -> jax.Array:
     """The leaf in canonical order. `into`, an array of the result's shape, is donated: XLA reuses its memory."""
     if where is not None and where.idle:
-        leaf = jax.lax.with_sharding_constraint(leaf, _without_pipe(sharding))  # see `arrange`
+        leaf = jax.lax.with_sharding_constraint(leaf, without_pipe(sharding))  # see `arrange`
     whole = layout.from_pipeline_layout(leaf, where) if where is not None else leaf
     return jax.lax.with_sharding_constraint(whole, sharding)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.layout import StateLayout, canonical_sharding, without_pipe
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.config.sample import SampleConfig
@@ -216,11 +216,15 @@ class Decoder:
         shared = jax.jit(partial(cast, dtype=dtype), out_shardings=shardings)(params["shared"])
         leaves, structure = jax.tree.flatten(params["blocks"])
         del params  # a caller that keeps no reference has its memory back leaf by leaf
-        specs = jax.tree.leaves(self.specs["blocks"][0], is_leaf=is_spec)
+        specs = (
+            jax.tree.leaves(tree, is_leaf=is_spec) for tree in (self.stored_specs["blocks"], self.specs["blocks"][0])
+        )
         layers: list[list] = [[] for _ in range(self.where.slots)]
-        for spec in specs:
-            own = NamedSharding(self.mesh, spec)
-            split = _split_layers(leaves.pop(0), stored or self.where, self.where, dtype, own)
+        stored = stored or self.where
+        for pair in zip(*specs, strict=True):
+            whole, own = (NamedSharding(self.mesh, spec) for spec in pair)
+            between = without_pipe(canonical_sharding("blocks", leaves[0].shape, whole, stored))
+            split = _split_layers(leaves.pop(0), stored, self.where, dtype, (between, own))
             for layer, own in zip(layers, split, strict=True):
                 layer.append(own)
         return {"blocks": tuple(jax.tree.unflatten(structure, layer) for layer in layers), "shared": shared}
@@ -296,13 +300,20 @@ class Decoder:
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
-@partial(jax.jit, static_argnames=("stored", "where", "dtype", "sharding"))
+@partial(jax.jit, static_argnames=("stored", "where", "dtype", "shardings"))
 def _split_layers(
-    leaf: jax.Array, stored: StageLayers, where: StageLayers, dtype: Any, sharding: NamedSharding
+    leaf: jax.Array, stored: StageLayers, where: StageLayers, dtype: Any, shardings: tuple[NamedSharding, NamedSharding]
 ) -> tuple:
-    """A leaf of blocks in a training's layout, as one array [pipe, ...] for each slot of a stage."""
+    """A leaf of blocks in a training's layout, as one array [pipe, ...] for each slot of a stage.
+
+    `shardings` are that of the leaf without the pipe axis, where layers move from stage to stage
+    (`checkpoint.layout.arrange`), and that of the result.
+    """
+    between, sharding = shardings
     staged = cast(leaf, dtype)
     if stored != where:
-        staged = layout.to_pipeline_layout(layout.from_pipeline_layout(staged, stored), where)
+        constrain = jax.lax.with_sharding_constraint if stored.idle or where.idle else lambda x, _: x
+        layers = layout.from_pipeline_layout(constrain(staged, between), stored)
+        staged = constrain(layout.to_pipeline_layout(layers, where), between)
     one = lambda index: jax.lax.with_sharding_constraint(staged[0][:, index], sharding)  # noqa: E731
     return tuple(one(index) for index in range(where.slots))

@@ -61,6 +61,7 @@ def save(training, state, directory, step: int) -> ReplicatedState:
         {"mesh": (2, 2, 2), "chunks": 2, "zero": 1},
         {"mesh": (4, 1, 2), "zero": 0, "microbatches": 4, "schedule": "1f1b"},
         {"mesh": (1, 4, 1), "schedule": "zb_v", "chunks": 2, "microbatches": 8},
+        {"mesh": (1, 3, 1), "schedule": "1f1b", "vocab_parallel": "tensor"},  # 3, 3 and 2 layers
     ],
     ids=str,
 )
