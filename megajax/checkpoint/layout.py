@@ -8,7 +8,7 @@ leaf that is sharded, and the extra memory on a device is its shard of one leaf.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -85,23 +85,41 @@ def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedShardin
       sharding: of the leaf on devices.
       where: the layers of each stage.
     """
+    names = sharding.mesh.axis_names
+    axes = _spread(name, shape, sharding, where, ("pipe", *names) if is_block(name) and where.idle else names)
+    return NamedSharding(sharding.mesh, P(*(over or None for over in axes)))
+
+
+def without_pipe(shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers) -> NamedSharding:
+    """The sharding of a leaf of blocks in pipeline layout while its layers move from stage to stage (see `arrange`).
+
+    Pipe shards the largest of the other axes that it divides. Arguments as for `canonical_sharding`.
+    """
+    _, *axes = _spread("blocks", shape, sharding, where, ("pipe",))
+    return NamedSharding(sharding.mesh, P(None, None, None, *(over or None for over in axes)))
+
+
+def _spread(
+    name: str, shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers, names: Iterable[str]
+) -> list:
+    """For each axis of the leaf in canonical order the mesh axes that shard it, the unused ones of `names` included."""
     mesh, spec = sharding.mesh, tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
     axes = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    uneven = is_block(name) and where.idle > 0
     if is_block(name):
-        axes = [() if where.idle else sum(axes[:3], ()), *axes[3:]]
+        axes = [() if uneven else sum(axes[:3], ()), *axes[3:]]
     left = [
         size // math.prod(mesh.shape[axis] for axis in over)
         for size, over in zip(canonical_shape(name, shape, where), axes, strict=True)
     ]
-    uneven = is_block(name) and where.idle > 0  # then layers are not sharded (`without_pipe`)
-    for axis in mesh.axis_names:
+    for axis in names:
         if axis in sum(axes, ()):
             continue
         places = [place for place, size in enumerate(left) if size % mesh.shape[axis] == 0 and place >= uneven]
         if places:
             place = max(places, key=left.__getitem__)
             axes[place], left[place] = (*axes[place], axis), left[place] // mesh.shape[axis]
-    return NamedSharding(mesh, P(*(over or None for over in axes)))
+    return axes
 
 
 def arrange(leaf: jax.Array, where: StageLayers, sharding: NamedSharding) -> jax.Array:
@@ -118,26 +136,23 @@ def arrange(leaf: jax.Array, where: StageLayers, sharding: NamedSharding) -> jax
     """
     if not where.idle:
         return layout.to_pipeline_layout(leaf, where)
-    shape = (where.chunks, where.ranks, where.slots, *leaf.shape[1:])
-    canonical = canonical_sharding("blocks", shape, sharding, where)
-    leaf = jax.lax.with_sharding_constraint(leaf, canonical)
-    slots = layout.to_pipeline_layout(leaf, where)
-    slots = jax.lax.with_sharding_constraint(slots, without_pipe(canonical))
+    between = without_pipe((where.chunks, where.ranks, where.slots, *leaf.shape[1:]), sharding, where)
+    leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(between.mesh, P(None, *between.spec[3:])))
+    slots = jax.lax.with_sharding_constraint(layout.to_pipeline_layout(leaf, where), between)
     return jax.lax.with_sharding_constraint(slots, sharding)
 
 
-def without_pipe(canonical: NamedSharding) -> NamedSharding:
-    """The sharding of a leaf in pipeline layout whose trailing axes are sharded as in canonical order."""
-    return NamedSharding(canonical.mesh, P(None, None, None, *canonical.spec[1:]))
-
-
-@partial(jax.jit, static_argnames=("where", "sharding"), donate_argnames="into", keep_unused=True)
+@partial(jax.jit, static_argnames=("where", "between", "sharding"), donate_argnames="into", keep_unused=True)
 def _to_layers(
-    leaf: jax.Array, into: jax.Array | None, where: StageLayers | None, sharding: NamedSharding
+    leaf: jax.Array,
+    into: jax.Array | None,
+    where: StageLayers | None,
+    between: NamedSharding | None,
+    sharding: NamedSharding,
 ) -> jax.Array:
     """The leaf in canonical order. `into`, an array of the result's shape, is donated: XLA reuses its memory."""
-    if where is not None and where.idle:
-        leaf = jax.lax.with_sharding_constraint(leaf, without_pipe(sharding))  # see `arrange`
+    if between is not None:
+        leaf = jax.lax.with_sharding_constraint(leaf, between)  # see `arrange`
     whole = layout.from_pipeline_layout(leaf, where) if where is not None else leaf
     return jax.lax.with_sharding_constraint(whole, sharding)
 
@@ -174,7 +189,9 @@ def to_canonical(state: Tree, where: StageLayers, into: Mapping[str, jax.Array] 
         old = into.get(name)
         fits = on_host and old is not None and old.shape == canonical_shape(name, leaf.shape, where)
         fits = fits and old.sharding.is_equivalent_to(sharding, old.ndim)
-        copy = _to_layers(leaf, old if fits else None, where if is_block(name) else None, sharding)
+        stages = where if is_block(name) else None
+        between = without_pipe(leaf.shape, leaf.sharding, where) if stages and where.idle else None
+        copy = _to_layers(leaf, old if fits else None, stages, between, sharding)
         if on_host:
             before = copy  # CPU devices that run several collectives at once can deadlock
         else:

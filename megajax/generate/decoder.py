@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import StateLayout, canonical_sharding, without_pipe
+from megajax.checkpoint.layout import StateLayout, without_pipe
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.config.sample import SampleConfig
@@ -223,7 +223,7 @@ class Decoder:
         stored = stored or self.where
         for pair in zip(*specs, strict=True):
             whole, own = (NamedSharding(self.mesh, spec) for spec in pair)
-            between = without_pipe(canonical_sharding("blocks", leaves[0].shape, whole, stored))
+            between = without_pipe(leaves[0].shape, whole, stored)
             split = _split_layers(leaves.pop(0), stored, self.where, dtype, (between, own))
             for layer, own in zip(layers, split, strict=True):
                 layer.append(own)

@@ -259,6 +259,27 @@ def test_a_checkpoint_resumes_on_other_meshes_and_back_with_equal_bits(saved, tm
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), back, state)
 
 
+def test_no_device_holds_more_than_its_shard_of_a_leaf(saved):
+    """In a save, a restore and the initial state layers move from stage to stage by an all-to-all, and no all-gather."""
+    _, training, _ = saved
+    with jax.set_mesh(training.mesh):
+        text = training._init.lower().compile().as_text()
+    assert " all-to-all(" in text and " all-gather(" not in text
+    name = "params/blocks/feedforward/up/kernel"
+    leaf, sharding = (layout.named(tree)[name] for tree in (training.state_shapes, training.state_sharding))
+    between = layout.without_pipe(leaf.shape, sharding, training.where)
+    canonical = layout.canonical_sharding(name, leaf.shape, sharding, training.where)
+    shape = layout.canonical_shape(name, leaf.shape, training.where)
+    stored = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=canonical)
+    leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    save = layout._to_layers.lower(leaf, None, training.where, between, canonical).compile()
+    restore = layout._to_pipeline.lower(stored, training.where, sharding).compile()
+    shard = 4 * np.prod(sharding.shard_shape(leaf.shape))
+    for program in (save, restore):
+        assert " all-to-all(" in program.as_text() and " all-gather(" not in program.as_text()
+        assert program.memory_analysis().temp_size_in_bytes <= 2.1 * shard
+
+
 def test_a_run_says_where_its_layers_are(capsys):
     from experiments import gpt3
 
