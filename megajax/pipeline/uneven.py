@@ -5,7 +5,7 @@ an empty slot (`schedules/stages.py`) run a block on weights that are zero. Its 
 select outside of the block's VJP discards them: the forward keeps x, the backward keeps dy. Its weight gradients are added
 to the accumulators' row of that slot, where nothing reads them, because with `ExecutorOptions.in_place` nothing may stand
 between a matmul and its addition; `clear_empty_slots` replaces the row by zeros after the last tick. To run fewer blocks
-on such a rank would not shorten a tick: the other ranks have a block in this slot.
+on such a rank would not shorten a tick: the other ranks have a block in this slot, and by default they share the head.
 """
 
 import dataclasses

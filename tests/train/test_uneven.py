@@ -19,7 +19,7 @@ from megajax.runtime.mesh import make_mesh
 from megajax.train import diagnose
 from megajax.train import step as step_module
 from megajax.train.step import make_training
-from tests import small
+from tests import gpu, small
 from tests.train import runs
 
 
@@ -278,6 +278,20 @@ def test_no_device_holds_more_than_its_shard_of_a_leaf(saved):
     for program in (save, restore):
         assert " all-to-all(" in program.as_text() and " all-gather(" not in program.as_text()
         assert program.memory_analysis().temp_size_in_bytes <= 2.1 * shard
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1)])
+def test_compiled_for_h100s_nothing_more_is_copied(schedule, chunks):
+    """Empty slots add selects to kernels that there are: no copy of the stash, the weights or the accumulators."""
+    options = {"pipe": 2, "tensor": 2, "chunks": chunks, "schedule": schedule, "attention": "xla"}
+    (even, most), (uneven, peak) = (
+        gpu.compile_step(dataclasses.replace(gpu.LARGE, layers=layers), 4, **options) for layers in (8, 7)
+    )
+    for op in ("copy", "while", "conditional", "all-gather-start", "reduce-scatter-start"):
+        assert uneven.count(f" {op}(") == even.count(f" {op}("), op
+    assert peak <= 1.01 * most
 
 
 def test_a_run_says_where_its_layers_are(capsys):
