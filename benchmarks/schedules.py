@@ -123,6 +123,7 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     from megajax.pipeline import layout
     from megajax.pipeline.executor import gradient_function
     from megajax.runtime.mesh import make_mesh
+    from megajax.schedules.stages import StageLayers
 
     model = ModelConfig(layers=4, hidden=512, heads=4, vocabulary=128, sequence_length=128)
     parallel, samples = ParallelConfig(pipe=TIMED_STAGES), 1
@@ -141,9 +142,8 @@ def _step(name: str, chunks: int, microbatches: int, devices):
     functions = GPT(model, ModelContext(recompute="none"))
     with jax.set_mesh(mesh):
         params = jax.jit(functions.init)(jax.random.key(0))
-        blocks = layout.to_pipeline_layout(
-            params["blocks"], stages=parallel.pipe, chunks=chunks, placement=schedule.placement
-        )
+        where = StageLayers(model.layers, parallel.pipe, chunks, schedule.placement)
+        blocks = layout.to_pipeline_layout(params["blocks"], where)
         params = {**params, "blocks": jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))}
         run = jax.jit(gradient_function(functions, schedule, mesh))
         compiled = run.lower(params, batch, jnp.float32(1)).compile()

@@ -13,6 +13,7 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.models.interface import ModelContext, PipelineModel, mean_loss, model_class
 from megajax.pipeline import layout
 from megajax.runtime.mesh import make_mesh
+from megajax.schedules.stages import StageLayers
 from megajax.train.step import Training, make_training
 
 BATCH = 16
@@ -86,18 +87,15 @@ def expected(model: ModelConfig, seed: int = 0, dropout_seed: int = 1234):
 
 def place(training: Training, canonical):
     """Canonical parameters, sharded for a run."""
-    parallel = training.run.parallel
-    placement = training.schedule.placement
-    blocks = layout.to_pipeline_layout(
-        canonical["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
-    )
+    blocks = layout.to_pipeline_layout(canonical["blocks"], training.where)
     return jax.device_put({**canonical, "blocks": blocks}, training.params_sharding)
 
 
-def canonical(params, placement: str = "loop"):
+def canonical(params, training: Training):
     """The inverse of `place`, as numpy."""
     params = jax.tree.map(np.asarray, params)
-    return {**params, "blocks": layout.from_pipeline_layout(params["blocks"], placement=placement)}
+    blocks = jax.tree.map(np.asarray, layout.from_pipeline_layout(params["blocks"], training.where))
+    return {**params, "blocks": blocks}
 
 
 def training_of(run: RunConfig) -> Training:
@@ -115,7 +113,7 @@ def small_state() -> tuple[StateLayout, dict]:
     state = {"params": params, "optimizer_state": {"count": np.int32(7)}}
     state = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), state)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    return StateLayout(shapes, jax.tree.map(lambda _: sharding, state), "loop"), state
+    return StateLayout(shapes, jax.tree.map(lambda _: sharding, state), StageLayers(6, ranks=2)), state
 
 
 def assert_gradients_close(got, want, rtol: float) -> None:

@@ -86,7 +86,7 @@ def check(run: RunConfig, **options):
     training = training_of(run, **options)
     loss, gradients = training.loss_and_gradients(small.place(training, params()), Batches().batch(0))
     np.testing.assert_allclose(loss, expected()[0], rtol=1e-5)
-    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), expected()[1], rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training), expected()[1], rtol=1e-5)
     return training
 
 

@@ -1,14 +1,14 @@
 """Converts training state between its sharding on devices and the checkpoint's: named arrays in canonical layer order.
 
 A name is the leaf's path without indices into tuples: "params/blocks/attention/qkv/kernel", "optimizer_state/mu/...". A
-leaf with "blocks" in its path is [chunks, pipe, layers per chunk, ...] on devices (pipeline/layout.py) and [layers, ...]
+leaf with "blocks" in its path is [chunks, pipe, slots of a stage, ...] on devices (pipeline/layout.py) and [layers, ...]
 in a checkpoint. Both conversions run leaf by leaf on the devices and stay sharded: no host and no device holds a whole
 leaf that is sharded, and the extra memory on a device is its shard of one leaf.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
+from megajax.schedules.stages import StageLayers
 
 Tree = Any
 
@@ -28,12 +29,12 @@ class StateLayout:
     Attributes:
       shapes: jax.ShapeDtypeStruct leaves: the part of the state that is stored.
       shardings: NamedSharding leaves, of the same structure.
-      placement: of the blocks over pipeline ranks, "loop" or "v" (pipeline/layout.py).
+      where: the layers of each pipeline stage.
     """
 
     shapes: Tree
     shardings: Tree
-    placement: str
+    where: StageLayers
 
 
 def named(tree: Tree) -> dict[str, Any]:
@@ -66,62 +67,105 @@ def is_block(name: str) -> bool:
     return "blocks" in name.split("/")
 
 
-def canonical_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def canonical_shape(name: str, shape: tuple[int, ...], where: StageLayers) -> tuple[int, ...]:
     """The shape in a checkpoint of a leaf that has `shape` on devices."""
-    if not is_block(name):
-        return shape
-    chunks, ranks, layers, *rest = shape
-    return (chunks * ranks * layers, *rest)
+    return (where.layers, *shape[3:]) if is_block(name) else shape
 
 
-def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers) -> NamedSharding:
     """The sharding of a leaf in canonical order while it is written or read: without replicas, as far as axes divide.
 
-    The axis of layers takes the mesh axes of the three pipeline axes it replaces. Each mesh axis over which the leaf is
-    replicated then shards the largest axis that it divides. So every element is copied, written and read once, and all
-    devices share the work.
+    The axis of layers takes the mesh axes of the three pipeline axes it replaces, unless stages have unequal numbers of
+    layers. Each mesh axis over which the leaf is replicated, or which is left, then shards the largest axis that it divides.
+    So every element is copied, written and read once, and all devices share the work.
 
     Args:
       name: of the leaf.
       shape: of the leaf on devices.
       sharding: of the leaf on devices.
+      where: the layers of each stage.
     """
+    names = sharding.mesh.axis_names
+    axes = _spread(name, shape, sharding, where, ("pipe", *names) if is_block(name) and where.idle else names)
+    return NamedSharding(sharding.mesh, P(*(over or None for over in axes)))
+
+
+def without_pipe(shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers) -> NamedSharding:
+    """The sharding of a leaf of blocks in pipeline layout while its layers move from stage to stage (see `arrange`).
+
+    Pipe shards the largest of the other axes that it divides. Arguments as for `canonical_sharding`.
+    """
+    _, *axes = _spread("blocks", shape, sharding, where, ("pipe",))
+    return NamedSharding(sharding.mesh, P(None, None, None, *(over or None for over in axes)))
+
+
+def _spread(
+    name: str, shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers, names: Iterable[str]
+) -> list:
+    """For each axis of the leaf in canonical order the mesh axes that shard it, the unused ones of `names` included."""
     mesh, spec = sharding.mesh, tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
     axes = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    uneven = is_block(name) and where.idle > 0
     if is_block(name):
-        axes = [sum(axes[:3], ()), *axes[3:]]
+        axes = [() if uneven else sum(axes[:3], ()), *axes[3:]]
     left = [
         size // math.prod(mesh.shape[axis] for axis in over)
-        for size, over in zip(canonical_shape(name, shape), axes, strict=True)
+        for size, over in zip(canonical_shape(name, shape, where), axes, strict=True)
     ]
-    for axis in mesh.axis_names:
+    for axis in names:
         if axis in sum(axes, ()):
             continue
-        places = [place for place, size in enumerate(left) if size % mesh.shape[axis] == 0]
+        places = [place for place, size in enumerate(left) if size % mesh.shape[axis] == 0 and place >= uneven]
         if places:
             place = max(places, key=left.__getitem__)
             axes[place], left[place] = (*axes[place], axis), left[place] // mesh.shape[axis]
-    return NamedSharding(mesh, P(*(over or None for over in axes)))
+    return axes
 
 
-@partial(jax.jit, static_argnames=("block", "placement", "sharding"), donate_argnames="into", keep_unused=True)
+def arrange(leaf: jax.Array, where: StageLayers, sharding: NamedSharding) -> jax.Array:
+    """`pipeline.layout.to_pipeline_layout` of a leaf [layers, ...] that no device holds whole, to be traced.
+
+    XLA shards a reshape. Empty slots, though, shift layers from stage to stage by other numbers on each rank: with layers
+    sharded, every rank would gather all of them. So another axis is sharded over pipe while they are inserted, and the
+    result is resharded with an all-to-all.
+
+    Args:
+      leaf: in canonical order.
+      where: the layers of each stage.
+      sharding: of the result.
+    """
+    if not where.idle:
+        return layout.to_pipeline_layout(leaf, where)
+    between = without_pipe((where.chunks, where.ranks, where.slots, *leaf.shape[1:]), sharding, where)
+    leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(between.mesh, P(None, *between.spec[3:])))
+    slots = jax.lax.with_sharding_constraint(layout.to_pipeline_layout(leaf, where), between)
+    return jax.lax.with_sharding_constraint(slots, sharding)
+
+
+@partial(jax.jit, static_argnames=("where", "between", "sharding"), donate_argnames="into", keep_unused=True)
 def _to_layers(
-    leaf: jax.Array, into: jax.Array | None, block: bool, placement: str, sharding: NamedSharding
+    leaf: jax.Array,
+    into: jax.Array | None,
+    where: StageLayers | None,
+    between: NamedSharding | None,
+    sharding: NamedSharding,
 ) -> jax.Array:
     """The leaf in canonical order. `into`, an array of the result's shape, is donated: XLA reuses its memory."""
-    whole = layout.from_pipeline_layout(leaf, placement=placement) if block else leaf
+    if between is not None:
+        leaf = jax.lax.with_sharding_constraint(leaf, between)  # see `arrange`
+    whole = layout.from_pipeline_layout(leaf, where) if where is not None else leaf
     return jax.lax.with_sharding_constraint(whole, sharding)
 
 
-@partial(jax.jit, static_argnames=("stages", "placement", "sharding"))
-def _to_pipeline(leaf: jax.Array, stages: tuple[int, int] | None, placement: str, sharding: NamedSharding) -> jax.Array:
-    """The leaf as on devices; `stages` is (chunks, pipe) for a leaf of blocks."""
-    if stages is not None:
-        leaf = layout.to_pipeline_layout(leaf, chunks=stages[0], stages=stages[1], placement=placement)
+@partial(jax.jit, static_argnames=("where", "sharding"))
+def _to_pipeline(leaf: jax.Array, where: StageLayers | None, sharding: NamedSharding) -> jax.Array:
+    """The leaf as on devices; `where` is None for a leaf that is not one of blocks."""
+    if where is not None:
+        leaf = arrange(leaf, where, sharding)
     return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
-def to_canonical(state: Tree, placement: str, into: Mapping[str, jax.Array] | None = None) -> dict[str, jax.Array]:
+def to_canonical(state: Tree, where: StageLayers, into: Mapping[str, jax.Array] | None = None) -> dict[str, jax.Array]:
     """Copies all leaves to host memory, each process its devices' shards; `state` may be donated afterwards.
 
     On a GPU a leaf is reordered on the devices, then copied to the host while the next one is reordered. The call returns
@@ -130,7 +174,7 @@ def to_canonical(state: Tree, placement: str, into: Mapping[str, jax.Array] | No
 
     Args:
       state: a pytree of arrays.
-      placement: of its blocks.
+      where: the layers of each stage.
       into: the result of an earlier call, which is donated. CPU devices reuse its memory: the operating system zeroes
         newly allocated memory page by page, which takes five times as long as the copy. (On GPUs the allocator of host
         memory keeps it.)
@@ -140,12 +184,14 @@ def to_canonical(state: Tree, placement: str, into: Mapping[str, jax.Array] | No
     """
     copies, before, into = {}, None, into or {}
     for name, leaf in named(state).items():
-        sharding = canonical_sharding(name, leaf.shape, leaf.sharding)
+        sharding = canonical_sharding(name, leaf.shape, leaf.sharding, where)
         on_host = sharding.mesh.devices.flat[0].platform == "cpu"
         old = into.get(name)
-        fits = on_host and old is not None and old.shape == canonical_shape(name, leaf.shape)
+        fits = on_host and old is not None and old.shape == canonical_shape(name, leaf.shape, where)
         fits = fits and old.sharding.is_equivalent_to(sharding, old.ndim)
-        copy = _to_layers(leaf, old if fits else None, is_block(name), placement, sharding)
+        stages = where if is_block(name) else None
+        between = without_pipe(leaf.shape, leaf.sharding, where) if stages and where.idle else None
+        copy = _to_layers(leaf, old if fits else None, stages, between, sharding)
         if on_host:
             before = copy  # CPU devices that run several collectives at once can deadlock
         else:
@@ -163,7 +209,7 @@ def from_canonical(copies: dict[str, jax.Array], target: StateLayout) -> Tree:
       target: the layout of the result.
     """
     leaves = []
-    for (name, leaf), sharding in zip(named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True):
-        stages = tuple(leaf.shape[:2]) if is_block(name) else None
-        leaves.append(jax.block_until_ready(_to_pipeline(copies.pop(name), stages, target.placement, sharding)))
+    for name, sharding in zip(named(target.shapes), jax.tree.leaves(target.shardings), strict=True):
+        where = target.where if is_block(name) else None
+        leaves.append(jax.block_until_ready(_to_pipeline(copies.pop(name), where, sharding)))
     return jax.tree.unflatten(jax.tree.structure(target.shapes), leaves)

@@ -94,7 +94,7 @@ class Checkpoints:
         start = time.time()
         stored = layout.named(target.shapes)
         leaves = {name: leaf for name, leaf in layout.named(state).items() if name in stored}
-        arrays = layout.to_canonical(leaves, target.placement, into=self._arrays)
+        arrays = layout.to_canonical(leaves, target.where, into=self._arrays)
         device = next(iter(next(iter(leaves.values())).sharding.device_set))
         self._arrays = arrays if device.platform == "cpu" else None
         meta = self.meta | {"format": FORMAT, "progress": dataclasses.asdict(progress), "time": start}

@@ -91,11 +91,11 @@ def _restore(path: pathlib.Path, run: RunConfig, target: StateLayout) -> Tree:
     for (name, leaf), sharding in zip(
         layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
     ):
-        shape = layout.canonical_shape(name, leaf.shape)
+        shape = layout.canonical_shape(name, leaf.shape, target.where)
         _check_shape(path, name, stored, shape, run)
         wanted[name] = 0
         arguments[name] = ocp.ArrayRestoreArgs(
-            sharding=layout.canonical_sharding(name, leaf.shape, sharding),
+            sharding=layout.canonical_sharding(name, leaf.shape, sharding, target.where),
             global_shape=shape,
             dtype=leaf.dtype,
             strict=False,  # the vocabulary's padding depends on the mesh

@@ -30,6 +30,7 @@ from megajax.checkpoint.peer import PeerClient
 from megajax.checkpoint.writer import on_all_processes, reason_of
 from megajax.config import ConfigError, RunConfig
 from megajax.runtime.exchange import exchange
+from megajax.schedules.stages import StageLayers
 
 Tree = Any
 
@@ -106,7 +107,7 @@ class ReplicatedState:
             differing = self._compare(meta, run)
             shardings = layout.named(target.shardings)
             for name, leaf in layout.named(target.shapes).items():
-                copies[name] = _assemble_array(parts, name, leaf, shardings[name])
+                copies[name] = _assemble_array(parts, name, leaf, shardings[name], target.where)
         except ConfigError:  # the same on all processes
             raise
         except (OSError, ValueError) as error:
@@ -145,7 +146,7 @@ class ReplicatedState:
         messages = self.wait()
         stored = layout.named(target.shapes)
         leaves = {name: leaf for name, leaf in layout.named(state).items() if name in stored}
-        self._arrays = layout.to_canonical(leaves, target.placement, into=self._arrays)
+        self._arrays = layout.to_canonical(leaves, target.where, into=self._arrays)
         times = {"progress": dataclasses.asdict(progress), "time": time.time()}
         meta = self.meta | {"format": FORMAT, "run": self.hosts.run} | times
         self._saves += 1
@@ -235,9 +236,11 @@ class _LazyParts:
             client.close()
 
 
-def _assemble_array(parts: _LazyParts, name: str, leaf: jax.ShapeDtypeStruct, sharding) -> jax.Array:
+def _assemble_array(
+    parts: _LazyParts, name: str, leaf: jax.ShapeDtypeStruct, sharding, where: StageLayers
+) -> jax.Array:
     """An array in canonical order, sharded as `layout.from_canonical` takes it; a block of several devices is read once."""
-    shape, blocks = layout.canonical_shape(name, leaf.shape), {}
+    shape, blocks = layout.canonical_shape(name, leaf.shape, where), {}
 
     def block(box) -> np.ndarray:
         key = tuple((index.start, index.stop) for index in box)
@@ -245,4 +248,4 @@ def _assemble_array(parts: _LazyParts, name: str, leaf: jax.ShapeDtypeStruct, sh
             blocks[key] = assemble(parts, name, box, shape, leaf.dtype)
         return blocks[key]
 
-    return jax.make_array_from_callback(shape, layout.canonical_sharding(name, leaf.shape, sharding), block)
+    return jax.make_array_from_callback(shape, layout.canonical_sharding(name, leaf.shape, sharding, where), block)

@@ -129,8 +129,9 @@ class Request:
         model = dataclasses.replace(self.base or preset(self.model), **_fields(ModelConfig, self.given))
         parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
         name = parallel.get("schedule", ParallelConfig.schedule)
-        several = name in names() and find(name).chunks != "one" and parallel["pipe"] > 1
-        parallel = {"chunks": 2 if several and model.layers % (2 * parallel["pipe"]) == 0 else 1} | parallel
+        legal = find(name).chunks if name in names() and parallel["pipe"] > 1 else "one"
+        even = legal == "any" and model.layers % (2 * parallel["pipe"]) == 0  # else no slot without a layer, unasked
+        parallel = {"chunks": 2 if legal == "two" or even else 1} | parallel
         train = {"precision": precision} | _fields(TrainConfig, self.given)
         data = DataConfig(**_fields(DataConfig, self.given))
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train), data, imports=self.imports)

@@ -6,6 +6,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
 from megajax.config.schedule_rules import check_schedule
 from megajax.schedules.registry import names
+from megajax.schedules.stages import StageLayers
 
 MESH_AXES = ("data", "pipe", "tensor")
 # In one process. XLA starts threads for each of them, and a program is compiled for all.
@@ -93,6 +94,10 @@ class ParallelConfig:
         """The options for which a block communicates round a ring of devices."""
         tensor = self.tensor_overlap == "ring" and self.tensor > 1
         return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
+
+    def stage_layers(self, layers: int, placement: str = "loop") -> StageLayers:
+        """The layers of each stage, of a model with this many; `placement` as `Schedule.placement`."""
+        return StageLayers(layers, self.pipe, self.chunks, placement, self.recompute_blocks)
 
     def validate(self) -> None:
         """Checks the layout by itself; `ModelConfig.check_parallel` checks it against the model.

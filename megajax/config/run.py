@@ -76,25 +76,22 @@ class RunConfig:
 
 
 def _check_layers(run: RunConfig) -> None:
-    """The layers divide evenly over stages and chunks, and a chunk's layers over the groups that are recomputed."""
-    layers, parallel = run.model.layers, run.parallel
-    pieces = parallel.pipe * parallel.chunks
-    if layers % pieces:
-        per_pipe = [chunks for chunks in divisors(layers) if layers % (parallel.pipe * chunks) == 0]
-        chunks = one_of("chunks", per_pipe if parallel.chunks > 1 else [], parallel.chunks)
-        pipes = [pipe for pipe in divisors(layers) if layers % (pipe * parallel.chunks) == 0]
-        pipes = [pipe for pipe in pipes if pipe > 1] if parallel.chunks > 1 else pipes
-        pipe = one_of("pipe", pipes, parallel.pipe)
-        more = one_of("layers", multiples(pieces, layers), layers)
+    """Groups of layers that are recomputed together are whole, and each stage has one of them or more."""
+    layers, parallel, group = run.model.layers, run.parallel, run.parallel.recompute_blocks
+    stages = parallel.pipe * parallel.chunks
+    groups = [size for size in divisors(layers) if layers // size >= stages]
+    fewer = one_of("recompute_blocks", groups, group) if group > 1 else ""
+    if layers % group:
+        more = one_of("layers", multiples(group, layers), layers)
+        raise ConfigError(f"recompute_blocks = {group} does not divide layers = {layers}: pass {either(fewer, more)}.")
+    if (most := layers // group) < stages:
+        pipe = one_of("pipe", range(1 + (parallel.chunks > 1), most // parallel.chunks + 1), parallel.pipe)
+        chunks = one_of("chunks", range(1, most // parallel.pipe + 1) if parallel.chunks > 1 else [], parallel.chunks)
+        together = f" in {most} groups of recompute_blocks = {group}" if group > 1 else ""
         raise ConfigError(
-            f"layers = {layers} cannot be cut into pipe * chunks = {parallel.pipe} * {parallel.chunks} = {pieces} equal "
-            f"pieces: pass {either(pipe, more, chunks) or '--pipe 1 --chunks 1'}."
-        )
-    chunk = layers // pieces
-    if chunk % parallel.recompute_blocks:
-        raise ConfigError(
-            f"recompute_blocks = {parallel.recompute_blocks} does not divide the {chunk} layers of a chunk (layers / "
-            f"(pipe * chunks)): pass {one_of('recompute_blocks', divisors(chunk), parallel.recompute_blocks)}."
+            f"layers = {layers}{together} cannot be cut into pipe * chunks = {parallel.pipe} * {parallel.chunks} = {stages} "
+            f"stages, each of which needs one: pass "
+            f"{either(one_of('layers', [stages * group], layers), pipe, chunks, fewer)}."
         )
 
 
@@ -120,7 +117,7 @@ def _check_device_count(run: RunConfig, device_count: int) -> None:
     # The offered meshes keep `context`; if it does not divide the devices, none is legal.
     whole = device_count % parallel.context == 0
     meshes = (mesh for mesh in _meshes(device_count // parallel.context) if whole and _is_legal(run, mesh))
-    fitting = sorted(meshes, key=lambda mesh: _distance(run, mesh))
+    fitting = sorted(meshes, key=lambda mesh: (_is_uneven(run, mesh), *_distance(run, mesh)))
     meshes = ", or ".join(" ".join(f"--{axis} {n}" for axis, n in mesh.items()) for mesh in fitting[:3])
     meshes = f"pass {meshes}, or" if meshes else f"no mesh of {device_count} fits this model and batch:"
     trial = (
@@ -152,6 +149,11 @@ def _is_legal(run: RunConfig, mesh: dict[str, int]) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _is_uneven(run: RunConfig, mesh: dict[str, int]) -> bool:
+    """Whether stages have slots without a layer."""
+    return dataclasses.replace(run.parallel, **mesh).stage_layers(run.model.layers).idle > 0
 
 
 def _distance(run: RunConfig, mesh: dict[str, int]) -> tuple[float, int, int]:

@@ -51,7 +51,7 @@ def _activation(run: RunConfig) -> int:
 
 def _tensor(run: RunConfig) -> list[Sent]:
     parallel, t, model = run.parallel, run.parallel.tensor, model_costs(run.model)
-    one = run.microbatches * model.layers // parallel.pipe * _activation(run) * (t - 1) / t
+    one = run.microbatches * parallel.stage_layers(model.layers).rank_slots * _activation(run) * (t - 1) / t
     each = "bsh (t-1)/t per layer and microbatch"
     pairs = model.matmul_pairs
     lines = [Sent("tensor", "pairs of matmuls", f"{PAIR * pairs} {each}", PAIR * pairs * one)]
@@ -90,7 +90,7 @@ def _pipe(run: RunConfig) -> list[Sent]:
 
 def _data(run: RunConfig) -> list[Sent]:
     parallel, replicas, model = run.parallel, _replicas(run), model_costs(run.model)
-    blocks = model.layers // parallel.pipe * model.block.on_device(parallel.tensor)
+    blocks = parallel.stage_layers(model.layers).rank_slots * model.block.on_device(parallel.tensor)
     ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
     lines = []
     if parallel.context > 1:
@@ -137,4 +137,4 @@ def _context_sends(run: RunConfig) -> float:
     tokens = parallel.microbatch_size * model.sequence_length // parallel.context
     one = 2 * tokens * model.attention.groups * model.attention.head_size / parallel.tensor
     ranks = parallel.context
-    return run.microbatches * model.layers / parallel.pipe * (2 * (ranks - 1) + ranks) * one
+    return run.microbatches * parallel.stage_layers(model.layers).rank_slots * (2 * (ranks - 1) + ranks) * one

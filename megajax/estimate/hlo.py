@@ -160,7 +160,7 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
     """
     schedule, parallel = run_schedule(run), run.parallel
-    blocks = run.model.layers / (parallel.pipe * parallel.chunks * parallel.recompute_blocks)
+    blocks = parallel.stage_layers(run.model.layers).in_groups.slots
     parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
     total, full = run.microbatches * parallel.chunks, Counter()
     for segment in schedule.segments:

@@ -81,14 +81,14 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
     sharding, slots = sharding or Sharding.from_config(run), slots or slots_of(run)
-    layers, block = model.layers // parallel.pipe, model.block.on_device(parallel.tensor)
+    stage, block = parallel.stage_layers(model.layers), model.block.on_device(parallel.tensor)
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    parameters = layers * block + shared
+    parameters = stage.rank_slots * block + shared  # a slot without a layer takes as much memory as another
     replicas, tokens = parallel.data * parallel.context, model.sequence_length // parallel.context
     state = replicas if sharding.zero >= 1 else 1
     work = replicas if sharding.zero >= 3 else 1
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
-    per_chunk = layers // parallel.chunks
+    per_chunk = stage.slots
     activation = parallel.microbatch_size * tokens * model.hidden * item
     residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
     layer = model.kept_bytes(

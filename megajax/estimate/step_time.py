@@ -187,8 +187,8 @@ def step_time(
     model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
     ops = OpCosts(gpu, run.train.precision, software, fitted)
     forward, backward = layer_times(model, parallel, ops)
-    layers = model.layers / parallel.pipe
-    chunk = layers / parallel.chunks
+    stage = parallel.stage_layers(model.layers)
+    layers, chunk = stage.rank_slots, stage.slots  # what runs for a slot without a layer takes as long
     both = forward + backward
     weight = chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
     whole = backward.total * chunk
@@ -213,7 +213,7 @@ def step_time(
 def _copies_time(run: RunConfig, ops: OpCosts) -> float:
     """Reading and writing the transposed part of the stash, once for each chunk's backward, bubbles included."""
     parallel = run.parallel
-    blocks = slots_of(run).stash * run.model.layers // parallel.pipe // parallel.chunks
+    blocks = slots_of(run).stash * parallel.stage_layers(run.model.layers).slots
     count = blocks * stash_copies(run, ops.itemsize)
     ticks = run.microbatches * parallel.chunks + parallel.pipe - 1
     return ticks * ops.traffic(2 * count)
@@ -252,7 +252,7 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float) -> float:
     """
     parallel, software, fitted = run.parallel, ops.software, ops.fitted
     local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
-    pieces = software.gathered_pieces * run.model.layers // parallel.pipe
+    pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
     share = fitted.gather_share if software.gathers_ahead else None
     one = lambda bytes_each: ops.collective(local * bytes_each, parallel.data, distance, pieces, share)  # noqa: E731
     gathers = 3 if parallel.recompute == "full" else 2
@@ -270,4 +270,4 @@ def parameters_per_device(run: RunConfig, sharding: Sharding) -> int:
     """Parameters on a device, before ZeRO."""
     model, parallel = model_costs(run.model), run.parallel
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    return model.layers // parallel.pipe * model.block.on_device(parallel.tensor) + shared
+    return parallel.stage_layers(model.layers).rank_slots * model.block.on_device(parallel.tensor) + shared

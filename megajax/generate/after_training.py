@@ -42,7 +42,7 @@ class TextSample:
 
     def __call__(self, state: Any) -> str:
         """The prompt and its continuation by a `TrainState`'s parameters."""
-        weights = self.decoder.weights(state.params, self.trainer.training.schedule.placement)
+        weights = self.decoder.weights(state.params, self.trainer.training.where)
         ending = Ending(self.sample.new_tokens, self.context)
         sample = Sample(0, self.prompt, ending, self.trainer.tokenizer)
         continue_prompts(self.decoder, weights, [sample], Speed())

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.layout import StateLayout, without_pipe
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.config.sample import SampleConfig
@@ -24,6 +24,7 @@ from megajax.pipeline import layout
 from megajax.pipeline.decode import DecodeProgram, Rows
 from megajax.pipeline.layout import is_spec
 from megajax.pipeline.parameters import initial_params, parameter_specs
+from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules
 from megajax.train.precision import cast, compute_dtype
 
@@ -127,7 +128,7 @@ class Decoder:
       run, mesh, sizes: as given; `samples` of a batch is a multiple of data * pipe.
       groups: of samples, one for each pipeline rank.
       program: the functions that are compiled.
-      per_stage: layers of a pipeline rank.
+      where: the layers of each pipeline rank.
       stored_specs, specs: PartitionSpecs of the parameters in pipeline layout, and as `weights` returns them.
     """
 
@@ -166,17 +167,18 @@ class Decoder:
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed
-        self.per_stage = run.model.layers // run.parallel.pipe
+        self.where = run.parallel.stage_layers(run.model.layers)
         of_layer = jax.tree.map(lambda spec: P("pipe", *spec[3:]), specs["blocks"], is_leaf=is_spec)
-        self.specs = {"blocks": (of_layer,) * self.per_stage, "shared": specs["shared"]}
+        self.specs = {"blocks": (of_layer,) * self.where.slots, "shared": specs["shared"]}
         sample = partial(draw, sampling=sampling, seed=seed)
-        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots)
+        counts = self.where.counts if self.where.idle else None
+        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots, counts)
         self._prefill, self._decode = self._jitted()
         self._compiled: dict[str, jax.stages.Compiled] = {}
 
     def _jitted(self) -> tuple:
         named = lambda specs: jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)  # noqa: E731
-        replicated, cache = NamedSharding(self.mesh, P()), named(self.program.cache_specs(self.per_stage))
+        replicated, cache = NamedSharding(self.mesh, P()), named(self.program.cache_specs(self.where.slots))
         weights, rows = named(self.specs), Rows(replicated, replicated)
         prefill = jax.jit(
             partial(self.program.prefill, width=self.sizes.width),
@@ -197,27 +199,32 @@ class Decoder:
         dtype, parallel = compute_dtype(self.run.train.precision), self.run.parallel
         shapes = jax.eval_shape(lambda key: cast(initial_params(self.model, parallel, key), dtype), jax.random.key(0))
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.stored_specs, is_leaf=is_spec)
-        return StateLayout({"params": shapes}, {"params": shardings}, "loop")
+        return StateLayout({"params": shapes}, {"params": shardings}, self.where)
 
-    def weights(self, params: Tree, placement: str = "loop") -> Tree:
+    def weights(self, params: Tree, stored: StageLayers | None = None) -> Tree:
         """The weights that the programs take, from parameters in a training's layout on the same mesh.
 
         They are cast, and each layer becomes arrays of its own, with one chunk of layers a rank: an interleaved or "v"
         layout is resharded here, once, and not walked chunk by chunk for every token, which would send v times as often.
 
         Args:
-          params: blocks [chunks, pipe, layers per chunk, ...], of any float type and sharding.
-          placement: of the blocks (megajax.pipeline.layout).
+          params: blocks [chunks, pipe, slots of a stage, ...], of any float type and sharding.
+          stored: the layers of each of its stages; None: as in `params_layout`.
         """
-        dtype, stages = compute_dtype(self.run.train.precision), self.run.parallel.pipe
+        dtype = compute_dtype(self.run.train.precision)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs["shared"], is_leaf=is_spec)
         shared = jax.jit(partial(cast, dtype=dtype), out_shardings=shardings)(params["shared"])
         leaves, structure = jax.tree.flatten(params["blocks"])
         del params  # a caller that keeps no reference has its memory back leaf by leaf
-        specs = jax.tree.leaves(self.specs["blocks"][0], is_leaf=is_spec)
-        layers: list[list] = [[] for _ in range(self.per_stage)]
-        for spec in specs:
-            split = _split_layers(leaves.pop(0), stages, placement, dtype, NamedSharding(self.mesh, spec))
+        specs = (
+            jax.tree.leaves(tree, is_leaf=is_spec) for tree in (self.stored_specs["blocks"], self.specs["blocks"][0])
+        )
+        layers: list[list] = [[] for _ in range(self.where.slots)]
+        stored = stored or self.where
+        for pair in zip(*specs, strict=True):
+            whole, own = (NamedSharding(self.mesh, spec) for spec in pair)
+            between = without_pipe(leaves[0].shape, whole, stored)
+            split = _split_layers(leaves.pop(0), stored, self.where, dtype, (between, own))
             for layer, own in zip(layers, split, strict=True):
                 layer.append(own)
         return {"blocks": tuple(jax.tree.unflatten(structure, layer) for layer in layers), "shared": shared}
@@ -284,7 +291,7 @@ class Decoder:
         for name, array in arrays.items():
             shape = (self.groups, self.groups, *array.shape)
             shard = NamedSharding(self.mesh, specs[name]).shard_shape(shape)
-            total += self.per_stage * int(np.prod(shard)) * jnp.dtype(array.dtype).itemsize
+            total += self.where.slots * int(np.prod(shard)) * jnp.dtype(array.dtype).itemsize
         return total
 
     def _place(self, array: np.ndarray) -> jax.Array:
@@ -293,10 +300,20 @@ class Decoder:
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
-@partial(jax.jit, static_argnames=("stages", "placement", "dtype", "sharding"))
-def _split_layers(leaf: jax.Array, stages: int, placement: str, dtype: Any, sharding: NamedSharding) -> tuple:
-    """A leaf of blocks in a training's layout, as one array [pipe, ...] for each layer of a stage."""
-    layers = layout.from_pipeline_layout(cast(leaf, dtype), placement=placement)
-    staged = layout.to_pipeline_layout(layers, stages=stages, chunks=1)[0]
-    one = lambda index: jax.lax.with_sharding_constraint(staged[:, index], sharding)  # noqa: E731
-    return tuple(one(index) for index in range(staged.shape[1]))
+@partial(jax.jit, static_argnames=("stored", "where", "dtype", "shardings"))
+def _split_layers(
+    leaf: jax.Array, stored: StageLayers, where: StageLayers, dtype: Any, shardings: tuple[NamedSharding, NamedSharding]
+) -> tuple:
+    """A leaf of blocks in a training's layout, as one array [pipe, ...] for each slot of a stage.
+
+    `shardings` are that of the leaf without the pipe axis, where layers move from stage to stage
+    (`checkpoint.layout.arrange`), and that of the result.
+    """
+    between, sharding = shardings
+    staged = cast(leaf, dtype)
+    if stored != where:
+        constrain = jax.lax.with_sharding_constraint if stored.idle or where.idle else lambda x, _: x
+        layers = layout.from_pipeline_layout(constrain(staged, between), stored)
+        staged = constrain(layout.to_pipeline_layout(layers, where), between)
+    one = lambda index: jax.lax.with_sharding_constraint(staged[0][:, index], sharding)  # noqa: E731
+    return tuple(one(index) for index in range(where.slots))

@@ -93,12 +93,14 @@ def import_run(
     read = load_tokenizer(data.tokenizer, data.end_of_document)
     check_vocabulary(run, read)
     training = make_training(run, make_mesh(run.parallel, jax.local_devices()[:1]))
-    leaves = layout.named(training.state_shapes)
+    leaves, where = layout.named(training.state_shapes), training.where
     of_params = [name.removeprefix("params/") for name in leaves if name.startswith("params/")]
     weights = Weights(directory, family.name, model, of_params)
     own = layout.named({"loss_scale": make_loss_scale(run.train)})
     arrays = {
-        name: _streamed(name, layout.canonical_shape(name, leaf.shape), leaf.dtype, weights, family.name, own.get(name))
+        name: _streamed(
+            name, layout.canonical_shape(name, leaf.shape, where), leaf.dtype, weights, family.name, own.get(name)
+        )
         for name, leaf in leaves.items()
     }
     meta = run_meta(run, read)

@@ -159,8 +159,9 @@ def load_params(directory: pathlib.Path, family: str, model: ModelConfig, target
     for (name, leaf), sharding in zip(
         layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
     ):
-        shape = layout.canonical_shape(name, leaf.shape)
-        copies[name] = _load_leaf(weights, name, shape, layout.canonical_sharding(name, leaf.shape, sharding))
+        shape = layout.canonical_shape(name, leaf.shape, target.where)
+        own = layout.canonical_sharding(name, leaf.shape, sharding, target.where)
+        copies[name] = _load_leaf(weights, name, shape, own)
     return layout.from_canonical(copies, target)
 
 

@@ -11,7 +11,8 @@ later. For 2 ranks, groups A and B, and 3 tokens of each:
 
 n tokens of every sample take n p + p - 1 ticks, so a rank is idle in p - 1 ticks of the whole call: to fill and to drain
 the pipeline. There is no other dependency to wait for, because a group's next unit enters when its last one has left.
-Idle ranks run their layers too, so every trip count is known at compile time; what they compute is not stored.
+Idle ranks run their layers too, so every trip count is known at compile time; what they compute is not stored. Nor is the
+result of a layer used where a stage has none in a slot (`uneven.py`).
 
 Prompts end together: sample i's tokens are in slots start_i to `length` - 1, and what precedes them is padding. So all
 samples write the same slot in a tick, and a token's position in its sample is its slot - start_i.
@@ -41,6 +42,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from megajax.pipeline.layout import MANUAL_AXES, full_specs, is_spec, sum_over, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
+from megajax.pipeline.uneven import StageBlocks
 from megajax.sharding.rules import AxisRules, only
 
 __all__ = ["DecodeProgram", "Rows"]
@@ -72,6 +74,7 @@ class DecodeProgram:
       rules: logical axis -> mesh axes; its "vocabulary" says whether embedding and head are shared by all ranks.
       weight_specs: tree of PartitionSpec like the weights, or a prefix of it.
       slots: of each sample's cache.
+      layer_counts: layers of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
     """
 
     model: Any
@@ -80,6 +83,7 @@ class DecodeProgram:
     rules: AxisRules
     weight_specs: Tree
     slots: int
+    layer_counts: tuple[int, ...] | None = None
 
     def cache_specs(self, layers: int) -> Tree:
         """PartitionSpecs of the cache of `layers` layers a stage: for each, arrays [pipe, groups, samples, ...] by name."""
@@ -170,6 +174,7 @@ class _Rank:
         self.rows = vary(rows)
         self.rank, self.ranks = lax.axis_index("pipe"), lax.axis_size("pipe")
         self.groups = rows.start.shape[0]
+        self.blocks = StageBlocks(len(self.layers), program.layer_counts)
 
     def empty_cache(self) -> Tree:
         """The caches of this rank's layers: for each layer, arrays [1, groups, samples, ...] by name."""
@@ -238,9 +243,9 @@ class _Rank:
         after = []
         for index, (weights, arrays) in enumerate(zip(self.layers, cache, strict=True)):
             own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
-            layer = self.rank * len(self.layers) + index
-            x, entries = self.model.block_cached(weights, x, own, microbatch, layer)
-            entries = _after(x, entries)
+            y, entries = self.model.block_cached(weights, x, own, microbatch, self.blocks.number(self.rank, index))
+            entries = _after(y, entries)
+            x = self.blocks.select(self.rank, index, y, x)
             after.append(
                 {name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()}
             )

@@ -78,6 +78,7 @@ from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_sc
 from megajax.pipeline.rank import Rank, local_rows
 from megajax.pipeline.records import RECORDS_SPEC
 from megajax.pipeline.slots import TickRow, slot_tables
+from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.schedule import Schedule
 
 __all__ = ["ExecutorOptions", "forward_function", "gradient_function"]
@@ -99,7 +100,7 @@ def gradient_function(
     Returns:
       `f(params, batch, cotangent) -> (losses, gradients, records)`, to be traced under `jax.set_mesh(mesh)`, with
 
-      params: {"blocks": leaves [chunks, pipe, layers per chunk, ...], "shared": pytree}, sharded as `options.specs`.
+      params: {"blocks": leaves [chunks, pipe, slots of a stage, ...], "shared": pytree}, sharded as `options.specs`.
       batch: pytree of [microbatches, data * samples, ...].
       cotangent: scalar, or [microbatches].
       losses: [microbatches], fp32; `head_loss` summed over the replicas.
@@ -112,10 +113,9 @@ def gradient_function(
         rank = Rank(functions, table, options, params, batch)
         cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
         carry = rank.run(local_rows(rows), rank.start(), vary(cotangents))
-        gradients = {
-            "blocks": jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"]),
-            "shared": carry.shared_gradients,
-        }
+        blocks = jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"])
+        blocks = clear_empty_slots(blocks, options.block_counts, schedule)
+        gradients = {"blocks": blocks, "shared": carry.shared_gradients}
         records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.per_chunk, *a.shape[1:]), carry.records)
         return sum_over(carry.output, MANUAL_AXES), reduce_gradients(gradients, options.specs), records
 
@@ -145,7 +145,7 @@ def forward_function(
         counts.
       schedule: a schedule without backwards.
       mesh: as for `gradient_function`.
-      options: constrain, specs and share_ends apply.
+      options: constrain, specs, share_ends and block_counts apply.
 
     Returns:
       `f(params, batch) -> outputs`, with outputs a pytree of [microbatches, data * n, ...].

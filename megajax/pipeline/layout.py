@@ -1,19 +1,22 @@
 """How parameters, batches and gradients are arranged and sharded for the pipeline.
 
 Canonical layout, in checkpoints and in models: each leaf of `blocks` is [layers, ...], in the order of the model's
-layers. Pipeline layout, on devices: [chunks, stages, layers per chunk, ...] with axis 1 sharded over the mesh axis
+layers. Pipeline layout, on devices: [chunks, ranks, slots of a stage, ...] with axis 1 sharded over the mesh axis
 `pipe`, so that each rank stores only the layers that it runs. For 8 layers on 2 ranks with 2 chunks each:
 
     placement "loop"    rank 0    rank 1        placement "v"    rank 0    rank 1
     chunk 0             0 1       2 3           chunk 0          0 1       2 3
     chunk 1             4 5       6 7           chunk 1          6 7       4 5
 
-With "loop" the two layouts differ by a reshape alone; with "v" the ranks of the second chunk are also reversed.
+With "loop" the two layouts differ by a reshape alone; with "v" the ranks of the second chunk are also reversed. If the
+stages do not divide the layers, the last slot of some of them is empty (`schedules/stages.py`): it is zero in parameters
+and everything made like them, and no canonical layout has it.
 
 The executor is a `jax.shard_map` that is manual over the mesh axes `data` and `pipe` (`MANUAL_AXES`); the axis
 `tensor` is left to XLA's partitioner.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +26,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from megajax.runtime.compat import varying_axes
+from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import only
 from megajax.sharding.zero import ZeroSharding
 
@@ -31,22 +35,56 @@ MANUAL_AXES = ("data", "pipe")
 BATCH_SPEC = P(None, "data")  # of a batch's leaves, [microbatches, samples, ...]
 
 
-def to_pipeline_layout(blocks: Tree, *, stages: int, chunks: int, placement: str = "loop") -> Tree:
-    """Reshapes leaves [layers, ...] to [chunks, stages, layers / (stages * chunks), ...].
+def to_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
+    """Leaves [layers, ...] as [chunks, ranks, slots of a stage, ...], with zeros in empty slots.
 
     Args:
-      blocks: pytree in canonical layout; `stages * chunks` must divide the number of layers.
-      stages: pipeline ranks.
-      chunks: model chunks on each rank; 2 for placement "v".
-      placement: "loop" or "v", as `Schedule.placement`.
+      blocks: pytree in canonical layout.
+      where: the layers of each stage.
     """
-    shape = (chunks, stages, -1)
-    return jax.tree.map(lambda a: _reverse_second_chunk(a.reshape(*shape, *a.shape[1:]), placement), blocks)
+    shape = (where.chunks, where.ranks, where.slots)
+    return jax.tree.map(
+        lambda a: _reverse_second_chunk(_with_empty_slots(a, where).reshape(*shape, *a.shape[1:]), where.placement),
+        blocks,
+    )
 
 
-def from_pipeline_layout(blocks: Tree, *, placement: str = "loop") -> Tree:
-    """The inverse of `to_pipeline_layout`: leaves [chunks, stages, layers per chunk, ...] to [layers, ...]."""
-    return jax.tree.map(lambda a: _reverse_second_chunk(a, placement).reshape(-1, *a.shape[3:]), blocks)
+def from_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
+    """The inverse of `to_pipeline_layout`: leaves [chunks, ranks, slots of a stage, ...] to [layers, ...]."""
+
+    def canonical(leaf):
+        slots = _reverse_second_chunk(leaf, where.placement).reshape(-1, *leaf.shape[3:])
+        return _without_empty_slots(slots, where)
+
+    return jax.tree.map(canonical, blocks)
+
+
+def _with_empty_slots(leaf, where: StageLayers):
+    """[layers, ...] to [stages * slots, ...]: one pad for each run of stages with equal numbers of layers."""
+    if not where.idle:
+        return leaf
+    parts, done = [], 0
+    for count, stages in _runs(where):
+        part = leaf[done : done + stages * count].reshape(stages, count, *leaf.shape[1:])
+        done += stages * count
+        parts.append(jnp.pad(part, [(0, 0), (0, where.slots - count), *[(0, 0)] * (leaf.ndim - 1)]))
+    return jnp.concatenate(parts).reshape(-1, *leaf.shape[1:])
+
+
+def _without_empty_slots(leaf, where: StageLayers):
+    """The inverse of `_with_empty_slots`."""
+    if not where.idle:
+        return leaf
+    slots, parts, done = leaf.reshape(-1, where.slots, *leaf.shape[1:]), [], 0
+    for count, stages in _runs(where):
+        parts.append(slots[done : done + stages, :count].reshape(-1, *leaf.shape[1:]))
+        done += stages
+    return jnp.concatenate(parts)
+
+
+def _runs(where: StageLayers) -> list[tuple[int, int]]:
+    """(layers of each, number of stages) of the runs of stages with equal numbers of layers; three at most."""
+    return [(count, len(list(stages))) for count, stages in itertools.groupby(where.counts)]
 
 
 def _reverse_second_chunk(leaf, placement: str):

@@ -29,6 +29,7 @@ class ExecutorOptions:
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
+      block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.
     """
@@ -41,6 +42,7 @@ class ExecutorOptions:
     merged: bool = False
     compute_bubbles: bool = False
     poison_bubbles: bool = False
+    block_counts: tuple[int, ...] | None = None
     statistics: Callable | None = None
 
 

@@ -1,6 +1,7 @@
 """Shardings of a run's parameters: stored, in computations, and inside the executor."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,18 +10,19 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import ParallelConfig
 from megajax.pipeline import layout
 from megajax.pipeline.layout import Specs, is_spec
+from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules
 from megajax.sharding.zero import shard_over_data
 
 __all__ = ["ParameterSpecs", "group_blocks", "initial_params", "parameter_specs"]
 
 Tree = Any
-BLOCK_AXES = 3  # leading axes of a stored block's leaf: chunk, rank, layer in the chunk
+BLOCK_AXES = 3  # leading axes of a stored block's leaf: chunk, rank, slot in the chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpecs:
-    """Trees of PartitionSpec like params, blocks in pipeline layout [chunks, pipe, layers per chunk, ...].
+    """Trees of PartitionSpec like params, blocks in pipeline layout [chunks, pipe, slots of a stage, ...].
 
     Attributes:
       stored: fp32 parameters, optimizer state and gradients. Sharded over `data` too with ZeRO.
@@ -59,13 +61,20 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
     return ParameterSpecs(stored, {**whole, "blocks": stored["blocks"]} if parallel.zero == 3 else whole)
 
 
-def initial_params(model, parallel: ParallelConfig, key: jax.Array, placement: str = "loop") -> Tree:
-    """Fresh fp32 parameters, blocks in the pipeline layout of a schedule's placement. Values do not depend on the layout."""
+def initial_params(
+    model,
+    parallel: ParallelConfig,
+    key: jax.Array,
+    placement: str = "loop",
+    arrange: Callable[[Tree, StageLayers], Tree] = layout.to_pipeline_layout,
+) -> Tree:
+    """Fresh fp32 parameters, blocks in the pipeline layout of a schedule's placement. Values do not depend on the layout.
+
+    `arrange` is a `layout.to_pipeline_layout` that also shards.
+    """
     params = model.init(key)
-    blocks = layout.to_pipeline_layout(
-        params["blocks"], stages=parallel.pipe, chunks=parallel.chunks, placement=placement
-    )
-    return {**params, "blocks": blocks}
+    where = parallel.stage_layers(len(jax.tree.leaves(params["blocks"])[0]), placement)
+    return {**params, "blocks": arrange(params["blocks"], where)}
 
 
 def group_blocks(blocks: Tree, group: int) -> Tree:

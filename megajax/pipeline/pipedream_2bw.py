@@ -33,6 +33,7 @@ from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, is_spec, reduce_gra
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions
 from megajax.pipeline.rank import Carry, Rank, local_rows
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
+from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.one_f_one_b import backward_lag
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD
@@ -70,11 +71,13 @@ class PipeDream2BW:
     ):
         """Arguments as for `executor.gradient_function`; the model has one chunk on each of the `stages` ranks.
 
-        Of the options constrain, specs and share_ends apply.
+        Of the options constrain, specs, share_ends and block_counts apply.
         """
         self.mesh = mesh
         self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
-        self.options = ExecutorOptions(options.constrain, options.specs, options.share_ends)
+        self.options = ExecutorOptions(
+            options.constrain, options.specs, options.share_ends, block_counts=options.block_counts
+        )
         weights = options.specs.manual.weights
         shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)
         self.versioned_specs = {"blocks": weights["blocks"], "shared": shared}
@@ -143,7 +146,9 @@ class PipeDream2BW:
             )
             take = lambda a: lax.dynamic_index_in_dim(a, done, 0, keepdims=False)  # noqa: E731
             gradients = {
-                "blocks": jax.tree.map(lambda a: take(a)[None], halves),
+                "blocks": clear_empty_slots(
+                    jax.tree.map(lambda a: take(a)[None], halves), self.options.block_counts, self.schedule
+                ),
                 "shared": jax.tree.map(take, carry.shared_gradients),
             }
             clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(take(a)), done, 0)  # noqa: E731

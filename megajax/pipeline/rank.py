@@ -78,7 +78,7 @@ class Rank:
     ):
         """Arguments as for `executor.gradient_function`, and `collect` as for `executor.forward_function`, else None.
 
-        `params` and `batch` are this rank's shards: blocks [chunks, 1, layers per chunk, ...], batch
+        `params` and `batch` are this rank's shards: blocks [chunks, 1, slots of a stage, ...], batch
         [microbatches, samples, ...].
         """
         self.functions, self.table, self.schedule, self.options = functions, table, table.schedule, options
@@ -95,6 +95,7 @@ class Rank:
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             in_place=options.in_place,
             parts=table.backward_parts,
+            counts=options.block_counts,
         )
 
     def start(self) -> Carry:

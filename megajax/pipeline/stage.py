@@ -26,6 +26,7 @@ from megajax.pipeline.options import MERGED
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import StashRef, empty_stash
+from megajax.pipeline.uneven import StageBlocks
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
 from megajax.schedules.schedule import BACKWARD, FORWARD
 from megajax.sharding.zero import ZeroSharding
@@ -40,7 +41,7 @@ class ChunkWork:
     Attributes:
       microbatch: pytree of [samples, ...], passed to the blocks.
       chunk: int32 scalar, which of the rank's chunks.
-      stage: int32 scalar, the chunk's global stage; only a forward reads it, for the layer's number.
+      stage: int32 scalar, the chunk's global stage.
       stash: the slot that a forward writes and a backward or W reads. None: a forward without backward.
       kept: the slot that I writes and W reads. None: the backward is not split.
       blocks: (low, high), the range of the chunk's blocks to run. Python ints if known at compile time, else int32
@@ -69,11 +70,12 @@ class Stack:
     Attributes:
       block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch, x of [samples, sequence, hidden].
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
-      per_chunk: blocks in a chunk.
+      per_chunk: slots for blocks in a chunk.
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       parts: the numbers of parts in which backwards run.
+      blocks: the numbers of the stages' blocks.
     """
 
     def __init__(
@@ -85,10 +87,11 @@ class Stack:
         cut: Tree | None = None,
         in_place: bool = False,
         parts: Sequence[int] = (1,),
+        counts: Sequence[int] | None = None,
     ):
-        """Arguments: see above."""
+        """Arguments: see above, and `counts` as of `StageBlocks`."""
         self.block, self.weights, self.per_chunk = block, weights, per_chunk
-        self.in_place, self.parts = in_place, parts
+        self.in_place, self.parts, self.blocks = in_place, parts, StageBlocks(per_chunk, counts)
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool = False) -> Tree:
@@ -118,7 +121,8 @@ class Stack:
 
         def step(index, x):
             weights = self._weights(work.chunk * self.per_chunk + index)
-            return self.block(weights, x, work.microbatch, work.stage * self.per_chunk + index)
+            y = self.block(weights, x, work.microbatch, self.blocks.number(work.stage, index))
+            return self.blocks.select(work.stage, index, y, x)
 
         return lax.fori_loop(0, self.per_chunk, step, x)
 
@@ -230,6 +234,7 @@ class Stack:
             split = self._split(template, residuals, weights, x)
             dx, early, new = split.input(residuals, weights, x, dy)
             buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
+            dx = self.blocks.select(work.stage, index, dx, dy)
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
 
@@ -268,7 +273,8 @@ class Stack:
 
         def step(index, place, zero, state):
             x, buffer, records = state
-            y, vjp = self._vjp(place, work.stage * self.per_chunk + index, x, work.microbatch)
+            y, vjp = self._vjp(place, self.blocks.number(work.stage, index), x, work.microbatch)
+            y = self.blocks.select(work.stage, index, y, x)
             stash = dataclasses.replace(work.stash, buffer=buffer)
             records = work.record(records, place, input=x, output=y)
             return y, stash.write(index, (vjp_residuals(vjp), x)), records
@@ -283,6 +289,7 @@ class Stack:
             dy, buffer, gradients, records = state
             saved = self._saved(index, place, dataclasses.replace(work.stash, buffer=buffer), zero)
             dw, dx = self._backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), *saved, dy)
+            dx = self.blocks.select(work.stage, index, dx, dy)
 
             def add(total, new, cut):
                 new = cut.scatter(new.astype(total.dtype))

@@ -100,6 +100,8 @@ def dry_run(
 ) -> int:
     """Compiles, prints the report, and returns the exit code; the run's attention is not auto (`with_attention`)."""
     print(_title(run, gpu))
+    if (stages := run.parallel.stage_layers(model_costs(run.model).layers)).idle:
+        print(stages.describe())
     compiling_here = compiling and has_compiler()
     if compiling_here and run.parallel.attention == "cudnn" and not cudnn_installed():
         run, cudnns = _with_xlas_attention(run), sum(bytes_per_device(run).values())

@@ -21,6 +21,10 @@ def explain(candidates: Sequence[Candidate]) -> str:
     """Text about the first of `candidates`, all of one question, in the order of `search`."""
     best, fitting = candidates[0], [one for one in candidates if one.fits]
     lines = ["why:"]
+    if (stages := best.run.parallel.stage_layers(best.run.model.layers)).idle:
+        lines.append(
+            f"  {stages.describe()}: the time and memory of a stage are those of one with {stages.slots} layers"
+        )
     for takeaway in (_tensor, _model_parallel, _microbatch):
         lines += [f"  {line}" for line in takeaway(best, fitting, candidates)]
     for name, of in (
@@ -125,7 +129,7 @@ def _equation_1(best: Candidate) -> list[str]:
         if per_replica % samples:
             continue
         forward, backward = layer_times(model, dataclasses.replace(parallel, microbatch_size=samples), ops)
-        one = (forward.total + backward.total) * run.model.layers / parallel.pipe
+        one = (forward.total + backward.total) * parallel.stage_layers(run.model.layers).rank_slots
         total = (per_replica / samples + parallel.pipe - 1) * one
         texts.append(
             f"b={samples}: ({per_replica // samples} + {parallel.pipe - 1}) * {one * 1e3:.1f} ms = {total:.2f} s"
@@ -149,7 +153,7 @@ def _checkpoints(best: Candidate) -> list[str]:
         )
         for mode in ("full", "none")
     }
-    layers = run.model.layers // parallel.pipe
+    layers = parallel.stage_layers(run.model.layers).rank_slots
     optimum = math.sqrt(layers * sizes["none"] / sizes["full"])
     return [
         f"checkpoints: sqrt(l A_int / A_in) = sqrt({layers} * {sizes['none'] / 1e6:.0f} / {sizes['full'] / 1e6:.1f} MB) = "

@@ -152,9 +152,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
         alone = ParallelConfig(tensor=tensor, sequence_parallel=question.sequence_parallel)
         if question.gpus % tensor or not _is_legal(RunConfig(model, alone, train)):
             continue
-        for pipe in divisors(question.gpus // tensor):
-            if model.layers % pipe:
-                continue
+        for pipe in _pipe_sizes(question.gpus // tensor, model.layers):
             data = question.gpus // tensor // pipe
             for samples in question.microbatches:
                 if question.global_batch % (data * samples):
@@ -187,11 +185,34 @@ def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
     if pipe == 1:  # without a pipeline all schedules are the same
         yield from ((spec.name, 1) for spec in [spec for spec in specs if spec.chunks != "two"][:1])
         return
-    layers = question.model.layers // pipe
     for spec in specs:
-        fewest = 2 if spec.one_chunk else 1
-        choices = {"one": [1], "two": [2], "any": range(fewest, min(layers, MOST_CHUNKS) + 1)}[spec.chunks]
-        yield from ((spec.name, chunks) for chunks in choices if layers % chunks == 0)
+        choices = {"one": [1], "two": [2], "any": _chunk_counts(pipe, question.model.layers)}[spec.chunks]
+        yield from ((spec.name, chunks) for chunks in choices if chunks > 1 or not spec.one_chunk)
+
+
+def _pipe_sizes(gpus: int, layers: int) -> list[int]:
+    """The numbers of stages to consider: divisors of the GPUs, and the fewest for each size of the largest stage.
+
+    With more stages of that size, of which some have an empty slot, a microbatch would take as long, and fewer replicas
+    would share the batch.
+    """
+    return _fewest([pipe for pipe in divisors(gpus) if pipe <= layers], layers)
+
+
+def _chunk_counts(pipe: int, layers: int) -> list[int]:
+    """The numbers of chunks to consider: the fewest for each size of the largest stage.
+
+    More chunks of that size have the same bubble, and a rank more slots, of which some are empty.
+    """
+    return _fewest(range(1, min(layers // pipe, MOST_CHUNKS) + 1), layers, pipe)
+
+
+def _fewest(counts: Iterable[int], layers: int, each: int = 1) -> list[int]:
+    """For each size that the largest of `count * each` parts of the layers can have, the smallest count."""
+    found: dict[int, int] = {}
+    for count in counts:
+        found.setdefault(-(-layers // (count * each)), count)
+    return list(found.values())
 
 
 def _is_legal(run: RunConfig) -> bool:

@@ -91,11 +91,11 @@ def _meshes(run: RunConfig, devices: int) -> Iterable[dict]:
     """Meshes of `devices` GPUs with a tensor degree that fits a host, as the fields that differ from the run's."""
     parallel = run.parallel
     for tensor in (1, 2, 4, 8):
-        for pipe in (n for n in range(1, run.model.layers + 1) if run.model.layers % n == 0):
+        for pipe in range(1, run.model.layers + 1):
             if devices % (tensor * pipe) == 0:
                 wanted = {"data": devices // tensor // pipe, "pipe": pipe, "tensor": tensor}
                 fields = {axis: size for axis, size in wanted.items() if size != getattr(parallel, axis)}
-                fewest = parallel.chunks > 1 and (pipe == 1 or run.model.layers % (pipe * parallel.chunks))
+                fewest = parallel.chunks > 1 and (pipe == 1 or run.model.layers < pipe * parallel.chunks)
                 yield fields | ({"chunks": 1} if fields and fewest else {})
 
 

@@ -12,6 +12,7 @@ import itertools
 from typing import NamedTuple
 
 from megajax.schedules.errors import UserError
+from megajax.schedules.stages import stage_number
 
 FORWARD, BACKWARD = "F", "B"
 INPUT, WEIGHT = "I", "W"  # a split backward: gradient of the input, gradients of the weights (2401.10241)
@@ -82,10 +83,8 @@ class Schedule:
     split: bool = False
 
     def stage(self, chunk: int, rank: int) -> int:
-        """The global stage held as `chunk` by `rank`; chunks are assigned round-robin (2104.04473 section 2.2)."""
-        if self.placement == "v" and chunk == 1:
-            return 2 * self.stages - 1 - rank
-        return chunk * self.stages + rank
+        """The global stage held as `chunk` by `rank`."""
+        return stage_number(chunk, rank, self.stages, self.placement)
 
     def home(self, stage: int) -> tuple[int, int]:
         """(chunk, rank) of a global stage: the inverse of `stage`."""

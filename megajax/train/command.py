@@ -130,7 +130,7 @@ def print_shapes(request: Request) -> int:
 def describe_shapes(run: RunConfig) -> str:
     """A table of all parameters (shape as stored, sharding, bytes on one device) and the bytes of a device's state.
 
-    Stored shapes of blocks are [chunks, pipe, layers per chunk, ...]. Bytes are of the fp32 parameters; AdamW's two
+    Stored shapes of blocks are [chunks, pipe, slots of a stage, ...]. Bytes are of the fp32 parameters; AdamW's two
     moments and the gradient accumulators have the same shapes and shardings.
     """
     import jax
@@ -153,6 +153,7 @@ def describe_shapes(run: RunConfig) -> str:
         total += bytes_here
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_here:,}"))
+    where = parallel.stage_layers(run.model.layers)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
@@ -162,6 +163,7 @@ def describe_shapes(run: RunConfig) -> str:
     return "\n".join(
         [
             f"{run.model.name}: {run.model.parameters:,} parameters on {mesh_shown}",
+            *([where.describe()] if where.idle else []),
             *lines,
             f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "
             f"{total / 1e9:.3f} GB of gradients: {4 * total / 1e9:.3f} GB",

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import is_block, named
 from megajax.data.loader import PADDING
 from megajax.pipeline import layout
+from megajax.schedules.stages import StageLayers
 from megajax.train.step import Training, leading_sizes
 
 Tree = Any
@@ -105,10 +106,10 @@ def not_finite(training: Training, tree: Tree) -> list[str]:
 
     A leaf of blocks is named once for each layer: "layer 3, attention/qkv/kernel".
     """
-    sharding, placement = NamedSharding(training.mesh, P()), training.schedule.placement
+    sharding = NamedSharding(training.mesh, P())
     with jax.set_mesh(training.mesh):
         flags = jax.tree.map(
-            np.asarray, jax.jit(_flags, static_argnums=1, out_shardings=sharding)(named(tree), placement)
+            np.asarray, jax.jit(_flags, static_argnums=1, out_shardings=sharding)(named(tree), training.where)
         )
     found = []
     for name, finite in flags.items():
@@ -120,14 +121,14 @@ def not_finite(training: Training, tree: Tree) -> list[str]:
     return [text for _, _, text in sorted(found)]
 
 
-def _flags(leaves: dict[str, jax.Array], placement: str) -> dict[str, jax.Array]:
+def _flags(leaves: dict[str, jax.Array], where: StageLayers) -> dict[str, jax.Array]:
     """Whether each leaf is finite: a bool, for blocks [layers]."""
 
     def finite(name, leaf):
         if not is_block(name):
             return jnp.isfinite(leaf).all()
         each = jnp.isfinite(leaf).all(tuple(range(3, leaf.ndim)))
-        return layout.from_pipeline_layout(each, placement=placement)
+        return layout.from_pipeline_layout(each, where)
 
     return {name: finite(name, leaf) for name, leaf in leaves.items()}
 

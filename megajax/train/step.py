@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.layout import StateLayout, arrange
 from megajax.config import RunConfig
 from megajax.config.run_schedule import run_schedule
 from megajax.data.loader import PADDING
@@ -75,6 +75,7 @@ class Training:
     Attributes:
       model: the run's model in training.
       rules: the sharding rules.
+      where: the layers of each pipeline stage.
       attention: the attention that runs, and why.
     """
 
@@ -87,6 +88,7 @@ class Training:
         self.rules = rules or model_rules(run, self.model_class)
         self.attention = attention_choice(run, mesh.devices.flat[0], self.model_class)
         check_offload(run, mesh.devices.flat[0])
+        self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement)
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         self.optimizer = make_optimizer(run.train, self.model.decay_mask())
@@ -101,6 +103,7 @@ class Training:
             in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
             merged=in_place and merges(run.parallel),
             compute_bubbles=bool(run.parallel.rings),
+            block_counts=self.where.in_groups.counts if self.where.idle else None,
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
@@ -121,7 +124,7 @@ class Training:
     @property
     def state_layout(self) -> StateLayout:
         """The layout of the state, for saving and loading checkpoints."""
-        return StateLayout(self.state_shapes, self.state_sharding, self.schedule.placement)
+        return StateLayout(self.state_shapes, self.state_sharding, self.where)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
@@ -193,8 +196,10 @@ class Training:
 
     def _fresh_state(self) -> TrainState:
         shapes = model_shapes(self.run, self.model_class, self.rules)
-        key, placement = jax.random.key(self.run.train.seed), self.schedule.placement
-        params = initial_params(shapes, self.run.parallel, key, placement)
+        key, shardings = jax.random.key(self.run.train.seed), self.params_sharding["blocks"]
+        one = lambda where: lambda leaf, sharding: arrange(leaf, where, sharding)  # noqa: E731
+        place = lambda blocks, where: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
+        params = initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
         return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):

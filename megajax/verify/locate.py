@@ -88,16 +88,14 @@ def _gradient_of(side: Side, name: str, microbatches: slice) -> np.ndarray:
     factors[microbatches] = 1
     gradients = named(side.replay.execute(side.results.before, side.batch, factors).gradients)
     with jax.set_mesh(side.replay.training.mesh):
-        return np.asarray(tensor_sketches({name: gradients[name]}, side.replay.training.schedule.placement)[name])
+        return np.asarray(tensor_sketches({name: gradients[name]}, side.replay.training.where)[name])
 
 
 def _devices(difference: Difference, kind: str, name: str, reference: Side, side: Side) -> list[str]:
     """The devices whose part of the tensor differs, where these are not all that have a part of it."""
     want = _canonical(reference, kind, name)
-    parallel, placement = side.replay.run.parallel, side.replay.training.schedule.placement
     if is_block(name):
-        sizes = {"stages": parallel.pipe, "chunks": parallel.chunks, "placement": placement}
-        want = np.asarray(layout.to_pipeline_layout(want, **sizes))
+        want = np.asarray(layout.to_pipeline_layout(want, side.replay.training.where))
     allowed = max(DEVICE_FACTOR * difference.tolerance, UPDATE_DISTANCE if kind == "update" else 0)
     holding, differing = [], []
     for device, index, part in _parts(side, kind, name):
@@ -140,7 +138,7 @@ def _canonical(side: Side, kind: str, name: str) -> np.ndarray:
     whole = leaves[0] if len(leaves) == 1 else leaves[1] - leaves[0]
     if not is_block(name):
         return whole
-    return np.asarray(layout.from_pipeline_layout(whole, placement=side.replay.training.schedule.placement))
+    return np.asarray(layout.from_pipeline_layout(whole, side.replay.training.where))
 
 
 def _parts(side: Side, kind: str, name: str):

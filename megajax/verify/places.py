@@ -15,18 +15,11 @@ class Places:
     def __init__(self, training: Training):
         """Reads the mesh and the schedule's placement of layers.
 
-        `layers`: int [chunks, pipe, layers per chunk], the model's number of each stored layer.
+        `layers`: int [chunks, pipe, slots of a stage], the model's number of each stored layer; -1 for an empty slot.
         """
         self.mesh, self.parallel, self.microbatches = training.mesh, training.run.parallel, training.run.microbatches
         numbers = np.arange(training.run.model.layers)
-        self.layers = np.asarray(
-            layout.to_pipeline_layout(
-                numbers,
-                stages=self.parallel.pipe,
-                chunks=self.parallel.chunks,
-                placement=training.schedule.placement,
-            )
-        )
+        self.layers = np.asarray(layout.to_pipeline_layout(numbers + 1, training.where)) - 1
 
     def layer(self, number: int) -> str:
         """Where a layer is computed, "pipe rank 1, chunk 0"; empty without a pipeline."""

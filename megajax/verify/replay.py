@@ -176,7 +176,7 @@ class Replay:
     def _canonical(self, record: np.ndarray) -> np.ndarray:
         """The executor's record [chunks, pipe, groups, microbatches, data * context * samples, WIDTH], as in StepRecord."""
         parallel = self.run.parallel
-        layers = np.asarray(layout.from_pipeline_layout(record, placement=self.training.schedule.placement))
+        layers = np.asarray(layout.from_pipeline_layout(record, self.training.where.in_groups))
         shape = (*layers.shape[:2], parallel.data, parallel.context, parallel.microbatch_size, WIDTH)
         layers = layers.reshape(shape)
         whole = layers[:, :, :, 0] if parallel.context == 1 else add_parts(layers, 3)
@@ -189,10 +189,10 @@ class Replay:
 
     def _sketches_of_state(self, state: TrainState) -> dict[str, jax.Array]:
         parts = {name: getattr(state, name) for name in ("params", "optimizer_state", "loss_scale")}
-        return tensor_sketches(parts, self.training.schedule.placement)
+        return tensor_sketches(parts, self.training.where)
 
     def _sketches_of_step(self, before: TrainState, gradients: Tree, after: TrainState) -> dict:
-        placement, old = self.training.schedule.placement, named(before.params)
+        where, old = self.training.where, named(before.params)
         slopes = named(gradients)
         update = {
             name: well_conditioned(new - old[name], slopes[name], 3 if is_block(name) else 0)
@@ -200,9 +200,9 @@ class Replay:
         }
         state = {"optimizer_state": after.optimizer_state, "loss_scale": after.loss_scale}
         return {
-            "gradient": tensor_sketches(gradients, placement),
-            "update": tensor_sketches(update, placement),
-            "optimizer_state": tensor_sketches(state, placement),
+            "gradient": tensor_sketches(gradients, where),
+            "update": tensor_sketches(update, where),
+            "optimizer_state": tensor_sketches(state, where),
         }
 
     def _perturbed(self, params: Tree, seed: jax.Array) -> Tree:

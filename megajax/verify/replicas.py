@@ -42,6 +42,6 @@ def _layer(leaf: jax.Array, suspects: tuple[jax.Device, ...], places: Places) ->
             bits, expected = (np.ascontiguousarray(shard.data).view(np.uint32) for shard in (suspect, other))
             unequal = (bits != expected).reshape(*bits.shape[:3], -1).any(-1)
             if unequal.any():
-                layers = places.layers[suspect.index[:3]]
-                return int(layers[unequal].min())
+                layers = places.layers[suspect.index[:3]][unequal]
+                return min((int(layer) for layer in layers if layer >= 0), default=None)
     return None

@@ -22,6 +22,7 @@ from jax import lax
 
 from megajax.checkpoint.layout import is_block, named
 from megajax.pipeline import layout
+from megajax.schedules.stages import StageLayers
 
 Tree = Any
 PROJECTIONS = 8
@@ -77,12 +78,12 @@ def _bits(x: jax.Array) -> jax.Array:
     return x.astype(jnp.uint32)
 
 
-def tensor_sketches(tree: Tree, placement: str) -> dict[str, jax.Array]:
+def tensor_sketches(tree: Tree, where: StageLayers) -> dict[str, jax.Array]:
     """By name (checkpoint/layout.py): fp32 [layers, WIDTH] for a leaf of blocks, in the model's order, else [1, WIDTH]."""
 
     def one(name, leaf):
         if is_block(name):
-            return layout.from_pipeline_layout(sketch(leaf, 3), placement=placement)
+            return layout.from_pipeline_layout(sketch(leaf, 3), where)
         return sketch(leaf, 0)[None]
 
     return {name: one(name, leaf) for name, leaf in named(tree).items()}

@@ -171,7 +171,7 @@ def test_the_command_has_no_paths_of_this_machine():
     ("words", "says"),
     [
         ("--meshes 2x2x2", "meshes = '2x2x2' is not DATA,PIPE,TENSOR"),
-        ("--meshes 1,3,1", "layers = 4 cannot be cut"),
+        ("--meshes 1,8,1", "layers = 4 cannot be cut"),
         ("--schedules 1f1b:x", "schedules = '1f1b:x' is not NAME or NAME:CHUNKS"),
         ("--schedules 1f1b --pipe 1", "schedules = 1f1b differ only with a pipeline"),
         ("--rounds 0", "--rounds: 0 must be a whole number, 1 or more"),

@@ -104,7 +104,7 @@ def test_every_array_is_restored_unchanged_on_every_mesh(written, training, stat
     assert at == Progress(step=6, samples=96, skipped=1)
     for leaf, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(other.state_sharding), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    arrays = [layout.to_canonical(s, t.schedule.placement) for s, t in ((got, other), (state, training))]
+    arrays = [layout.to_canonical(s, t.where) for s, t in ((got, other), (state, training))]
     assert arrays[0].keys() == arrays[1].keys()
     for name, array in arrays[0].items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(arrays[1][name]), err_msg=name)

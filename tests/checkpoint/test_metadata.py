@@ -50,7 +50,7 @@ def test_a_checkpoint_of_format_1_is_restored(pipe):
     assert progress == Progress(step=2, samples=4, skipped=0, nonfinite=0)
     assert messages == ([] if pipe == 1 else ["resume    resharded: pipe was 1, is 2, microbatch_size was 2, is 1"])
     stored = layout.named(ocp.PyTreeCheckpointHandler().restore(FORMAT_1 / "state"))
-    restored = layout.to_canonical(state, training.schedule.placement)
+    restored = layout.to_canonical(state, training.where)
     assert restored.keys() == stored.keys()
     for name, array in restored.items():
         rows = np.asarray(stored[name]).shape[0] if np.ndim(stored[name]) else None

@@ -49,7 +49,7 @@ np.savez({str(tmp_path / "read.npz")!r}, **flat)
     assert done.returncode == 0, done.stderr[-2000:]
     found, expected = (
         np.load(tmp_path / "read.npz"),
-        layout.to_canonical(state, trainer.training.state_layout.placement),
+        layout.to_canonical(state, trainer.training.where),
     )
     assert set(found) == set(expected)
     for name, array in expected.items():

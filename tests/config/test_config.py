@@ -100,11 +100,21 @@ ILLEGAL = [
         ["chunks = 2", "1f1b has one chunk on each rank, not 2", "--chunks 1"],
     ),
     ({"chunks": 2}, None, ["chunks = 2", "pipe = 1", "--chunks 1", "--pipe 2"]),
-    ({"layers": 10, "pipe": 4}, None, ["layers = 10", "4 * 1 = 4", "--pipe 1, 2, 5 or 10", "--layers 8 or 12"]),
+    ({"layers": 3, "pipe": 4}, None, ["layers = 3 cannot", "4 * 1 = 4 stages", "--layers 4", "--pipe 1, 2 or 3."]),
     (
-        {"layers": 12, "pipe": 4, "chunks": 2},
+        {"layers": 6, "pipe": 4, "chunks": 2},
         None,
-        ["layers = 12", "4 * 2 = 8", "--pipe 2, 3 or 6", "--layers 8 or 16", "--chunks 1 or 3"],
+        ["layers = 6 cannot", "4 * 2 = 8 stages", "--layers 8", "--pipe 2 or 3", "--chunks 1."],
+    ),
+    (
+        {"layers": 10, "pipe": 2, "recompute": "full", "recompute_blocks": 4},
+        None,
+        ["recompute_blocks = 4 does not divide layers = 10", "--recompute-blocks 1, 2 or 5", "--layers 8 or 12"],
+    ),
+    (
+        {"layers": 8, "pipe": 4, "recompute": "full", "recompute_blocks": 4},
+        None,
+        ["layers = 8 in 2 groups of recompute_blocks = 4", "= 4 stages", "--layers 16", "--recompute-blocks 1 or 2"],
     ),
     (
         {"global_batch_size": 10, "data": 4},
@@ -152,12 +162,12 @@ def test_an_illegal_run_is_refused_in_one_line(fields, devices, parts):
     schedule=st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"]),
     sequence_parallel=st.booleans(),
 )
-def test_validate_accepts_exactly_the_runs_that_divide_evenly(**fields):
+def test_validate_accepts_exactly_the_runs_that_can_be_split(**fields):
     legal = (
         fields["heads"] % fields["tensor"] == 0
         and (not fields["sequence_parallel"] or 64 % fields["tensor"] == 0)
         and 4 * 96 % fields["tensor"] == 0
-        and fields["layers"] % (fields["pipe"] * fields["chunks"]) == 0
+        and fields["layers"] >= fields["pipe"] * fields["chunks"]
         and fields["global_batch_size"] % (fields["microbatch_size"] * fields["data"]) == 0
         and (fields["chunks"] == 1 or (fields["schedule"] == "interleaved_1f1b" and fields["pipe"] > 1))
     )
@@ -262,7 +272,7 @@ def test_a_users_model_is_checked_by_its_own_rules_and_the_general_ones():
     with pytest.raises(ConfigError, match="tensor is not supported"):
         RunConfig(OwnModel(), ParallelConfig(tensor=2), train).validate()
     with pytest.raises(ConfigError, match="layers = 6 cannot be cut into"):
-        RunConfig(OwnModel(), ParallelConfig(pipe=4, schedule="1f1b"), train).validate()
+        RunConfig(OwnModel(), ParallelConfig(pipe=8, schedule="1f1b"), train).validate()
 
 
 @pytest.mark.parametrize(

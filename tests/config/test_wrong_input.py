@@ -10,7 +10,7 @@ TEXTS += ("run-dir", "schedule", "split", "text", "tokenizer", "coordinator", "a
 WRONG = [
     ("--model gtp2", ["gtp2", "did you mean gpt2", "--model"]),
     ("--shedule gpipe", ["--shedule", "did you mean --schedule"]),
-    ("--pipe 3 --tensor 1 --data 1 --devices cpu:3", ["layers = 4", "--pipe 1, 2 or 4"]),
+    ("--pipe 5 --tensor 1 --data 1 --devices cpu:5", ["layers = 4", "--pipe 1, 2, 3 or 4"]),
     ("--pipe 2 --tensor 3 --data 1 --devices cpu:6", ["tensor = 3", "--tensor"]),
     (
         "--data 4 --pipe 4 --tensor 4 --microbatch-size 1 --devices cpu:8",
@@ -47,7 +47,7 @@ WRONG = [
     ("--temperature nan", ["temperature = nan", "--temperature"]),
     ("--top-k 0", ["top_k = 0", "--top-k"]),
     ("--new-tokens -1", ["new_tokens = -1", "--new-tokens"]),
-    ("--model gpt3-175b --pipe 7 --dry-shapes", ["layers = 96", "--pipe 3, 4, 6 or 8"]),
+    ("--model gpt3-175b --pipe 97 --dry-shapes", ["layers = 96", "--pipe 93, 94, 95 or 96"]),
     ("--model gpt3-175b --pipe 0 --dry-shapes", ["pipe = 0"]),
     ("--vocabulary 10", ["257", "10", "--vocabulary 257"]),
     ("--norm batchnorm", ["batchnorm", "layernorm"]),

@@ -47,7 +47,14 @@ def test_closed_form_slots_are_those_counted_in_the_tables(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt3-175b", (2, 8, 8)), ("gpt2", (1, 4, 2)), ("llama2-7b", (4, 2, 4)), ("tiny", (8, 1, 1))]
+    ("name", "mesh"),
+    [
+        ("gpt3-175b", (2, 8, 8)),
+        ("gpt2", (1, 4, 2)),
+        ("llama2-7b", (4, 2, 4)),
+        ("tiny", (8, 1, 1)),
+        ("llama3.1-405b", (1, 16, 8)),  # 126 layers in 128 slots
+    ],
 )
 def test_weights_are_the_bytes_on_a_device(name, mesh):
     """Shapes and shardings of the program, by jax.eval_shape."""

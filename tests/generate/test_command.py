@@ -109,7 +109,7 @@ def test_wrong_input_is_one_line(run_dir, capsys, tmp_path):
             "--pipe",
             "2",
         ): "needs data \\* pipe \\* tensor = 2 devices, but there are 1",
-        (*good, *prompt, "--devices", "cpu:8", "--pipe", "3"): "layers = 4 cannot be cut into pipe",
+        (*good, *prompt, "--devices", "cpu:8", "--pipe", "8"): "layers = 4 cannot be cut into pipe",
         (*good, *prompt, "--devices", "cpu:8", "--tensor", "4"): "kv_heads = 2 cannot be split over tensor = 4",
         (*good, "--prompt", ""): "--prompt 1: the prompt is empty",
         (*good, "--prompt", "a" * 48): "--prompt 1: the prompt has 48 tokens, but the model's context is 48",

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from megajax.config import ParallelConfig
 from megajax.config.sample import SampleConfig
@@ -15,6 +17,7 @@ from megajax.estimate import hlo
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.pipeline.layout import to_pipeline_layout
 from megajax.runtime.mesh import make_mesh
+from megajax.schedules.stages import StageLayers
 from tests import small
 from tests.models.test_cached import recomputed
 
@@ -51,12 +54,11 @@ def tokens_of(decoder, weights, prompts, numbers=None) -> np.ndarray:
 
 def loaded(decoder, model):
     """The canonical parameters on the decoder's mesh."""
-    return decoder.weights(stored(model, decoder.run.parallel.pipe))
+    return decoder.weights(stored(model, decoder.where))
 
 
-def stored(model, pipe, chunks=1, placement="loop"):
-    blocks = to_pipeline_layout(lively(model)["blocks"], stages=pipe, chunks=chunks, placement=placement)
-    return {**lively(model), "blocks": blocks}
+def stored(model, where):
+    return {**lively(model), "blocks": to_pipeline_layout(lively(model)["blocks"], where)}
 
 
 @functools.cache
@@ -85,6 +87,16 @@ def test_greedy_text_equals_recomputed_text_for_64_tokens(model, mesh):
     np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, model), PROMPTS), wanted)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "model"), [((1, 3, 1), GPT), pytest.param((2, 3, 1), LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"]
+)
+def test_greedy_text_with_uneven_stages(mesh, model):
+    """4 layers on 3 stages: 1, 2 and 1."""
+    decoder = decoder_on(mesh, model, DecodeSizes(len(PROMPTS), 30, 16, chunk=16), vocab_parallel="tensor")
+    assert decoder.where.counts == (1, 2, 1)
+    np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, model), PROMPTS), expected(model, 64)[:, :16])
+
+
 @pytest.mark.slow
 @MODELS
 @pytest.mark.parametrize(
@@ -103,12 +115,23 @@ def test_embedding_and_head_on_single_ranks():
     np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, GPT), PROMPTS), expected(GPT, 8))
 
 
-@pytest.mark.parametrize(("placement", "chunks"), [("loop", 2), ("v", 2)])
-def test_weights_of_any_training_layout(placement, chunks):
-    """Interleaved chunks and the v-shaped placement of zb_v and dualpipe_v."""
-    decoder = decoder_on((1, 2, 1), GPT, DecodeSizes(5, 30, 4))
-    weights, wanted = decoder.weights(stored(GPT, 2, chunks, placement), placement), loaded(decoder, GPT)
+@pytest.mark.parametrize(
+    ("layers", "placement", "group"), [(4, "loop", 1), (4, "v", 1), (5, "v", 1), (6, "loop", 1), (10, "loop", 2)]
+)
+def test_weights_of_any_training_layout(layers, placement, group):
+    """Interleaved chunks and the v-shaped placement of zb_v and dualpipe_v; uneven stages, of groups of layers too."""
+    model = dataclasses.replace(GPT, layers=layers)
+    decoder = decoder_on((1, 2, 1), model, DecodeSizes(5, 30, 4))
+    where = StageLayers(layers, 2, 2, placement, group)
+    blocks = jax.device_put(stored(model, where)["blocks"], NamedSharding(decoder.mesh, P(None, "pipe")))
+    weights, wanted = decoder.weights(stored(model, where) | {"blocks": blocks}, where), loaded(decoder, model)
     jax.tree.map(np.testing.assert_array_equal, weights, wanted)
+    first = [np.asarray(jax.tree.leaves(layer)[0]) for layer in weights["blocks"]]  # of each slot: [pipe, ...]
+    canonical, starts = jax.tree.leaves(lively(model)["blocks"])[0], np.cumsum([0, *decoder.where.counts[:-1]])
+    for rank, count in enumerate(decoder.where.counts):
+        for slot, of_slot in enumerate(first):
+            layer = canonical[starts[rank] + slot] if slot < count else 0 * canonical[0]
+            np.testing.assert_array_equal(of_slot[rank], layer)
 
 
 def test_a_batch_may_be_smaller_and_a_second_batch_follows():

@@ -23,7 +23,7 @@ def check(training, model):
     loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
     want_loss, want = small.expected(model)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
     return params
 
 

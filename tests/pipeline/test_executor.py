@@ -14,6 +14,7 @@ from megajax.pipeline import layout
 from megajax.pipeline.executor import ExecutorOptions, gradient_function
 from megajax.pipeline.split_backward import split_backward
 from megajax.schedules.registry import make_schedule
+from megajax.schedules.stages import StageLayers
 
 LAYERS, WIDTH, SAMPLES, LENGTH = 8, 8, 2, 4
 
@@ -67,24 +68,34 @@ def layers_for(stages, chunks):
     return max(LAYERS, stages * chunks)
 
 
-def run(name, stages, microbatches, chunks, data=1, program=None, **options):
+def run(name, stages, microbatches, chunks, data=1, program=None, layers=None, **options):
     schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, **options)
     mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    params, batch = problem(microbatches, data, layers_for(stages, chunks))
-    placement = {"placement": schedule.placement}
-    blocks = layout.to_pipeline_layout(params["blocks"], stages=stages, chunks=chunks, **placement)
+    where = StageLayers(layers or layers_for(stages, chunks), stages, chunks, schedule.placement)
+    params, batch = problem(microbatches, data, where.layers)
+    blocks = layout.to_pipeline_layout(params["blocks"], where)
+    counts = {"block_counts": where.counts} if where.idle else {}
     with jax.set_mesh(mesh):
         blocks = jax.device_put(blocks, NamedSharding(mesh, P(None, "pipe")))
         batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
-        run = gradient_function(FUNCTIONS, schedule, mesh, ExecutorOptions(**program or {}))
+        run = gradient_function(FUNCTIONS, schedule, mesh, ExecutorOptions(**(program or {}) | counts))
         losses, gradients, _ = jax.jit(run)({**params, "blocks": blocks}, batch, jnp.float32(2))
-    blocks = layout.from_pipeline_layout(jax.tree.map(np.asarray, gradients["blocks"]), **placement)
+    check_empty_slots(gradients["blocks"], where)
+    blocks = layout.from_pipeline_layout(jax.tree.map(np.asarray, gradients["blocks"]), where)
     return losses.sum(), jax.tree.map(np.asarray, {**gradients, "blocks": blocks})
 
 
-def check(name, stages, microbatches, chunks, data=1, **options):
-    loss, gradients = run(name, stages, microbatches, chunks, data, **options)
-    want, expected = jax.jit(jax.value_and_grad(reference))(*problem(microbatches, data, layers_for(stages, chunks)))
+def check_empty_slots(gradients, where):
+    """Gradients of slots without a block are zero, and NaN is not."""
+    empty = np.asarray(layout.to_pipeline_layout(np.ones(where.layers), where)) == 0
+    assert empty.sum() == where.idle
+    assert all((np.asarray(leaf)[empty] == 0).all() for leaf in jax.tree.leaves(gradients))
+
+
+def check(name, stages, microbatches, chunks, data=1, layers=None, **options):
+    loss, gradients = run(name, stages, microbatches, chunks, data, layers=layers, **options)
+    layers = layers or layers_for(stages, chunks)
+    want, expected = jax.jit(jax.value_and_grad(reference))(*problem(microbatches, data, layers))
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for path, gradient in jax.tree.leaves_with_path(gradients):
         target = 2 * np.asarray(dict(jax.tree.leaves_with_path(expected))[path])
@@ -173,6 +184,43 @@ MERGED_LONG = [
 def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
     """A forward and a backward in one loop over blocks; the last two schedules have no tick to merge."""
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
+
+
+PAIRED = ("gpipe", "eager_1f1b", "interleaved_1f1b", "looped_bfs")
+CASES_LONG_UNEVEN = [
+    ("gpipe", 4, 4, 1), ("1f1b", 4, 5, 1), ("eager_1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 6, 2), ("looped_bfs", 2, 4, 2),
+    ("zb_h1", 4, 6, 1), ("zb_1p_interleaved", 2, 4, 2), ("zb_v", 4, 6, 2), ("dualpipe_v", 2, 5, 2), ("auto", 2, 4, 2),
+]  # fmt: skip
+UNEVEN = [("zb_v", 2, 4, 2, 7, {}), ("1f1b", 4, 5, 1, 6, {"in_place": True})]
+UNEVEN_LONG = [
+    (name, stages, microbatches, chunks, layers, program)
+    for name, stages, microbatches, chunks in CASES_LONG_UNEVEN
+    for layers in range(stages * chunks + 1, 3 * stages * chunks, 2)
+    if layers % (stages * chunks)
+    for program in ({}, {"in_place": True}, {"in_place": True, "merged": True}, {"compute_bubbles": True})
+    if name in PAIRED or not ("merged" in program or "compute_bubbles" in program)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks", "layers", "program"),
+    UNEVEN + [pytest.param(*case, marks=pytest.mark.slow) for case in UNEVEN_LONG],
+)
+def test_gradients_with_uneven_stages(name, stages, microbatches, chunks, layers, program):
+    """All stages have as many slots as the largest has blocks; the gradients are those of the model's blocks alone."""
+    check(name, stages, microbatches, chunks, layers=layers, program=program)
+
+
+@pytest.mark.parametrize("program", [{}, pytest.param({"in_place": True}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+def test_nan_from_empty_slots_reaches_nothing(name, program, monkeypatch):
+    """A block whose output and gradients are NaN where its weights are zero, as they are in an empty slot."""
+
+    def dividing(weights, x, microbatch, layer):
+        return block(weights, x, microbatch, layer) / jnp.sign(jnp.square(weights["down"]).sum())
+
+    monkeypatch.setattr(FUNCTIONS, "block", dividing)
+    check(name, 2, 4, 1, layers=5, program=program)
 
 
 @pytest.mark.slow

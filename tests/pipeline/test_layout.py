@@ -19,6 +19,7 @@ from megajax.pipeline.layout import (
     vary,
 )
 from megajax.schedules.schedule import Schedule
+from megajax.schedules.stages import StageLayers
 
 
 @pytest.mark.parametrize(
@@ -27,21 +28,25 @@ from megajax.schedules.schedule import Schedule
 )
 def test_layers_of_two_chunks_on_two_ranks(placement, layers):
     """[chunk][rank] lists of layers, as the module's docstring shows them."""
-    got = to_pipeline_layout({"w": np.arange(8)}, stages=2, chunks=2, placement=placement)
+    got = to_pipeline_layout({"w": np.arange(8)}, StageLayers(8, 2, 2, placement))
     assert got["w"].tolist() == layers
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["loop", "v"]))
-def test_layers_are_where_the_schedule_places_their_stage(stages, chunks, layers, placement):
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["loop", "v"]))
+def test_layers_are_where_the_schedule_places_their_stage(data, ranks, chunks, group, placement):
     chunks = 2 if placement == "v" else chunks
-    canonical = np.arange(stages * chunks * layers * 3).reshape(-1, 3)
-    blocks = to_pipeline_layout(canonical, stages=stages, chunks=chunks, placement=placement)
-    assert blocks.shape == (chunks, stages, layers, 3)
-    schedule = Schedule("none", stages, 1, chunks, True, (), placement)
-    for stage in range(stages * chunks):
+    groups = data.draw(st.integers(ranks * chunks, 3 * ranks * chunks))
+    where = StageLayers(groups * group, ranks, chunks, placement, group)
+    canonical = 1 + np.arange(where.layers * 3).reshape(-1, 3)
+    blocks = np.asarray(to_pipeline_layout(canonical, where))
+    assert blocks.shape == (chunks, ranks, where.slots, 3)
+    schedule, done = Schedule("none", ranks, 1, chunks, True, (), placement), 0
+    for stage, count in enumerate(where.counts):
         chunk, rank = schedule.home(stage)
-        np.testing.assert_array_equal(blocks[chunk, rank], canonical[stage * layers : (stage + 1) * layers])
-    np.testing.assert_array_equal(from_pipeline_layout(blocks, placement=placement), canonical)
+        np.testing.assert_array_equal(blocks[chunk, rank, :count], canonical[done : done + count])
+        assert not blocks[chunk, rank, count:].any()
+        done += count
+    np.testing.assert_array_equal(from_pipeline_layout(blocks, where), canonical)
 
 
 def test_the_sharding_of_a_leaf_in_pipeline_layout():

@@ -50,6 +50,18 @@ def test_model_only_does_not_ask_for_the_compiler(capsys):
     assert "NOT COMPILED" not in out and "MEMORY MODEL" in out
 
 
+def test_it_says_which_stages_have_fewer_layers(capsys):
+    """Llama 3.1 405B on 16 stages needs the memory of 128 layers."""
+    words = (
+        "--gpu h100-80gb --data 8 --pipe 16 --tensor 8 --zero 1 --schedule 1f1b --global-batch-size 512 --model-only"
+    )
+    for more in ("", "--layers 128"):
+        assert dryrun.main(f"--model llama3.1-405b {words} --recompute selective {more}".split()) == 0
+    uneven, even = capsys.readouterr().out.split("llama3.1-405b")[1:]
+    assert "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last); 2 of 128 slots idle" in uneven
+    assert "slots" not in even and uneven.split("memory: ")[1] == even.split("memory: ")[1]
+
+
 @pytest.mark.parametrize("name", names())
 def test_the_model_prices_every_schedule(name, capsys):
     spec = find(name)
@@ -101,7 +113,7 @@ def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
         ("--model gpt3-13b", "--gpu"),
         ("--gpu h100-80gb", "model is not given"),
         ("--model gpt3-13b --gpu h100", "gpu = 'h100' is not known"),
-        ("--model gpt3-13b --gpu h100-80gb --pipe 3", "layers = 40 cannot be cut"),
+        ("--model gpt3-13b --gpu h100-80gb --pipe 41", "layers = 40 cannot be cut"),
         ("--model gpt3-13b --gpu h100-80gb --pip 4", "there is no option --pip: did you mean --pipe"),
     ],
 )

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from megajax.config import ConfigError, ModelConfig, preset
+from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import find_gpu
 from megajax.plan.explain import explain
 from megajax.plan.search import Question, best_by, search, usable_bytes
@@ -56,14 +57,40 @@ def test_every_layout_is_legal_once_and_sorted():
 
 
 def test_all_shapes_are_searched():
-    """Every (tensor, pipe, data) whose sizes divide heads, layers and batch, counted independently."""
+    """Every (tensor, pipe, data) whose sizes divide heads and batch, with a layer or more a stage, counted independently."""
     found = search(Question(preset("gpt3-13b"), 32, A100, 64))
     shapes = {
         (tensor, pipe, data)
         for tensor, pipe, data in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32))
-        if tensor * pipe * data == 32 and 40 % tensor == 0 and 40 % pipe == 0 and 64 % data == 0
+        if tensor * pipe * data == 32 and 40 % tensor == 0 and pipe <= 40 and 64 % data == 0
     }
     assert {one.mesh for one in found} == shapes
+
+
+def test_uneven_stages_are_searched_and_cost_what_their_largest_stage_costs():
+    """126 layers on 16 stages: memory and time of the blocks are those of 128 layers, the FLOPs those of 126."""
+    model, options = preset("llama3.1-405b"), {"tensor_sizes": (8,), "recomputes": ("full",), "schedules": ("1f1b",)}
+    question = Question(model, 1024, find_gpu("h100-80gb"), 512, microbatches=(1,), zero=(1,), **options)
+    found = {one.mesh: one for one in search(question)}
+    assert set(found) == {(8, pipe, 128 // pipe) for pipe in (1, 2, 4, 8, 16, 32, 64)}  # 128 stages of 126 layers: none
+    uneven, even = (
+        found[8, 16, 8],
+        search(dataclasses.replace(question, model=dataclasses.replace(model, layers=128))),
+    )
+    even = next(one for one in even if one.mesh == (8, 16, 8))
+    assert uneven.memory == even.memory
+    assert uneven.time == even.time
+    assert flops_per_step(uneven.run) < flops_per_step(even.run) and uneven.utilisation < even.utilisation
+    assert "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last)" in explain([uneven])
+
+
+def test_of_stages_and_chunks_with_equal_largest_sizes_the_fewest_are_searched():
+    """80 layers on 8 ranks: 2 chunks of 5 layers, 3 of 4 at most, 4 of 3, 5 of 2, 10 of 1; 6 to 9 are of 2 too."""
+    question = Question(
+        dataclasses.replace(preset("gpt3-13b"), layers=80), 8, A100, 64, schedules=("interleaved_1f1b",)
+    )
+    found = {one.run.parallel.chunks for one in search(question) if one.run.parallel.pipe == 8}
+    assert found == {2, 3, 4, 5, 10}
 
 
 def test_days_and_utilisation_by_hand():
@@ -86,8 +113,8 @@ def test_zero_frees_memory():
 
 
 def test_nothing_legal_and_nothing_that_fits():
-    with pytest.raises(ConfigError, match="no layout of gpt3-175b over 7 GPUs takes a global batch of 3"):
-        search(Question(preset("gpt3-175b"), 7, A100, 3))
+    with pytest.raises(ConfigError, match="no layout of gpt3-175b over 97 GPUs takes a global batch of 3"):
+        search(Question(preset("gpt3-175b"), 97, A100, 3))
     found = search(Question(preset("gpt3-1t"), 8, A100, 64))
     assert not any(one.fits for one in found)
     assert found[0].peak == min(one.peak for one in found)

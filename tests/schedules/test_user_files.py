@@ -79,7 +79,7 @@ def test_it_trains(example, name, chunks):
     )
     want_loss, want = small.expected(small.MODEL)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
 
 
 def test_its_memory_is_that_of_its_table(example):

@@ -80,7 +80,7 @@ def check(*case, training=None, model=small.MODEL, **shared_out):
     loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
     want_loss, want = small.expected(model)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", GRID + slow(GRID_LONG), ids=str)
@@ -207,7 +207,7 @@ def test_dropout_does_not_depend_on_the_mesh(case):
     params = small.place(training, small.busy_params(model))
     loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    small.assert_gradients_close(small.canonical(gradients, training.schedule.placement), want, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
 
 
 ONE_DEVICE = ((1, 1, 1), "1f1b", 1, 2)

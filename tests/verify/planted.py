@@ -153,8 +153,5 @@ def moved(name: str, leaf: np.ndarray, replay: Replay) -> np.ndarray:
     """A leaf of the reference's state in the layout of `replay`."""
     if not is_block(name):
         return leaf
-    parallel, placement = replay.run.parallel, replay.training.schedule.placement
     layers = leaf.reshape(-1, *leaf.shape[3:])  # the reference has one stage
-    return np.asarray(
-        layout.to_pipeline_layout(layers, stages=parallel.pipe, chunks=parallel.chunks, placement=placement)
-    )
+    return np.asarray(layout.to_pipeline_layout(layers, replay.training.where))

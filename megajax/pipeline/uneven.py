@@ -1,0 +1,70 @@
+"""Stages with different numbers of blocks in one program: what runs for an empty slot is computed and discarded.
+
+All ranks run the same loops over the slots of a chunk, with trip counts that are known at compile time, so that those with
+an empty slot (`schedules/stages.py`) run a block on weights that are zero. Its results can have any value, NaN included. A
+select outside of the block's VJP discards them: the forward keeps x, the backward keeps dy. Its weight gradients are added
+to the accumulators' row of that slot, where nothing reads them, because with `ExecutorOptions.in_place` nothing may stand
+between a matmul and its addition; `clear_empty_slots` replaces the row by zeros after the last tick. To run fewer blocks
+on such a rank would not shorten a tick: the other ranks have a block in this slot, and by default they share the head.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax.schedules.schedule import Schedule
+
+__all__ = ["StageBlocks", "clear_empty_slots"]
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBlocks:
+    """The numbers of the stages' blocks. Where all stages have the same number, nothing is added to the program.
+
+    Attributes:
+      slots: blocks of the largest stage.
+      counts: blocks of each stage, `slots` or fewer; None: all stages have `slots`.
+    """
+
+    slots: int
+    counts: Sequence[int] | None = None
+
+    def number(self, stage: jax.Array, slot: jax.Array) -> jax.Array:
+        """The model's number of the block in a slot of a stage, int32 scalars; without meaning for an empty slot."""
+        if self.counts is None:
+            return stage * self.slots + slot
+        first = np.cumsum([0, *self.counts[:-1]], dtype=np.int32)
+        return jnp.asarray(first)[stage] + slot
+
+    def select(self, stage: jax.Array, slot: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+        """`new`, a result of the block in this slot; `old`, of the same type, if the slot is empty."""
+        if self.counts is None:
+            return new
+        return jnp.where(slot < jnp.asarray(self.counts, jnp.int32)[stage], new, old)
+
+
+def clear_empty_slots(gradients: Tree, counts: Sequence[int] | None, schedule: Schedule) -> Tree:
+    """A rank's gradients of blocks [chunks, 1, slots, ...] with zeros in empty slots.
+
+    Args:
+      counts: as `StageBlocks.counts`.
+      schedule: which stage a rank's chunk is.
+    """
+    if counts is None:
+        return gradients
+    slots, ranks = max(counts), range(schedule.stages)
+    full = [[counts[schedule.stage(chunk, rank)] == slots for rank in ranks] for chunk in range(schedule.chunks)]
+    kept = jnp.asarray(full)[:, lax.axis_index("pipe")]
+
+    def clear(leaf):
+        last = leaf[:, :, -1:]  # the only slot that is empty on any stage
+        return leaf.at[:, :, -1:].set(jnp.where(kept.reshape(-1, *[1] * (leaf.ndim - 1)), last, 0))
+
+    return jax.tree.map(clear, gradients)
