@@ -77,8 +77,8 @@ def test_loss_and_gradients_are_those_of_each_sample_alone():
 LAYOUTS = {
     "pipe": ((1, 4, 1), dict(schedule="zb_h1")),
     "interleaved x tensor": ((1, 2, 2), dict(schedule="interleaved_1f1b", chunks=2)),
-    "context": ((1, 2, 1), dict(schedule="1f1b", context=2)),
-    "ZeRO-3": ((2, 2, 1), dict(schedule="1f1b", zero=3)),
+    "context": ((1, 2, 1), dict(schedule="eager_1f1b", context=2)),
+    "ZeRO-3": ((2, 2, 1), dict(schedule="interleaved_1f1b", chunks=2, zero=3)),
 }
 
 
@@ -134,8 +134,8 @@ def fine_tuning(tmp_path, steps: int, **settings) -> RunConfig:
     for name, part in {"train": lines[:60], "valid": lines[60:]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
     data = DataConfig(sft_data=(str(tmp_path / "train.jsonl"),), valid_sft_data=(str(tmp_path / "valid.jsonl"),))
-    model = dataclasses.replace(TINY, vocabulary=257, sequence_length=24, dropout=0.1)
-    parallel = ParallelConfig(data=2, pipe=2, schedule="1f1b", **settings)
+    model = dataclasses.replace(TINY, vocabulary=257, sequence_length=24)
+    parallel = ParallelConfig(data=2, pipe=2, schedule="eager_1f1b", **settings)
     train = {"global_batch_size": 8, "steps": steps, "warmup_steps": 2, "learning_rate": 1e-2, "decay_samples": 80}
     return RunConfig(model, parallel, TrainConfig(**train, precision="fp32", validation_every=5), data)
 
