@@ -72,7 +72,8 @@ def complete(words: Sequence[str]) -> list[str]:
     request = parse(rest, EXPERIMENT)
     if not request.given.get("sft_data"):
         raise ConfigError("there is nothing to fine-tune on: pass --sft-data FILE (JSON lines; --help shows a line).")
-    if not request.given.get("valid_sft_data") and "validation_batches" not in request.passed:
+    given = {word.partition("=")[0] for word in rest}  # a configuration of --config has all options
+    if not request.given.get("valid_sft_data") and "--validation-batches" not in given:
         rest += ["--validation-batches", "0"]
     return rest if found.epochs is None else [*rest, "--steps", str(steps_of(request, found.epochs))]
 

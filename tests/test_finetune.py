@@ -56,6 +56,10 @@ def test_the_recipe_is_for_imported_models_too(tmp_path):
     assert (train.learning_rate, train.minimum_learning_rate, train.global_batch_size) == (2e-5, 0, 64)
     assert run.model.name == "llama" and run.data.tokenizer == str(golden("llama") / "tokenizer.json")
     assert finetune.complete(["--help"]) == ["--help"]
+    (tmp_path / "config.toml").write_text("[train]\nvalidation_batches = 8\n")
+    config = ["--config", str(tmp_path / "config.toml"), "--sft-data", "a.jsonl"]
+    assert finetune.complete(config) == [*config, "--validation-batches", "0"]
+    assert finetune.complete([*config, "--validation-batches=2"]) == [*config, "--validation-batches=2"]
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
