@@ -16,7 +16,9 @@ from jax import lax
 
 __all__ = ["norm"]
 
-ROW_BLOCKS = 64  # in which the backward sums over rows; enough for a GPU's processors together with the blocks of columns
+ROW_BLOCKS = (
+    64  # in which the backward sums over rows; enough for a GPU's processors together with the blocks of columns
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -156,6 +156,7 @@ def compile_in_child(file: str, imports: list[str]) -> None:
 
     from megajax.runtime.compat import topologies
     from megajax.runtime.mesh import make_mesh
+
     request = pathlib.Path(file)
     request_fields = pickle.loads(request.read_bytes())
     import_user_files(imports)

@@ -373,7 +373,7 @@ def validation_loss(training: Training, state: TrainState, validation: Any) -> f
     total = weight = 0.0
     for index in range(count):
         batch = validation.batch(index * validation.global_batch_size)
-        tokens = float(training.model.loss_weight(batch))  # not the same for all batches of packed samples
-        total += tokens * float(training.evaluate(state.params, batch))
-        weight += tokens
+        own = training.loss_weight(batch)  # differs between batches of packed samples
+        total += own * float(training.evaluate(state.params, batch))
+        weight += own
     return total / weight if weight else None
