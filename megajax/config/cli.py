@@ -65,6 +65,7 @@ class Experiment:
       recipes: for each preset's name, the values that replace `defaults` for that model.
       program: the command as `--help` prints it, "python -m experiments.gpt3"; None: the file's name.
       importer: for `--init-from`; None: the experiment has no such option's models.
+      defaults_for_imports: whether `defaults` are for models of `--init-from` too, and not for its own model only.
     """
 
     description: str
@@ -72,6 +73,7 @@ class Experiment:
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     program: str | None = None
     importer: Importer | None = None
+    defaults_for_imports: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +195,9 @@ def parse(
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file or a file to import that cannot be read.
     """
-    program = importer = None
+    program, importer, for_imports = None, None, False
     if isinstance(description, Experiment):
-        program, importer = description.program, description.importer
+        program, importer, for_imports = description.program, description.importer, description.defaults_for_imports
         description, defaults, recipes = description.description, description.defaults, description.recipes
     defaults = defaults or {}
     first = first_parser().parse_known_args(arguments)[0]
@@ -218,7 +220,7 @@ def parse(
     passed = saved | passed
     other = {name: passed.pop(name) for name in names}
     recipe = (recipes or {}).get(other["model"])
-    if base is not None:
+    if base is not None and not for_imports:
         defaults = {}  # they are for the model that the experiment trains from random weights
     usual = {name: value for name, value in (recipe or defaults).items() if name not in names} | implied
     if other["new_tokens"] is None:

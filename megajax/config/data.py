@@ -1,4 +1,4 @@
-"""The data: text or datasets, the tokenizer, and the treatment of document boundaries."""
+"""The data: text, datasets or answers to learn, the tokenizer, and the treatment of document boundaries."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ BLEND = "PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ... (without weights: in
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The data of a run. Names and meanings are Megatron-LM's."""
+    """The data of a run. Names and meanings are Megatron-LM's, but for those of supervised fine-tuning (sft)."""
 
     text: str | None = setting(None, "text file to train on", metavar="FILE", shown_default="the bundled corpus")
     data_path: tuple[str, ...] | None = setting(
@@ -25,6 +25,21 @@ class DataConfig:
     )
     valid_data_path: tuple[str, ...] | None = setting(
         None, "indexed datasets to validate on only, as --data-path", metavar="PREFIX", list_style="words"
+    )
+    sft_data: tuple[str, ...] | None = setting(
+        None,
+        "JSON lines to fine-tune on, with loss on the answers only: chats (messages), or prompt and completion",
+        metavar="FILE",
+        list_style="words",
+    )
+    valid_sft_data: tuple[str, ...] | None = setting(
+        None, "JSON lines to validate on, as --sft-data", metavar="FILE", list_style="words"
+    )
+    chat_template: str | None = setting(
+        None, "Jinja template of chats", metavar="FILE", shown_default="the one beside the tokenizer's file"
+    )
+    long_samples: str = setting(
+        "cut", "samples of --sft-data that are longer than the sequence: cut their ends, or drop them", ("cut", "drop")
     )
     split: str | None = setting(
         None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default=DEFAULT_SPLIT
@@ -42,6 +57,16 @@ class DataConfig:
     reset_attention_mask: bool = setting(False, "tokens attend only to their own document")
     eod_mask_loss: bool = setting(False, "no loss on the prediction after an end-of-document token")
 
+    @property
+    def resets_positions(self) -> bool:
+        """Whether batches have "positions": packed samples of fine-tuning always do."""
+        return self.reset_position_ids or self.sft_data is not None
+
+    @property
+    def resets_attention(self) -> bool:
+        """Whether batches have "document", likewise."""
+        return self.reset_attention_mask or self.sft_data is not None
+
     def validate(self) -> None:
         """Checks the options; no file is opened.
 
@@ -50,12 +75,17 @@ class DataConfig:
         """
         check_fields(self)
         apart = {"--train-data-path": self.train_data_path, "--valid-data-path": self.valid_data_path}
-        sources = {"--text": self.text, "--data-path": self.data_path} | apart
+        sources = {"--text": self.text, "--data-path": self.data_path, "--sft-data": self.sft_data} | apart
         given = [name for name, value in sources.items() if value]
         if len(given) > 1 and not set(given) <= set(apart):
             raise ConfigError(f"{' and '.join(given)} exclude one another: pass one of them.")
         if given == ["--valid-data-path"]:
             raise ConfigError("--valid-data-path needs training data too: pass --train-data-path PREFIX.")
+        for name, value in {"--valid-sft-data": self.valid_sft_data, "--chat-template": self.chat_template}.items():
+            if value and not self.sft_data:
+                raise ConfigError(
+                    f"{name} belongs to fine-tuning, and there is nothing to train on: pass --sft-data FILE."
+                )
         if self.split is not None and not self.data_path:
             raise ConfigError(
                 "--split divides --data-path, which is not given: pass --data-path PREFIX, or omit --split."

@@ -133,7 +133,7 @@ class Loader:
 
     def resized(self, global_batch_size: int, microbatches: int, padded_microbatches: int | None = None) -> "Loader":
         """A loader of the same samples in batches of another size."""
-        return Loader(
+        return type(self)(
             self.samples, global_batch_size, microbatches, self.boundaries, self.vocabulary, padded_microbatches
         )
 

@@ -1,10 +1,12 @@
-"""The samples and batches of a run, from its DataConfig: the bundled text, a text file, or indexed datasets."""
+"""The samples and batches of a run, from its DataConfig: the bundled text, a text file, indexed datasets, or answers."""
 
 from megajax.config import ConfigError, DataConfig, RunConfig
 from megajax.config.data import DEFAULT_SPLIT
 from megajax.data.blending import Blend, BlendedSamples, split_bounds
 from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.loader import Boundaries, Loader, TokenSamples
+from megajax.data.packing import PackedLoader, PackedSamples
+from megajax.data.sft import load_answers
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import Tokenizer
 
@@ -55,6 +57,8 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
       ConfigError: see `make_samples`; or a blend by size, which is not repeated, has too few samples.
     """
     train, data, needed = run.train, run.data, run.total_samples
+    if data.sft_data:
+        return _packed_loaders(run, tokenizer)
     counts = (needed, train.validation_batches * train.global_batch_size)
     training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts)
     if not isinstance(training, TokenSamples):
@@ -70,8 +74,33 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
     return Loader(training, *rest), Loader(validation or training, *rest)
 
 
+def packed_samples(
+    data: DataConfig, files: tuple[str, ...], tokenizer: Tokenizer, sequence_length: int, seed: int | None
+) -> PackedSamples:
+    """The samples of --sft-data or --valid-sft-data in rows of `sequence_length` tokens.
+
+    Raises:
+      ConfigError: see `load_answers`.
+    """
+    found = load_answers(files, tokenizer, data.chat_template, sequence_length + 1, data.long_samples == "drop")
+    return PackedSamples(found, sequence_length, seed, tokenizer.end_of_document)
+
+
+def _packed_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
+    train, data, length = run.train, run.data, run.model.sequence_length
+    if train.validation_batches and not data.valid_sft_data:
+        raise ConfigError("--sft-data has no validation data: pass --valid-sft-data FILE, or --validation-batches 0")
+    rest = (train.global_batch_size, run.microbatches, None, run.model.vocabulary)
+    training = PackedLoader(packed_samples(data, data.sft_data or (), tokenizer, length, train.seed), *rest)
+    if not train.validation_batches:
+        return training, training
+    return training, PackedLoader(packed_samples(data, data.valid_sft_data or (), tokenizer, length, None), *rest)
+
+
 def describe(samples: Samples, needed: int) -> list[str]:
     """One line per dataset: its tokens, and the number of epochs in a run of `needed` samples."""
+    if isinstance(samples, PackedSamples):
+        return [samples.describe(needed)]
     if isinstance(samples, TokenSamples):
         return [_token_count(len(samples.tokens), needed, samples)]
     if isinstance(samples, GPTSamples):

@@ -75,8 +75,11 @@ class HuggingFaceTokenizer:
         Raises:
           ConfigError: the vocabulary has no such token, or an id that does not fit int32.
         """
+        from tokenizers import processors
+
         inner.no_truncation()
         inner.no_padding()
+        inner.post_processor = processors.Sequence([])  # it adds special tokens, and cuts spaces off the offsets
         self.name, self.inner = name, inner
         last = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 0 <= last < MAX_VOCABULARY:
@@ -92,6 +95,12 @@ class HuggingFaceTokenizer:
         with _library_errors(f"tokenizer {self.name} cannot encode a text"):
             encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # "fast": without character offsets
         return [np.array(one.ids, np.int32) for one in encoded]
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each text its ids, int32 [tokens], and each token's first character and last + 1 in it, int [tokens, 2]."""
+        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            encoded = self.inner.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(one.ids, np.int32), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in encoded]
 
     def decode(self, ids) -> str:
         ids = [int(token) for token in ids if token != self.end_of_document]

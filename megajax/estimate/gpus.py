@@ -227,7 +227,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         head_size=attention.head_size,
         dropout=attention.dropout,
         window=attention.window,
-        documents=run.data.reset_attention_mask,
+        documents=run.data.resets_attention,
         context=run.parallel.context,
         precision=run.train.precision,
         device=device,

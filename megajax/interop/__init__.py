@@ -1,1 +1,1 @@
-"""Weights and configurations of other tools: Hugging Face's directories, in and out."""
+"""Weights and configurations of other tools: Hugging Face's directories in and out, GGUF files in."""

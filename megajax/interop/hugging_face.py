@@ -1,6 +1,7 @@
-"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2 and Qwen3.
+"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2 and Qwen3; those of GGUF files in.
 
 python -m megajax.interop.hugging_face import DIR --run-dir RUN      a run directory with a checkpoint of step 0
+python -m megajax.interop.hugging_face import FILE.gguf --run-dir RUN     likewise (needs megajax[gguf])
 python -m experiments.gpt3 --config RUN/config.toml --resume auto    trains from it, on any mesh and schedule
 python -m megajax.interop.hugging_face export RUN --out DIR          config.json, safetensors and the tokenizer's files
 
@@ -90,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export", parser_class=Parser)
-    add = commands.add_parser("import", help="a directory of Hugging Face to a run directory", allow_abbrev=False)
-    add.add_argument("directory", metavar="DIR", type=plain_text, help="with config.json and safetensors")
+    add = commands.add_parser("import", help="Hugging Face or GGUF to a run directory", allow_abbrev=False)
+    add.add_argument("directory", metavar="DIR|FILE.gguf", type=plain_text, help="with config.json and safetensors")
     add.add_argument("--run-dir", metavar="RUN", type=plain_text, required=True, help="the run directory to write")
     add.add_argument(
         "--sequence-length", metavar="COUNT", type=whole(), help="tokens in a sample (default: the most that it has)"

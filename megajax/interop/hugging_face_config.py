@@ -43,6 +43,11 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
     Raises:
       ConfigError: it cannot be read, is of an unknown family, or has an unsupported value.
     """
+    if directory.suffix.lower() == ".gguf":
+        raise ConfigError(
+            f"{directory} is a GGUF file, and a directory is needed: import it first, with python -m "
+            f"megajax.interop.hugging_face import {directory} --run-dir RUN, and use that run directory."
+        )
     path = directory / "config.json"
     keys = Keys(read_json(path), path)
     kind = keys.get("model_type", str, "")

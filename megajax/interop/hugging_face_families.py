@@ -49,11 +49,11 @@ class Keys:
         value = self.values.get(key)
         if value is None:
             if default is REQUIRED:
-                raise ConfigError(f"{self.path} has no {key}: the model's size is unknown; give a complete config.json")
+                raise ConfigError(f"{self.path} has no {key}: the model's size is unknown; give a complete file")
             return default
         legal = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not legal:
-            raise ConfigError(f"{self.path}: {key} = {shown(value)} must be a {kind.__name__}; correct config.json")
+            raise ConfigError(f"{self.path}: {key} = {shown(value)} must be a {kind.__name__}; correct the file")
         return kind(value)
 
     def require(self, key: str, *legal: Any) -> None:

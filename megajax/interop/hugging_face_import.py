@@ -1,4 +1,4 @@
-"""Imports a Hugging Face directory as a run directory whose checkpoint of step 0 has its weights.
+"""Imports a Hugging Face directory, or a GGUF file, as a run directory whose checkpoint of step 0 has its weights.
 
 RUN/config.toml                  the model, its tokenizer, and fine-tuning's options
     checkpoints/step_00000000/   the weights, and a fresh optimizer state
@@ -7,10 +7,12 @@ RUN/config.toml                  the model, its tokenizer, and fine-tuning's opt
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,8 +26,12 @@ from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.tokenizers import load_tokenizer
+from megajax.interop.gguf_config import config_keys
+from megajax.interop.gguf_file import open_gguf
+from megajax.interop.gguf_tokenizer import missing_tokenizer, write_tokenizer
 from megajax.interop.hugging_face_config import read_config, tokenizer_options
-from megajax.interop.hugging_face_weights import Weights, load_params, pieces_of, regions
+from megajax.interop.hugging_face_weights import Tensor, Weights, load_params, pieces_of, regions
+from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
@@ -57,7 +63,7 @@ def initial_params(directory: str, training: Training) -> Any:
 
 
 def import_run(
-    directory: pathlib.Path,
+    source: pathlib.Path,
     run_dir: pathlib.Path,
     sequence_length: int | None = None,
     tokenizer: str | None = None,
@@ -66,15 +72,46 @@ def import_run(
     """Writes the run directory; nothing of it is there before it is complete. All processes call it.
 
     Args:
-      directory: of the Hugging Face model.
+      source: directory of a Hugging Face model, or a GGUF file.
       run_dir: to write; it must not exist, or be empty.
       sequence_length: of the run; None: the longest that the model has.
       tokenizer: name or file; None: the directory's.
       end_of_document: token that ends documents; None: the directory's, or the tokenizer's usual one.
 
     Raises:
-      ConfigError: the directory is damaged or of a model that megajax does not have, or the run cannot be written.
+      ConfigError: the source is damaged or of a model that megajax does not have, or the run cannot be written.
     """
+    with _opened(source, tokenizer) as (directory, tensors):
+        return _import(source, directory, tensors, run_dir, sequence_length, tokenizer, end_of_document)
+
+
+@contextlib.contextmanager
+def _opened(source: pathlib.Path, tokenizer: str | None) -> Iterator[tuple[pathlib.Path, Mapping[str, Tensor]]]:
+    """A directory with config.json and the tokenizer's files, and the tensors. A GGUF file's directory is temporary."""
+    if source.suffix.lower() != ".gguf":
+        read_config(source)  # first: without it, a directory is no model's
+        yield source, open_tensors(source)
+        return
+    file = open_gguf(source)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = pathlib.Path(temporary) / source.stem
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config_keys(file), indent=2) + "\n", encoding="utf-8")
+        write_tokenizer(file.metadata, source, directory)
+        if not (tokenizer or tokenizer_options(directory)):
+            raise missing_tokenizer(file.metadata, source)
+        yield directory, file.tensors
+
+
+def _import(
+    source: pathlib.Path,
+    directory: pathlib.Path,
+    tensors: Mapping[str, Tensor],
+    run_dir: pathlib.Path,
+    sequence_length: int | None,
+    tokenizer: str | None,
+    end_of_document: str | None,
+) -> RunConfig:
     family, model = read_config(directory)
     if sequence_length is not None:
         model = _with_length(model, sequence_length)
@@ -88,14 +125,15 @@ def import_run(
             f"{directory} has neither tokenizer.json nor tokenizer.model, without which its ids have no meaning: pass "
             "--tokenizer NAME|FILE"
         )
+    read = load_tokenizer(data.tokenizer, data.end_of_document)
+    data = _with_own_tokenizer(data, directory, run_dir)
     run = RunConfig(model, ParallelConfig(schedule="1f1b"), TrainConfig(**FINE_TUNING), data)
     run.validate()
-    read = load_tokenizer(data.tokenizer, data.end_of_document)
     check_vocabulary(run, read)
     training = make_training(run, make_mesh(run.parallel, jax.local_devices()[:1]))
     leaves, where = layout.named(training.state_shapes), training.where
     of_params = [name.removeprefix("params/") for name in leaves if name.startswith("params/")]
-    weights = Weights(directory, family.name, model, of_params)
+    weights = Weights(source, tensors, family.name, model, of_params)
     own = layout.named({"loss_scale": make_loss_scale(run.train)})
     arrays = {
         name: _streamed(
@@ -105,12 +143,21 @@ def import_run(
     }
     meta = run_meta(run, read)
     meta |= {"format": FORMAT, "progress": dataclasses.asdict(Progress()), "time": time.time()}
+    meta["tokenizer"] |= {"name": data.tokenizer}
     with replace_directory(run_dir, "--run-dir") as unfinished:
         checkpoints = unfinished / "checkpoints"
         on_all_processes("import/checkpoints", lambda: checkpoints.mkdir(exist_ok=True))
         write(checkpoints / NAME.format(0), layout.nest(arrays), meta, "import", streaming_handler())
         on_all_processes("import/files", lambda: _write_files(run, directory, unfinished, run_dir))
     return run
+
+
+def _with_own_tokenizer(data: DataConfig, directory: pathlib.Path, run_dir: pathlib.Path) -> DataConfig:
+    """The options with the run directory's copy of the tokenizer, if it is the directory's."""
+    path = pathlib.Path(data.tokenizer).absolute()
+    if path.parent != directory.absolute():
+        return data
+    return dataclasses.replace(data, tokenizer=str(run_dir.absolute() / FOLDER / path.name))
 
 
 def _with_length(model: ModelConfig, length: int) -> ModelConfig:
@@ -151,9 +198,6 @@ def _write_files(run: RunConfig, directory: pathlib.Path, unfinished: pathlib.Pa
     for file in ("config.json", *TOKENIZER_FILES):
         if (directory / file).is_file():
             shutil.copyfile(directory / file, folder / file)
-    data = run.data
-    if pathlib.Path(data.tokenizer).absolute().parent == directory.absolute():
-        data = dataclasses.replace(data, tokenizer=str(final.absolute() / FOLDER / pathlib.Path(data.tokenizer).name))
     model, train = dataclasses.asdict(run.model), dataclasses.asdict(run.train)
     # the preset's name is in the options, the devices choose the precision, and the others follow from FINE_TUNING's
     for table, names in ((model, ("name",)), (train, ("precision", "minimum_learning_rate", "warmup_steps"))):
@@ -162,7 +206,7 @@ def _write_files(run: RunConfig, directory: pathlib.Path, unfinished: pathlib.Pa
     tables = {
         "model": model,
         "train": train,
-        "data": dataclasses.asdict(data),
+        "data": dataclasses.asdict(run.data),
         "output": {"run_dir": str(final)},
         "options": {"model": "tiny", "new_tokens": 0},
     }

@@ -2,8 +2,9 @@
 
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,33 +27,54 @@ from megajax.interop.hugging_face_tensors import (
 )
 from megajax.interop.safetensors import open_tensors
 
-__all__ = ["PART_BYTES", "Weights", "load_params", "pieces_of", "regions"]
+__all__ = ["PART_BYTES", "Tensor", "Weights", "load_params", "pieces_of", "regions"]
 
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
 
 
+class Tensor(Protocol):
+    """A tensor in a file: `safetensors.StoredTensor`, or `gguf_file.GGUFTensor`.
+
+    Attributes:
+      shape: of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Elements start to stop of the first axis."""
+
+
 class Weights:
-    """The weights of a model in a directory.
+    """The weights of a model in a directory or a file.
 
     Attributes:
       model: its configuration; it may be shorter (`sequence_length`) than the stored table of positions.
       pieces: each leaf's tensors.
     """
 
-    def __init__(self, directory: pathlib.Path, family: str, model: ModelConfig, leaves: Sequence[str]):
-        """Opens the files and compares names and shapes with the model's.
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        tensors: Mapping[str, Tensor],
+        family: str,
+        model: ModelConfig,
+        leaves: Sequence[str],
+    ):
+        """Compares names and shapes with the model's.
 
         Args:
-          directory: with safetensors files.
+          directory: where the tensors are, for messages.
+          tensors: by transformers' names.
           family: model_type.
           model: its configuration.
           leaves: names of the parameters' leaves, "blocks/..." and "shared/...".
 
         Raises:
-          ConfigError: a file is damaged; or a tensor is missing, left over, or of another shape.
+          ConfigError: a tensor is missing, left over, or of another shape.
         """
         self.model, self._sizes = model, axis_sizes(model)
-        self._tensors = open_tensors(directory)
+        self._tensors = tensors
         table = TABLES[family]
         self.pieces = {name: pieces_of(family, name) for name in leaves}
         has_prefix = any(name.startswith(table.prefix) for name in self._tensors)
@@ -146,16 +168,18 @@ def load_params(directory: pathlib.Path, family: str, model: ModelConfig, target
     """The parameters on a run's devices: each process reads what its devices hold, part by part.
 
     Args:
-      directory, family, model: as of `Weights`.
+      directory: with safetensors files.
+      family, model: as of `Weights`.
       target: the layout of the parameters (`Training.state_layout`'s shapes and shardings of "params").
 
     Returns:
       A tree like `target.shapes`, fp32.
 
     Raises:
-      ConfigError: see `Weights`.
+      ConfigError: a file is damaged; or see `Weights`.
     """
-    weights, copies = Weights(directory, family, model, list(layout.named(target.shapes))), {}
+    leaves, copies = list(layout.named(target.shapes)), {}
+    weights = Weights(directory, open_tensors(directory), family, model, leaves)
     for (name, leaf), sharding in zip(
         layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
     ):

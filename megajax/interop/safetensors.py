@@ -24,6 +24,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+CONVERT = "convert it with transformers' save_pretrained"
 LONGEST_HEADER = 100 * 2**20
 
 
@@ -74,7 +75,8 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     if not (directory / INDEX).exists():
         if not (directory / SINGLE).exists():
             others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
-            instead = f" (but {others[0]}: convert it with transformers' save_pretrained)" if others else ""
+            remedy = "import that file" if others[:1] and others[0].endswith("gguf") else CONVERT
+            instead = f" (but {others[0]}: {remedy})" if others else ""
             raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{instead}; give a directory that has one")
         return _read_header(directory / SINGLE)
     names = _read_index(directory / INDEX)

@@ -63,7 +63,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         head_size=attention.head_size,
         dropout=attention.dropout,
         window=attention.window,
-        documents=run.data.reset_attention_mask,
+        documents=run.data.resets_attention,
         context=parallel.context,
         precision=run.train.precision,
         device=device,

@@ -216,7 +216,7 @@ def model_class(config: Any) -> type[PipelineModel]:
 
 def batch_shapes(run: RunConfig, model: PipelineModel) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and type of one sample of the run's batches: the model's arrays, and those of document boundaries."""
-    switches = {"positions": run.data.reset_position_ids, "document": run.data.reset_attention_mask}
+    switches = {"positions": run.data.resets_positions, "document": run.data.resets_attention}
     more = [name for name, given in switches.items() if given]
     return model.batch_shapes() | {name: jax.ShapeDtypeStruct((run.model.sequence_length,), np.int32) for name in more}
 

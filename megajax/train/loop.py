@@ -364,14 +364,16 @@ def shapes_of(batch: Batch) -> tuple:
 
 
 def validation_loss(training: Training, state: TrainState, validation: Any) -> float | None:
-    """Mean loss over the validation set's first `validation_batches` global batches; None if that is 0.
+    """Mean loss over the tokens of the validation set's first `validation_batches` global batches; None if that is 0.
 
     A set smaller than that is read once, in whole batches, but at least one.
     """
     available = max(1, validation.samples.count // validation.global_batch_size)
     count = min(training.run.train.validation_batches, available)
-    losses = [
-        float(training.evaluate(state.params, validation.batch(index * validation.global_batch_size)))
-        for index in range(count)
-    ]
-    return sum(losses) / count if count else None
+    total = weight = 0.0
+    for index in range(count):
+        batch = validation.batch(index * validation.global_batch_size)
+        own = training.loss_weight(batch)  # differs between batches of packed samples
+        total += own * float(training.evaluate(state.params, batch))
+        weight += own
+    return total / weight if weight else None

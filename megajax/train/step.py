@@ -171,6 +171,10 @@ class Training:
         with jax.set_mesh(self.mesh):
             return self._evaluate(params, self.place(batch))
 
+    def loss_weight(self, batch: Tree) -> float:
+        """What `evaluate` and a step take the mean over: the number of tokens, or of samples."""
+        return float(self.model.loss_weight(batch))
+
     def place(self, batch: Tree) -> Tree:
         """The batch as global arrays, if other processes have devices too; jit does it if not."""
         if jax.process_count() == 1:

@@ -13,7 +13,7 @@ from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, 
 from megajax.data.loader import Loader, TokenSamples
 from megajax.estimate.gpus import Peak
 from megajax.train.logging import RunLog
-from megajax.train.loop import TrainerHooks, train
+from megajax.train.loop import TrainerHooks, train, validation_loss
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import TrainState
 
@@ -56,6 +56,9 @@ class MeanTraining:
             return state, metrics
         self.taken += batch["sample"].ravel().tolist()
         return dataclasses.replace(state, params=params, loss_scale=state.loss_scale.update(finite)), metrics
+
+    def loss_weight(self, batch):
+        return float(batch["weights"].sum())
 
     def evaluate(self, params, batch):
         self.evaluated.append((len(self.taken), batch["sample"].ravel().tolist()))
@@ -184,3 +187,21 @@ def test_in_fp16_a_non_finite_gradient_skips_the_step():
     assert len(training.taken) == 40
     assert state.loss_scale.scale == 512  # the first overflow uses up the hysteresis, the second halves
     assert text.count("step skipped") == 2
+
+
+def test_the_validation_is_the_mean_over_tokens():
+    """Of two batches with three tokens and one that count, by hand."""
+
+    class Batches:
+        samples, global_batch_size = type("Samples", (), {"count": 2}), 1
+
+        def batch(self, start):
+            return {"weights": np.array([[[1, 1, 1], [1, 0, 0]][start]]), "loss": [2.0, 6.0][start]}
+
+    class Reads:
+        run = RunConfig(MODEL, ParallelConfig(), TrainConfig(validation_batches=5))
+        loss_weight = staticmethod(lambda batch: float(batch["weights"].sum()))
+        evaluate = staticmethod(lambda params, batch: batch["loss"])
+
+    state = TrainState({}, (), make_loss_scale(Reads.run.train))
+    assert validation_loss(Reads, state, Batches()) == (3 * 2.0 + 1 * 6.0) / 4
