@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_backend_optimization_level=0"  # LLVM's part alone: the same program, compiled in half the time
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # a device can be late when cores are few
     + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+    + " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # see megajax/runtime/xla_flags.py
 )
 
 import jax  # noqa: E402

@@ -31,7 +31,11 @@ WITH_TRAINING_OPTIONS = (
     "benchmarks.communication",
     "benchmarks.mfu",
 )
-OF_OTHERS = {"--xla_gpu_enable_pipelined_p2p", "--xla_gpu_deterministic_ops"}  # options that are not megajax's
+OF_OTHERS = {  # options that are not megajax's
+    "--xla_gpu_enable_pipelined_p2p",
+    "--xla_gpu_deterministic_ops",
+    "--xla_gpu_enable_triton_gemm",
+}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 

@@ -61,7 +61,7 @@ def test_too_few_devices_ends_without_a_traceback():
 
 
 BAD = [
-    (["--layers", "6", "--pipe", "4", "--data", "1", "--tensor", "2"], "layers"),
+    (["--layers", "3", "--pipe", "4", "--data", "1", "--tensor", "2"], "layers"),
     (["--heads", "3", "--hidden", "96"], "--tensor"),
     (["--global-batch-size", "15"], "global_batch_size"),
     (["--global-batch-size", "12"], "microbatches"),  # 3 microbatches, not a multiple of 2 stages

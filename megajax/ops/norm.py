@@ -48,7 +48,7 @@ def _backward(centred, epsilon, saved, dy):
     x, scale, bias = saved
     c, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     if centred:
-        c = c - lax.optimization_barrier(c.sum(-1, keepdims=True)) / x.shape[-1]
+        c = c - lax.optimization_barrier(c.mean(-1, keepdims=True))
     g = dy * scale.astype(jnp.float32)
     sums = [(c * c).sum(-1, keepdims=True), (g * c).sum(-1, keepdims=True), g.sum(-1, keepdims=True)]
     variance, mean_gc, *mean_g = [

@@ -32,6 +32,10 @@ __all__ = [
 CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    # With this scheduler, the default, devices of one process run a loop's independent collectives in different orders: a
+    # step of ZeRO-3 with 1F1B then hung in most runs, or ended in "Id can't be larger than the number of participating
+    # threads" (jaxlib 0.12.0, data 2 x pipe 2).
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
 
 # XLA recomputes matmuls, in 2% of a step, where its estimate of memory, made before buffers are shared, exceeds that of the

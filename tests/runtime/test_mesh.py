@@ -32,7 +32,7 @@ def show(devices):
 """
 
 
-def test_cpu_devices_are_made_with_the_time_out_flags():
+def test_cpu_devices_are_made_with_their_flags():
     words = in_a_new_process(START + "show(start_devices('cpu:8'))")
     assert words == ["8", "cpu", "8", *CPU_FLAGS]
 
@@ -41,7 +41,7 @@ def test_the_users_xla_flags_are_kept():
     flag = CPU_FLAGS[0].replace("600", "77")
     device_flag = "--xla_force_host_platform_device_count=8"
     words = in_a_new_process(START + "show(start_devices('cpu'))", XLA_FLAGS=f"{device_flag} {flag}")
-    assert words == ["1", "cpu", "1", device_flag, flag, CPU_FLAGS[1]]
+    assert words == ["1", "cpu", "1", device_flag, flag, *CPU_FLAGS[1:]]
 
 
 def test_without_a_gpu_the_default_is_the_requested_number_of_cpu_devices():
