@@ -125,6 +125,33 @@ def test_a_kernel_counts_what_it_touches():
     assert found == KERNELS
 
 
+SLICES = """HloModule m, is_scheduled=true
+
+%rotate (p0: bf16[6,32,3,8], p1: s32[]) -> f32[32,1,8] {
+  %p0 = bf16[6,32,3,8]{3,2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %qkv = bf16[1,32,3,8]{3,2,1,0} dynamic-slice(%p0, %p1, %zero, %zero, %zero), dynamic_slice_sizes={1,32,3,8}
+  %flat = bf16[32,3,8]{2,1,0} bitcast(%qkv)
+  %query = bf16[32,1,8]{2,1,0} slice(%flat), slice={[0:32], [0:1], [0:8]}
+  ROOT %wide = f32[32,1,8]{2,1,0} convert(%query)
+}
+
+ENTRY %main (stash: bf16[6,32,3,8], place: s32[]) -> f32[32,1,8] {
+  %stash = bf16[6,32,3,8]{3,2,1,0} parameter(0)
+  %place = s32[] parameter(1)
+  ROOT %one = f32[32,1,8]{2,1,0} fusion(%stash, %place), kind=kLoop, calls=%rotate
+}
+"""
+
+
+def test_of_a_slice_that_is_sliced_again_the_second_is_read():
+    modules, entry = computations(SLICES)
+    (*_, line) = modules[entry]
+    kernel = kernel_of(line, {other.name: other.type for other in modules[entry]}, modules)
+    assert (kernel.read, kernel.written) == (32 * 8 * 2 + INDEX, 32 * 8 * 4)
+
+
 ATTENTION = """HloModule m, is_scheduled=true
 
 ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,64,4,16]) -> bf16[2,64,8,16] {
