@@ -59,13 +59,13 @@ def compiled(words: Sequence[str], gpu_name: str, training: str | None = None):
     from megajax.config.cli import parse
     from megajax.estimate.gpus import find_gpu, with_attention
     from megajax.plan.account import account_of
-    from megajax.plan.compiler import CompilerError, compile_for
+    from megajax.plan.compiler import MEGAJAX_TRAINING, CompilerError, compile_for
 
     request, gpu = parse(words, __doc__, {}), find_gpu(gpu_name)
     run = with_attention(request.run(request.devices_needed or 1, "bf16"), gpu)
     run.validate()
     try:
-        result = compile_for(run, gpu, **({"training": training} if training else {}))
+        result = compile_for(run, gpu, training=training or MEGAJAX_TRAINING)
     except CompilerError as error:
         raise ConfigError(str(error)) from error
     return run, result, account_of(run, gpu, result["hlo"])

@@ -7,7 +7,8 @@ python -m megajax.interop.hugging_face export runs/tuned --out tuned            
 
 DIR is the directory of a Hugging Face model with its tokenizer and chat template. A line of a file is {"messages": [{"role":
 "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or {"prompt": "...", "completion": "..."}. --epochs E
-stands for --steps: E times the rows into which the samples are packed. Every mesh, schedule and option of gpt3 is legal.
+sets --steps to E times the rows into which the samples are packed, divided by the batch. Every mesh, schedule and option of
+gpt3 is legal.
 """
 
 import argparse

@@ -55,7 +55,7 @@ class PackedSamples:
             stop = start + end - begin - 1
             arrays["tokens"][start:stop] = self.answers.ids[begin : end - 1]
             arrays["labels"][start:stop] = self.answers.ids[begin + 1 : end]
-            arrays["weights"][start:stop] = self.answers.said[begin + 1 : end]
+            arrays["weights"][start:stop] = self.answers.loss_mask[begin + 1 : end]
             arrays["positions"][start:stop] = np.arange(stop - start)
             arrays["document"][start:stop] = number
             start = stop

@@ -31,6 +31,7 @@ from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.errors import exit_code
 
 BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
@@ -149,15 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"merge": _merge, "inspect": _inspect, "verify": _verify}
     command = commands.get(arguments[0] if arguments else "", _preprocess)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit removes unfinished files
-    try:
-        command(arguments if command is _preprocess else arguments[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    words = arguments if command is _preprocess else arguments[1:]
+    return exit_code(lambda: command(words), stopped="stopped; nothing was written")
 
 
 def _parser(command: str = "") -> Parser:

@@ -1,4 +1,4 @@
-"""JSON lines for supervised fine-tuning: the tokens of each sample, and which of them are answers to be learnt.
+"""JSON lines for supervised fine-tuning: the tokens of each sample, and which of them have loss weight 1.
 
 A line is one of
 
@@ -6,8 +6,8 @@ A line is one of
     {"prompt": "...", "completion": "..."}          "answer" or "response" for "completion" too
 
 Chats become text by the tokenizer's template (`chat_template`), with "tools" if the line has them; all that the assistant
-says is learnt. A prompt and its completion are joined as they are, and followed by the end of a document. The whole text is
-encoded at once, and a token is part of the answer if any of its characters is.
+says has loss weight 1. A prompt and its completion are joined as they are, and followed by the end of a document. The
+whole text is encoded at once, and a token is part of the answer if any of its characters is.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.chat_template import ROLES, ChatTemplate, ChatText, load_template
-from megajax.data.text import Block, read_blocks
+from megajax.data.text import Block, json_lines, read_blocks
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megajax.schedules.errors import shown
 
@@ -36,7 +36,7 @@ class Answers:
     Attributes:
       name: the files.
       ids: tokens of all samples, int32 [tokens].
-      said: whether each is part of an answer, bool [tokens].
+      loss_mask: whether each is part of an answer, bool [tokens].
       offsets: first token of each sample, and the number of tokens, int64 [samples + 1].
       lines: of the files.
       cut, dropped: samples that were longer than the sequence.
@@ -45,7 +45,7 @@ class Answers:
 
     name: str
     ids: np.ndarray
-    said: np.ndarray
+    loss_mask: np.ndarray
     offsets: np.ndarray
     lines: int
     cut: int
@@ -59,8 +59,8 @@ class Answers:
 
     def describe(self) -> str:
         """Counts in words."""
-        learnt = int(self.said.sum())
-        text = f"{self.lines:,} lines, {self.count:,} samples, {learnt:,} of {len(self.ids):,} tokens are answers"
+        answers = int(self.loss_mask.sum())
+        text = f"{self.lines:,} lines, {self.count:,} samples, {answers:,} of {len(self.ids):,} tokens are answers"
         counts = {"cut": self.cut, "dropped as too long": self.dropped, "cut before an answer": self.unanswered}
         return text + "".join(f", {count:,} {what}" for what, count in counts.items() if count)
 
@@ -91,63 +91,64 @@ def load_answers(
         or the tokenizer cannot be used for chats.
     """
     chats = functools.cache(lambda: _template(tokenizer, template))
-    ids, said, counts = [], [], dict.fromkeys(("lines", "cut", "dropped", "unanswered"), 0)
+    ids, masks, counts = [], [], dict.fromkeys(("lines", "cut", "dropped", "unanswered"), 0)
     for file in files:
         for block in read_blocks(file, "jsonl", "--sft-data"):
             records = list(_records(block))
             counts["lines"] += len(records)
             samples = [sample for place, record in records for sample in _samples(place, record, chats)]
-            for tokens, learnt in _encoded(samples, tokenizer):
+            for tokens, loss_mask in _encoded(samples, tokenizer):
                 if len(tokens) > longest:
                     counts["dropped" if drop_long else "cut"] += 1
                     if drop_long:
                         continue
-                    tokens, learnt = tokens[:longest], learnt[:longest]
-                    if not learnt[1:].any():
+                    tokens, loss_mask = tokens[:longest], loss_mask[:longest]
+                    if not loss_mask[1:].any():
                         counts["cut"] -= 1
                         counts["unanswered"] += 1
                         continue
                 ids.append(tokens)
-                said.append(learnt)
+                masks.append(loss_mask)
     name = ", ".join(files)
     if not ids:
         long = counts["dropped"] + counts["unanswered"]
         problem = f"{long:,} samples, all longer than {longest:,} tokens" if long else "no samples"
         raise ConfigError(f"{name} has {problem}: pass --sft-data another file, or a larger --sequence-length")
     offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
-    return Answers(name, np.concatenate(ids), np.concatenate(said), offsets, **counts)
+    return Answers(name, np.concatenate(ids), np.concatenate(masks), offsets, **counts)
 
 
 def tokens_and_answers(texts: Sequence[ChatText], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each text its tokens, int32 [tokens], and whether each is part of an answer, bool [tokens]."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        for one, (ids, places) in zip(texts, tokenizer.encode_with_places([one.text for one in texts]), strict=True):
-            said = np.zeros(len(ids), bool)
+        for one, (ids, spans) in zip(texts, tokenizer.encode_with_offsets([one.text for one in texts]), strict=True):
+            loss_mask = np.zeros(len(ids), bool)
             for begin, end in one.answers:
-                said |= (places[:, 0] < end) & (places[:, 1] > begin)
-            yield ids, said
+                loss_mask |= (spans[:, 0] < end) & (spans[:, 1] > begin)
+            yield ids, loss_mask
         return
-    # Other libraries give no places: an answer at the end starts where the tokens differ from those of the text before it.
+    # Other libraries give no character offsets. An answer at the end starts where the tokens differ from those of the text
+    # before it.
     wholes = tokenizer.encode_all([one.text for one in texts])
     befores = tokenizer.encode_all([one.text[: one.answers[0][0]] for one in texts])
     for whole, before in zip(wholes, befores, strict=True):
         common = min(len(whole), len(before))
         differing = np.flatnonzero(whole[:common] != before[:common])
-        said = np.arange(len(whole)) >= (differing[0] if len(differing) else common)
-        yield whole, said
+        loss_mask = np.arange(len(whole)) >= (differing[0] if len(differing) else common)
+        yield whole, loss_mask
 
 
 def _encoded(samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for sample, (ids, said) in zip(
+    for sample, (ids, loss_mask) in zip(
         samples, tokens_and_answers([sample.text for sample in samples], tokenizer), strict=True
     ):
         if not sample.is_chat:
-            ids, said = np.append(ids, np.int32(tokenizer.end_of_document)), np.append(said, True)
-        if not said[1:].any():
+            ids, loss_mask = np.append(ids, np.int32(tokenizer.end_of_document)), np.append(loss_mask, True)
+        if not loss_mask[1:].any():
             raise ConfigError(
                 f"{sample.place}: the answer has no tokens of tokenizer {tokenizer.name}: correct the line"
             )
-        yield ids, said
+        yield ids, loss_mask
 
 
 def _template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
@@ -161,12 +162,10 @@ def _template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
 
 def _records(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the object of each line that is not blank."""
-    for number, line in enumerate(block.content.split(b"\n"), block.first_line):
+    for number, _, line in json_lines(block):
         place = f"{block.path}, line {number}"
-        if not line.strip():
-            continue
         try:
-            record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            record = json.loads(line)
             json.dumps(record, ensure_ascii=False).encode()  # fails for half a surrogate pair
         except UnicodeError:
             raise ConfigError(f"{place}: the text is not UTF-8: correct the line") from None

@@ -205,13 +205,18 @@ def _unpacked_zst(packed: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
+def json_lines(block: Block) -> Iterator[tuple[int, bytes, bytes]]:
+    """Number, content, and content without the file's byte order mark of each line that is not blank."""
+    for number, line in enumerate(block.content.split(b"\n"), block.first_line):
+        if line.strip():
+            yield number, line, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+
 def _json_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
     documents, bad = [], []
-    for number, line in enumerate(block.content.split(b"\n"), block.first_line):
-        if not line.strip():
-            continue
+    for number, line, unmarked in json_lines(block):
         try:
-            record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            record = json.loads(unmarked)
             texts = tuple(record[key] for key in keys)
             for text in texts:
                 text.encode()  # fails for values that are not strings, and for half a surrogate pair

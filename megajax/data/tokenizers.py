@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
             encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # "fast": without character offsets
         return [np.array(one.ids, np.int32) for one in encoded]
 
-    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each text its ids, int32 [tokens], and each token's first character and last + 1 in it, int [tokens, 2]."""
         with _library_errors(f"tokenizer {self.name} cannot encode a text"):
             encoded = self.inner.encode_batch(list(texts), add_special_tokens=False)

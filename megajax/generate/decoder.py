@@ -171,8 +171,8 @@ class Decoder:
         of_layer = jax.tree.map(lambda spec: P("pipe", *spec[3:]), specs["blocks"], is_leaf=is_spec)
         self.specs = {"blocks": (of_layer,) * self.where.slots, "shared": specs["shared"]}
         sample = partial(draw, sampling=sampling, seed=seed)
-        counts = self.where.counts if self.where.idle else None
-        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots, counts)
+        slots, counts = self.sizes.slots, self.where.unequal_counts
+        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, slots, counts)
         self._prefill, self._decode = self._jitted()
         self._compiled: dict[str, jax.stages.Compiled] = {}
 

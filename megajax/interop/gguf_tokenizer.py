@@ -13,7 +13,7 @@ from typing import Any
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["write_tokenizer"]
+__all__ = ["missing_tokenizer", "write_tokenizer"]
 
 BPE = "gpt2"  # tokenizer.ggml.model of byte-level BPE
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type

@@ -24,13 +24,22 @@ from megajax.estimate.gpus import Gpu
 from megajax.runtime.xla_flags import gpu_flags
 from megajax.schedules.registry import import_user_files
 
-__all__ = ["MISSING_PLUGIN", "CompilerError", "compile_for", "has_compiler", "run_from_json", "target_config"]
+__all__ = [
+    "MEGAJAX_TRAINING",
+    "MISSING_PLUGIN",
+    "CompilerError",
+    "compile_for",
+    "has_compiler",
+    "run_from_json",
+    "target_config",
+]
 
 MISSING_PLUGIN = (
     "XLA's CUDA compiler is not installed; it needs no GPU and no driver: pip install 'megajax[dryrun]' "
     "(that is jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, 223 MB)"
 )
 CHILD = "import sys; from megajax.plan.compiler import compile_in_child as f; f(sys.argv[1], sys.argv[2:])"
+MEGAJAX_TRAINING = "megajax.train.step.make_training"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -43,9 +52,7 @@ def has_compiler() -> bool:
     return any(importlib.util.find_spec(name) for name in PLUGINS)
 
 
-def compile_for(
-    run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = "megajax.train.step.make_training"
-) -> dict[str, Any]:
+def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = MEGAJAX_TRAINING) -> dict[str, Any]:
     """Compiles the step of `run` for a cluster of this GPU and reads the result.
 
     The XLA flags are those that a training run sets on GPUs; the user's --xla_gpu flags in XLA_FLAGS override them. The

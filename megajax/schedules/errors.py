@@ -17,15 +17,18 @@ class UserError(ValueError):
         super().__init__(one_line(str(message)))
 
 
-def exit_code(command: Callable[[], int | None]) -> int:
-    """Runs a command: its exit code, 0 for None; 2 after a user's mistake, printed as one line; 130 after Ctrl-C."""
+def exit_code(command: Callable[[], int | None], stopped: str = "stopped") -> int:
+    """Runs a command: its exit code, 0 for None; 2 after a user's mistake, printed as one line; 130 after Ctrl-C.
+
+    `stopped` is printed after Ctrl-C.
+    """
     try:
         return command() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        print(f"\n{stopped}", file=sys.stderr)
         return 130
 
 

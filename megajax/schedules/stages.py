@@ -74,6 +74,11 @@ class StageLayers:
         """The groups of each stage, as layers."""
         return dataclasses.replace(self, layers=self.layers // self.group, group=1)
 
+    @property
+    def unequal_counts(self) -> tuple[int, ...] | None:
+        """(Groups of) layers of each stage if these are not equal; None: they are."""
+        return self.in_groups.counts if self.idle else None
+
     def describe(self) -> str:
         """In words: "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last); 2 of 128 slots idle"."""
         stages, slots = self.stages, self.slots

@@ -103,7 +103,7 @@ class Training:
             in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
             merged=in_place and merges(run.parallel),
             compute_bubbles=bool(run.parallel.rings),
-            block_counts=self.where.in_groups.counts if self.where.idle else None,
+            block_counts=self.where.unequal_counts,
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()

@@ -27,9 +27,9 @@ def test_texts_ids_and_masks_are_those_of_transformers(name, chat):
     assert texts[-1].text == wanted["text"]
     found = list(tokens_and_answers(texts, load_tokenizer(TOKENIZER)))
     assert len(found) == len(wanted["samples"])
-    for (ids, said), sample in zip(found, wanted["samples"], strict=True):
+    for (ids, loss_mask), sample in zip(found, wanted["samples"], strict=True):
         assert ids.tolist() == sample["ids"]
-        assert said.astype(int).tolist() == sample["mask"]
+        assert loss_mask.astype(int).tolist() == sample["mask"]
 
 
 def test_the_assistant_says_its_content_and_its_end_and_not_its_header():

@@ -39,7 +39,7 @@ def test_a_prompt_and_its_completion_by_hand(tmp_path):
     """The classic mistake is a mask shifted by one: the label of the prompt's last token is the answer's first."""
     found = load(jsonl(tmp_path, {"prompt": "ab", "completion": "cd"}))
     a, b, c, d = map(ord, "abcd")
-    assert found.ids.tolist() == [a, b, c, d, END] and found.said.tolist() == [False, False, True, True, True]
+    assert found.ids.tolist() == [a, b, c, d, END] and found.loss_mask.tolist() == [False, False, True, True, True]
     row = PackedSamples(found, 6, None, END).row(0)
     assert row["tokens"].tolist() == [a, b, c, d, END, END]
     assert row["labels"].tolist() == [b, c, d, END, END, END]
@@ -70,8 +70,8 @@ def test_a_token_with_characters_of_the_answer_belongs_to_it(tmp_path, tokenizer
     found = load(jsonl(tmp_path, {"prompt": "To be, or not t", "completion": "o be: that is"}), tokenizer=read)
     text = [read.decode([token]) for token in found.ids[:-1]]
     assert "".join(text) == "To be, or not to be: that is" and found.ids[-1] == read.end_of_document
-    said = "".join(piece for piece, learnt in zip(text, found.said, strict=False) if learnt)
-    assert said in (" to be: that is", "to be: that is", "o be: that is") and said.endswith("o be: that is")
+    loss_mask = "".join(piece for piece, learnt in zip(text, found.loss_mask, strict=False) if learnt)
+    assert loss_mask in (" to be: that is", "to be: that is", "o be: that is") and loss_mask.endswith("o be: that is")
 
 
 def test_other_libraries_find_the_answer_by_the_tokens_before_it(tmp_path):
@@ -84,11 +84,11 @@ def test_other_libraries_find_the_answer_by_the_tokens_before_it(tmp_path):
             data = text.encode() + b"\0" * (len(text.encode()) % 2)
             return np.frombuffer(data, "<u2").astype(np.int32)
 
-    for prompt, said in (("abcd", [0, 0, 1, 1, 1]), ("abc", [0, 1, 1, 1])):  # "c" and "e" share a token
+    for prompt, loss_mask in (("abcd", [0, 0, 1, 1, 1]), ("abc", [0, 1, 1, 1])):  # "c" and "e" share a token
         found = load(
             jsonl(tmp_path, {"prompt": prompt, "completion": "efg"}, name=f"{prompt}.jsonl"), tokenizer=Pairs()
         )
-        assert found.said.tolist() == list(map(bool, said))
+        assert found.loss_mask.tolist() == list(map(bool, loss_mask))
 
 
 def test_long_samples_are_cut_or_dropped_and_counted(tmp_path):
@@ -96,7 +96,7 @@ def test_long_samples_are_cut_or_dropped_and_counted(tmp_path):
     file = jsonl(tmp_path, *lines)
     cut = load(file, longest=9)
     assert (cut.count, cut.cut, cut.dropped, cut.unanswered) == (2, 1, 0, 1)
-    assert np.diff(cut.offsets).tolist() == [8, 9] and cut.said[8:].tolist() == [False] * 6 + [True] * 3
+    assert np.diff(cut.offsets).tolist() == [8, 9] and cut.loss_mask[8:].tolist() == [False] * 6 + [True] * 3
     assert cut.describe() == "3 lines, 2 samples, 8 of 17 tokens are answers, 1 cut, 1 cut before an answer"
     dropped = load(file, longest=9, drop=True)
     assert (dropped.count, dropped.cut, dropped.dropped) == (1, 0, 2)
@@ -189,10 +189,10 @@ def some(count=23, capacity=16) -> Answers:
     draw = np.random.default_rng(0)
     lengths = np.append(capacity + 1, draw.integers(2, capacity // 2, count - 1))
     ids = draw.integers(0, 60, lengths.sum()).astype(np.int32)
-    said = draw.random(len(ids)) < 0.5
+    loss_mask = draw.random(len(ids)) < 0.5
     offsets = np.concatenate([[0], lengths.cumsum()])
-    said[offsets[1:] - 1] = True
-    return Answers("some", ids, said, offsets, count, 0, 0, 0)
+    loss_mask[offsets[1:] - 1] = True
+    return Answers("some", ids, loss_mask, offsets, count, 0, 0, 0)
 
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
@@ -208,7 +208,7 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
     ]
     learnt = sum(int(row["weights"].sum()) for row in epochs[0])
     found = some()
-    assert learnt == found.said.sum() - found.said[found.offsets[:-1]].sum()  # first tokens are no labels
+    assert learnt == found.loss_mask.sum() - found.loss_mask[found.offsets[:-1]].sum()  # first tokens are no labels
 
 
 def test_validation_reads_each_row_once():

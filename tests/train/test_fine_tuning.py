@@ -42,7 +42,7 @@ def alone() -> dict[str, np.ndarray]:
     batch["weights"] = np.zeros((1, found.count, LENGTH), np.float32)
     for place in range(found.count):
         begin, end = found.offsets[place : place + 2]
-        for name, array in {"tokens": found.ids[:-1], "labels": found.ids[1:], "weights": found.said[1:]}.items():
+        for name, array in {"tokens": found.ids[:-1], "labels": found.ids[1:], "weights": found.loss_mask[1:]}.items():
             batch[name][0, place, : end - begin - 1] = array[begin : end - 1]
     return batch
 
@@ -105,7 +105,7 @@ def test_loss_and_gradients_are_torchs(family):
 
     model = transformers.AutoModelForCausalLM.from_pretrained(golden(family), attn_implementation="eager").eval()
     found, total = answers(), 0.0
-    labels = torch.where(torch.from_numpy(found.said), torch.from_numpy(found.ids).long(), -100)
+    labels = torch.where(torch.from_numpy(found.loss_mask), torch.from_numpy(found.ids).long(), -100)
     for begin, end in zip(found.offsets, found.offsets[1:], strict=False):
         logits = model(torch.from_numpy(found.ids[begin:end]).long()[None]).logits[0, :-1]
         total = total + torch.nn.functional.cross_entropy(logits, labels[begin + 1 : end], reduction="sum")
