@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def compiled(words: Sequence[str], gpu_name: str, training: str | None = None):
-    """(the run, what `compile_for` returns for its step, the step's account); `training` as in `compile_for`.
+def compiled(words: Sequence[str], gpu_name: str, **options):
+    """(the run, what `compile_for` returns for its step, the step's account); `options` as in `compile_for`.
 
     Raises:
       ConfigError: for an unknown GPU, or a step that does not compile.
@@ -59,13 +59,13 @@ def compiled(words: Sequence[str], gpu_name: str, training: str | None = None):
     from megajax.config.cli import parse
     from megajax.estimate.gpus import find_gpu, with_attention
     from megajax.plan.account import account_of
-    from megajax.plan.compiler import MEGAJAX_TRAINING, CompilerError, compile_for
+    from megajax.plan.compiler import CompilerError, compile_for
 
     request, gpu = parse(words, __doc__, {}), find_gpu(gpu_name)
     run = with_attention(request.run(request.devices_needed or 1, "bf16"), gpu)
     run.validate()
     try:
-        result = compile_for(run, gpu, training=training or MEGAJAX_TRAINING)
+        result = compile_for(run, gpu, **options)
     except CompilerError as error:
         raise ConfigError(str(error)) from error
     return run, result, account_of(run, gpu, result["hlo"])
@@ -77,16 +77,18 @@ def report(words: Sequence[str], gpu_name: str, other: str | None = None) -> str
     Args:
       words: the run's options.
       gpu_name: the GPU.
-      other: another step of the same model to compare with, as `compile_for` takes it.
+      other: another step of the same model to compare with, as `compile_for` takes it. It is compiled with XLA's default
+        flags, as one that is written by hand is, and with those that megajax sets.
     """
     run, result, found = compiled(words, gpu_name)
     from megajax.plan.account import account_table
 
     lines = [f"attention {run.parallel.attention}; {_compilation(result)}", account_table(found)]
-    if other:
-        _, result, theirs = compiled(words, gpu_name, other)
-        lines += [f"{other}: {_compilation(result)}", account_table(theirs)]
-        lines.append(f"megajax's step takes {found.seconds / theirs.seconds:.3f} of the time of {other}")
+    for flags in (False, True) if other else ():
+        _, result, theirs = compiled(words, gpu_name, training=other, training_flags=flags)
+        name = f"{other} with {'the XLA flags of megajax' if flags else 'the defaults of XLA'}"
+        lines += [f"{name}: {_compilation(result)}", account_table(theirs)]
+        lines.append(f"megajax's step takes {found.seconds / theirs.seconds:.3f} of the time of {name}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention import FUSED
+from megajax.pipeline.options import unrolls
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
@@ -92,7 +93,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     activation = parallel.microbatch_size * tokens * model.hidden * item
     residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
     layer = model.kept_bytes(
-        parallel.recompute,
+        "none" if unrolls(run, parallel.attention) else parallel.recompute,
         samples=parallel.microbatch_size,
         sequence=tokens,
         tensor=parallel.tensor,

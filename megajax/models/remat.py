@@ -21,6 +21,9 @@ none recomputes no matmul, selective one (queries times keys), full five of the 
 For a GPT without dropout "selective" is 20 sbh bytes, less than the paper's 34 sbh (its table 2):
 norms and the activation are cheap to recompute from `residual` and `up`, and a mask is drawn again from its key.
 Fused attention has no probabilities; with context and statistics its backward needs no forward again, but under full.
+
+On GPUs a step without pipeline and tensor parallelism may run its blocks without loops (`pipeline.options.unrolls`). XLA
+then keeps what "selective" would compute again, as "none" does.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +50,7 @@ def checkpointed(block: Callable, mode: str, names: Mapping[str, tuple[str, ...]
     """A block, (weights, x, microbatch, layer) -> x, whose VJP saves what `mode` says.
 
     Forward and backward of a block are in different loops, where XLA cannot merge what is computed twice: no barriers
-    are needed (`prevent_cse`).
+    are needed (`prevent_cse`). Without loops it merges, and `pipeline.options.unrolls` allows that.
 
     Args:
       block: the function.

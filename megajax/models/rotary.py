@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from megajax.config import ModelConfig
 
@@ -82,12 +83,10 @@ def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None
     angle = positions[..., None] * angles
     angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), len(angles))
     cosine, sine = factor * jnp.cos(angle), factor * jnp.sin(angle)
-    first, second, *rest = jnp.split(x.astype(jnp.float32), _cuts(config), axis=-1)
-    rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    return jnp.concatenate([*rotated, *rest], axis=-1).astype(x.dtype)
-
-
-def _cuts(config: ModelConfig) -> tuple[int, ...]:
-    """The places at which a head is cut into the pairs' first elements, their second ones, and the rest, if any."""
     rotated = config.rotated_dimension
-    return (rotated // 2,) if rotated == config.head_dimension else (rotated // 2, rotated)
+    pairs = x[..., :rotated].astype(jnp.float32).reshape(*x.shape[:-1], 2, rotated // 2)
+    # Reversing the pairs is part of an elementwise kernel on GPUs; concatenating the halves would be one of its own.
+    signed = jnp.stack([-sine, sine], axis=-2)
+    turned = pairs * cosine[..., None, :] + lax.rev(pairs, (pairs.ndim - 2,)) * signed
+    turned = turned.reshape(*x.shape[:-1], rotated).astype(x.dtype)
+    return turned if rotated == x.shape[-1] else jnp.concatenate([turned, x[..., rotated:]], axis=-1)

@@ -25,6 +25,7 @@ from megajax.config import ModelConfig
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.models.rotary import rotate
+from megajax.ops.activation import gelu
 from megajax.ops.attention import SCORES, causal_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 from megajax.ops.linear import RESIDUAL, add_bias
@@ -34,7 +35,7 @@ __all__ = ["Block", "Dropout", "Norm", "cache_arrays"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
 ACTIVATIONS = {  # of the MLP, or of its gate
-    "gelu": partial(jax.nn.gelu, approximate=True),
+    "gelu": gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=True),

@@ -49,6 +49,9 @@ not run an operation runs zero iterations of its loop (`loops.counted_loop`), an
 collectives over the tensor or data axis, unless `compute_bubbles` makes all ranks run it. In segments of paired ticks
 without bubbles the trip counts are known at compile time.
 
+With one stage, schedules of paired ticks run a backward in the tick of its own forward. Where neither tensor parallelism
+nor recomputing needs the loops over blocks, such a tick has none on GPUs, and no stash (`options.unrolls`).
+
 Between ticks a rank holds (`rank.Carry`) the stash, which forwards write and backwards read; an inbox of received
 activations and one of received gradients; and fp32 gradient accumulators. `slots.py` assigns the slots of all of them
 ahead of time. Gradients are summed over `data` once, after the last tick.

@@ -1,12 +1,17 @@
 """What the executor is told besides the model, the schedule and the mesh; and which ticks it merges."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+from megajax.config import RunConfig
 from megajax.config.parallel import ParallelConfig
+from megajax.config.run_schedule import run_schedule
+from megajax.ops.attention import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
 
+UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
 MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
 
 
@@ -26,6 +31,8 @@ class ExecutorOptions:
       merged: the forward and the backward of a tick run as one loop over blocks, in the ticks in which every rank has both
         (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. Needs `in_place`, and has no
         effect on schedules of mixed ticks.
+      unrolled: a tick's blocks are traced one after the other, without a loop, and what a forward saves is not copied to a
+        stash. For schedules of which `stashes_nothing` holds; needs `in_place`.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
@@ -40,6 +47,7 @@ class ExecutorOptions:
     offload: bool = False
     in_place: bool = False
     merged: bool = False
+    unrolled: bool = False
     compute_bubbles: bool = False
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
@@ -52,6 +60,38 @@ DEFAULT_OPTIONS = ExecutorOptions()
 def merges(parallel: ParallelConfig) -> bool:
     """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble."""
     return parallel.tensor > 1 and not parallel.rings
+
+
+def stashes_nothing(schedule: Schedule) -> bool:
+    """Whether every backward runs in the tick of its own forward, as one stage's may: no tick leaves activations."""
+    return schedule.paired and all(
+        [work.op for work in works] == [FORWARD, BACKWARD] and len({(w.chunk, w.microbatch) for w in works}) == 1
+        for ranks in schedule.ticks
+        for works in ranks
+    )
+
+
+@functools.lru_cache(maxsize=64)  # a search repeats the call
+def unrolls(run: RunConfig, attention: str) -> bool:
+    """Whether a program that works in place traces a rank's blocks one after the other.
+
+    A loop over blocks copies what they save to a stash. Without a loop it stays where it was computed, and XLA does not
+    compute again what a forward already has: memory is that of `--recompute none`. So not where recomputing saves more:
+    attention scores, whole blocks, or weights that ZeRO-3 gathers again. And compiling takes longer with each block.
+
+    Args:
+      run: a valid one.
+      attention: the implementation that runs, as `--attention` names it.
+    """
+    parallel = run.parallel
+    saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and attention in FUSED)
+    return (
+        parallel.pipe == parallel.chunks == parallel.tensor == 1
+        and not (parallel.rings or parallel.offload_activations or parallel.zero == 3)
+        and saves_all
+        and run.model.layers <= UNROLLED_BLOCKS
+        and stashes_nothing(run_schedule(run))
+    )
 
 
 def is_merged(schedule: Schedule, segment: Segment) -> bool:

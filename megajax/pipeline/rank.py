@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.ends import Ends, EndState, run_together
 from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
 from megajax.pipeline.loops import counted_loop, run_one_of
 from megajax.pipeline.options import ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import OperationRow, Tables, TickRow
-from megajax.pipeline.stage import ChunkWork, Stack
-from megajax.pipeline.stash import StashRef
+from megajax.pipeline.stage import Stack, fp32_zeros
+from megajax.pipeline.stash import StashRef, TickStash
 from megajax.runtime.compat import set_xla_metadata
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megajax.sharding.zero import ZeroSharding
@@ -94,6 +95,7 @@ class Rank:
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             in_place=options.in_place,
+            unrolled=options.unrolled,
             parts=table.backward_parts,
             counts=options.block_counts,
         )
@@ -108,10 +110,11 @@ class Rank:
             for direction in (FORWARD, BACKWARD)
         )
         if self.collect is None:
-            stash = vary(self.stack.empty_stash(self.table.stash_slots, x, first, on_host=self.options.offload))
+            stash = ()
+            if not self.options.unrolled:
+                stash = vary(self.stack.empty_stash(self.table.stash_slots, x, first, on_host=self.options.offload))
             kept = vary(self.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
-            zeros = lambda tree: jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), tree)  # noqa: E731
-            totals = (zeros(self.stack.weights), zeros(self.shared))
+            totals = vary((self.stack.empty_gradients(), fp32_zeros(self.shared)))
             output = vary(jnp.zeros(count, jnp.float32))
         else:
             stash, kept, totals = (), (), ((), ())
@@ -151,7 +154,10 @@ class Rank:
                 return tick(segment, carry, *(jax.tree.unflatten(names, list(row)) for row in ticks)), None
 
             carry, _ = lax.scan(step, carry, ticks)
-        return carry._replace(block_gradients=in_row_major(carry.block_gradients)) if self.options.in_place else carry
+        if self.options.in_place:
+            gradients = self.stack.stacked_gradients(carry.block_gradients)
+            carry = carry._replace(block_gradients=in_row_major(gradients))
+        return carry
 
     def idle_row(self, rows: TickRow) -> TickRow:
         """The row, int32 scalars, of a tick in which no rank has work; it receives into the inbox's extra slot."""
@@ -187,6 +193,8 @@ class Rank:
             with jax.named_scope(BACKWARD):
                 last = lambda zero, state: self.ends.embed_backward(zero, state, dx, row)  # noqa: E731
                 carry = self.run_end("embed_backward", row.embed_backward.on, last, carry)._replace(pending=dx)
+            if self.options.unrolled:
+                carry = carry._replace(stash=())
         if FORWARD in ops:
             carry = carry._replace(activations=self.receive(activations, row.activation_arrivals, carry.activations))
         return carry
@@ -358,12 +366,18 @@ class Rank:
             self.microbatch(operation.microbatch),
             operation.chunk,
             operation.stage,
-            StashRef(carry.stash, operation.stash, self.options.offload),
+            self.stash(carry, operation),
             StashRef(carry.kept, operation.kept),
             blocks,
             statistics and Recorder(statistics, operation.microbatch, operation.on == 1),
             carry.records,
         )
+
+    def stash(self, carry: Carry, operation: OperationRow) -> StashRef | TickStash:
+        """Where an operation's forward saves, or has saved, what its backward reads."""
+        if self.options.unrolled:
+            return TickStash(carry.stash or ((),) * self.per_chunk)
+        return StashRef(carry.stash, operation.stash, self.options.offload)
 
     def run_if(
         self, scope: str, on: jax.Array, iterations: jax.Array, function: Callable, state: Tree

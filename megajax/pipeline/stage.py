@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.jaxprs import with_fp32_gradients
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
-from megajax.pipeline.records import Recorder
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import StashRef, empty_stash
 from megajax.pipeline.uneven import StageBlocks
@@ -34,34 +34,9 @@ from megajax.sharding.zero import ZeroSharding
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkWork:
-    """One operation on one chunk: what it runs on, and the slots that it reads and writes.
-
-    Attributes:
-      microbatch: pytree of [samples, ...], passed to the blocks.
-      chunk: int32 scalar, which of the rank's chunks.
-      stage: int32 scalar, the chunk's global stage.
-      stash: the slot that a forward writes and a backward or W reads. None: a forward without backward.
-      kept: the slot that I writes and W reads. None: the backward is not split.
-      blocks: (low, high), the range of the chunk's blocks to run. Python ints if known at compile time, else int32
-        scalars, equal where the rank has no work. None: all blocks.
-      recorder: records statistics of the blocks' inputs, outputs and gradients. None: nothing is recorded.
-      records: its buffers.
-    """
-
-    microbatch: Tree
-    chunk: Any
-    stage: Any = 0
-    stash: StashRef | None = None
-    kept: StashRef | None = None
-    blocks: tuple | None = None
-    recorder: Recorder | None = None
-    records: Tree = ()
-
-    def record(self, records: Tree, block, **values: jax.Array) -> Tree:
-        """`records` with the statistics of `values` of a local block."""
-        return self.recorder.write(records, block, self.microbatch, values) if self.recorder else records
+def fp32_zeros(tree: Tree) -> Tree:
+    """Zeros of the shapes in `tree`, in fp32."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
 
 
 class Stack:
@@ -74,6 +49,7 @@ class Stack:
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
+      unrolled: blocks are traced one after the other, without a loop; the stack has one chunk.
       parts: the numbers of parts in which backwards run.
       blocks: the numbers of the stages' blocks.
     """
@@ -86,13 +62,27 @@ class Stack:
         *,
         cut: Tree | None = None,
         in_place: bool = False,
+        unrolled: bool = False,
         parts: Sequence[int] = (1,),
         counts: Sequence[int] | None = None,
     ):
         """Arguments: see above, and `counts` as of `StageBlocks`."""
         self.block, self.weights, self.per_chunk = block, weights, per_chunk
-        self.in_place, self.parts, self.blocks = in_place, parts, StageBlocks(per_chunk, counts)
+        self.in_place, self.unrolled, self.parts = in_place, unrolled, parts
+        self.blocks = StageBlocks(per_chunk, counts)
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
+
+    def empty_gradients(self) -> Tree:
+        """Zero accumulators for `backward`: fp32, like the weights; with `unrolled` a tuple of those of each block.
+
+        In a program without loops XLA adds a matmul's result in place to an array of its own, not to a part of one.
+        """
+        zeros = fp32_zeros(self.weights)
+        return tuple(jax.tree.map(lambda a: a[0], zeros) for _ in range(self.per_chunk)) if self.unrolled else zeros
+
+    def stacked_gradients(self, gradients: Tree) -> Tree:
+        """Accumulators like those of `empty_gradients`, fp32 [local layers, ...]."""
+        return jax.tree.map(lambda *blocks: jnp.stack(blocks), *gradients) if self.unrolled else gradients
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool = False) -> Tree:
         """An empty stash, (residuals, x) of [slots, blocks per chunk, ...].
@@ -296,7 +286,10 @@ class Stack:
                 return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
 
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
-            return dx, jax.tree.map(add, gradients, dw, self.cut), records
+            if not self.unrolled:
+                return dx, jax.tree.map(add, gradients, dw, self.cut), records
+            new = jax.tree.map(add, gradients[place], dw, self.cut)
+            return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
 
         return step
 
@@ -330,6 +323,8 @@ class Stack:
                 index = high - 1 - count if backwards else low + count
                 return step(index, first + high - 1 - count if backwards else first + low + count, zero, state)
 
+            if self.unrolled:
+                return functools.reduce(lambda state, count: one(count, state), range(high - low), state)
             return lax.fori_loop(0, high - low, one, state)
 
         layers, always = jax.tree.leaves(self.weights)[0].shape[0], isinstance(high, int)
@@ -383,6 +378,8 @@ class Stack:
 
     def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
         """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
+        if self.unrolled:
+            return total + new
         if not self.in_place:
             return total.at[place].add(new)
         sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new

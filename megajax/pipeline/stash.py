@@ -37,6 +37,25 @@ def empty_stash(slots: int, blocks: int, shapes: Tree, *, on_host: bool = False)
 
 
 @dataclasses.dataclass(frozen=True)
+class TickStash:
+    """What a forward saves for the backward of its own tick: the values themselves. It has the methods of StashRef.
+
+    Attributes:
+      buffer: a tuple with the values of each block.
+    """
+
+    buffer: tuple[Tree, ...]
+
+    def write(self, block: int, values: Tree) -> tuple[Tree, ...]:
+        """`buffer` with the values of one block."""
+        return (*self.buffer[:block], values, *self.buffer[block + 1 :])
+
+    def read(self, block: int, zero=0) -> Tree:
+        """The values of one block."""
+        return self.buffer[block]
+
+
+@dataclasses.dataclass(frozen=True)
 class StashRef:
     """One slot of a stash.
 

@@ -52,7 +52,9 @@ def has_compiler() -> bool:
     return any(importlib.util.find_spec(name) for name in PLUGINS)
 
 
-def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = MEGAJAX_TRAINING) -> dict[str, Any]:
+def compile_for(
+    run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = MEGAJAX_TRAINING, training_flags: bool = True
+) -> dict[str, Any]:
     """Compiles the step of `run` for a cluster of this GPU and reads the result.
 
     The XLA flags are those that a training run sets on GPUs; the user's --xla_gpu flags in XLA_FLAGS override them. The
@@ -64,6 +66,7 @@ def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = 
       timeout: seconds.
       training: the full name of a function (run, mesh) -> an object with `step_shapes`, `compile_train_step` and
         `state_sharding` as `megajax.train.step.Training` has them: to compare with another step.
+      training_flags: False: XLA's defaults, instead of the flags of a training run.
 
     Returns:
       "memory": bytes on one device by XLA's names (argument, output, alias, temp, peak); "arguments": bytes of the
@@ -81,7 +84,7 @@ def compile_for(run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = 
         fields = {"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model), "training": training}
         request.write_bytes(pickle.dumps(fields))
         users_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
-        flags, _ = gpu_flags(" ".join(users_flags))
+        flags = gpu_flags(" ".join(users_flags))[0] if training_flags else " ".join(users_flags)
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",  # otherwise the CUDA plugin looks for a driver and complains
             "TF_CPP_MIN_LOG_LEVEL": "2",

@@ -28,7 +28,7 @@ from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import is_spec
-from megajax.pipeline.options import merges
+from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
 from megajax.schedules.registry import find, make_schedule
@@ -102,6 +102,7 @@ class Training:
             offload=run.parallel.offload_activations,
             in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
             merged=in_place and merges(run.parallel),
+            unrolled=in_place and unrolls(run, self.attention.name),
             compute_bubbles=bool(run.parallel.rings),
             block_counts=self.where.unequal_counts,
         )

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import roofline
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.hlo_parser import BRANCHES
+from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention import cudnn_installed
 from megajax.plan.compiler import has_compiler
 from megajax.runtime.compat import jaxlib_version
@@ -52,6 +53,18 @@ def test_nothing_is_copied_or_waited_for(case):
     assert one.read["accumulation"] + one.written["accumulation"] < 1 * GB
     assert one.synchronisations * 25e-6 < 0.01 * one.total
     assert result["memory"]["peak"] < (62 if zero_bubble else 60) * GB
+
+
+@pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
+def test_one_gpu_is_faster_than_a_step_written_by_hand():
+    """Nothing is copied to a stash; the peak is the estimated one."""
+    run, result, found = compiled("one-gpu")
+    assert found.account.read["stash"] + found.account.written["stash"] < 3 * GB
+    assert result["memory"]["peak"] == pytest.approx(sum(bytes_per_device(run).values()), rel=0.03)
+    for training_flags, most in ((False, 0.97), (True, 0.99)):
+        options = {"training": roofline.PLAIN_STEP, "training_flags": training_flags}
+        theirs = roofline.compiled(roofline.CASES["one-gpu"].split(), "h100-80gb", **options)[2]
+        assert found.seconds < most * theirs.seconds
 
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")

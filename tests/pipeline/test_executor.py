@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
 from megajax.pipeline.executor import ExecutorOptions, gradient_function
+from megajax.pipeline.options import stashes_nothing
 from megajax.pipeline.split_backward import split_backward
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.stages import StageLayers
@@ -184,6 +185,25 @@ MERGED_LONG = [
 def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
     """A forward and a backward in one loop over blocks; the last two schedules have no tick to merge."""
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", pytest.param("eager_1f1b", marks=pytest.mark.slow)])
+def test_gradients_without_loops_and_stash(name):
+    """The program for one GPU: each backward runs in the tick of its forward."""
+    assert stashes_nothing(make_schedule(name, stages=1, microbatches=3))
+    check(name, 1, 3, 1, data=2, program={"in_place": True, "unrolled": True})
+
+
+def test_which_schedules_stash_nothing():
+    later = [
+        ("gpipe", 1, 1),
+        ("1f1b", 1, 1),
+        ("looped_bfs", 1, 1),
+        ("interleaved_1f1b", 1, 2),
+        ("interleaved_1f1b", 2, 1),
+    ]
+    for name, stages, chunks in later:
+        assert not stashes_nothing(make_schedule(name, stages=stages, microbatches=4, chunks=chunks)), name
 
 
 PAIRED = ("gpipe", "eager_1f1b", "interleaved_1f1b", "looped_bfs")

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.pipeline.stage import ChunkWork, Stack
+from megajax.pipeline.chunk_work import ChunkWork
+from megajax.pipeline.stage import Stack
 from megajax.pipeline.stash import StashRef
 from tests.small import LLAMA, MODEL, QWEN, build_model
 

@@ -124,6 +124,7 @@ def test_zero_and_vocabulary_sharding_change_no_loss_and_no_gradient_long(mesh, 
 
 
 IN_PLACE = [
+    ((4, 1, 1), "interleaved_1f1b", 1, 4, {"recompute": "none", "zero": 1}),  # unrolled
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"recompute": "selective", "zero": 1}),
     ((2, 2, 1), "interleaved_1f1b", 2, 8, {"recompute": "full", "recompute_blocks": 2}),
     ((2, 2, 2), "1f1b", 1, 4, {"recompute": "full", "zero": 3}),
