@@ -10,7 +10,7 @@ COMMANDS = {  # module: (function that the Ctrl-C interrupts, its arguments' com
     "megajax.interop.hugging_face": ("_run", "export RUN --out DIR"),
     "megajax.launch.__main__": ("read_request", "-- experiments.gpt3"),
     "megajax.plan.__main__": ("question_of", "--model gpt3-1.3b --gpus 8 --gpu h100-80gb --global-batch 512"),
-    "megajax.plan.dryrun": ("find_gpu", "--model gpt3-1.3b"),
+    "megajax.plan.dryrun": ("_own", "--model gpt3-1.3b"),
     "megajax.schedules.draw": ("run", ""),
     "megajax.verify.__main__": ("run", "--a= --b="),
     "benchmarks.communication": ("comparison", ""),
