@@ -20,7 +20,7 @@ from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.schedules.arguments import plain_text
-from megajax.schedules.schedule import ScheduleError
+from megajax.schedules.errors import exit_code
 
 DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
 ON_CPU = 8
@@ -28,15 +28,14 @@ ON_CPU = 8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the process's exit code: 0, or 2 for invalid options."""
-    try:
-        own = Parser(add_help=False, allow_abbrev=False)
-        own.add_argument("--hlo", default=None, type=plain_text)
+    own = Parser(add_help=False, allow_abbrev=False)
+    own.add_argument("--hlo", default=None, type=plain_text)
+
+    def command() -> None:
         args, rest = own.parse_known_args(arguments)
         print("\n".join(comparison(rest, args.hlo)))
-        return 0
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return exit_code(command)
 
 
 def read_file(path: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.errors import UserError, exit_code
 
 WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
 COLOURS = ("#2171b5", "#e6550d", "#31a354", "#756bb1")
@@ -82,22 +83,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
     parser.add_argument("--vocabulary", type=whole(), metavar="TOKENS", help="also shows the loss of a uniform guess")
     options = parser.parse_args(arguments)
+    return exit_code(lambda: _command(options))
+
+
+def _command(options: argparse.Namespace) -> None:
     if len(options.logs) > len(COLOURS):
-        print(f"error: {len(options.logs)} logs; pass at most {len(COLOURS)}", file=sys.stderr)
-        return 2
+        raise UserError(f"{len(options.logs)} logs; pass at most {len(COLOURS)}")
     try:
         draw(options.logs, options.out, options.vocabulary)
-    except ImportError:
-        print("error: matplotlib is not installed; pip install 'megajax[plot]'", file=sys.stderr)
-        return 2
+    except ImportError as error:
+        raise UserError("matplotlib is not installed; pip install 'megajax[plot]'") from error
     except OSError as error:
-        print(f"error: cannot draw: {error}", file=sys.stderr)
-        return 2
+        raise UserError(f"cannot draw: {error}") from error
     except (ValueError, KeyError) as error:
-        print(f"error: not a log of --log-jsonl: {error}; pass the log.jsonl of a run", file=sys.stderr)
-        return 2
+        raise UserError(f"not a log of --log-jsonl: {error}; pass the log.jsonl of a run") from error
     print(f"wrote {options.out}")
-    return 0
 
 
 if __name__ == "__main__":

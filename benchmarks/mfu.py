@@ -45,7 +45,7 @@ from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.schedules.arguments import plain_text, whole
-from megajax.schedules.schedule import ScheduleError
+from megajax.schedules.errors import exit_code
 
 CPU_DEVICES = 8
 # Eight layers and heads, so that each of eight devices can have its own.
@@ -72,23 +72,22 @@ class MfuOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes; returns the process's exit code: 0, or 2 for invalid options."""
-    try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        if "--help" in words or "-h" in words:
-            print(__doc__.strip())
-            return 0
-        args = read_options(words)
-        # With peers in a child process, which frees its GPU memory before they run.
-        results = _in_child(measure, args) if args.peers else measure(args)
-        results = {"command": command(words)} | results
-        if args.peers:
-            results["peers"] = peer_rows(args, results)
-        name = "mfu_blocks" if args.blocks else "mfu"
-        mfu_report.write(results, args.out, f"{name}_{_slug(results['device'])}")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in words or "-h" in words:
+        print(__doc__.strip())
         return 0
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _measure_and_write(words))
+
+
+def _measure_and_write(words: Sequence[str]) -> None:
+    args = read_options(words)
+    # With peers in a child process, which frees its GPU memory before they run.
+    results = _in_child(measure, args) if args.peers else measure(args)
+    results = {"command": command(words)} | results
+    if args.peers:
+        results["peers"] = peer_rows(args, results)
+    name = "mfu_blocks" if args.blocks else "mfu"
+    mfu_report.write(results, args.out, f"{name}_{_slug(results['device'])}")
 
 
 def read_options(words: Sequence[str]) -> MfuOptions:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from megajax.config import ConfigError
 from megajax.schedules.arguments import CommandParser
+from megajax.schedules.errors import exit_code
 
 # docs/planning.md quotes some of them.
 CASES = {
@@ -37,14 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="one of the runs (default: all)")
     parser.add_argument("--gpu", default="h100-80gb", help="GPU to compile for (default: %(default)s)")
     options = parser.parse_args(arguments)
-    try:
+
+    def command() -> None:
         for name in options.case or CASES:
             plain = PLAIN_STEP if name == "one-gpu" else None
             print(f"{name}: {CASES[name]}\n{report(CASES[name].split(), options.gpu, plain)}\n", flush=True)
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return exit_code(command)
 
 
 def compiled(words: Sequence[str], gpu_name: str, **options):

@@ -1,5 +1,6 @@
 """Shows what a checkpoint contains, without the run: `python -m megajax.checkpoint.inspect DIR [--verify] [--arrays]`."""
 
+import argparse
 import math
 import pathlib
 import sys
@@ -15,7 +16,7 @@ from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import plain_text
-from megajax.schedules.errors import one_line
+from megajax.schedules.errors import exit_code, one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,19 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
+    return exit_code(lambda: _inspect(parser.parse_args(arguments)))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
     try:
-        options = parser.parse_args(arguments)
-        start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
         paths = _checkpoints(pathlib.Path(options.directory).absolute())
         sound = [_show(path, options.verify) for path in paths]
         for line in _arrays(paths[-1]) if options.arrays else []:
             print(line)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:  # a directory that may not be read
-        print(f"error: cannot read {one_line(str(error.filename))}: {error.strerror}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     return 0 if all(sound) else 2
 
 

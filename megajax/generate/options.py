@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from megajax.config import ConfigError
-from megajax.config.options import Parser, describe_unknown
+from megajax.config import ConfigError, LaunchConfig, option
+from megajax.config.options import Parser, add_options, describe_unknown, option_names
 from megajax.config.sample import SampleConfig
 from megajax.schedules.arguments import number, plain_text, whole
 
@@ -15,7 +15,10 @@ python -m megajax.generate --run-dir runs/first --prompt "The " --prompt "A "
 python -m megajax.generate --run-dir runs/first --prompts prompts.jsonl --out texts.jsonl --pipe 4 --tensor 2
 python -m megajax.generate --hf SmolLM2-135M --interactive --stop "." --temperature 0
 
-Exit codes: 0; 2 wrong options, or prompts that the model cannot take."""
+A model that needs several hosts: the same command in every process, under srun or mpirun, or with
+--coordinator HOST:PORT --processes N --process-id I. Process 0 reads the prompts and writes the texts.
+
+Exit codes: 0; 2 wrong options, or prompts that the model cannot take; 3 another process ended the run; 130 Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Options:
       prompts: texts, a path of JSON Lines, or "" for those that are typed: exactly one of the three is given.
       sampling: the number of new tokens, and how they are drawn.
       batch: most prompts that are continued together; None: all, up to 64.
+      launch: the processes.
     """
 
     run_dir: str | None
@@ -47,6 +51,14 @@ class Options:
     precision: str | None
     batch: int | None
     prefill_chunk: int
+    launch: LaunchConfig
+
+    @property
+    def of_all_processes(self) -> dict[str, str]:
+        """What must be the same in every process, by option. Paths may differ, and process 0 reads the prompts."""
+        own = {"run_dir", "hf", "prompt", "prompts", "out", "devices", "launch", "sampling"}
+        fields = {name: value for name, value in vars(self).items() if name not in own} | vars(self.sampling)
+        return {option(name): repr(value) for name, value in fields.items()}
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
@@ -80,7 +92,9 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     sampling.validate()
     for name in ("prompt", "stop"):
         given[name] = tuple(given[name] or ())
-    return Options(sampling=sampling, **given)
+    launch = LaunchConfig(**{name: given.pop(name) for name in option_names(LaunchConfig) if name in given})
+    launch.validate()
+    return Options(sampling=sampling, launch=launch, **given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,4 +156,5 @@ def _parser() -> argparse.ArgumentParser:
         default=256,
         help="tokens of a prompt that are run at once (default: %(default)s)",
     )
+    add_options(parser, LaunchConfig, "several processes")
     return parser

@@ -47,7 +47,7 @@ class OutputFile:
     """A file that appears complete or not at all."""
 
     def __init__(self, path: str):
-        """Creates the unfinished file beside it, so that a wrong path is found before the work.
+        """Creates and deletes the unfinished file beside it, so that a wrong path is found before the work.
 
         Raises:
           ConfigError: it cannot be written.
@@ -58,6 +58,7 @@ class OutputFile:
             if self.path.is_dir():
                 raise IsADirectoryError(21, "Is a directory")
             self.unfinished.write_text("")
+            self.unfinished.unlink()
         except (OSError, ValueError) as error:
             raise self._problem(error) from error
 
@@ -69,10 +70,8 @@ class OutputFile:
             os.replace(self.unfinished, self.path)
         except OSError as error:
             raise self._problem(error) from error
-
-    def discard(self) -> None:
-        """Deletes the unfinished file, if it is still there."""
-        self.unfinished.unlink(missing_ok=True)
+        finally:
+            self.unfinished.unlink(missing_ok=True)
 
     def _problem(self, error: Exception) -> ConfigError:
         reason = getattr(error, "strerror", None) or error

@@ -15,6 +15,7 @@ from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.generate.decoder import Decoder
 from megajax.generate.options import Options
 from megajax.interop.hugging_face_config import read_config, tokenizer_options
+from megajax.runtime.exchange import broadcast
 
 __all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "open_source"]
 
@@ -66,12 +67,14 @@ class RunDirectorySource:
         if not config.is_file():
             problem = "has no config.toml" if directory.is_dir() else "is not a directory"
             raise ConfigError(f"{directory} {problem}: give --run-dir the directory of a training run.")
-        if not steps or (step is not None and step not in steps):
+        if step is None and steps:  # a training may write another one meanwhile
+            step = int(broadcast("generate/step", lambda: str(steps[-1])))
+        if step not in steps:
             there = f"there are those of steps {', '.join(map(str, steps[-5:]))}" if steps else "there is none"
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             remedy = "pass another --step" if steps else "train with --save-every, or give another --run-dir"
             raise ConfigError(f"no {wanted} in {directory / 'checkpoints'}: {there}; {remedy}.")
-        self.path = directory / "checkpoints" / NAME.format(steps[-1] if step is None else step)
+        self.path = directory / "checkpoints" / NAME.format(step)
         self.request: Request = parse(["--config", str(config)], "", {"model": "tiny"})  # the file has all fields
         data = self.run("fp32").data
         self.tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)

@@ -14,44 +14,38 @@ import re
 import sys
 from collections.abc import Sequence
 
-from megajax.config import ConfigError, LaunchConfig
+from megajax.config import LaunchConfig
 from megajax.config.options import Parser, add_options, option_names
 from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.errors import exit_code
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Imports or exports; returns the process's exit code, 2 for a user's mistake."""
-    try:
-        options = _parser().parse_args(arguments)
-        return _run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(_parser().parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megajax.checkpoint.libraries import prepare_process
-    from megajax.runtime import distributed
-    from megajax.runtime.mesh import start_devices
+    from megajax.runtime.processes import run_together
 
     given = {name: value for name, value in vars(options).items() if name in option_names(LaunchConfig)}
     launch = LaunchConfig(**given)
     launch.validate()
-    try:
-        distributed.start(launch)
-    except distributed.StartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return distributed.EXIT_PEER
+    return run_together(launch, lambda count, watchdog: _convert(options))
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from megajax.checkpoint.libraries import prepare_process
+    from megajax.runtime.mesh import start_devices
+    from megajax.runtime.processes import is_first_process
+
     prepare_process()
     start_devices("cpu")
-    import jax
-
     text = _import(options) if options.command == "import" else _export(options)
-    if jax.process_index() == 0:
+    if is_first_process():
         print(text)
-    return 0
 
 
 def _import(options: argparse.Namespace) -> str:

@@ -19,21 +19,21 @@ from megajax.launch.agent import Agent
 from megajax.launch.layouts import devices_per_process, gpus_of, layouts, read_request
 from megajax.launch.options import Options, read_options
 from megajax.launch.rendezvous import Generation
-from megajax.schedules.schedule import ScheduleError
+from megajax.schedules.errors import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the agent of this host; returns its exit code."""
-    try:
+
+    def command() -> int:
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         sys.path.insert(0, os.getcwd())
         request = read_request(options.module, options.arguments)
         if request.output.run_dir is None:
             raise ConfigError("the launcher needs a directory that all hosts share: pass --run-dir DIR")
         return supervise(options, request)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return exit_code(command)
 
 
 def supervise(options: Options, request: Request) -> int:

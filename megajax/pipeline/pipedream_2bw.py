@@ -218,8 +218,8 @@ class PipeDream2BW:
             head=end(forward, -1),
             embed_backward=end(backward, 0),
             loss_gradient=~is_last,  # slot 0 of the inbox on the last rank, the extra slot 1 elsewhere
-            activation_arrivals=(ranks == 0,),
-            gradient_arrivals=(is_last,),
+            activation_arrivals=(ranks == 0,) * len(self.table.routes[FORWARD]),  # of one rank there is no route
+            gradient_arrivals=(is_last,) * len(self.table.routes[BACKWARD]),
         )
         return jax.tree.map(lambda column: jnp.broadcast_to(jnp.asarray(column, jnp.int32), (count, stages)), rows)
 

@@ -22,8 +22,8 @@ from megajax.plan.explain import explain
 from megajax.plan.report import LEGEND, heading, plot, smallest, table
 from megajax.plan.search import Candidate, Question, best_by, search
 from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.errors import exit_code
 from megajax.schedules.registry import import_user_files, names, search_order
-from megajax.schedules.schedule import ScheduleError
 
 # The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
 MOST_GPUS, MOST_LAYERS = 10**6, 1024
@@ -31,22 +31,22 @@ MOST_GPUS, MOST_LAYERS = 10**6, 1024
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans; returns the process's exit code: 0, 1 if nothing fits, 2 for invalid options."""
-    try:
-        first = Parser(add_help=False, allow_abbrev=False)
-        first.add_argument(
-            "--import",
-            action="append",
-            type=plain_text,
-            default=[],
-            dest="imports",
-            metavar="FILE.py",
-            help="a Python file or module to import first, which registers schedules or models (repeatable)",
-        )
-        import_user_files(first.parse_known_args(arguments)[0].imports)
-        return _plan(_parser(first).parse_args(arguments))
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> int:
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument(
+        "--import",
+        action="append",
+        type=plain_text,
+        default=[],
+        dest="imports",
+        metavar="FILE.py",
+        help="a Python file or module to import first, which registers schedules or models (repeatable)",
+    )
+    import_user_files(first.parse_known_args(arguments)[0].imports)
+    return _plan(_parser(first).parse_args(arguments))
 
 
 def _plan(args: argparse.Namespace) -> int:

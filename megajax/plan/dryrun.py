@@ -43,8 +43,8 @@ from megajax.plan.report import LEGEND, memory_bar
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.schedules.arguments import number, plain_text
+from megajax.schedules.errors import exit_code
 from megajax.schedules.registry import import_user_files
-from megajax.schedules.schedule import ScheduleError
 
 LARGEST = 8  # buffers to list
 
@@ -55,18 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or "--help" in words or "-h" in words:
         print(__doc__.format(gpus=", ".join(GPUS)).strip())
         return 0
-    try:
-        own, rest = _own(words)
-        run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
-        run.validate()
-        gpu = find_gpu(own.gpu)
-        run = with_attention(run, gpu)
-        if own.json:
-            return print_json(run, gpu, own.save_hlo, own.timeout)
-        return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _command(words))
+
+
+def _command(words: Sequence[str]) -> int:
+    own, rest = _own(words)
+    run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
+    run.validate()
+    gpu = find_gpu(own.gpu)
+    run = with_attention(run, gpu)
+    if own.json:
+        return print_json(run, gpu, own.save_hlo, own.timeout)
+    return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)
 
 
 def _run_of_options(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:

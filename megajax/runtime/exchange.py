@@ -1,14 +1,18 @@
-"""Short texts that the processes of a run exchange through jax's coordination service; no device takes part.
+"""Texts that the processes of a run exchange through jax's coordination service; no device takes part.
 
 In a run of one process there is no service: what it puts is what it reads.
 """
 
 import contextlib
+import json
+from collections.abc import Callable, Mapping
 
+from megajax.config import ConfigError
 from megajax.runtime.compat import coordination_service
 
 PREFIX = "megajax/exchange/"
 TIMEOUT = 3600  # seconds. Long, because the watchdog ends the job when a process dies.
+POLL = 1000  # milliseconds
 
 
 def exchange(name: str, text: str) -> dict[int, str]:
@@ -34,6 +38,46 @@ def gather_problems(name: str, problem: str | None = None) -> dict[int, str]:
     It may be called from any thread.
     """
     return {process: text for process, text in exchange(name, problem or "").items() if text}
+
+
+def broadcast(name: str, text: Callable[[], str]) -> str:
+    """The text of process 0, in all processes. They wait for it without a time limit: a person may be typing it.
+
+    Args:
+      name: of the text, not used before.
+      text: called in process 0 alone.
+    """
+    joined = coordination_service()
+    if joined.process_id == 0:
+        own = text()
+        if joined.client is not None:
+            joined.client.key_value_set(f"{PREFIX}{name}", own)
+        return own
+    while True:
+        try:
+            return joined.client.blocking_key_value_get(f"{PREFIX}{name}", POLL)
+        except Exception as error:  # Python handles Ctrl-C between two calls
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def require_same(name: str, values: Mapping[str, str]) -> None:
+    """Compares this process's values with those of process 0; every process calls it, with the same keys.
+
+    Args:
+      name: of the comparison, not used before.
+      values: what must not differ, by its name for the message.
+
+    Raises:
+      ConfigError: a value differs.
+    """
+    expected = json.loads(broadcast(name, lambda: json.dumps(values)))
+    for key, value in values.items():
+        if value != expected[key]:
+            raise ConfigError(
+                f"{key} is {value} in process {coordination_service().process_id}, and {expected[key]} in process 0: "
+                "run the same command in every process."
+            )
 
 
 def put(name: str, text: str) -> None:

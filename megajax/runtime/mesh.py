@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.config.parallel import MOST_CPU_DEVICES
-from megajax.runtime.compat import PLUGIN_LOGGER
+from megajax.runtime.compat import PLUGIN_LOGGER, coordination_service
 from megajax.runtime.gpu_environment import set_gpu_environment
 from megajax.runtime.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
 from megajax.schedules.arguments import is_count
@@ -110,14 +110,29 @@ def _without_plugin_errors() -> Iterator[None]:
 
 
 def choose_devices(spec: str | None, count: int) -> list[jax.Device]:
-    """The first `count` of the devices that `spec` names (see `start_devices`).
+    """The first `count` of the devices that `spec` names (see `start_devices`); of several processes, equal shares.
 
     Raises:
-        ConfigError: as in start_devices, or there are fewer than `count` devices.
+        ConfigError: as in start_devices, or there are fewer than `count` devices, or the processes cannot share them.
     """
-    devices = start_devices(spec, count)
+    processes = coordination_service().num_processes
+    devices = start_devices(spec, -(-count // processes))
     _check_enough(devices, count)
-    return devices[:count]
+    if count % processes:
+        raise ConfigError(
+            f"the mesh has data * pipe * tensor = {count} devices, which {processes} processes cannot share equally: pass "
+            f"--data, --pipe and --tensor for a multiple of {processes}, or start fewer processes."
+        )
+    chosen: list[jax.Device] = []
+    for process in range(processes):
+        own = [device for device in devices if device.process_index == process][: count // processes]
+        if len(own) < count // processes:
+            raise ConfigError(
+                f"process {process} has {len(own)} devices, but each of the {processes} gives {count // processes} to "
+                f"the mesh of {count}: give all processes the same number of devices."
+            )
+        chosen += own
+    return chosen
 
 
 def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.schedules.arguments import Parser, number, plain_text, whole
-from megajax.schedules.errors import one_line, shown
+from megajax.schedules.errors import exit_code, shown
 from megajax.schedules.io import is_schedule_file, load, save
 from megajax.schedules.registry import find, import_user_files, make_schedule, specs
 from megajax.schedules.render import as_json, as_text, as_trace, draw
@@ -170,14 +170,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    try:
-        run(arguments)
-        return 0
-    except ScheduleError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: cannot write {one_line(str(error.filename))}: {error.strerror}", file=sys.stderr)
-    return 2
+
+    def command() -> None:
+        try:
+            run(arguments)
+        except OSError as error:
+            raise ScheduleError(f"cannot write {error.filename}: {error.strerror}") from error
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ before it starts.
 
 import math
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megajax.config import ConfigError, RunConfig
+from megajax.config import RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import Heartbeat
 from megajax.schedules.errors import exit_code
-from megajax.schedules.schedule import ScheduleError
 
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
 Sampler = Callable[[Any, SampleConfig], Callable[[Any], str]]
@@ -49,38 +46,15 @@ def train(
     request: Request, heartbeat: Heartbeat, importer: Importer | None = None, sampler: Sampler | None = None
 ) -> int:
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
-    from megajax.runtime import distributed
-    from megajax.runtime.watchdog import Watchdog, is_peer_error
+    from megajax.runtime.processes import run_together
     from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
-    try:
-        count = distributed.start(request.launch)
-    except distributed.StartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return distributed.EXIT_PEER
-    watchdog = Watchdog(request.launch.peer_timeout, lambda text: print(text, file=sys.stderr), heartbeat)
-    try:
+
+    def work(count: int, watchdog: Any) -> None:
         train_on_devices(request, count, watchdog, started, importer, sampler)
-        watchdog.close()
-        return 0
-    except (ConfigError, ScheduleError) as error:
-        if is_peer_error(error):  # a checkpoint that could not be read or saved because a process died
-            watchdog.peer_lost(error)
-        watchdog.fail(str(error), code=2)
-        raise
-    except ReplicasDiffer as error:
-        watchdog.fail(str(error), code=distributed.EXIT_PEER)
-        print(f"error: {error}", file=sys.stderr)
-        return distributed.EXIT_PEER
-    except KeyboardInterrupt:
-        watchdog.fail("stopped by Ctrl-C", code=130)
-        raise
-    except Exception as error:
-        if count > 1 and not watchdog.peer_lost(error):
-            traceback.print_exc()
-            watchdog.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", code=1)
-        raise
+
+    return run_together(request.launch, work, heartbeat, retried=(ReplicasDiffer,))
 
 
 def train_on_devices(
@@ -94,6 +68,7 @@ def train_on_devices(
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
     from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
+    from megajax.runtime.processes import is_first_process
     from megajax.train.trainer import Trainer
 
     prepare_process()
@@ -107,13 +82,6 @@ def train_on_devices(
         text = sample(result.state)
         if is_first_process():
             print(f"\na sample, continuing {request.sample.prompt!r}:\n{text}")
-
-
-def is_first_process() -> bool:
-    """Whether this process prints for all."""
-    import jax
-
-    return jax.process_index() == 0
 
 
 def print_shapes(request: Request) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megajax.checkpoint.directory import choose
 from megajax.config import ConfigError, RunConfig
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
-from megajax.schedules.schedule import ScheduleError
+from megajax.schedules.errors import exit_code
 from megajax.verify import options
 from megajax.verify.options import Options
 
@@ -16,12 +16,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # excludes atomic additions,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 (equal), 1 (different) or 2 (a user's mistake)."""
-    try:
-        given = options.read(sys.argv[1:] if arguments is None else arguments)
-        return run(given)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: run(options.read(sys.argv[1:] if arguments is None else arguments)))
 
 
 def run(given: Options) -> int:

@@ -24,7 +24,14 @@ def batches_of(run, count):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "recompute", "layers"),
-    [((1, 2, 1), "none", 8), ((2, 2, 2), "selective", 8), ((1, 4, 1), "full", 8), ((1, 4, 1), "selective", 6)],
+    [
+        ((1, 1, 1), "none", 2),  # without a pipeline the gradients are one step stale too
+        ((2, 1, 2), "full", 2),
+        ((1, 2, 1), "none", 8),
+        ((2, 2, 2), "selective", 8),
+        ((1, 4, 1), "full", 8),
+        ((1, 4, 1), "selective", 6),
+    ],
 )
 def test_weights_follow_the_papers_update_rule(mesh, recompute, layers):
     """W(t + 1) = W(t) - update(gradient of batch t - 1 at W(t - 1)), the unpipelined model's gradient."""
@@ -98,6 +105,22 @@ def test_it_converges_to_the_loss_of_1f1b():
             losses.append(float(metrics["loss"]))
         ends[schedule] = np.mean(losses[-5:])
     assert losses[0] > 4 and max(ends.values()) < 0.1, ends
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_step_returns_gradients_like_the_parameters(pipe):
+    """Also without a pipeline: one rank sends nothing."""
+    run = small.make_run((1, pipe, 1), schedule="pipedream_2bw", microbatches=2)
+    training = small.training_of(run)
+    batch, program = small.make_batch(run), training.pipeline
+
+    def step(params):
+        return program.step(params, batch, jnp.float32(1), program.start(params, batch))[2]
+
+    with jax.set_mesh(training.mesh):
+        params = small.place(training, small.busy_params(small.MODEL))
+        gradients = jax.eval_shape(step, params)
+    assert jax.tree.map(np.shape, gradients) == jax.tree.map(np.shape, params)
 
 
 def test_a_step_has_no_bubble():

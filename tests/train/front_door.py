@@ -1,4 +1,4 @@
-"""Runs `python -m experiments.gpt3` in a subprocess with a model that compiles in seconds."""
+"""Runs a command in a subprocess; `Run` is `python -m experiments.gpt3` with a model that compiles in seconds."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = (
@@ -17,19 +18,36 @@ SMALL = (
 NOISE = ("cudart_stub", "absl::InitializeLog", "[Gloo]", "peer ranks", "is : ")
 
 
-class Run:
+class Command:
     """A running command; its output is in files of the directory."""
 
-    def __init__(self, directory: pathlib.Path, words: str, name: str = "run", **environment: str):
-        """Starts it on a short text with the options `words`, and otherwise those of SMALL."""
-        text = directory / "text.txt"
-        text.write_text("All the world's a stage, and all the men and women merely players. " * 100)
+    def __init__(
+        self, directory: pathlib.Path, words: Sequence[str], name: str, typed: str | None = None, **environment
+    ):
+        """Starts `python -m` with the words.
+
+        Args:
+          directory: of its output.
+          words: the module and its options.
+          name: of its files.
+          typed: the lines of its standard input; None: it stays open and empty.
+          environment: variables.
+        """
         inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
         inherited |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiled faster
-        command = [sys.executable, "-m", "experiments.gpt3", "--text", str(text), *SMALL.split(), *words.split()]
         self.files = [directory / f"{name}.{end}" for end in ("out", "err")]
         with open(self.files[0], "w") as out, open(self.files[1], "w") as err:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=inherited | environment, stdout=out, stderr=err)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                cwd=ROOT,
+                env=inherited | environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+            )
+        if typed is not None:
+            self.process.stdin.write(typed.encode())
+            self.process.stdin.close()
 
     @property
     def out(self) -> str:
@@ -59,6 +77,17 @@ class Run:
         while not condition() and self.process.poll() is None:
             assert time.monotonic() < deadline, f"{self.out}\n{self.err}"
             time.sleep(0.005)
+
+
+class Run(Command):
+    """A training."""
+
+    def __init__(self, directory: pathlib.Path, words: str, name: str = "run", **environment: str):
+        """Starts it on a short text with the options `words`, and otherwise those of SMALL."""
+        text = directory / "text.txt"
+        text.write_text("All the world's a stage, and all the men and women merely players. " * 100)
+        command = ["experiments.gpt3", "--text", str(text), *SMALL.split(), *words.split()]
+        super().__init__(directory, command, name, **environment)
 
 
 def rows(directory: pathlib.Path) -> list[dict]:
