@@ -145,12 +145,14 @@ def _check(path: pathlib.Path, name: str) -> None:
 def _readable(path: pathlib.Path) -> Iterator[None]:
     """Errors of a file that is missing or damaged as a ConfigError."""
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a complete checkpoint") from None
+    try:
         yield
     except ConfigError:
         raise
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a complete checkpoint") from None
-    except DAMAGED as error:
+    except (OSError, *DAMAGED) as error:  # torch seeks before the beginning of a truncated file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{path} is truncated, damaged or of a torch before 1.6 ({reason}): copy it again, or save it "
