@@ -12,9 +12,9 @@ import argparse
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megajax.config import LaunchConfig
+from megajax.config import LaunchConfig, RunConfig
 from megajax.config.options import Parser, add_options, option_names
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import exit_code
@@ -24,26 +24,44 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Imports or exports; returns the process's exit code, 2 for a user's mistake."""
-    return exit_code(lambda: _run(_parser().parse_args(arguments)))
+    return run_command(
+        _parser(), arguments, lambda options: (_import if options.command == "import" else _export)(options)
+    )
 
 
-def _run(options: argparse.Namespace) -> int:
+def run_command(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, perform: Callable[[argparse.Namespace], str]
+) -> int:
+    """Connects the processes that the options of `LaunchConfig` name, on CPUs, and performs a command.
+
+    Args:
+      parser: of the options.
+      arguments: to parse; None: the process's.
+      perform: the command; it returns what process 0 prints.
+
+    Returns:
+      The process's exit code, 2 for a user's mistake.
+    """
+    return exit_code(lambda: _run(parser.parse_args(arguments), perform))
+
+
+def _run(options: argparse.Namespace, perform: Callable[[argparse.Namespace], str]) -> int:
     from megajax.runtime.processes import run_together
 
     given = {name: value for name, value in vars(options).items() if name in option_names(LaunchConfig)}
     launch = LaunchConfig(**given)
     launch.validate()
-    return run_together(launch, lambda count, watchdog: _convert(options))
+    return run_together(launch, lambda count, watchdog: _convert(options, perform))
 
 
-def _convert(options: argparse.Namespace) -> None:
+def _convert(options: argparse.Namespace, perform: Callable[[argparse.Namespace], str]) -> None:
     from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
     from megajax.runtime.processes import is_first_process
 
     prepare_process()
     start_devices("cpu")
-    text = _import(options) if options.command == "import" else _export(options)
+    text = perform(options)
     if is_first_process():
         print(text)
 
@@ -55,6 +73,11 @@ def _import(options: argparse.Namespace) -> str:
     run = import_run(
         pathlib.Path(options.directory), run_dir, options.sequence_length, options.tokenizer, options.end_of_document
     )
+    return imported(run, run_dir)
+
+
+def imported(run: RunConfig, run_dir: pathlib.Path) -> str:
+    """What a command prints after an import."""
     return (
         f"{run_dir}: {run.model.name}, {run.model.parameters:,} parameters, {run.model.sequence_length} tokens a sample\n"
         f"train it with: python -m experiments.gpt3 --config {run_dir / 'config.toml'} --resume auto"
@@ -87,13 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export", parser_class=Parser)
     add = commands.add_parser("import", help="Hugging Face or GGUF to a run directory", allow_abbrev=False)
     add.add_argument("directory", metavar="DIR|FILE.gguf", type=plain_text, help="with config.json and safetensors")
-    add.add_argument("--run-dir", metavar="RUN", type=plain_text, required=True, help="the run directory to write")
-    add.add_argument(
-        "--sequence-length", metavar="COUNT", type=whole(), help="tokens in a sample (default: the most that it has)"
-    )
-    add.add_argument("--tokenizer", metavar="NAME|FILE", type=plain_text, help="instead of the directory's")
-    add.add_argument("--end-of-document", metavar="TOKEN", type=plain_text, help="token that ends documents")
-    add_options(add, LaunchConfig, "several processes")
+    add_import_options(add, "the most that it has")
     add = commands.add_parser("export", help="a run's checkpoint to a directory of Hugging Face", allow_abbrev=False)
     add.add_argument("run", metavar="RUN", type=plain_text, help="the run directory")
     add.add_argument("--out", metavar="DIR", type=plain_text, required=True, help="the directory to write")
@@ -104,6 +121,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(add, LaunchConfig, "several processes")
     return parser
+
+
+def add_import_options(parser: argparse.ArgumentParser, usual_length: str) -> None:
+    """The options of an import; `usual_length`: the default of --sequence-length, for the help."""
+    add = parser.add_argument
+    add("--run-dir", metavar="RUN", type=plain_text, required=True, help="the run directory to write")
+    length = f"tokens in a sample (default: {usual_length})"
+    add("--sequence-length", metavar="COUNT", type=whole(), help=length)
+    add("--tokenizer", metavar="NAME|FILE", type=plain_text, help="instead of the directory's")
+    add("--end-of-document", metavar="TOKEN", type=plain_text, help="token that ends documents")
+    add_options(parser, LaunchConfig, "several processes")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
             f"megajax.interop.hugging_face import {directory} --run-dir RUN, and use that run directory."
         )
     path = directory / "config.json"
+    if not path.exists() and (directory / "latest_checkpointed_iteration.txt").exists():
+        raise ConfigError(
+            f"{directory} is a checkpoint of Megatron-LM: import it first, with python -m megajax.interop.megatron import "
+            f"{directory} --run-dir RUN, and use that run directory."
+        )
     keys = Keys(read_json(path), path)
     kind = keys.get("model_type", str, "")
     if kind not in FAMILIES:

@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
 from megajax.train.trainer import check_vocabulary
 
-__all__ = ["FOLDER", "import_run", "initial_params", "replace_directory"]
+__all__ = ["FOLDER", "TOKENIZER_FILES", "Source", "import_run", "initial_params", "replace_directory", "write_run"]
 
 FOLDER = "hugging_face"
 TEMPORARY = ".unfinished"
@@ -46,6 +46,25 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "steps": 1000}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The model that `write_run` imports.
+
+    Attributes:
+      path: of the directory or file, for messages.
+      family: of `hugging_face_tensors.TABLES`.
+      model: its configuration; the sequence length is the longest that it has.
+      tensors: by the family's names.
+      files: that the run directory keeps, and an export copies: config.json and the tokenizer's.
+    """
+
+    path: pathlib.Path
+    family: str
+    model: ModelConfig
+    tensors: Mapping[str, Tensor]
+    files: Sequence[pathlib.Path]
 
 
 def initial_params(directory: str, training: Training) -> Any:
@@ -82,7 +101,19 @@ def import_run(
       ConfigError: the source is damaged or of a model that megajax does not have, or the run cannot be written.
     """
     with _opened(source, tokenizer) as (directory, tensors):
-        return _import(source, directory, tensors, run_dir, sequence_length, tokenizer, end_of_document)
+        family, model = read_config(directory)
+        found = tokenizer_options(directory)
+        data = DataConfig(
+            tokenizer=tokenizer or found.get("tokenizer", ""),
+            end_of_document=end_of_document or (None if tokenizer else found.get("end_of_document")),
+        )
+        if not data.tokenizer:
+            raise ConfigError(
+                f"{directory} has neither tokenizer.json nor tokenizer.model, without which its ids have no meaning: pass "
+                "--tokenizer NAME|FILE"
+            )
+        files = [directory / file for file in ("config.json", *TOKENIZER_FILES)]
+        return write_run(Source(source, family.name, model, tensors, files), run_dir, data, sequence_length)
 
 
 @contextlib.contextmanager
@@ -103,41 +134,35 @@ def _opened(source: pathlib.Path, tokenizer: str | None) -> Iterator[tuple[pathl
         yield directory, file.tensors
 
 
-def _import(
-    source: pathlib.Path,
-    directory: pathlib.Path,
-    tensors: Mapping[str, Tensor],
-    run_dir: pathlib.Path,
-    sequence_length: int | None,
-    tokenizer: str | None,
-    end_of_document: str | None,
-) -> RunConfig:
-    family, model = read_config(directory)
+def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_length: int | None = None) -> RunConfig:
+    """Writes the run directory of a model; nothing of it is there before it is complete. All processes call it.
+
+    Args:
+      source: the model.
+      run_dir: to write; it must not exist, or be empty.
+      data: with the tokenizer; if it is one of the source's files, the run uses the copy.
+      sequence_length: of the run; None: the model's.
+
+    Raises:
+      ConfigError: a tensor is missing, left over or of another shape, the tokenizer is not the model's, or the run cannot be
+        written.
+    """
+    family, model = source.family, source.model
     if sequence_length is not None:
         model = _with_length(model, sequence_length)
-    found = tokenizer_options(directory)
-    data = DataConfig(
-        tokenizer=tokenizer or found.get("tokenizer", ""),
-        end_of_document=end_of_document or (None if tokenizer else found.get("end_of_document")),
-    )
-    if not data.tokenizer:
-        raise ConfigError(
-            f"{directory} has neither tokenizer.json nor tokenizer.model, without which its ids have no meaning: pass "
-            "--tokenizer NAME|FILE"
-        )
     read = load_tokenizer(data.tokenizer, data.end_of_document)
-    data = _with_own_tokenizer(data, directory, run_dir)
+    data = _with_own_tokenizer(data, source, run_dir)
     run = RunConfig(model, ParallelConfig(schedule="1f1b"), TrainConfig(**FINE_TUNING), data)
     run.validate()
     check_vocabulary(run, read)
     training = make_training(run, make_mesh(run.parallel, jax.local_devices()[:1]))
     leaves, where = layout.named(training.state_shapes), training.where
     of_params = [name.removeprefix("params/") for name in leaves if name.startswith("params/")]
-    weights = Weights(source, tensors, family.name, model, of_params)
+    weights = Weights(source.path, source.tensors, family, model, of_params)
     own = layout.named({"loss_scale": make_loss_scale(run.train)})
     arrays = {
         name: _streamed(
-            name, layout.canonical_shape(name, leaf.shape, where), leaf.dtype, weights, family.name, own.get(name)
+            name, layout.canonical_shape(name, leaf.shape, where), leaf.dtype, weights, family, own.get(name)
         )
         for name, leaf in leaves.items()
     }
@@ -148,14 +173,14 @@ def _import(
         checkpoints = unfinished / "checkpoints"
         on_all_processes("import/checkpoints", lambda: checkpoints.mkdir(exist_ok=True))
         write(checkpoints / NAME.format(0), layout.nest(arrays), meta, "import", streaming_handler())
-        on_all_processes("import/files", lambda: _write_files(run, directory, unfinished, run_dir))
+        on_all_processes("import/files", lambda: _write_files(run, source, unfinished, run_dir))
     return run
 
 
-def _with_own_tokenizer(data: DataConfig, directory: pathlib.Path, run_dir: pathlib.Path) -> DataConfig:
-    """The options with the run directory's copy of the tokenizer, if it is the directory's."""
+def _with_own_tokenizer(data: DataConfig, source: Source, run_dir: pathlib.Path) -> DataConfig:
+    """The options with the run directory's copy of the tokenizer, if it is one of the source's files."""
     path = pathlib.Path(data.tokenizer).absolute()
-    if path.parent != directory.absolute():
+    if path not in [file.absolute() for file in source.files]:
         return data
     return dataclasses.replace(data, tokenizer=str(run_dir.absolute() / FOLDER / path.name))
 
@@ -189,15 +214,15 @@ def _streamed(name: str, shape: tuple[int, ...], dtype, weights: Weights, family
     return StreamedLeaf(shape, np.dtype(dtype), chunk, parts)
 
 
-def _write_files(run: RunConfig, directory: pathlib.Path, unfinished: pathlib.Path, final: pathlib.Path) -> None:
-    """config.toml and the directory's own files, by process 0."""
+def _write_files(run: RunConfig, source: Source, unfinished: pathlib.Path, final: pathlib.Path) -> None:
+    """config.toml and the source's own files, by process 0."""
     if jax.process_index() != 0:
         return
     folder = unfinished / FOLDER
     folder.mkdir()
-    for file in ("config.json", *TOKENIZER_FILES):
-        if (directory / file).is_file():
-            shutil.copyfile(directory / file, folder / file)
+    for file in source.files:
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
     model, train = dataclasses.asdict(run.model), dataclasses.asdict(run.train)
     # the preset's name is in the options, the devices choose the precision, and the others follow from FINE_TUNING's
     for table, names in ((model, ("name",)), (train, ("precision", "minimum_learning_rate", "warmup_steps"))):

@@ -1,9 +1,12 @@
 """Which tensors of Hugging Face are which leaves of the parameters: one table per family, used in both directions.
 
+Megatron-LM's tensors are two more families, which are only read (`megatron_tensors.py`).
+
 A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's with other axes. The axes have letters:
 
     h hidden   f feedforward   v vocabulary   s positions   d elements of a head
     a heads    g key and value heads   n queries of a group (a / g)   q query, key and value (3)   1 an axis of size 1
+    p queries, key and value of a group (n + 2)
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
@@ -120,7 +123,61 @@ GPT2 = Table(
     prefix="transformer.",
     ignored=("attn.bias", "attn.masked_bias"),
 )
-TABLES = {"gpt2": GPT2, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA)}
+MEGATRON_LAYER = "decoder.layers.{}."
+
+
+def _megatron(up: Mapping[str, tuple[Piece, ...]]) -> Table:
+    """megatron-core's names, those of layers with TransformerEngine; `up`: of the MLP's first matmul."""
+    attention, mlp = MEGATRON_LAYER + "self_attention.", MEGATRON_LAYER + "mlp."
+    norms = {"attention_norm": attention + "linear_qkv", "feedforward_norm": mlp + "linear_fc1"}
+    leaves = {
+        "shared/embedding/tokens": (Piece("embedding.word_embeddings.weight", "v h", "vh"),),
+        "shared/embedding/positions": (Piece("embedding.position_embeddings.weight", "s h", "sh"),),
+        **_norm("shared/head/norm", "decoder.final_layernorm"),
+        "shared/head/vocabulary": (Piece("output_layer.weight", "v h", "vh"),),
+        **{
+            f"blocks/{ours}/{name}": (Piece(f"{theirs}.layer_norm_{torch}", "h", "h"),)
+            for ours, theirs in norms.items()
+            for name, torch in NORM.items()
+        },
+        "blocks/attention/qkv/kernel": (Piece(attention + "linear_qkv.weight", "gpd h", "hgpd"),),
+        "blocks/attention/qkv/bias": (Piece(attention + "linear_qkv.bias", "gpd", "gpd"),),
+        "blocks/attention/query_norm/scale": (Piece(attention + "q_layernorm.weight", "d", "d"),),
+        "blocks/attention/key_norm/scale": (Piece(attention + "k_layernorm.weight", "d", "d"),),
+        "blocks/attention/output/kernel": (Piece(attention + "linear_proj.weight", "h ad", "adh"),),
+        "blocks/attention/output/bias": (Piece(attention + "linear_proj.bias", "h", "h"),),
+        "blocks/feedforward/down/kernel": (Piece(mlp + "linear_fc2.weight", "h f", "fh"),),
+        "blocks/feedforward/down/bias": (Piece(mlp + "linear_fc2.bias", "h", "h"),),
+        **up,
+    }
+    return Table(leaves, prefix="", ignored=())
+
+
+FC1 = MEGATRON_LAYER + "mlp.linear_fc1."
+MEGATRON = _megatron(
+    {
+        "blocks/feedforward/up/kernel": (Piece(FC1 + "weight", "f h", "hf"),),
+        "blocks/feedforward/up/bias": (Piece(FC1 + "bias", "f", "f"),),
+    }
+)
+MEGATRON_GATED = _megatron(
+    {
+        "blocks/feedforward/up/kernel": (
+            Piece(FC1 + "weight_w", "f h", "h1f", GATE),
+            Piece(FC1 + "weight_v", "f h", "h1f", UP),
+        ),
+        "blocks/feedforward/up/bias": (
+            Piece(FC1 + "bias_w", "f", "1f", GATE),
+            Piece(FC1 + "bias_v", "f", "1f", UP),
+        ),
+    }
+)
+TABLES = {
+    "gpt2": GPT2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
+    "megatron": MEGATRON,
+    "megatron_gated": MEGATRON_GATED,
+}
 
 
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
@@ -135,6 +192,7 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "g": model.key_value_heads,
         "n": model.heads // model.key_value_heads,
         "q": 3,
+        "p": model.heads // model.key_value_heads + 2,
         "1": 1,
     }
 

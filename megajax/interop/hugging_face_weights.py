@@ -33,7 +33,7 @@ PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
 
 
 class Tensor(Protocol):
-    """A tensor in a file: `safetensors.StoredTensor`, or `gguf_file.GGUFTensor`.
+    """A tensor in a file: `safetensors.StoredTensor`, `gguf_file.GGUFTensor`, or one of `megatron_tensors`.
 
     Attributes:
       shape: of the whole tensor.
@@ -90,7 +90,9 @@ class Weights:
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 if not name.endswith((*table.ignored, *tied)):
-                    raise ConfigError(f"{directory} has a tensor {name}, which {family} with its config.json does not")
+                    raise ConfigError(
+                        f"{directory} has a tensor {name}, which {family} with this configuration does not"
+                    )
                 continue
             shape, expected = tensor.shape, tensor_shape(wanted[name], self._sizes)
             longer = wanted[name].theirs[0] == "s" and len(shape) == 2 and shape[0] >= expected[0]
