@@ -116,7 +116,12 @@ def test_embedding_and_head_on_single_ranks():
 
 
 @pytest.mark.parametrize(
-    ("layers", "placement", "group"), [(4, "loop", 1), (4, "v", 1), (5, "v", 1), (6, "loop", 1), (10, "loop", 2)]
+    ("layers", "placement", "group"),
+    [
+        (5, "v", 1),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(4, "loop", 1), (4, "v", 1), (6, "loop", 1)]),
+        pytest.param(10, "loop", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_of_any_training_layout(layers, placement, group):
     """Interleaved chunks and the v-shaped placement of zb_v and dualpipe_v; uneven stages, of groups of layers too."""

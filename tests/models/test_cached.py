@@ -50,7 +50,10 @@ def cached(model, params, tokens, start, widths):
 
 
 @MODELS
-@pytest.mark.parametrize("widths", [(16,), (4, 4, 4, 1, 1, 1, 1)], ids=["at once", "chunks"])
+@pytest.mark.parametrize(
+    "widths",
+    [pytest.param((16,), id="at once", marks=pytest.mark.slow), pytest.param((4, 4, 4, 1, 1, 1, 1), id="chunks")],
+)
 def test_cached_logits_equal_recomputed_ones(config, widths):
     """For samples of different lengths; what is in hidden slots and in the padding has no influence."""
     config = dataclasses.replace(config, dropout=0.1)

@@ -97,7 +97,7 @@ def step_layout(training):
     return to_pipeline_layout(1 + np.arange(training.run.model.layers), training.where)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), *range(1, len(CASES))])
 def test_loss_and_gradients_equal_the_unpipelined_model(number):
     check(compiled_once(number))
 
