@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.generate.options import Options, read_options
+from megajax.interop.source_options import usual_precision
 from megajax.schedules.errors import exit_code
 
 MOST_TOGETHER = 64  # prompts, by default
@@ -19,11 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: Options) -> None:
     """Reads the prompts, loads the weights, and continues the prompts."""
     from megajax.generate.prompts import OutputFile, read_prompts
-    from megajax.generate.weights import open_source
+    from megajax.interop.weight_source import open_source
 
     rows = [(f"--prompt {index}", {"prompt": text}) for index, text in enumerate(options.prompt, 1)]
     rows = read_prompts(options.prompts) if options.prompts else rows
-    source = open_source(options)
+    source = open_source(options.run_dir, options.hf, options.step)
     output = OutputFile(options.out) if options.out else None
     try:
         generate(options, source, rows, output)
@@ -40,7 +41,7 @@ def generate(options: Options, source: Any, rows: list[tuple[str, dict[str, Any]
 
     parallel = ParallelConfig(data=options.data, pipe=options.pipe, tensor=options.tensor)
     devices = choose_devices(options.devices, parallel.devices)
-    precision = options.precision or ("fp32" if devices[0].platform == "cpu" else "bf16")
+    precision = options.precision or usual_precision(devices[0].platform)
     config = decoding_run(source.run(precision), parallel)
     config.validate()
     context, tokenizer = config.model.sequence_length, source.tokenizer

@@ -1,0 +1,180 @@
+"""The command `python -m megajax.evaluate`; `options.DESCRIPTION` says what it does."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megajax.config import ConfigError, ParallelConfig
+from megajax.evaluate.options import STRIDE, Options, read_options
+from megajax.interop.source_options import usual_precision
+from megajax.schedules.errors import exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 for a user's mistake."""
+    return exit_code(lambda: run(read_options(arguments)), "stopped; with --out, the same command resumes")
+
+
+def run(options: Options) -> None:
+    """Reads the data, loads the weights, scores all requests, and writes or prints the results."""
+    from megajax.evaluate.results import PartialScores
+    from megajax.interop.weight_source import open_source
+
+    source = open_source(options.run_dir, options.hf, options.step)
+    task = make_task(options, source.tokenizer, source.run("fp32").model.sequence_length)
+    scorer = make_scorer(options, source)
+    settings = describe_settings(options, source, scorer)
+    partial = PartialScores(options.out, settings) if options.out else None
+    start = time.perf_counter()
+    try:
+        scores = score_all(scorer, source, task.requests, partial)
+        seconds = time.perf_counter() - start
+        report(options, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds})
+        if partial:
+            partial.remove()
+    finally:
+        if partial:
+            partial.close()
+
+
+def make_task(options: Options, tokenizer: Any, context: int) -> Any:
+    """The task, with its requests for a model of `context` tokens.
+
+    Raises:
+      ConfigError: the windows do not fit, or the file cannot be used.
+    """
+    from megajax.evaluate.tasks import Lambada, Perplexity
+
+    if options.task == "lambada":
+        return Lambada(options.data, tokenizer, context, strict=not options.last_token)
+    window, stride = sizes_of_windows(options, context)
+    if window > context:
+        raise ConfigError(f"--window {window} is longer than the model's context: pass at most --window {context}.")
+    if stride > window:
+        raise ConfigError(
+            f"--stride {stride} skips tokens between windows of {window}: pass at most --stride {window}."
+        )
+    return Perplexity(options.task, options.data, tokenizer, window, stride)
+
+
+def sizes_of_windows(options: Options, context: int) -> tuple[int, int]:
+    """Window and stride in tokens, with their defaults."""
+    window = context if options.window is None else options.window
+    return window, min(STRIDE, window) if options.stride is None else options.stride
+
+
+def make_scorer(options: Options, source: Any) -> Any:
+    """The programs on the command line's mesh.
+
+    Raises:
+      ConfigError: there are too few devices, or the model cannot be split as the mesh requires.
+    """
+    from megajax.evaluate.scorer import Scorer, evaluation_run
+    from megajax.runtime.mesh import choose_devices, make_mesh
+
+    parallel = ParallelConfig(
+        data=options.replicas,
+        context=options.context,
+        pipe=options.pipe,
+        tensor=options.tensor,
+        zero=options.zero,
+        schedule="gpipe",
+    )
+    devices = choose_devices(options.devices, parallel.devices)
+    precision = options.precision or usual_precision(devices[0].platform)
+    config = evaluation_run(source.run(precision), parallel)
+    config.validate()
+    return Scorer(config, make_mesh(config.parallel, devices), options.batch)
+
+
+def describe_settings(options: Options, source: Any, scorer: Any) -> dict[str, Any]:
+    """All that the scores depend on, as the results have it."""
+    import jax
+
+    import megajax
+    from megajax.data.tokenizers import tokenizer_hash
+    from megajax.interop.weight_source import files_stamp
+
+    model, parallel = scorer.run.model, scorer.run.parallel
+    names = ("window", "stride"), sizes_of_windows(options, model.sequence_length)
+    target = {"target": "last token" if options.last_token else "last word"}
+    return {
+        "task": options.task,
+        **(target if options.task == "lambada" else dict(zip(*names, strict=True))),
+        "data": str(pathlib.Path(options.data).absolute()),
+        "data_sha256": hashlib.sha256(pathlib.Path(options.data).read_bytes()).hexdigest(),
+        "weights": str(source.path.absolute()),
+        "weights_stamp": files_stamp(source.path),
+        "model": dataclasses.asdict(model),
+        "tokenizer": source.tokenizer.name,
+        "tokenizer_hash": tokenizer_hash(source.tokenizer),
+        "precision": scorer.run.train.precision,
+        "attention": scorer.training.attention.name,
+        "layout": {name: getattr(parallel, name) for name in ("data", "context", "pipe", "tensor", "zero")},
+        "batch": options.batch,
+        "device": scorer.training.mesh.devices.flat[0].device_kind,
+        "megajax": megajax.__version__,
+        "jax": jax.__version__,
+    }
+
+
+def score_all(scorer: Any, source: Any, requests: Sequence[Any], partial: Any) -> list[Any]:
+    """The scores of all requests, in their order.
+
+    Args:
+      scorer, source: programs and weights.
+      requests: of the task.
+      partial: the `PartialScores` to resume from and to append to; None: no file.
+    """
+    batches = scorer.plan(requests)
+    scores = dict(partial.done) if partial else {}
+    left = [batch for batch in batches if not set(batch.numbers) <= scores.keys()]
+    if scores:
+        print(f"resumed: {len(scores):,} of {len(requests):,} samples were scored before", file=sys.stderr)
+    if left:
+        weights = source.load(scorer)
+        with progress_bar(len(requests), len(scores)) as advance:
+            for batch, found in scorer.score(weights, requests, left):
+                scores |= dict(zip(batch.numbers, found, strict=True))
+                if partial:
+                    partial.add(batch, found)
+                advance(len(found))
+    return [scores[number] for number in range(len(requests))]
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, if that is a terminal; yields a function that advances it by a number of samples."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda count: progress.advance(task, count)
+
+
+def report(options: Options, results: dict[str, Any]) -> None:
+    """Prints the results, or writes them to --out and prints the numbers in a line."""
+    from megajax.evaluate.results import write_results
+
+    if not options.out:
+        print(json.dumps(results, indent=2, ensure_ascii=False))
+        return
+    write_results(options.out, results)
+    numbers = {name: value for name, value in results.items() if isinstance(value, int | float) and name != "seconds"}
+    shown = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items() if math.isfinite(value))
+    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results["counts"].items())
+    print(f"{options.task}: {shown} ({counts}; {results['seconds']:.1f} s)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
