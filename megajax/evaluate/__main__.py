@@ -14,23 +14,30 @@ from typing import Any
 from megajax.config import ConfigError, ParallelConfig
 from megajax.evaluate.options import STRIDE, Options, read_options
 from megajax.interop.source_options import usual_precision
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import exit_code, one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 for a user's mistake."""
-    return exit_code(lambda: run(read_options(arguments)), "stopped; with --out, the same command resumes")
+    return exit_code(lambda: run(read_options(arguments)), "stopped; a --task with --out resumes by the same command")
 
 
 def run(options: Options) -> None:
-    """Reads the data, loads the weights, scores all requests, and writes or prints the results."""
-    from megajax.evaluate.results import PartialScores
+    """Runs the task, or those of lm-evaluation-harness, and writes or prints the results."""
     from megajax.interop.weight_source import open_source
 
     source = open_source(options.run_dir, options.hf, options.step)
-    task = make_task(options, source.tokenizer, source.run("fp32").model.sequence_length)
+    (run_harness if options.harness else run_task)(options, source)
+
+
+def run_task(options: Options, source: Any) -> None:
+    """Reads the data, loads the weights, and scores all requests."""
+    from megajax.evaluate.results import PartialScores
+
+    context = source.run("fp32").model.sequence_length
+    task = make_task(options, source.tokenizer, context)
     scorer = make_scorer(options, source)
-    settings = describe_settings(options, source, scorer)
+    settings = describe_task(options, context) | describe_model(options, source, scorer)
     partial = PartialScores(options.out, settings) if options.out else None
     start = time.perf_counter()
     try:
@@ -42,6 +49,32 @@ def run(options: Options) -> None:
     finally:
         if partial:
             partial.close()
+
+
+def run_harness(options: Options, source: Any) -> None:
+    """Runs tasks of lm-evaluation-harness.
+
+    Raises:
+      ConfigError: it is not installed, or a task does not exist or cannot be loaded.
+    """
+    try:
+        from megajax.evaluate.harness import HarnessModel
+        from megajax.evaluate.harness_tasks import load_tasks, run_tasks
+        from megajax.evaluate.results import check_output
+    except ImportError as error:
+        raise ConfigError(
+            f"--harness needs lm-eval ({one_line(str(error))}): run pip install 'megajax[eval]'."
+        ) from None
+    loaded = load_tasks(options.harness, options.include_path)
+    if options.out:
+        check_output(options.out)
+    scorer = make_scorer(options, source)
+    start = time.perf_counter()
+    model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
+    results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit)
+    settings = {"harness": options.harness, **chosen, **describe_model(options, source, scorer)}
+    counts = {"truncated": model.truncated}
+    report(options, {**results, "counts": counts, "settings": settings, "seconds": time.perf_counter() - start})
 
 
 def make_task(options: Options, tokenizer: Any, context: int) -> Any:
@@ -94,25 +127,33 @@ def make_scorer(options: Options, source: Any) -> Any:
     return Scorer(config, make_mesh(config.parallel, devices), options.batch)
 
 
-def describe_settings(options: Options, source: Any, scorer: Any) -> dict[str, Any]:
-    """All that the scores depend on, as the results have it."""
+def describe_task(options: Options, context: int) -> dict[str, Any]:
+    """The task's part of the settings, of a model of `context` tokens."""
+    window, stride = sizes_of_windows(options, context)
+    sizes = {"window": window, "stride": stride}
+    target = {"target": "last token" if options.last_token else "last word"}
+    data = pathlib.Path(options.data or "")
+    return {
+        "task": options.task,
+        **(target if options.task == "lambada" else sizes),
+        "data": str(data.absolute()),
+        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+    }
+
+
+def describe_model(options: Options, source: Any, scorer: Any) -> dict[str, Any]:
+    """The model's and the layout's part of the settings: with the task's, all that the scores depend on."""
     import jax
 
     import megajax
     from megajax.data.tokenizers import tokenizer_hash
     from megajax.interop.weight_source import files_stamp
 
-    model, parallel = scorer.run.model, scorer.run.parallel
-    names = ("window", "stride"), sizes_of_windows(options, model.sequence_length)
-    target = {"target": "last token" if options.last_token else "last word"}
+    parallel = scorer.run.parallel
     return {
-        "task": options.task,
-        **(target if options.task == "lambada" else dict(zip(*names, strict=True))),
-        "data": str(pathlib.Path(options.data).absolute()),
-        "data_sha256": hashlib.sha256(pathlib.Path(options.data).read_bytes()).hexdigest(),
         "weights": str(source.path.absolute()),
         "weights_stamp": files_stamp(source.path),
-        "model": dataclasses.asdict(model),
+        "model": dataclasses.asdict(scorer.run.model),
         "tokenizer": source.tokenizer.name,
         "tokenizer_hash": tokenizer_hash(source.tokenizer),
         "precision": scorer.run.train.precision,
@@ -163,17 +204,19 @@ def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
 
 
 def report(options: Options, results: dict[str, Any]) -> None:
-    """Prints the results, or writes them to --out and prints the numbers in a line."""
+    """Prints the results, or writes them to --out and prints the numbers in a line for each task."""
     from megajax.evaluate.results import write_results
 
     if not options.out:
         print(json.dumps(results, indent=2, ensure_ascii=False))
         return
     write_results(options.out, results)
-    numbers = {name: value for name, value in results.items() if isinstance(value, int | float) and name != "seconds"}
-    shown = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items() if math.isfinite(value))
     counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results["counts"].items())
-    print(f"{options.task}: {shown} ({counts}; {results['seconds']:.1f} s)")
+    tasks = results["tasks"] if options.harness else {options.task: results}
+    for name, of_task in tasks.items():
+        numbers = {key: value for key, value in of_task.items() if isinstance(value, int | float) and key != "seconds"}
+        shown = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items() if math.isfinite(value))
+        print(f"{name}: {shown} ({counts}; {results['seconds']:.1f} s)")
 
 
 if __name__ == "__main__":

@@ -5,17 +5,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import ConfigError
+from megajax.config import ConfigError, option
 from megajax.config.options import Parser, describe_unknown
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
 from megajax.schedules.arguments import plain_text, whole
 
-DESCRIPTION = """Scores a trained model on any layout, by the rules of the Megatron papers.
+DESCRIPTION = """Scores a trained model on any layout: by the rules of the Megatron papers, or with lm-evaluation-harness.
 
 python -m megajax.evaluate --task wikitext103 --data wiki.test.tokens --run-dir runs/first --out wikitext.json
-python -m megajax.evaluate --task lambada --data lambada_test.jsonl --hf SmolLM2-135M --pipe 2 --tensor 2
+python -m megajax.evaluate --task lambada --data lambada_test.jsonl --hf SmolLM2-135M --pipe 2 --tensor 3
+python -m megajax.evaluate --harness my_task,other --include-path tasks --hf SmolLM2-135M
 
-The same command resumes an evaluation that was killed, if it has --out.
+The same command resumes a --task that was killed, if it has --out.
 Exit codes: 0; 2 wrong options, or data that the model cannot take."""
 TASKS = ("wikitext103", "ptb", "lambada")
 STRIDE = 32
@@ -31,6 +32,9 @@ class Options:
       data: the task's file.
       window, stride: tokens, of the perplexity tasks; None: not given.
       last_token: of LAMBADA: the target is the last token, not the last word.
+      harness: tasks of lm-evaluation-harness: these, or `task` and `data`, are given.
+      include_path: directory of more of them.
+      limit: most documents of each.
       replicas: data-parallel.
     """
 
@@ -38,11 +42,15 @@ class Options:
     hf: str | None
     step: int | None
     precision: str | None
-    task: str
-    data: str
+    task: str | None
+    data: str | None
     window: int | None
     stride: int | None
     last_token: bool
+    harness: tuple[str, ...]
+    include_path: str | None
+    num_fewshot: int | None
+    limit: int | None
     out: str | None
     batch: int
     replicas: int
@@ -64,14 +72,24 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     if unknown:
         raise ConfigError(describe_unknown(unknown[0], parser))
     given = vars(values)
+    given["harness"] = tuple(filter(None, (given["harness"] or "").split(",")))
     _check_task(given)
     check_model_options(given)
     return Options(**given)
 
 
 def _check_task(given: dict[str, Any]) -> None:
+    if given["harness"]:
+        for name in ("task", "data", "window", "stride", "last_token"):
+            if given[name]:
+                raise ConfigError(f"{option(name)} is of the papers' tasks, and --harness has its own: omit it.")
+        return
+    for name in ("include_path", "num_fewshot", "limit"):
+        if given[name] is not None:
+            raise ConfigError(f"{option(name)} is of --harness: pass --harness TASKS, or omit it.")
     if given["task"] is None:
-        raise ConfigError(f"there is nothing to evaluate: pass --task {', '.join(TASKS[:-1])} or {TASKS[-1]}.")
+        tasks = f"{', '.join(TASKS[:-1])} or {TASKS[-1]}"
+        raise ConfigError(f"there is nothing to evaluate: pass --task {tasks}, or --harness TASKS.")
     if given["data"] is None:
         raise ConfigError(f"--task {given['task']} needs its file: pass --data FILE.")
     if given["task"] == "lambada":
@@ -85,7 +103,7 @@ def _check_task(given: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megajax.evaluate",
-        usage="%(prog)s (--run-dir RUN | --hf DIR) --task TASK --data FILE [options]",
+        usage="%(prog)s (--run-dir RUN | --hf DIR) (--task TASK --data FILE | --harness TASKS) [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -106,6 +124,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"tokens from a window to the next, --overlapping-eval of Megatron-LM (default: {STRIDE})",
     )
     task.add_argument("--last-token", action="store_true", help="LAMBADA's last token, instead of its last word")
+    task.add_argument(
+        "--harness", type=plain_text, metavar="TASKS", help="tasks of lm-evaluation-harness (extra: eval), TASK,TASK"
+    )
+    task.add_argument("--include-path", type=plain_text, metavar="DIR", help="directory with YAML files of such tasks")
+    task.add_argument(
+        "--num-fewshot", type=whole(0), help="examples before each of its documents (default: the task's)"
+    )
+    task.add_argument("--limit", type=whole(), help="most documents of each of its tasks, for a trial (default: all)")
     task.add_argument("--out", type=plain_text, metavar="FILE", help="write the results as JSON (default: print them)")
     layout = parser.add_argument_group("layout")
     add_mesh_options(layout, "replicas", "data-parallel replicas, each with its own samples")

@@ -12,7 +12,7 @@ from megajax.config import ConfigError
 from megajax.evaluate.scorer import Batch, Score
 from megajax.schedules.errors import shown
 
-__all__ = ["PartialScores", "fingerprint", "write_results"]
+__all__ = ["PartialScores", "check_output", "fingerprint", "write_results"]
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -110,6 +110,19 @@ class PartialScores:
         """Deletes the file: the results are written."""
         self.done.clear()
         self.close()
+
+
+def check_output(path: str) -> None:
+    """Raises ConfigError, before the work, if `write_results` could not write there; leaves nothing behind."""
+    target = pathlib.Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        unfinished = target.with_name(target.name + ".unfinished")
+        unfinished.write_text("")
+        unfinished.unlink()
+    except (OSError, ValueError) as error:
+        raise _unwritable(target, error) from None
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:

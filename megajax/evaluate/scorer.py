@@ -32,7 +32,7 @@ def evaluation_run(run: RunConfig, parallel: ParallelConfig) -> RunConfig:
     """The configuration with which a run's model is scored.
 
     Options that only matter to training are dropped: chunks and schedule (one chunk of layers a rank), ZeRO-1, recomputation
-    and offloading, fp8.
+    and offloading, fp8. The sequence is split over tensor if the model's context divides: a released model's may not.
 
     Args:
       run: of the weights' source.
@@ -45,6 +45,7 @@ def evaluation_run(run: RunConfig, parallel: ParallelConfig) -> RunConfig:
         tensor=parallel.tensor,
         zero=3 if parallel.zero == 3 else 0,
         schedule="gpipe",
+        sequence_parallel=run.model.sequence_length % (parallel.context * parallel.tensor) == 0,
         recompute="none",
     )
     train = TrainConfig(precision=run.train.precision, global_batch_size=kept.data, seed=run.train.seed)

@@ -127,6 +127,14 @@ def test_few_lengths_and_the_longest_first():
         scorer.plan([Request(np.array([1, 61], np.int32), 1)])
 
 
+@pytest.mark.parametrize(("context", "split"), [(48, True), (50, False)])
+def test_a_context_that_tensor_does_not_divide(context, split):
+    model = small.dataclasses.replace(naive.MODEL, sequence_length=context)
+    run = evaluation_run(small.make_run(model=model), ParallelConfig(tensor=2, context=2 if split else 1, pipe=2))
+    assert evaluation_run(run, ParallelConfig(tensor=4)).parallel.sequence_parallel == split
+    run.validate()
+
+
 def test_lambada_reads_lines_of_text_and_refuses_bad_ones(tmp_path):
     def read(name: str, content: str, strict: bool = True) -> Lambada:
         (tmp_path / name).write_text(content)
