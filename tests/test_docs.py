@@ -35,6 +35,8 @@ OF_OTHERS = {  # options that are not megajax's
     "--xla_gpu_enable_pipelined_p2p",
     "--xla_gpu_deterministic_ops",
     "--xla_gpu_enable_triton_gemm",
+    "--overlapping-eval",  # of Megatron-LM
+    "--strict-lambada",
 }
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.generate.options import Options, read_options
+from megajax.interop.source_options import usual_precision
 from megajax.schedules.errors import exit_code
 
 MOST_TOGETHER = 64  # prompts, by default
@@ -32,7 +33,7 @@ def run_connected(options: Options) -> None:
     each knows which texts have ended, and which prompts are next.
     """
     from megajax.generate.prompts import OutputFile, read_prompts
-    from megajax.generate.weights import open_source
+    from megajax.interop.weight_source import open_source
     from megajax.runtime.exchange import broadcast
     from megajax.runtime.processes import is_first_process
 
@@ -40,7 +41,7 @@ def run_connected(options: Options) -> None:
     if options.prompts and is_first_process():
         rows = read_prompts(options.prompts)
     prompts = broadcast("generate/prompts", lambda: json.dumps([(place, row["prompt"]) for place, row in rows]))
-    source = open_source(options)
+    source = open_source(options.run_dir, options.hf, options.step)
     output = OutputFile(options.out) if options.out and is_first_process() else None
 
     def write(samples: Sequence[Any]) -> None:
@@ -69,7 +70,7 @@ def generate(
 
     parallel = ParallelConfig(data=options.data, pipe=options.pipe, tensor=options.tensor)
     devices = choose_devices(options.devices, parallel.devices)
-    precision = options.precision or ("fp32" if devices[0].platform == "cpu" else "bf16")
+    precision = options.precision or usual_precision(devices[0].platform)
     config = decoding_run(source.run(precision), parallel)
     config.validate()
     context, tokenizer = config.model.sequence_length, source.tokenizer

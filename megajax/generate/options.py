@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megajax.config import ConfigError, LaunchConfig, option
 from megajax.config.options import Parser, add_options, describe_unknown, option_names
 from megajax.config.sample import SampleConfig
+from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
 from megajax.schedules.arguments import number, plain_text, whole
 
 DESCRIPTION = """Continues prompts with a trained model, on any mesh.
@@ -76,13 +77,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     if len(sources) != 1:
         problem = f"--{sources[0]} and --{sources[1]} are both given" if sources else "there is nothing to continue"
         raise ConfigError(f"{problem}: pass one of --prompt TEXT, --prompts FILE.jsonl and --interactive.")
-    if (given["run_dir"] is None) == (given["hf"] is None):
-        problem = "there is no model" if given["hf"] is None else "--run-dir and --hf are both given"
-        raise ConfigError(f"{problem}: pass one of --run-dir RUN and --hf DIR.")
-    if given["hf"] and given["step"] is not None:
-        raise ConfigError(
-            "--step chooses a checkpoint of --run-dir, and a directory of Hugging Face has one: omit --step."
-        )
+    check_model_options(given)
     if given["out"] and given["interactive"]:
         raise ConfigError("--interactive prints its texts: omit --out.")
     if "" in (given["stop"] or ()):
@@ -105,13 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    model = parser.add_argument_group("the model")
-    model.add_argument("--run-dir", type=plain_text, metavar="RUN", help="directory of a training run with checkpoints")
-    model.add_argument("--hf", type=plain_text, metavar="DIR", help="directory of a Hugging Face model")
-    model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
-    model.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"
-    )
+    add_model_options(parser)
     text = parser.add_argument_group("the text")
     text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
     text.add_argument("--prompts", type=plain_text, metavar="FILE", help='JSON Lines with {"prompt": TEXT, ...}')
@@ -138,15 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--stop", action="append", metavar="TEXT", help="text that ends a text; can be repeated")
     text.add_argument("--ignore-end", action="store_true", help="do not stop at the end of a document")
     layout = parser.add_argument_group("layout")
-    for name, meaning in (
-        ("data", "replicas, each with its own prompts"),
-        ("pipe", "pipeline ranks that the layers are split over"),
-        ("tensor", "devices that each layer is split over"),
-    ):
-        layout.add_argument(f"--{name}", type=whole(), default=1, help=f"{meaning} (default: 1)")
-    layout.add_argument(
-        "--devices", type=plain_text, metavar="WHERE", help="gpu, cpu or cpu:COUNT (default: GPUs, if any)"
-    )
+    add_mesh_options(layout, "data", "replicas, each with its own prompts")
     layout.add_argument(
         "--batch", type=whole(), help="most prompts that are continued together (default: all, up to 64)"
     )

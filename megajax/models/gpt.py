@@ -22,7 +22,7 @@ from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import Block, Dropout, Norm, cache_arrays
 from megajax.ops.cached_attention import CachedArray
 from megajax.ops.linear import GATHERED, RESIDUAL
-from megajax.ops.vocabulary import cross_entropy, mask_padding
+from megajax.ops.vocabulary import cross_entropy, mask_padding, token_scores
 
 __all__ = ["GPT", "Embedding", "Head", "Shared"]
 
@@ -89,6 +89,11 @@ class Shared(nnx.Module):
         vocabulary, ranks = self.config.vocabulary, self.context.vocabulary.ranks
         losses = cross_entropy(self.head(y, self.embedding), microbatch["labels"], vocabulary, ranks)
         return (losses * microbatch["weights"].astype(jnp.float32)).sum()
+
+    def token_scores(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        """Losses of "labels", fp32 [b, s], and whether they are the most likely tokens; logits stay sharded."""
+        vocabulary, ranks = self.config.vocabulary, self.context.vocabulary.ranks
+        return token_scores(self.head(y, self.embedding), microbatch["labels"], vocabulary, ranks)
 
     def logits(self, y: jax.Array) -> jax.Array:
         """fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT."""

@@ -25,7 +25,7 @@ from megajax.models.costs import ModelCosts
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
 from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
-from megajax.ops.vocabulary import WHOLE_VOCABULARY, VocabularySharding
+from megajax.ops.vocabulary import WHOLE_VOCABULARY, VocabularySharding, token_scores
 
 __all__ = [
     "FusableAttention",
@@ -147,6 +147,14 @@ class PipelineModel(abc.ABC):
     def logits(self, shared: Tree, y: jax.Array) -> jax.Array:
         """Scores of the next token, fp32 [b, s, `vocabulary` or more]; only models that generate text have them."""
         raise ConfigError(f"{type(self).__name__} has no logits: it cannot generate text.")
+
+    def token_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        """Of each of the microbatch's "labels" [b, s]: its loss, fp32, and whether it is the most likely token, bool.
+
+        For evaluation. Default: from `logits`. A model that shards its token tables over pipe too can compute both from
+        each rank's rows (`megajax.ops.vocabulary.token_scores`), without gathering the logits.
+        """
+        return token_scores(self.logits(shared, y), microbatch["labels"], self.vocabulary)
 
     @property
     def vocabulary(self) -> int:

@@ -48,8 +48,8 @@ class NNXModel(PipelineModel):
     Attributes:
       block_module: its `__call__(x, microbatch, layer)` returns x. For a model that generates text it has
         `cached(x, cache, microbatch, layer)` too, see `PipelineModel.block_cached`.
-      shared_module: has `embed(microbatch) -> x` and `head_loss(y, microbatch) -> fp32 scalar`, and `logits(y)` if the
-        model generates text.
+      shared_module: has `embed(microbatch) -> x` and `head_loss(y, microbatch) -> fp32 scalar`; `logits(y)` if the model
+        generates text or is evaluated; and optionally `token_scores(y, microbatch)`, see `PipelineModel`.
       saved_names: recompute mode -> names (`checkpoint_name`) of the values that a block saves for its backward. None:
         "none" saves everything, "selective" the results of matmuls with weights, "full" the block's input alone.
     """
@@ -112,6 +112,12 @@ class NNXModel(PipelineModel):
         if not hasattr(self.shared_module, "logits"):
             return super().logits(shared, y)
         return nnx.merge(self._shared, shared).logits(y)
+
+    def token_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        """The shared module's `token_scores`; from `logits` if it has none."""
+        if not hasattr(self.shared_module, "token_scores"):
+            return super().token_scores(shared, y, microbatch)
+        return nnx.merge(self._shared, shared).token_scores(y, microbatch)
 
     def block_cached(
         self, weights: Tree, x: jax.Array, cache: Cache, microbatch: Microbatch, layer: jax.Array

@@ -1,6 +1,7 @@
 """Token tables whose rows are sharded: over the tensor axis (1909.08053 section 3), or over pipe as well.
 
-Embedding lookup, and the cross entropy of logits whose last axis is sharded like the table's rows.
+Embedding lookup, and the cross entropy and the most likely tokens of logits whose last axis is sharded like the table's
+rows.
 
 Left to XLA's partitioner, a gather from a sharded axis can abort the compiler inside a partly manual `shard_map`. So
 both directions of `lookup` enter a nested `shard_map` over "tensor": each rank looks up the tokens whose rows it has,
@@ -27,6 +28,7 @@ __all__ = [
     "mask_padding",
     "over_pipe",
     "plain_lookup",
+    "token_scores",
 ]
 
 AXIS, PIPE = "tensor", "pipe"
@@ -44,7 +46,7 @@ class RowsOverRanks(NamedTuple):
       broadcast: y [b, s, h], zeros on all ranks but one -> that rank's y on all ranks.
       first_row: number of local rows -> index of the first of them in the whole table.
       sum: fp32 [b, s] -> its sum over the ranks.
-      max: fp32 [b, s] -> its maximum over the ranks.
+      max: fp32 or int32 [b, s] -> its maximum over the ranks.
       gather: logits [b, s, local rows] -> [b, s, rows].
     """
 
@@ -272,12 +274,37 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: 
     return _cross_entropy_forward(logits, labels, vocabulary, ranks)[0]
 
 
-def _cross_entropy_forward(logits, labels, vocabulary, ranks):
+def token_scores(
+    logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROWS
+) -> tuple[jax.Array, jax.Array]:
+    """The cross entropy of each label, and whether it is the most likely token; without a derivative.
+
+    Of equal logits the one of the smaller token id is the most likely, as in numpy's argmax.
+
+    Args:
+      logits, labels, vocabulary, ranks: as for `cross_entropy`.
+
+    Returns:
+      fp32 [b, s] and bool [b, s], on all ranks.
+    """
+    losses, largest, _ = _softmax(logits, labels, vocabulary, ranks)
+    rows, masked = _rows(logits, ranks), mask_padding(logits, vocabulary, ranks)
+    first = ranks.max(jnp.where(masked == largest[..., None], -rows, -vocabulary).max(-1))
+    return losses, -first == labels
+
+
+def _softmax(logits, labels, vocabulary, ranks):
+    """fp32 [b, s]: the losses, the largest logits and the logarithms of the softmax's normalisers."""
     masked = mask_padding(logits, vocabulary, ranks)
     largest = ranks.max(masked.max(-1))
     normaliser = largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1)))
     picked = ranks.sum(jnp.where(_rows(logits, ranks) == labels[..., None], masked, 0).sum(-1))
-    return normaliser - picked, (logits, labels, normaliser)
+    return normaliser - picked, largest, normaliser
+
+
+def _cross_entropy_forward(logits, labels, vocabulary, ranks):
+    losses, _, normaliser = _softmax(logits, labels, vocabulary, ranks)
+    return losses, (logits, labels, normaliser)
 
 
 def _cross_entropy_backward(vocabulary, ranks, residuals, gradient):

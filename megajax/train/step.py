@@ -269,7 +269,7 @@ class Training:
         return losses.sum() / total, self._gradients_of(params, gradients), losses, records
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
-        model, functions = self._evaluation()
+        model, functions = self.evaluation()
         collect = lambda shared, y, microbatch: model.head_loss(shared, y, microbatch)[None]  # noqa: E731
         return self.forward(functions, collect, params, batch).sum() / self._loss_weight(batch)
 
@@ -278,8 +278,8 @@ class Training:
         context = model_context(self.run, self.rules, self.schedule, self.attention, dtype, training)
         return self.model_class(self.run.model, context)
 
-    def _evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
-        """The model without dropout."""
+    def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
+        """The model without dropout, and its functions, for `forward`."""
         model = self._model(training=False)
         return model, ExecutorFunctions.from_model(model, self.run.parallel.recompute_blocks)
 

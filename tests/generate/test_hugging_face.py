@@ -9,7 +9,7 @@ from megajax.config import ParallelConfig
 from megajax.config.sample import SampleConfig
 from megajax.generate.__main__ import main
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
-from megajax.generate.weights import HuggingFaceSource
+from megajax.interop.weight_source import HuggingFaceSource
 from megajax.runtime.mesh import make_mesh
 from tests.generate.test_decoder import tokens_of
 from tests.interop.hugging_face import FAMILIES, golden

@@ -61,7 +61,7 @@ def training_of(model: ModelConfig, **layout) -> Training:
 
 def logits_of(training: Training, params) -> np.ndarray:
     """fp32 [2, LENGTH, vocabulary] of the golden tokens, through the run's pipeline."""
-    model, functions = training._evaluation()
+    model, functions = training.evaluation()
     parallel, ids = training.run.parallel, tokens()
     ids = np.pad(ids, ((0, -len(ids) % parallel.data), (0, 0)), mode="edge")  # every replica needs a sample
     batch = {"tokens": ids[None].astype(np.int32), "sample": np.zeros((1, len(ids)), np.uint32)}

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ModelConfig
 from megajax.estimate import hlo
-from megajax.ops.vocabulary import lookup, over_pipe
+from megajax.ops.vocabulary import lookup, over_pipe, token_scores
 from tests import gpu
 
 ROWS, HIDDEN = 16, 8
@@ -156,3 +156,17 @@ def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stag
     table = vocabulary * hidden
     held = 4 + 8 + 4 + 2  # bytes of an element: fp32, AdamW's moments, gradient, and in 16 bit
     assert peaks["tensor"] - peaks["pipe"] > (1 - 1 / STAGES) * (held * table + 2 * tokens * vocabulary)
+
+
+def test_token_scores_are_numpys_with_ties_and_padded_rows():
+    """The first of equal logits is the most likely token, and a padded row never is."""
+    draw = np.random.default_rng(1)
+    logits = draw.integers(0, 4, (3, 40, 16)).astype(np.float32)  # many ties
+    logits[..., 13:] = 9
+    labels = draw.integers(0, 13, (3, 40))
+    losses, right = jax.jit(partial(token_scores, vocabulary=13))(logits, labels)
+    exact = np.float64(logits[..., :13])
+    wanted = np.log(np.exp(exact).sum(-1)) - np.take_along_axis(exact, labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(right, exact.argmax(-1) == labels)
+    assert 5 < right.sum() < 60

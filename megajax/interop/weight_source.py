@@ -1,50 +1,80 @@
-"""Where the weights of `python -m megajax.generate` come from.
+"""Where the weights of the commands that run a trained model come from: megajax.generate and megajax.evaluate.
 
-A `WeightSource` gives the configuration and the tokenizer before any device is started, and loads the weights onto a
-decoder's mesh. Another format is another class with these three members, chosen in `open_source`.
+A `WeightSource` gives the configuration and the tokenizer before any device is started, and loads the weights onto the
+mesh of a `WeightTarget`. Another format is another class with these members, chosen in `open_source`.
 """
 
 import dataclasses
+import hashlib
 import pathlib
 from typing import Any, Protocol
 
 from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
-from megajax.generate.decoder import Decoder
-from megajax.generate.options import Options
 from megajax.interop.hugging_face_config import read_config, tokenizer_options
 from megajax.runtime.exchange import broadcast
 
-__all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "open_source"]
+__all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "WeightTarget", "files_stamp", "open_source"]
 
 Tree = Any
+
+
+class WeightTarget(Protocol):
+    """Interface of programs that weights are loaded for: `generate.decoder.Decoder`, `evaluate.scorer.Scorer`.
+
+    Attributes:
+      run: the configuration.
+      params_layout: of {"params": ...} in the type to compute with.
+    """
+
+    run: RunConfig
+
+    @property
+    def params_layout(self) -> StateLayout:
+        """See above."""
+
+    def weights(self, params: Tree) -> Tree:
+        """What the programs take, from parameters in `params_layout` of any float type; `params` may be used up."""
 
 
 class WeightSource(Protocol):
     """Interface of a source of weights.
 
     Attributes:
+      path: of the weights.
       tokenizer: the model's.
     """
 
+    path: pathlib.Path
     tokenizer: Tokenizer
 
     def run(self, precision: str) -> RunConfig:
         """The configuration: its model, the precision to compute in, and what the model reads of the rest."""
 
-    def load(self, decoder: Decoder) -> Tree:
-        """The weights, as `Decoder.weights` returns them."""
+    def load(self, target: WeightTarget) -> Tree:
+        """The weights, as the target's `weights` returns them."""
 
 
-def open_source(options: Options) -> WeightSource:
-    """The source that the command line names.
+def open_source(run_dir: str | None, hf: str | None, step: int | None) -> WeightSource:
+    """The source that a command line names (`source_options.py`).
 
     Raises:
       ConfigError: there is none.
     """
-    return HuggingFaceSource(options.hf) if options.hf else RunDirectorySource(options.run_dir, options.step)
+    return HuggingFaceSource(hf) if hf else RunDirectorySource(run_dir, step)
+
+
+def files_stamp(directory: pathlib.Path) -> str:
+    """Sixteen hex digits of the names, sizes and times of all files in a directory: whether it was changed since."""
+    stamp = hashlib.sha256()
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            stamp.update(f"{path.relative_to(directory)} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return stamp.hexdigest()[:16]
 
 
 class RunDirectorySource:
@@ -68,7 +98,7 @@ class RunDirectorySource:
             problem = "has no config.toml" if directory.is_dir() else "is not a directory"
             raise ConfigError(f"{directory} {problem}: give --run-dir the directory of a training run.")
         if step is None and steps:  # a training may write another one meanwhile
-            step = int(broadcast("generate/step", lambda: str(steps[-1])))
+            step = int(broadcast("weights/step", lambda: str(steps[-1])))
         if step not in steps:
             there = f"there are those of steps {', '.join(map(str, steps[-5:]))}" if steps else "there is none"
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -84,13 +114,13 @@ class RunDirectorySource:
         found = self.request.run(self.request.devices_needed or 1, precision)
         return dataclasses.replace(found, train=dataclasses.replace(found.train, precision=precision))
 
-    def load(self, decoder: Decoder) -> Tree:
+    def load(self, target: WeightTarget) -> Tree:
         """Reads the parameters, in the type to compute with; the optimizer's state is not read."""
         from megajax.checkpoint import reader
 
         meta = {"name": self.tokenizer.name, "hash": tokenizer_hash(self.tokenizer)}
-        state = reader.load(self.path, decoder.run, decoder.params_layout, meta)[0]
-        return decoder.weights(state.pop("params"))
+        state = reader.load(self.path, target.run, target.params_layout, meta)[0]
+        return target.weights(state.pop("params"))
 
 
 class HuggingFaceSource:
@@ -124,10 +154,10 @@ class HuggingFaceSource:
         train = TrainConfig(precision=precision, global_batch_size=1, steps=1)
         return RunConfig(self.model, ParallelConfig(schedule="1f1b"), train, DataConfig(**self._data))
 
-    def load(self, decoder: Decoder) -> Tree:
-        """Reads what the decoder's devices hold, tensor by tensor."""
+    def load(self, target: WeightTarget) -> Tree:
+        """Reads what the target's devices hold, tensor by tensor."""
         from megajax.interop.hugging_face_weights import load_params
 
-        target = decoder.params_layout
-        target = dataclasses.replace(target, shapes=target.shapes["params"], shardings=target.shardings["params"])
-        return decoder.weights(load_params(self.path, self.family, decoder.run.model, target))
+        layout = target.params_layout
+        layout = dataclasses.replace(layout, shapes=layout.shapes["params"], shardings=layout.shardings["params"])
+        return target.weights(load_params(self.path, self.family, target.run.model, layout))

@@ -1,0 +1,223 @@
+"""The command `python -m megajax.evaluate`; `options.DESCRIPTION` says what it does."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megajax.config import ConfigError, ParallelConfig
+from megajax.evaluate.options import STRIDE, Options, read_options
+from megajax.interop.source_options import usual_precision
+from megajax.schedules.errors import exit_code, one_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 for a user's mistake."""
+    return exit_code(lambda: run(read_options(arguments)), "stopped; a --task with --out resumes by the same command")
+
+
+def run(options: Options) -> None:
+    """Runs the task, or those of lm-evaluation-harness, and writes or prints the results."""
+    from megajax.interop.weight_source import open_source
+
+    source = open_source(options.run_dir, options.hf, options.step)
+    (run_harness if options.harness else run_task)(options, source)
+
+
+def run_task(options: Options, source: Any) -> None:
+    """Reads the data, loads the weights, and scores all requests."""
+    from megajax.evaluate.results import PartialScores
+
+    context = source.run("fp32").model.sequence_length
+    task = make_task(options, source.tokenizer, context)
+    scorer = make_scorer(options, source)
+    settings = describe_task(options, context) | describe_model(options, source, scorer)
+    partial = PartialScores(options.out, settings) if options.out else None
+    start = time.perf_counter()
+    try:
+        scores = score_all(scorer, source, task.requests, partial)
+        seconds = time.perf_counter() - start
+        report(options, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds})
+        if partial:
+            partial.remove()
+    finally:
+        if partial:
+            partial.close()
+
+
+def run_harness(options: Options, source: Any) -> None:
+    """Runs tasks of lm-evaluation-harness.
+
+    Raises:
+      ConfigError: it is not installed, or a task does not exist or cannot be loaded.
+    """
+    try:
+        from megajax.evaluate.harness import HarnessModel
+        from megajax.evaluate.harness_tasks import load_tasks, run_tasks
+        from megajax.evaluate.results import check_output
+    except ImportError as error:
+        raise ConfigError(
+            f"--harness needs lm-eval ({one_line(str(error))}): run pip install 'megajax[eval]'."
+        ) from None
+    loaded = load_tasks(options.harness, options.include_path)
+    if options.out:
+        check_output(options.out)
+    scorer = make_scorer(options, source)
+    start = time.perf_counter()
+    model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
+    results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit)
+    settings = {"harness": options.harness, **chosen, **describe_model(options, source, scorer)}
+    counts = {"truncated": model.truncated}
+    report(options, {**results, "counts": counts, "settings": settings, "seconds": time.perf_counter() - start})
+
+
+def make_task(options: Options, tokenizer: Any, context: int) -> Any:
+    """The task, with its requests for a model of `context` tokens.
+
+    Raises:
+      ConfigError: the windows do not fit, or the file cannot be used.
+    """
+    from megajax.evaluate.tasks import Lambada, Perplexity
+
+    if options.task == "lambada":
+        return Lambada(options.data, tokenizer, context, strict=not options.last_token)
+    window, stride = sizes_of_windows(options, context)
+    if window > context:
+        raise ConfigError(f"--window {window} is longer than the model's context: pass at most --window {context}.")
+    if stride > window:
+        raise ConfigError(
+            f"--stride {stride} skips tokens between windows of {window}: pass at most --stride {window}."
+        )
+    return Perplexity(options.task, options.data, tokenizer, window, stride)
+
+
+def sizes_of_windows(options: Options, context: int) -> tuple[int, int]:
+    """Window and stride in tokens, with their defaults."""
+    window = context if options.window is None else options.window
+    return window, min(STRIDE, window) if options.stride is None else options.stride
+
+
+def make_scorer(options: Options, source: Any) -> Any:
+    """The programs on the command line's mesh.
+
+    Raises:
+      ConfigError: there are too few devices, or the model cannot be split as the mesh requires.
+    """
+    from megajax.evaluate.scorer import Scorer, evaluation_run
+    from megajax.runtime.mesh import choose_devices, make_mesh
+
+    parallel = ParallelConfig(
+        data=options.replicas,
+        context=options.context,
+        pipe=options.pipe,
+        tensor=options.tensor,
+        zero=options.zero,
+        schedule="gpipe",
+    )
+    devices = choose_devices(options.devices, parallel.devices)
+    precision = options.precision or usual_precision(devices[0].platform)
+    config = evaluation_run(source.run(precision), parallel)
+    config.validate()
+    return Scorer(config, make_mesh(config.parallel, devices), options.batch)
+
+
+def describe_task(options: Options, context: int) -> dict[str, Any]:
+    """The task's part of the settings, of a model of `context` tokens."""
+    window, stride = sizes_of_windows(options, context)
+    sizes = {"window": window, "stride": stride}
+    target = {"target": "last token" if options.last_token else "last word"}
+    data = pathlib.Path(options.data or "")
+    return {
+        "task": options.task,
+        **(target if options.task == "lambada" else sizes),
+        "data": str(data.absolute()),
+        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+    }
+
+
+def describe_model(options: Options, source: Any, scorer: Any) -> dict[str, Any]:
+    """The model's and the layout's part of the settings: with the task's, all that the scores depend on."""
+    import jax
+
+    import megajax
+    from megajax.data.tokenizers import tokenizer_hash
+    from megajax.interop.weight_source import files_stamp
+
+    parallel = scorer.run.parallel
+    return {
+        "weights": str(source.path.absolute()),
+        "weights_stamp": files_stamp(source.path),
+        "model": dataclasses.asdict(scorer.run.model),
+        "tokenizer": source.tokenizer.name,
+        "tokenizer_hash": tokenizer_hash(source.tokenizer),
+        "precision": scorer.run.train.precision,
+        "attention": scorer.training.attention.name,
+        "layout": {name: getattr(parallel, name) for name in ("data", "context", "pipe", "tensor", "zero")},
+        "batch": options.batch,
+        "device": scorer.training.mesh.devices.flat[0].device_kind,
+        "megajax": megajax.__version__,
+        "jax": jax.__version__,
+    }
+
+
+def score_all(scorer: Any, source: Any, requests: Sequence[Any], partial: Any) -> list[Any]:
+    """The scores of all requests, in their order.
+
+    Args:
+      scorer, source: programs and weights.
+      requests: of the task.
+      partial: the `PartialScores` to resume from and to append to; None: no file.
+    """
+    batches = scorer.plan(requests)
+    scores = dict(partial.done) if partial else {}
+    left = [batch for batch in batches if not set(batch.numbers) <= scores.keys()]
+    if scores:
+        print(f"resumed: {len(scores):,} of {len(requests):,} samples were scored before", file=sys.stderr)
+    if left:
+        weights = source.load(scorer)
+        with progress_bar(len(requests), len(scores)) as advance:
+            for batch, found in scorer.score(weights, requests, left):
+                scores |= dict(zip(batch.numbers, found, strict=True))
+                if partial:
+                    partial.add(batch, found)
+                advance(len(found))
+    return [scores[number] for number in range(len(requests))]
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, if that is a terminal; yields a function that advances it by a number of samples."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda count: progress.advance(task, count)
+
+
+def report(options: Options, results: dict[str, Any]) -> None:
+    """Prints the results, or writes them to --out and prints the numbers in a line for each task."""
+    from megajax.evaluate.results import write_results
+
+    if not options.out:
+        print(json.dumps(results, indent=2, ensure_ascii=False))
+        return
+    write_results(options.out, results)
+    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results["counts"].items())
+    tasks = results["tasks"] if options.harness else {options.task: results}
+    for name, of_task in tasks.items():
+        numbers = {key: value for key, value in of_task.items() if isinstance(value, int | float) and key != "seconds"}
+        shown = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items() if math.isfinite(value))
+        print(f"{name}: {shown} ({counts}; {results['seconds']:.1f} s)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

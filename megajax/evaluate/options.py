@@ -1,0 +1,147 @@
+"""The options of `python -m megajax.evaluate`. No jax is imported here: the devices are chosen before it starts."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.config import ConfigError, option
+from megajax.config.options import Parser, describe_unknown
+from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
+from megajax.schedules.arguments import plain_text, whole
+
+DESCRIPTION = """Scores a trained model on any layout: by the rules of the Megatron papers, or with lm-evaluation-harness.
+
+python -m megajax.evaluate --task wikitext103 --data wiki.test.tokens --run-dir runs/first --out wikitext.json
+python -m megajax.evaluate --task lambada --data lambada_test.jsonl --hf SmolLM2-135M --pipe 2 --tensor 3
+python -m megajax.evaluate --harness my_task,other --include-path tasks --hf SmolLM2-135M
+
+The same command resumes a --task that was killed, if it has --out.
+Exit codes: 0; 2 wrong options, or data that the model cannot take."""
+TASKS = ("wikitext103", "ptb", "lambada")
+STRIDE = 32
+BATCH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line.
+
+    Attributes:
+      run_dir, hf: a run's directory, or one of Hugging Face: exactly one of the two is given.
+      data: the task's file.
+      window, stride: tokens, of the perplexity tasks; None: not given.
+      last_token: of LAMBADA: the target is the last token, not the last word.
+      harness: tasks of lm-evaluation-harness: these, or `task` and `data`, are given.
+      include_path: directory of more of them.
+      limit: most documents of each.
+      replicas: data-parallel.
+    """
+
+    run_dir: str | None
+    hf: str | None
+    step: int | None
+    precision: str | None
+    task: str | None
+    data: str | None
+    window: int | None
+    stride: int | None
+    last_token: bool
+    harness: tuple[str, ...]
+    include_path: str | None
+    num_fewshot: int | None
+    limit: int | None
+    out: str | None
+    batch: int
+    replicas: int
+    context: int
+    pipe: int
+    tensor: int
+    zero: int
+    devices: str | None
+
+
+def read_options(arguments: Sequence[str] | None) -> Options:
+    """Reads a command line.
+
+    Raises:
+      ConfigError: an option does not exist or cannot be read, or options contradict each other.
+    """
+    parser = _parser()
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(describe_unknown(unknown[0], parser))
+    given = vars(values)
+    given["harness"] = tuple(filter(None, (given["harness"] or "").split(",")))
+    _check_task(given)
+    check_model_options(given)
+    return Options(**given)
+
+
+def _check_task(given: dict[str, Any]) -> None:
+    if given["harness"]:
+        for name in ("task", "data", "window", "stride", "last_token"):
+            if given[name]:
+                raise ConfigError(f"{option(name)} is of the papers' tasks, and --harness has its own: omit it.")
+        return
+    for name in ("include_path", "num_fewshot", "limit"):
+        if given[name] is not None:
+            raise ConfigError(f"{option(name)} is of --harness: pass --harness TASKS, or omit it.")
+    if given["task"] is None:
+        tasks = f"{', '.join(TASKS[:-1])} or {TASKS[-1]}"
+        raise ConfigError(f"there is nothing to evaluate: pass --task {tasks}, or --harness TASKS.")
+    if given["data"] is None:
+        raise ConfigError(f"--task {given['task']} needs its file: pass --data FILE.")
+    if given["task"] == "lambada":
+        for name in ("window", "stride"):
+            if given[name] is not None:
+                raise ConfigError(f"--{name} is of overlapping windows, which --task lambada has not: omit it.")
+    elif given["last_token"]:
+        raise ConfigError(f"--last-token is of --task lambada, not {given['task']}: omit it.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megajax.evaluate",
+        usage="%(prog)s (--run-dir RUN | --hf DIR) (--task TASK --data FILE | --harness TASKS) [options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_options(parser)
+    task = parser.add_argument_group("the task")
+    task.add_argument("--task", choices=TASKS, help="WikiText103 or Penn Treebank perplexity, or LAMBADA accuracy")
+    task.add_argument(
+        "--data",
+        type=plain_text,
+        metavar="FILE",
+        help='wiki.test.tokens, ptb.test.txt, or LAMBADA as JSON lines with a "text" or one passage a line; also .gz, .zst',
+    )
+    task.add_argument("--window", type=whole(), help="tokens of a window (default: the model's context)")
+    task.add_argument(
+        "--stride",
+        type=whole(),
+        help=f"tokens from a window to the next, --overlapping-eval of Megatron-LM (default: {STRIDE})",
+    )
+    task.add_argument("--last-token", action="store_true", help="LAMBADA's last token, instead of its last word")
+    task.add_argument(
+        "--harness", type=plain_text, metavar="TASKS", help="tasks of lm-evaluation-harness (extra: eval), TASK,TASK"
+    )
+    task.add_argument("--include-path", type=plain_text, metavar="DIR", help="directory with YAML files of such tasks")
+    task.add_argument(
+        "--num-fewshot", type=whole(0), help="examples before each of its documents (default: the task's)"
+    )
+    task.add_argument("--limit", type=whole(), help="most documents of each of its tasks, for a trial (default: all)")
+    task.add_argument("--out", type=plain_text, metavar="FILE", help="write the results as JSON (default: print them)")
+    layout = parser.add_argument_group("layout")
+    add_mesh_options(layout, "replicas", "data-parallel replicas, each with its own samples")
+    layout.add_argument(
+        "--context", type=whole(), default=1, help="devices that share a sample's sequence (default: %(default)s)"
+    )
+    layout.add_argument(
+        "--zero", type=int, choices=(0, 3), default=0, help="3: split the weights over replicas too (default: 0)"
+    )
+    layout.add_argument(
+        "--batch", type=whole(), default=BATCH, help="most samples that a replica runs at once (default: %(default)s)"
+    )
+    return parser

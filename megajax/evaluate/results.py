@@ -1,0 +1,145 @@
+"""The files of an evaluation: the results, and the scores of a run that has not ended, which the next one resumes from."""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from megajax.config import ConfigError
+from megajax.evaluate.scorer import Batch, Score
+from megajax.schedules.errors import shown
+
+__all__ = ["PartialScores", "check_output", "fingerprint", "write_results"]
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Sixteen hex digits of all settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class PartialScores:
+    """Scores of the batches that are done, appended to a file beside the output: OUT.partial.
+
+    The first line has the settings and their fingerprint, each other line the scores of a batch. A line that is cut off,
+    because the process was killed, is dropped with all that follows.
+
+    Attributes:
+      done: scores by number of the request.
+    """
+
+    def __init__(self, out: str, settings: Mapping[str, Any]):
+        """Opens the file, or creates it.
+
+        Raises:
+          ConfigError: it cannot be written, or is of other settings.
+        """
+        self.out, self.settings = pathlib.Path(out), settings
+        self.path = self.out.with_name(self.out.name + ".partial")
+        self.done: dict[int, Score] = {}
+        try:
+            if self.out.is_dir():
+                raise IsADirectoryError(21, "Is a directory")
+            self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by `close`)
+        except (OSError, ValueError) as error:
+            raise _unwritable(self.out, error) from None
+        self._read()
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        kept = 0
+        for line in self._file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            if kept == 0:
+                self._check(row)
+            else:
+                self.done |= {number: Score(*score) for number, *score in row["scores"]}
+            kept += len(line)
+        self._file.truncate(kept)
+        if not kept:
+            self._append({"fingerprint": fingerprint(self.settings), "settings": self.settings})
+
+    def _check(self, row: Any) -> None:
+        if not isinstance(row, dict) or not isinstance(row.get("settings"), dict):
+            raise ConfigError(f"{self.path} is no file of partial scores: give --out another path, or remove it.")
+        if row.get("fingerprint") == fingerprint(self.settings):
+            return
+        stored, own = row["settings"], json.loads(json.dumps(self.settings))
+        names = [name for name in own | stored if own.get(name) != stored.get(name)]
+        name = names[0] if names else "fingerprint"
+        raise ConfigError(
+            f"{self.path} has the scores of an evaluation with {name} = {shown(stored.get(name))}, and this one has "
+            f"{shown(own.get(name))}: give --out another path, or remove that file to start again."
+        )
+
+    def has(self, batch: Batch) -> bool:
+        """Whether all requests of a batch are done."""
+        return all(number in self.done for number in batch.numbers)
+
+    def add(self, batch: Batch, scores: list[Score]) -> None:
+        """Appends the scores of a batch.
+
+        Raises:
+          ConfigError: the file cannot be written, for example to a full disk.
+        """
+        self.done |= dict(zip(batch.numbers, scores, strict=True))
+        self._append({"scores": [[number, *score] for number, score in zip(batch.numbers, scores, strict=True)]})
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def close(self) -> None:
+        """Closes the file; removes it if it has no scores."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if not self.done:
+            self.path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Deletes the file: the results are written."""
+        self.done.clear()
+        self.close()
+
+
+def check_output(path: str) -> None:
+    """Raises ConfigError, before the work, if `write_results` could not write there; leaves nothing behind."""
+    target = pathlib.Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        unfinished = target.with_name(target.name + ".unfinished")
+        unfinished.write_text("")
+        unfinished.unlink()
+    except (OSError, ValueError) as error:
+        raise _unwritable(target, error) from None
+
+
+def write_results(path: str, results: Mapping[str, Any]) -> None:
+    """Writes a JSON file, which appears complete or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    target = pathlib.Path(path)
+    unfinished = target.with_name(target.name + ".unfinished")
+    try:
+        unfinished.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(unfinished, target)
+    except (OSError, ValueError) as error:
+        raise _unwritable(target, error) from None
+
+
+def _unwritable(path: pathlib.Path, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot write {path}: {reason}; give --out the path of a file.")

@@ -1,0 +1,63 @@
+"""The options that commands share which run a trained model: its weights, its precision, and the mesh.
+
+No jax is imported here: the devices are chosen before it starts.
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megajax.config import ConfigError
+from megajax.schedules.arguments import plain_text, whole
+
+__all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usual_precision"]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --run-dir, --hf, --step and --precision."""
+    model = parser.add_argument_group("the model")
+    model.add_argument("--run-dir", type=plain_text, metavar="RUN", help="directory of a training run with checkpoints")
+    model.add_argument("--hf", type=plain_text, metavar="DIR", help="directory of a Hugging Face model")
+    model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
+    model.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"
+    )
+
+
+def check_model_options(given: Mapping[str, Any]) -> None:
+    """Checks that the options name one model.
+
+    Raises:
+      ConfigError: they name none, or two; or a step of a directory of Hugging Face.
+    """
+    if (given["run_dir"] is None) == (given["hf"] is None):
+        problem = "there is no model" if given["hf"] is None else "--run-dir and --hf are both given"
+        raise ConfigError(f"{problem}: pass one of --run-dir RUN and --hf DIR.")
+    if given["hf"] and given["step"] is not None:
+        raise ConfigError(
+            "--step chooses a checkpoint of --run-dir, and a directory of Hugging Face has one: omit --step."
+        )
+
+
+def usual_precision(platform: str) -> str:
+    """The default of --precision on devices of a platform, "cpu" or "gpu"."""
+    return "fp32" if platform == "cpu" else "bf16"
+
+
+def add_mesh_options(group: Any, data: str, meaning_of_data: str) -> None:
+    """Adds --pipe, --tensor, --devices, and the option of the data-parallel replicas.
+
+    Args:
+      group: of a parser.
+      data: name of the replicas' option.
+      meaning_of_data: its help.
+    """
+    for name, meaning in (
+        (data, meaning_of_data),
+        ("pipe", "pipeline ranks that the layers are split over"),
+        ("tensor", "devices that each layer is split over"),
+    ):
+        group.add_argument(f"--{name}", type=whole(), default=1, help=f"{meaning} (default: 1)")
+    group.add_argument(
+        "--devices", type=plain_text, metavar="WHERE", help="gpu, cpu or cpu:COUNT (default: GPUs, if any)"
+    )
