@@ -1,7 +1,7 @@
 """BERT's samples (1810.04805 section 3.1): two segments of a document, in order or swapped, with masked words.
 
 The samples equal those of Megatron's BERTMaskedWordPieceDataset. They are read from files written with --split-sentences
---no-end-of-document.
+--no-end-of-document, or made of a text (`Sentences`).
 
 `build_sentence_index` chooses the sentences of each sample, with the same result as Megatron's masked datasets. A sample
 takes consecutive sentences of one document until it has its target number of tokens, which is shorter than the maximum
@@ -12,15 +12,17 @@ mt19937 (lengths) and mt19937_64 (shuffle).
 import dataclasses
 import os
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.gpt_samples import check_dataset, check_number
 from megajax.data.indexed import IndexedDataset
-from megajax.data.loader import Loader
+from megajax.data.loader import PADDING, Loader
 from megajax.data.sample_indices import cached_arrays
-from megajax.data.tokenizers import HuggingFaceTokenizer
+from megajax.data.text import split_sentences
+from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 LONG_SENTENCE = 512  # tokens: documents with a longer sentence are skipped
 DRAWN_AT_ONCE = 1 << 16  # random numbers
@@ -150,8 +152,10 @@ class WordPieces:
     continues: np.ndarray
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: HuggingFaceTokenizer) -> "WordPieces":
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "WordPieces":
         """The pieces of a BERT tokenizer; raises ConfigError if one of BERT's special tokens is missing."""
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(f"tokenizer {tokenizer.name} has no [CLS]: BERT needs a vocab.txt of WordPieces")
         vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
         names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
         missing = [name for name in names if name not in vocabulary]
@@ -179,12 +183,38 @@ class Masking:
     short_probability: float = 0.1
 
 
+class Sentences:
+    """The sentences of texts in memory, with the attributes of `IndexedDataset` that samples read.
+
+    Attributes:
+      prefix: the name of the text, for messages.
+      lengths: int32 [sentences], tokens.
+      documents: int64 [documents + 1], the first sentence of each document.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
+        """Splits the texts into sentences, and these into tokens."""
+        encoded = [tokenizer.encode_all(split_sentences(text)) for text in texts]
+        documents = [[ids for ids in sentences if len(ids)] for sentences in encoded]
+        self.prefix, self._ids = "the text", [ids for sentences in documents for ids in sentences]
+        self.lengths = np.array([len(ids) for ids in self._ids], np.int32)
+        self.documents = np.cumsum([0, *map(len, documents)])
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents) - 1
+
+    def sequence(self, index: int) -> np.ndarray:
+        """The ids of a sentence."""
+        return self._ids[index]
+
+
 class BertSamples:
     """BERT's samples from a range of a dataset's documents."""
 
     def __init__(
         self,
-        dataset: IndexedDataset,
+        dataset: IndexedDataset | Sentences,
         bounds: tuple[int, int],
         samples: int | None,
         sequence_length: int,
@@ -203,15 +233,18 @@ class BertSamples:
           seed: seed of the order, the lengths and the masks; at least 1.
           pieces: special tokens of the vocabulary.
           masking: settings of the samples.
-          cache: folder of the cached index; None: `index_cache` in the dataset's folder.
+          cache: folder of the cached index; None: `index_cache` in the dataset's folder. That of a text is not cached.
 
         Raises:
-          ConfigError: no document is usable, or the dataset's index is damaged; see `build_sentence_index` and
-            `cached_arrays`.
+          ConfigError: no document is usable, the seed is 0, or the dataset's index is damaged; see
+            `build_sentence_index` and `cached_arrays`.
         """
+        if seed < 1:
+            raise ConfigError(
+                f"seed = {seed}, but samples of BERT need a seed of 1 or more: pass --seed with such a value."
+            )
         self.dataset, self.sequence_length, self.seed = dataset, sequence_length, seed
         self.pieces, self.masking = pieces, masking
-        check_dataset(dataset)
         first, last = bounds
         documents, lengths = np.array(dataset.documents[first : last + 1]), np.array(dataset.lengths)
         room, least = sequence_length - 3, 2 if masking.pairs else 1
@@ -220,10 +253,14 @@ class BertSamples:
         def build():
             return {"sentences": build_sentence_index(documents, lengths, *settings)}
 
-        folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
-        used = [documents, lengths[documents[0] : documents[-1]]]
-        self.sentences = cached_arrays(folder, {"index": "BERT", "settings": settings}, used, build)["sentences"]
-        self.count = len(self.sentences)
+        if isinstance(dataset, Sentences):
+            self.sentences = build()["sentences"]
+        else:
+            check_dataset(dataset)
+            folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
+            used = [documents, lengths[documents[0] : documents[-1]]]
+            self.sentences = cached_arrays(folder, {"index": "BERT", "settings": settings}, used, build)["sentences"]
+        self.count, self.tokens = len(self.sentences), int(lengths[documents[0] : documents[-1]].sum(dtype=np.int64))
 
     def sample(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`.
@@ -260,6 +297,8 @@ class BertSamples:
           ConfigError: an id is outside the vocabulary.
         """
         tokens, known = self.dataset.sequence(number), len(self.pieces.continues)
+        if isinstance(self.dataset, Sentences):
+            return tokens.tolist()
         if (wrong := np.flatnonzero((tokens < 0) | (tokens >= known))).size:
             place = int(self.dataset.offsets[number]) // self.dataset.dtype.itemsize + int(wrong[0])
             raise ConfigError(
@@ -324,15 +363,20 @@ class BertLoader(Loader):
 
     samples: BertSamples
 
-    def resized(self, global_batch_size: int, microbatches: int) -> "BertLoader":
-        """A loader of the same samples in batches of another size."""
-        return BertLoader(self.samples, global_batch_size, microbatches)
-
     def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by their numbers, int [rows]: the arrays of `BertSamples.sample` as [rows, ...]."""
-        samples = [self.samples.sample(int(number)) for number in numbers]
-        batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-        return batch | {"sample": numbers.astype(np.uint32)}
+        """Samples by their numbers, int [rows].
+
+        Returns:
+          The arrays of `BertSamples.sample` as [rows, ...], of which "padding" int32 [rows], the number of tokens at the
+          end that are not attended to, replaces "attended"; and "sample" uint32 [rows], the samples' numbers in the run.
+        """
+        unused = numbers == PADDING
+        samples = [self.samples.sample(0 if number == PADDING else int(number)) for number in numbers]
+        rows = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        rows["padding"] = (rows.pop("attended") == 0).sum(1, dtype=np.int32)
+        if unused.any():
+            rows["weights"] = np.where(unused[:, None], np.float32(0), rows["weights"])
+        return rows | {"sample": numbers.astype(np.uint32)}
 
 
 def _trim(segments: list[list[int]], room: int, random: np.random.RandomState) -> None:
