@@ -1,9 +1,9 @@
 r"""Train BERT as the first Megatron-LM paper did (1909.08053 section 5.3 and table 4): 336M, 1.3B and 3.9B parameters.
 
 python -m experiments.bert                                      a small BERT on 8 CPU devices, or on the GPUs there are
-python -m megajax.data.preprocess --input corpus.jsonl --output-prefix corpus --tokenizer vocab.txt --split-sentences \
-    --no-end-of-document                                        sentences of WordPieces: corpus_text_sentence
-python -m experiments.bert --model bert-336m --data 8 --tokenizer vocab.txt --data-path corpus_text_sentence
+python -m megajax.data.preprocess --input corpus.jsonl --output corpus --tokenizer vocab.txt --split-sentences \
+    --no-end-of-document                                        one sequence per sentence
+python -m experiments.bert --model bert-336m --data 8 --tokenizer vocab.txt --data-path corpus
 python -m experiments.bert --model bert-3.9b --tensor 8 --data 64 --pipe 1 --dry-shapes
 
 1,024 samples of 512 tokens a step, 2 million steps; learning rate 1e-4 after 10,000 steps of warm-up, then linear decay;

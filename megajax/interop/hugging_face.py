@@ -1,4 +1,4 @@
-"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2 and Qwen3; those of GGUF files in.
+"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2, Qwen3 and BERT; those of GGUF files in.
 
 python -m megajax.interop.hugging_face import DIR --run-dir RUN      a run directory with a checkpoint of step 0
 python -m megajax.interop.hugging_face import FILE.gguf --run-dir RUN     likewise (needs megajax[gguf])
@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from megajax.config import ConfigError, LaunchConfig
+from megajax.config import BertConfig, ConfigError, LaunchConfig
 from megajax.config.options import Parser, add_options, option_names
 from megajax.schedules.arguments import plain_text, whole
 
@@ -61,9 +61,10 @@ def _import(options: argparse.Namespace) -> str:
     run = import_run(
         pathlib.Path(options.directory), run_dir, options.sequence_length, options.tokenizer, options.end_of_document
     )
+    experiment = "bert" if isinstance(run.model, BertConfig) else "gpt3"
     return (
         f"{run_dir}: {run.model.name}, {run.model.parameters:,} parameters, {run.model.sequence_length} tokens a sample\n"
-        f"train it with: python -m experiments.gpt3 --config {run_dir / 'config.toml'} --resume auto"
+        f"train it with: python -m experiments.{experiment} --config {run_dir / 'config.toml'} --resume auto"
     )
 
 
