@@ -1,7 +1,7 @@
 """BERT's samples (1810.04805 section 3.1): two segments of a document, in order or swapped, with masked words.
 
 The samples equal those of Megatron's BERTMaskedWordPieceDataset. They are read from files written with --split-sentences
---no-end-of-document, or made of a text (`Sentences`).
+--no-end-of-document; `megajax.data.bert_text` makes them of a text.
 
 `build_sentence_index` chooses the sentences of each sample, with the same result as Megatron's masked datasets. A sample
 takes consecutive sentences of one document until it has its target number of tokens, which is shorter than the maximum
@@ -12,7 +12,6 @@ mt19937 (lengths) and mt19937_64 (shuffle).
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from megajax.data.gpt_samples import check_dataset, check_number
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import PADDING, Loader
 from megajax.data.sample_indices import cached_arrays
-from megajax.data.text import split_sentences
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 LONG_SENTENCE = 512  # tokens: documents with a longer sentence are skipped
@@ -183,38 +181,12 @@ class Masking:
     short_probability: float = 0.1
 
 
-class Sentences:
-    """The sentences of texts in memory, with the attributes of `IndexedDataset` that samples read.
-
-    Attributes:
-      prefix: the name of the text, for messages.
-      lengths: int32 [sentences], tokens.
-      documents: int64 [documents + 1], the first sentence of each document.
-    """
-
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
-        """Splits the texts into sentences, and these into tokens."""
-        encoded = [tokenizer.encode_all(split_sentences(text)) for text in texts]
-        documents = [[ids for ids in sentences if len(ids)] for sentences in encoded]
-        self.prefix, self._ids = "the text", [ids for sentences in documents for ids in sentences]
-        self.lengths = np.array([len(ids) for ids in self._ids], np.int32)
-        self.documents = np.cumsum([0, *map(len, documents)])
-
-    @property
-    def document_count(self) -> int:
-        return len(self.documents) - 1
-
-    def sequence(self, index: int) -> np.ndarray:
-        """The ids of a sentence."""
-        return self._ids[index]
-
-
 class BertSamples:
     """BERT's samples from a range of a dataset's documents."""
 
     def __init__(
         self,
-        dataset: IndexedDataset | Sentences,
+        dataset: IndexedDataset,
         bounds: tuple[int, int],
         samples: int | None,
         sequence_length: int,
@@ -233,7 +205,7 @@ class BertSamples:
           seed: seed of the order, the lengths and the masks; at least 1.
           pieces: special tokens of the vocabulary.
           masking: settings of the samples.
-          cache: folder of the cached index; None: `index_cache` in the dataset's folder. That of a text is not cached.
+          cache: folder of the cached index; None: `index_cache` in the dataset's folder.
 
         Raises:
           ConfigError: no document is usable, the seed is 0, or the dataset's index is damaged; see
@@ -253,14 +225,20 @@ class BertSamples:
         def build():
             return {"sentences": build_sentence_index(documents, lengths, *settings)}
 
-        if isinstance(dataset, Sentences):
-            self.sentences = build()["sentences"]
-        else:
-            check_dataset(dataset)
-            folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
-            used = [documents, lengths[documents[0] : documents[-1]]]
-            self.sentences = cached_arrays(folder, {"index": "BERT", "settings": settings}, used, build)["sentences"]
+        self.sentences = self.index({"index": "BERT", "settings": settings}, build, documents, lengths, cache)
         self.count, self.tokens = len(self.sentences), int(lengths[documents[0] : documents[-1]].sum(dtype=np.int64))
+
+    def index(self, description, build, documents, lengths, cache) -> np.ndarray:
+        """The rows of `build_sentence_index`, which `build` returns by the name "sentences", built or from the cache."""
+        check_dataset(self.dataset)
+        folder = pathlib.Path(self.dataset.prefix).parent / "index_cache" if cache is None else cache
+        used = [documents, lengths[documents[0] : documents[-1]]]
+        return cached_arrays(folder, description, used, build)["sentences"]
+
+    def place(self, index: int) -> int:
+        """The row of `sentences` that sample `index` is made of."""
+        check_number(index, self.count)
+        return index
 
     def sample(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`.
@@ -270,10 +248,9 @@ class BertSamples:
           masked tokens) and attended (0 at padding), float32 [sequence_length]; swapped, int32 [], 1 if the segments are
           swapped.
         """
-        check_number(index, self.count)
+        first, last, room = self.sentences[self.place(index)].tolist()
         random = np.random.RandomState((self.seed + index) % 2**32)
-        first, last, room = self.sentences[index].tolist()
-        sentences = [self._sentence(number) for number in range(first, last)]
+        sentences = [self.sentence(number) for number in range(first, last)]
         segments, swapped = self._segments(sentences, random)
         _trim(segments, room, random)
         tokens, types = [self.pieces.begin, *segments[0], self.pieces.separator], [0] * (len(segments[0]) + 2)
@@ -290,15 +267,13 @@ class BertSamples:
         weights[list(masked)], attended[: len(tokens)] = 1, 1
         return sample | {"weights": weights, "attended": attended, "swapped": np.int32(swapped)}
 
-    def _sentence(self, number: int) -> list[int]:
+    def sentence(self, number: int) -> list[int]:
         """The ids of a sentence.
 
         Raises:
           ConfigError: an id is outside the vocabulary.
         """
         tokens, known = self.dataset.sequence(number), len(self.pieces.continues)
-        if isinstance(self.dataset, Sentences):
-            return tokens.tolist()
         if (wrong := np.flatnonzero((tokens < 0) | (tokens >= known))).size:
             place = int(self.dataset.offsets[number]) // self.dataset.dtype.itemsize + int(wrong[0])
             raise ConfigError(

@@ -5,7 +5,8 @@ from typing import Any
 
 from megajax.config import BertConfig, ConfigError, DataConfig, RunConfig, option
 from megajax.config.data import DEFAULT_SPLIT
-from megajax.data.bert import BertLoader, BertSamples, Masking, Sentences, WordPieces
+from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
+from megajax.data.bert_text import BertTextSamples
 from megajax.data.blending import Blend, BlendedSamples, gpt_samples, split_bounds
 from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.loader import Boundaries, Loader, TokenSamples
@@ -42,9 +43,9 @@ def make_samples(
     if not (data.data_path or data.train_data_path):
         texts = split_documents(load_documents(data.text))
         if masking is not None:
-            settings = ((0.0, 1.0), max(1, training), sequence_length, seed)
-            train, valid = (make(Sentences(part, tokenizer), *settings) if part else None for part in texts)
-            return train, valid
+            settings = (tokenizer, sequence_length, seed, masking)
+            valid = BertTextSamples(texts[1], *settings) if validation else None
+            return BertTextSamples(texts[0], *settings), valid
         parts = [tokenise(documents, tokenizer) for documents in texts]
         valid = TokenSamples(parts[1], sequence_length, None) if validation else None
         return TokenSamples(parts[0], sequence_length, seed), valid
@@ -79,7 +80,7 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
         return _packed_loaders(run, tokenizer)
     counts = (needed, train.validation_batches * train.global_batch_size)
     training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts, masking)
-    if not isinstance(training, TokenSamples):
+    if not isinstance(training, TokenSamples | BertTextSamples):  # they are repeated
         check_number(max(0, needed - 1), training.count)
     if isinstance(validation, BlendedSamples) and validation.count < train.global_batch_size:
         raise ConfigError(
@@ -101,6 +102,8 @@ def _masking(run: RunConfig) -> Masking | None:
     """
     if not isinstance(run.model, BertConfig):
         return None
+    if not run.model.has_masked_lm:  # before the program is compiled, which raises it too
+        raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
     for name in ("sft_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(run.data, name):
             raise ConfigError(

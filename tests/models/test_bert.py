@@ -15,7 +15,7 @@ from megajax.estimate.flops import forward_flops
 from megajax.models.interface import mean_loss
 from tests import small
 
-PRE = dataclasses.replace(small.BERT, layers=3, activation="gelu_exact")
+PRE = dataclasses.replace(small.BERT, layers=2, activation="gelu_exact")
 POST = dataclasses.replace(PRE, post_norm=True, tied_embeddings=False)
 MODELS = pytest.mark.parametrize("config", [PRE, POST], ids=["pre", "post"])
 
