@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.ceilings import mean_seconds
-from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_installed, cudnn_kernel, with_window
+from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_kernel, with_window
+from megajax.ops.attention_choice import cudnn_installed
 
 CHECKED = 2048  # tokens of the comparison with XLA's attention in fp32, which stores all scores
 

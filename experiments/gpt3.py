@@ -16,7 +16,7 @@ from typing import Any
 
 from megajax.config import PRESETS
 from megajax.config.cli import Experiment
-from megajax.config.presets import ALIASES
+from megajax.config.presets import ALIASES, BERTS
 from megajax.config.released import RELEASED
 from megajax.config.sample import SampleConfig
 from megajax.interop.init_from import HUGGING_FACE
@@ -106,6 +106,21 @@ MEGATRON_2019 = {
     "save_every": 5000,
     "nonfinite": "skip",
 }
+# 1909.08053 section 5.3, for `experiments.bert`: what it does not name is as in 1810.04805.
+BERT_2019 = {
+    "global_batch_size": 1024,
+    "steps": 2_000_000,
+    "learning_rate": 1e-4,
+    "minimum_learning_rate": 0.0,
+    "learning_rate_decay": "linear",
+    "warmup_steps": 10_000,
+    "weight_decay": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "clip_norm": 1.0,
+    "save_every": 5000,
+    "nonfinite": "skip",
+}
 # 2104.04473 table 1 gives the batch in samples; the paper times steps and does not train. Learning rate and tokens are
 # those of GPT-3 175B, the largest of 2005.14165; for the 1T model section 5.1 assumes 450 billion tokens.
 MEGATRON_2021 = {
@@ -149,6 +164,7 @@ for name, batch in MEGATRON_2021.items():
     RECIPES[name] = {**recipe(3.2e6, 0.6e-4, tokens), **sizes}
 RECIPES |= {alias: RECIPES[name] for alias, name in ALIASES.items()}
 RECIPES |= {name: MEGATRON_2019 for name in PRESETS if name.startswith("gpt2") or name.endswith("-2019")}
+RECIPES |= {name: BERT_2019 for name in BERTS if name != "bert-tiny"}
 # Only the toy generates text after its training.
 RECIPES = {name: {**fields, "new_tokens": 0} for name, fields in RECIPES.items()}
 

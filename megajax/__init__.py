@@ -11,6 +11,7 @@ _MODULES = {
     "ConfigError": "megajax.config",
     "DataConfig": "megajax.config",
     "LaunchConfig": "megajax.config",
+    "BertConfig": "megajax.config",
     "ModelConfig": "megajax.config",
     "OutputConfig": "megajax.config",
     "ParallelConfig": "megajax.config",

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import StateLayout
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import BertConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.models.interface import ModelContext, PipelineModel, mean_loss, model_class
 from megajax.pipeline import layout
 from megajax.runtime.mesh import make_mesh
@@ -25,6 +25,7 @@ LLAMA = dataclasses.replace(
 QWEN = dataclasses.replace(
     LLAMA, head_size=12, query_key_norm=True, qkv_biases=True, activation="geglu", rotary_fraction=0.5, sliding_window=5
 )
+BERT = BertConfig(name="test", layers=8, hidden=32, heads=4, vocabulary=61, sequence_length=16, token_types=3)
 
 
 def make_run(
@@ -49,7 +50,7 @@ def make_run(
 
 
 def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens, a third of them with weight 0, split into the run's microbatches."""
+    """Random tokens, a third of them with weight 0, split into the run's microbatches; for BERT with padding."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, run.model.vocabulary, (BATCH, run.model.sequence_length + 1), dtype=np.int32)
     batch = {
@@ -58,6 +59,12 @@ def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
         "weights": (random.random((BATCH, run.model.sequence_length)) > 0.3).astype(np.float32),
         "sample": (BATCH * seed + np.arange(BATCH)).astype(np.uint32),
     }
+    if isinstance(run.model, BertConfig):
+        batch["types"] = random.integers(0, run.model.token_types, batch["tokens"].shape, dtype=np.int32)
+        batch["padding"] = random.integers(0, run.model.sequence_length // 2, BATCH, dtype=np.int32)
+        batch["swapped"] = random.integers(0, 2, BATCH, dtype=np.int32)
+        real = np.arange(run.model.sequence_length) < run.model.sequence_length - batch["padding"][:, None]
+        batch["weights"] *= real & (random.random(real.shape) > 0.6)
     return {name: a.reshape(run.microbatches, -1, *a.shape[1:]) for name, a in batch.items()}
 
 

@@ -1,5 +1,6 @@
 """The configuration of a run as plain data: one dataclass a file, each with its own validation. No jax here."""
 
+from megajax.config.bert import BertConfig
 from megajax.config.data import DataConfig
 from megajax.config.errors import ConfigError, near, option
 from megajax.config.launch import LaunchConfig
@@ -12,6 +13,7 @@ from megajax.config.train import TrainConfig
 
 __all__ = [
     "PRESETS",
+    "BertConfig",
     "ConfigError",
     "DataConfig",
     "LaunchConfig",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.config import (
+    BertConfig,
     ConfigError,
     DataConfig,
     LaunchConfig,
@@ -17,11 +18,12 @@ from megajax.config import (
     ParallelConfig,
     RunConfig,
     TrainConfig,
+    option,
     preset,
 )
 from megajax.config.compare import changed_options
 from megajax.config.fields import check_fields, field_problem
-from megajax.config.options import describe_unknown, first_parser, make_parser, option_names
+from megajax.config.options import BERT_OPTIONS, describe_unknown, first_parser, make_parser, option_names
 from megajax.config.sample import SampleConfig
 from megajax.config.toml import load_config
 from megajax.schedules.errors import shown
@@ -33,7 +35,7 @@ MESH_FIELDS = ("data", "pipe", "tensor")
 COMPOUND = ("given", "passed", "defaults", "output", "launch", "base")
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
-    "model": ModelConfig,
+    "model": BertConfig,  # it has all fields of ModelConfig
     "parallel": ParallelConfig,
     "train": TrainConfig,
     "data": DataConfig,
@@ -127,8 +129,18 @@ class Request:
         Args:
           device_count: devices that the degrees which were not passed divide.
           precision: used if none was passed.
+
+        Raises:
+          ConfigError: an option of BERT is passed for another model.
         """
-        model = dataclasses.replace(self.base or preset(self.model), **_fields(ModelConfig, self.given))
+        base = self.base or preset(self.model)
+        for name in BERT_OPTIONS:
+            if name in self.given and not isinstance(base, BertConfig):
+                raise ConfigError(
+                    f"{name} = {shown(self.given[name])} is of BERT, which {base.name} is not: omit {option(name)}, or "
+                    "pass --model bert-336m."
+                )
+        model = dataclasses.replace(base, **_fields(type(base), self.given))
         parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
         name = parallel.get("schedule", ParallelConfig.schedule)
         legal = find(name).chunks if name in names() and parallel["pipe"] > 1 else "one"

@@ -48,7 +48,9 @@ class DataConfig:
         None, "directory of the sample indices", metavar="DIR", shown_default="in the dataset's folder"
     )
     tokenizer: str = setting(
-        "byte", "byte, gpt2, or a file: tokenizer.json, SentencePiece's .model, or vocab.txt", metavar="NAME|FILE"
+        "byte",
+        "byte, gpt2, wordpiece, or a file: tokenizer.json, SentencePiece's .model, or vocab.txt",
+        metavar="NAME|FILE",
     )
     end_of_document: str | None = setting(
         None, "token that ends documents", metavar="TOKEN", shown_default="the tokenizer's usual one"

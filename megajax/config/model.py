@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import MISSING, dataclass
+from typing import ClassVar
 
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import check_fields, setting
@@ -12,6 +13,9 @@ from megajax.config.rotary import check_rotary
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only transformer. The defaults are GPT's; those of other families are in `PRESETS`."""
+
+    causal: ClassVar[bool] = True  # tokens attend to earlier tokens only
+    post_norm: ClassVar[bool] = False  # norms are before attention, MLP and head
 
     name: str = setting("custom", "name of the model, as printed and as stored in checkpoints")
     layers: int = setting(MISSING, "number of transformer blocks")

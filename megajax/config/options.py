@@ -14,6 +14,7 @@ from typing import Any
 
 from megajax.config import (
     PRESETS,
+    BertConfig,
     ConfigError,
     DataConfig,
     LaunchConfig,
@@ -108,15 +109,15 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
         "layout": ParallelConfig,
         "training": TrainConfig,
         "model (default: the preset's)": ModelConfig,
+        "BERT, more of the model": BertConfig,
         "files, and when the run stops": OutputConfig,
         "several processes": LaunchConfig,
     }
     for title, config in groups.items():
         group = parser.add_argument_group(title)
-        for field in dataclasses.fields(config):
-            if field.name in option_names(config):
-                place = run if field.name in MOST_USED else group
-                _add_field(place, field, config is ModelConfig, defaults)
+        for name in BERT_OPTIONS if config is BertConfig else option_names(config):
+            place = run if name in MOST_USED else group
+            _add_field(place, config.__dataclass_fields__[name], issubclass(config, ModelConfig), defaults)
     return parser
 
 
@@ -124,7 +125,7 @@ def add_options(parser: argparse.ArgumentParser, config: type, title: str) -> No
     """Adds an option for every field of a dataclass; each is absent from the parsed values unless it is passed."""
     group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
     for name in option_names(config):
-        _add_field(group, config.__dataclass_fields__[name], config is ModelConfig, {})
+        _add_field(group, config.__dataclass_fields__[name], issubclass(config, ModelConfig), {})
 
 
 def _add_config(group) -> None:
@@ -160,7 +161,11 @@ def first_parser() -> argparse.ArgumentParser:
 
 def option_names(config: type) -> list[str]:
     """The fields of a dataclass that are options; the name of a model is its preset's, so it has none."""
-    return [field.name for field in dataclasses.fields(config) if (config, field.name) != (ModelConfig, "name")]
+    is_model = issubclass(config, ModelConfig)
+    return [field.name for field in dataclasses.fields(config) if not (is_model and field.name == "name")]
+
+
+BERT_OPTIONS = [name for name in option_names(BertConfig) if name not in option_names(ModelConfig)]
 
 
 def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megajax.config.bert import BertConfig
 from megajax.config.errors import ConfigError, near
 from megajax.config.model import ModelConfig
 from megajax.config.released import RELEASED
@@ -22,6 +23,7 @@ def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence_length:
 # GPT-2's byte-pair vocabulary, and the same padded to a multiple of 1,024 as Megatron's papers print it.
 GPT2_VOCABULARY = 50257
 MEGATRON_VOCABULARY = 51200
+BERT_VOCABULARY = 30522
 
 MODELS: dict[str, dict[str, Any]] = {
     # The run without arguments: small enough to learn something on a laptop's CPU in minutes. One token per byte, and
@@ -64,9 +66,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS |= RELEASED
 
+# BERT as Megatron-LM trained it, 1909.08053 table 4 and section 5.3: norms before attention and MLP, 512 tokens, dropout
+# 0.1, and the released uncased vocabulary of WordPieces.
+BERTS: dict[str, dict[str, Any]] = {
+    "bert-tiny": _gpt(4, 128, 4, 2048, 128),
+    "bert-336m": _gpt(24, 1024, 16, BERT_VOCABULARY, 512, 0.1),
+    "bert-1.3b": _gpt(24, 2048, 32, BERT_VOCABULARY, 512, 0.1),
+    "bert-3.9b": _gpt(48, 2560, 40, BERT_VOCABULARY, 512, 0.1),
+}
+
 ALIASES = {"gpt3-530b": "megatron-529.6b", "gpt3-1t": "megatron-1008b"}
 
 PRESETS: dict[str, ModelConfig] = {name: ModelConfig(name=name, **fields) for name, fields in MODELS.items()}
+PRESETS |= {name: BertConfig(name=name, **fields) for name, fields in BERTS.items()}
 PRESETS.update({alias: PRESETS[name] for alias, name in ALIASES.items()})
 
 

@@ -1,7 +1,7 @@
 """BERT's samples (1810.04805 section 3.1): two segments of a document, in order or swapped, with masked words.
 
 The samples equal those of Megatron's BERTMaskedWordPieceDataset. They are read from files written with --split-sentences
---no-end-of-document.
+--no-end-of-document; `megajax.data.bert_text` makes them of a text.
 
 `build_sentence_index` chooses the sentences of each sample, with the same result as Megatron's masked datasets. A sample
 takes consecutive sentences of one document until it has its target number of tokens, which is shorter than the maximum
@@ -18,9 +18,9 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.data.gpt_samples import check_dataset, check_number
 from megajax.data.indexed import IndexedDataset
-from megajax.data.loader import Loader
+from megajax.data.loader import PADDING, Loader
 from megajax.data.sample_indices import cached_arrays
-from megajax.data.tokenizers import HuggingFaceTokenizer
+from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 LONG_SENTENCE = 512  # tokens: documents with a longer sentence are skipped
 DRAWN_AT_ONCE = 1 << 16  # random numbers
@@ -150,8 +150,10 @@ class WordPieces:
     continues: np.ndarray
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: HuggingFaceTokenizer) -> "WordPieces":
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "WordPieces":
         """The pieces of a BERT tokenizer; raises ConfigError if one of BERT's special tokens is missing."""
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(f"tokenizer {tokenizer.name} has no [CLS]: BERT needs a vocab.txt of WordPieces")
         vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
         names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
         missing = [name for name in names if name not in vocabulary]
@@ -206,12 +208,15 @@ class BertSamples:
           cache: folder of the cached index; None: `index_cache` in the dataset's folder.
 
         Raises:
-          ConfigError: no document is usable, or the dataset's index is damaged; see `build_sentence_index` and
-            `cached_arrays`.
+          ConfigError: no document is usable, the seed is 0, or the dataset's index is damaged; see
+            `build_sentence_index` and `cached_arrays`.
         """
+        if seed < 1:
+            raise ConfigError(
+                f"seed = {seed}, but samples of BERT need a seed of 1 or more: pass --seed with such a value."
+            )
         self.dataset, self.sequence_length, self.seed = dataset, sequence_length, seed
         self.pieces, self.masking = pieces, masking
-        check_dataset(dataset)
         first, last = bounds
         documents, lengths = np.array(dataset.documents[first : last + 1]), np.array(dataset.lengths)
         room, least = sequence_length - 3, 2 if masking.pairs else 1
@@ -220,10 +225,20 @@ class BertSamples:
         def build():
             return {"sentences": build_sentence_index(documents, lengths, *settings)}
 
-        folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
+        self.sentences = self.index({"index": "BERT", "settings": settings}, build, documents, lengths, cache)
+        self.count, self.tokens = len(self.sentences), int(lengths[documents[0] : documents[-1]].sum(dtype=np.int64))
+
+    def index(self, description, build, documents, lengths, cache) -> np.ndarray:
+        """The rows of `build_sentence_index`, which `build` returns by the name "sentences", built or from the cache."""
+        check_dataset(self.dataset)
+        folder = pathlib.Path(self.dataset.prefix).parent / "index_cache" if cache is None else cache
         used = [documents, lengths[documents[0] : documents[-1]]]
-        self.sentences = cached_arrays(folder, {"index": "BERT", "settings": settings}, used, build)["sentences"]
-        self.count = len(self.sentences)
+        return cached_arrays(folder, description, used, build)["sentences"]
+
+    def place(self, index: int) -> int:
+        """The row of `sentences` that sample `index` is made of."""
+        check_number(index, self.count)
+        return index
 
     def sample(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`.
@@ -233,10 +248,9 @@ class BertSamples:
           masked tokens) and attended (0 at padding), float32 [sequence_length]; swapped, int32 [], 1 if the segments are
           swapped.
         """
-        check_number(index, self.count)
+        first, last, room = self.sentences[self.place(index)].tolist()
         random = np.random.RandomState((self.seed + index) % 2**32)
-        first, last, room = self.sentences[index].tolist()
-        sentences = [self._sentence(number) for number in range(first, last)]
+        sentences = [self.sentence(number) for number in range(first, last)]
         segments, swapped = self._segments(sentences, random)
         _trim(segments, room, random)
         tokens, types = [self.pieces.begin, *segments[0], self.pieces.separator], [0] * (len(segments[0]) + 2)
@@ -253,7 +267,7 @@ class BertSamples:
         weights[list(masked)], attended[: len(tokens)] = 1, 1
         return sample | {"weights": weights, "attended": attended, "swapped": np.int32(swapped)}
 
-    def _sentence(self, number: int) -> list[int]:
+    def sentence(self, number: int) -> list[int]:
         """The ids of a sentence.
 
         Raises:
@@ -324,15 +338,20 @@ class BertLoader(Loader):
 
     samples: BertSamples
 
-    def resized(self, global_batch_size: int, microbatches: int) -> "BertLoader":
-        """A loader of the same samples in batches of another size."""
-        return BertLoader(self.samples, global_batch_size, microbatches)
-
     def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by their numbers, int [rows]: the arrays of `BertSamples.sample` as [rows, ...]."""
-        samples = [self.samples.sample(int(number)) for number in numbers]
-        batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-        return batch | {"sample": numbers.astype(np.uint32)}
+        """Samples by their numbers, int [rows].
+
+        Returns:
+          The arrays of `BertSamples.sample` as [rows, ...], of which "padding" int32 [rows], the number of tokens at the
+          end that are not attended to, replaces "attended"; and "sample" uint32 [rows], the samples' numbers in the run.
+        """
+        unused = numbers == PADDING
+        samples = [self.samples.sample(0 if number == PADDING else int(number)) for number in numbers]
+        rows = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        rows["padding"] = (rows.pop("attended") == 0).sum(1, dtype=np.int32)
+        if unused.any():
+            rows["weights"] = np.where(unused[:, None], np.float32(0), rows["weights"])
+        return rows | {"sample": numbers.astype(np.uint32)}
 
 
 def _trim(segments: list[list[int]], room: int, random: np.random.RandomState) -> None:

@@ -22,12 +22,13 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.gpt_samples import GPTSamples, Samples, check_number
+from megajax.data.gpt_samples import GPTSamples, check_number
 from megajax.data.indexed import IndexedDataset
 
 LANES = 1 << 14
@@ -109,11 +110,11 @@ Bounds = tuple[float, float]
 class BlendedSamples:
     """Samples of several datasets, mixed by weight."""
 
-    def __init__(self, parts: Sequence[GPTSamples], weights: Sequence[float] | None, samples: int | None):
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float] | None, samples: int | None):
         """Computes the order, which is not cached: 10 M samples take about a second.
 
         Args:
-          parts: the datasets.
+          parts: samples of each dataset, GPT's or BERT's.
           weights: weight of each dataset, above 0; None: its number of samples.
           samples: number of samples; None: every sample of every dataset once.
 
@@ -123,9 +124,9 @@ class BlendedSamples:
         self.parts, self.sequence_length = parts, parts[0].sequence_length
         sizes = np.array([part.count for part in parts], np.int64)
         if samples is None:
-            self.dataset, self.sample = exhaustive_order(sizes)
+            self.dataset, self.place = exhaustive_order(sizes)
         else:
-            self.dataset, self.sample = blend_order(normalised(sizes if weights is None else weights), samples)
+            self.dataset, self.place = blend_order(normalised(sizes if weights is None else weights), samples)
         self.count = len(self.dataset)
         self.drawn = np.bincount(self.dataset, minlength=len(parts))
         for part, drawn in zip(parts, self.drawn.tolist(), strict=True):
@@ -138,11 +139,22 @@ class BlendedSamples:
     def window(self, index: int) -> np.ndarray:
         """Tokens of sample `index`, int32 [sequence_length + 1]; see `Samples.window`."""
         check_number(index, self.count)
-        return self.parts[self.dataset[index]].window(int(self.sample[index]))
+        return self.parts[self.dataset[index]].window(int(self.place[index]))
+
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index` of a blend of `megajax.data.bert.BertSamples`."""
+        check_number(index, self.count)
+        return self.parts[self.dataset[index]].sample(int(self.place[index]))
 
     def describe_token(self, index: int, position: int) -> str:
         """See `GPTSamples.describe_token`."""
-        return self.parts[self.dataset[index]].describe_token(int(self.sample[index]), position)
+        return self.parts[self.dataset[index]].describe_token(int(self.place[index]), position)
+
+
+def gpt_samples(dataset: IndexedDataset, bounds: Bounds, *settings: Any) -> GPTSamples:
+    """The samples of a share of a dataset's sequences; `settings`: the other arguments of GPTSamples."""
+    first, last = (round(share * float(len(dataset))) for share in bounds)
+    return GPTSamples(dataset, (first, last), *settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +201,8 @@ class Blend:
         sequence_length: int,
         seed: int,
         cache: str | os.PathLike | None = None,
-    ) -> Samples:
+        make: Callable[..., Any] = gpt_samples,
+    ) -> Any:
         """The samples of one split.
 
         Args:
@@ -198,15 +211,14 @@ class Blend:
           sequence_length: input tokens of a sample.
           seed: seed of the order within each dataset.
           cache: see GPTSamples.
+          make: (dataset, bounds, number of samples, sequence_length, seed, cache) -> its samples.
 
         Raises:
           ConfigError: a dataset cannot be read, has no sample in the split, or has too few.
         """
 
-        def part(prefix: str, count: int | None) -> GPTSamples:
-            dataset = IndexedDataset(prefix)
-            first, last = (round(share * float(len(dataset))) for share in bounds)
-            return GPTSamples(dataset, (first, last), count, sequence_length, seed, cache)
+        def part(prefix: str, count: int | None) -> Any:
+            return make(IndexedDataset(prefix), bounds, count, sequence_length, seed, cache)
 
         if self.weights is None and len(self.prefixes) == 1:
             return part(self.prefixes[0], samples)
@@ -221,12 +233,10 @@ class Blend:
         parts = [part(prefix, count) for prefix, count in zip(self.prefixes, built, strict=True)]
         return BlendedSamples(parts, shares, sum(drawn))
 
-    def whole(
-        self, samples: int | None, sequence_length: int, seed: int, cache: str | os.PathLike | None = None
-    ) -> Samples:
-        """The samples of a split with separate datasets. The weight of a single dataset is ignored."""
+    def whole(self, samples: int | None, *settings: Any) -> Any:
+        """The samples of a split with separate datasets; `settings`: see `samples`. A single one's weight is ignored."""
         blend = self if len(self.prefixes) > 1 else dataclasses.replace(self, weights=None)
-        return blend.samples((0.0, 1.0), samples, sequence_length, seed, cache)
+        return blend.samples((0.0, 1.0), samples, *settings)
 
 
 def split_bounds(split: str) -> list[Bounds | None]:

@@ -164,7 +164,7 @@ def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
         "--tokenizer",
         required=required,
         type=plain_text,
-        help="byte, gpt2, or a file: tokenizer.json (Hugging Face), .model (sentencepiece), vocab.txt (BERT)",
+        help="byte, gpt2, wordpiece, or a file: tokenizer.json (Hugging Face), .model (sentencepiece), vocab.txt (BERT)",
     )
     parser.add_argument(
         "--end-of-document",

@@ -1,8 +1,13 @@
 """The samples and batches of a run, from its DataConfig: the bundled text, a text file, indexed datasets, or answers."""
 
-from megajax.config import ConfigError, DataConfig, RunConfig
+from collections.abc import Callable
+from typing import Any
+
+from megajax.config import BertConfig, ConfigError, DataConfig, RunConfig, option
 from megajax.config.data import DEFAULT_SPLIT
-from megajax.data.blending import Blend, BlendedSamples, split_bounds
+from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
+from megajax.data.bert_text import BertTextSamples
+from megajax.data.blending import Blend, BlendedSamples, gpt_samples, split_bounds
 from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.loader import Boundaries, Loader, TokenSamples
 from megajax.data.packing import PackedLoader, PackedSamples
@@ -12,8 +17,14 @@ from megajax.data.tokenizers import Tokenizer
 
 
 def make_samples(
-    data: DataConfig, tokenizer: Tokenizer, sequence_length: int, seed: int, training: int, validation: int
-) -> tuple[Samples, Samples | None]:
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    seed: int,
+    training: int,
+    validation: int,
+    masking: Masking | None = None,
+) -> tuple[Any, Any]:
     """The training and the validation samples; the second is None if `validation` is 0.
 
     Args:
@@ -23,15 +34,22 @@ def make_samples(
       seed: seed of the order of the samples.
       training: number of samples of the run.
       validation: number of samples of one validation.
+      masking: of BERT's samples; None: the samples are GPT's.
 
     Raises:
       ConfigError: a file cannot be read, or has too few samples.
     """
+    make = gpt_samples if masking is None else _bert_samples(WordPieces.from_tokenizer(tokenizer), masking)
     if not (data.data_path or data.train_data_path):
-        parts = [tokenise(documents, tokenizer) for documents in split_documents(load_documents(data.text))]
+        texts = split_documents(load_documents(data.text))
+        if masking is not None:
+            settings = (tokenizer, sequence_length, seed, masking)
+            valid = BertTextSamples(texts[1], *settings) if validation else None
+            return BertTextSamples(texts[0], *settings), valid
+        parts = [tokenise(documents, tokenizer) for documents in texts]
         valid = TokenSamples(parts[1], sequence_length, None) if validation else None
         return TokenSamples(parts[0], sequence_length, seed), valid
-    settings = (sequence_length, seed, data.data_cache)
+    settings = (sequence_length, seed, data.data_cache, make)
     if data.train_data_path:
         if validation and not data.valid_data_path:
             raise ConfigError(
@@ -57,11 +75,12 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
       ConfigError: see `make_samples`; or a blend by size, which is not repeated, has too few samples.
     """
     train, data, needed = run.train, run.data, run.total_samples
+    masking = _masking(run)
     if data.sft_data:
         return _packed_loaders(run, tokenizer)
     counts = (needed, train.validation_batches * train.global_batch_size)
-    training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts)
-    if not isinstance(training, TokenSamples):
+    training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts, masking)
+    if not isinstance(training, TokenSamples | BertTextSamples):  # they are repeated
         check_number(max(0, needed - 1), training.count)
     if isinstance(validation, BlendedSamples) and validation.count < train.global_batch_size:
         raise ConfigError(
@@ -71,7 +90,36 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
     switches = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     boundaries = Boundaries(tokenizer.end_of_document, *switches) if any(switches) else None
     rest = (train.global_batch_size, run.microbatches, boundaries, run.model.vocabulary)
-    return Loader(training, *rest), Loader(validation or training, *rest)
+    kind = Loader if masking is None else BertLoader
+    return kind(training, *rest), kind(validation or training, *rest)
+
+
+def _masking(run: RunConfig) -> Masking | None:
+    """The masking of a BERT's samples; None for other models.
+
+    Raises:
+      ConfigError: an option that a BERT's data does not have.
+    """
+    if not isinstance(run.model, BertConfig):
+        return None
+    if not run.model.has_masked_lm:  # before the program is compiled, which raises it too
+        raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
+    for name in ("sft_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if getattr(run.data, name):
+            raise ConfigError(
+                f"{option(name)} is not an option of BERT's samples, which are of one document each: omit it."
+            )
+    return Masking(pairs=run.model.has_order)
+
+
+def _bert_samples(pieces: WordPieces, masking: Masking) -> Callable[..., BertSamples]:
+    """The samples of a share of a dataset's documents, for `Blend.samples`."""
+
+    def make(dataset, bounds, samples, sequence_length, seed, cache=None):
+        first, last = (round(share * float(dataset.document_count)) for share in bounds)
+        return BertSamples(dataset, (first, last), samples, sequence_length, seed, pieces, masking, cache)
+
+    return make
 
 
 def packed_samples(
@@ -103,7 +151,7 @@ def describe(samples: Samples, needed: int) -> list[str]:
         return [samples.describe(needed)]
     if isinstance(samples, TokenSamples):
         return [_token_count(len(samples.tokens), needed, samples)]
-    if isinstance(samples, GPTSamples):
+    if isinstance(samples, GPTSamples | BertSamples):
         return [f"{samples.dataset.prefix}: {_token_count(samples.tokens, needed, samples)}"]
     assert isinstance(samples, BlendedSamples)
     drawn = zip(samples.parts, samples.drawn.tolist(), strict=True)

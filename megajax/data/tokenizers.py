@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's byte-pair encoding, or a file of Hugging Face, sentencepiece or BERT."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, small WordPieces, or a file of Hugging Face, sentencepiece or BERT."""
 
 import contextlib
 import functools
@@ -147,7 +147,16 @@ def load_gpt2() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer("gpt2", inner)
 
 
-TOKENIZERS = {"byte": ByteTokenizer, "gpt2": load_gpt2}
+def load_wordpiece() -> HuggingFaceTokenizer:
+    """BERT's WordPieces of the bundled text, lower case, from the package's files (megajax/data/text/SOURCE.md)."""
+    from tokenizers import BertWordPieceTokenizer
+
+    pieces = (importlib.resources.files("megajax.data") / "text" / "vocab.txt").read_text(encoding="utf-8").split()
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    return HuggingFaceTokenizer("wordpiece", BertWordPieceTokenizer(vocabulary, lowercase=True)._tokenizer)
+
+
+TOKENIZERS = {"byte": ByteTokenizer, "gpt2": load_gpt2, "wordpiece": load_wordpiece}
 FILES = {
     ".json": "a tokenizer.json of Hugging Face",
     ".model": "a sentencepiece model",

@@ -6,7 +6,8 @@ divided by time and peak they give MFU. *Hardware* FLOPs include it, and give HF
 
 Attention is counted in "full" by default: the half of the scores that the causal mask hides is included, as in the papers
 and in Megatron-LM, and so is what a sliding window hides. "half" leaves both out, which is what fused causal attention
-computes: up to a third less for long sequences. Two MFUs are comparable only if they count attention in the same way.
+computes: up to a third less for long sequences. Without a causal mask (BERT) nothing is hidden, and both count the same.
+Two MFUs are comparable only if they count attention in the same way.
 """
 
 from megajax.config import ModelConfig, RunConfig
@@ -27,7 +28,7 @@ def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
 
     Returns:
         Operations over all layers of each of `model.matmuls`, by name, of "attention_scores" (QK^T) and "attention_values"
-        (times V), and of the head, "logits".
+        (times V), and of the head, "logits" and those of `model.head`.
     """
     if attention not in ATTENTION:
         raise ValueError(f"attention = {attention!r}; it is counted in {' or '.join(ATTENTION)}")
@@ -35,10 +36,12 @@ def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
     multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in model.matmuls}
     if model.attention:
         window = min(tokens, model.attention.window or tokens)
-        twice_the_pairs = 2 * tokens * tokens if attention == "full" else window * (2 * tokens - window)
+        every = attention == "full" or not model.attention.causal
+        twice_the_pairs = 2 * tokens * tokens if every else window * (2 * tokens - window)
         product = twice_the_pairs * model.attention.heads * model.attention.head_size // 2
         multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
     flops = {name: 2 * model.layers * count for name, count in multiply_adds_per_layer.items()}
+    flops |= {one.name: 2 * tokens * one.inputs * one.outputs for one in model.head}
     return flops | {"logits": 2 * tokens * model.hidden * model.vocabulary}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, near
 from megajax.estimate import model_costs
-from megajax.ops.attention import FUSED, choose_attention
+from megajax.ops.attention_choice import FUSED, choose_attention
 
 __all__ = [
     "DTYPES",
@@ -227,7 +227,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         head_size=attention.head_size,
         dropout=attention.dropout,
         window=attention.window,
-        documents=run.data.resets_attention,
+        mask="documents" if run.data.resets_attention else None if attention.causal else "padding",
         context=run.parallel.context,
         precision=run.train.precision,
         device=device,

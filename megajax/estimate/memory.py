@@ -15,7 +15,7 @@ from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
-from megajax.ops.attention import FUSED
+from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.options import unrolls
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.gpu_environment import MEMORY_FRACTION

@@ -44,10 +44,11 @@ class Rates:
     """What kernels reach on a GPU.
 
     Attributes:
-      matmul, attention: FLOP/s. Attention's are of the causal half of the square.
+      matmul, attention: FLOP/s. Attention's are of the scores that are computed.
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
+      attention_part: of the square of scores, the part that attention kernels compute: half under a causal mask, else 1.
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
     """
@@ -58,6 +59,7 @@ class Rates:
     host: float
     network: float
     host_size: int
+    attention_part: float = 0.5
     gap: float = 2e-6
     synchronisation: float = 25e-6
 
@@ -198,7 +200,7 @@ class _Reader:
         kernel = kernel_of(line, types, self.modules)
         if kernel is None:
             return None
-        flops = kernel.flops / 2 if kernel.kind == "attention" else kernel.flops  # of the causal half
+        flops = kernel.flops * (self.rates.attention_part if kernel.kind == "attention" else 1)
         rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)

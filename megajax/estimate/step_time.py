@@ -127,7 +127,8 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) 
     scores = heads * tokens * tokens
     if software.fused_attention or is_fused(parallel):
         window = min(tokens, model.attention.window or tokens)
-        forward = ops.fused_attention(4 * heads * window * (2 * tokens - window) * head_size)
+        seen = window * (2 * tokens - window) / 2 if model.attention.causal else tokens * tokens  # scores of a head
+        forward = ops.fused_attention(8 * heads * seen * head_size)
         # A fused backward always computes the scores again.
         return forward, (PALLAS_BACKWARD if parallel.attention == "pallas" else ops.fused_backward) * forward, 0.0
     products = 2 * ops.matmul(tokens, head_size, tokens, heads)
@@ -145,6 +146,8 @@ def head_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, shardin
     parts = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
     rows, columns = parallel.microbatch_size * model.sequence_length, model.vocabulary / parts
     products = 3 * ops.matmul(rows, model.hidden, columns)
+    split = parallel.tensor if parallel.sequence_parallel else 1
+    products += sum(3 * ops.matmul(rows / split, one.inputs, one.outputs) for one in model.head)
     passes = ops.traffic(rows * columns * ops.software.logit_bytes)
     one = ops.collective(rows * model.hidden * ops.itemsize, parallel.tensor, spread(parallel, "tensor"))
     return products + passes + 4 * one

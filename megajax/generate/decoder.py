@@ -19,7 +19,7 @@ from megajax.config.sample import SampleConfig
 from megajax.generate.sampling import draw
 from megajax.models.context import model_context, model_rules
 from megajax.models.interface import PipelineModel, model_class
-from megajax.ops.attention import Choice
+from megajax.ops.attention_choice import Choice
 from megajax.pipeline import layout
 from megajax.pipeline.decode import DecodeProgram, Rows
 from megajax.pipeline.layout import is_spec

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2 and Qwen3; those of GGUF files in.
+"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2, Qwen3 and BERT; those of GGUF files in.
 
 python -m megajax.interop.hugging_face import DIR --run-dir RUN      a run directory with a checkpoint of step 0
 python -m megajax.interop.hugging_face import FILE.gguf --run-dir RUN     likewise (needs megajax[gguf])
@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from megajax.config import LaunchConfig, RunConfig
+from megajax.config import BertConfig, LaunchConfig, RunConfig
 from megajax.config.options import Parser, add_options, option_names
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import exit_code
@@ -78,9 +78,10 @@ def _import(options: argparse.Namespace) -> str:
 
 def imported(run: RunConfig, run_dir: pathlib.Path) -> str:
     """What a command prints after an import."""
+    experiment = "bert" if isinstance(run.model, BertConfig) else "gpt3"
     return (
         f"{run_dir}: {run.model.name}, {run.model.parameters:,} parameters, {run.model.sequence_length} tokens a sample\n"
-        f"train it with: python -m experiments.gpt3 --config {run_dir / 'config.toml'} --resume auto"
+        f"train it with: python -m experiments.{experiment} --config {run_dir / 'config.toml'} --resume auto"
     )
 
 

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face to `ModelConfig` and back.
+"""config.json of Hugging Face to `ModelConfig` or `BertConfig`, and back.
 
 Writing is checked by reading back: a model whose fields do not all return is not of the family.
 """
@@ -61,7 +61,7 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
         raise ConfigError(f"{path}: model_type = {shown(kind)} is not supported: give a model of {known}")
     keys.require("quantization_config")
     fields = FAMILIES[kind].read(keys)
-    model = ModelConfig(name=directory.absolute().name, **fields)
+    model = FAMILIES[kind].config(name=directory.absolute().name, **fields)
     try:
         model.validate()
     except ConfigError as error:
@@ -91,9 +91,10 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
       ConfigError: there is none; the message names the fields that the nearest one does not have.
     """
     nearest: tuple[str, list[str]] | None = None
-    for family in sorted(FAMILIES.values(), key=lambda family: family.name != preferred):
+    families = [family for family in FAMILIES.values() if family.config is type(model)]
+    for family in sorted(families, key=lambda family: family.name != preferred):
         keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
-        back = ModelConfig(name=model.name, **family.read(Keys(keys, "config.json")))
+        back = family.config(name=model.name, **family.read(Keys(keys, "config.json")))
         differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=FREE)
         if not differing:
             return family, keys

@@ -14,7 +14,15 @@ from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
-from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, padded_vocabulary
+from megajax.config import (
+    BertConfig,
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    padded_vocabulary,
+)
 from megajax.interop.hugging_face_config import family_of_model, merge_config, read_json
 from megajax.interop.hugging_face_import import FOLDER, TOKENIZER_FILES, replace_directory
 from megajax.interop.hugging_face_tensors import axis_sizes, from_leaf, lead_axis, rows_of, tensor_shape
@@ -99,12 +107,13 @@ def _checkpoint(run_dir: pathlib.Path, step: int | None) -> pathlib.Path:
 def _model(path: pathlib.Path) -> ModelConfig:
     """The model of a checkpoint; fields that are newer than it have their defaults."""
     stored = reader.read_meta(path)["config"]["model"]
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    kind = BertConfig if "token_types" in stored else ModelConfig
+    known = {field.name for field in dataclasses.fields(kind)}
     unknown = next((name for name in stored if name not in known), None)
     if unknown:
         raise ConfigError(f"{path} is of a model with {unknown}, not of a ModelConfig: only those can be exported")
     try:
-        model = ModelConfig(**stored)
+        model = kind(**stored)
         model.validate()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{path} does not store a legal model: {error}") from None

@@ -1,5 +1,5 @@
-"""The families of decoders that `transformers` calls gpt2, llama, mistral, qwen2 and qwen3: keys of config.json to fields
-of `ModelConfig`, and back.
+"""The families that `transformers` calls gpt2, llama, mistral, qwen2, qwen3, bert and megatron-bert: keys of config.json to
+fields of `ModelConfig` or `BertConfig`, and back.
 
 A family reads the keys that transformers reads, with transformers' defaults; like transformers it ignores others. A value
 that the block cannot compute is an error that names its key.
@@ -8,9 +8,10 @@ that the block cannot compute is an error that names its key.
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig
+from megajax.config import BertConfig, ConfigError, ModelConfig
 from megajax.schedules.errors import shown
 
 __all__ = ["FAMILIES", "SCALINGS", "Family", "Keys"]
@@ -73,15 +74,17 @@ class Family:
 
     Attributes:
       name: model_type.
-      architecture: the class with a language-model head.
-      read: the fields of a ModelConfig from its keys.
-      write: its keys from a ModelConfig.
+      architecture: the class with a language-model head; `write` may give another one.
+      read: the fields of a model's configuration from its keys.
+      write: its keys from the configuration.
+      config: the type of the configuration.
     """
 
     name: str
     architecture: str
     read: Callable[[Keys], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
+    config: type[ModelConfig] = ModelConfig
 
 
 # GPT-2.
@@ -261,6 +264,65 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     return _write_llama(model) | window
 
 
+# BERT: the original one, and Megatron-LM's, whose norms are before attention and MLP. The heads are told by the class.
+BERT_HEADS = {"ForPreTraining": "masked_lm_and_order", "ForMaskedLM": "masked_lm", "Model": "none"}
+
+
+def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
+    keys.require("position_embedding_type", "absolute")
+    keys.require("is_decoder", False)
+    keys.require("tie_word_embeddings", True)  # the names of an untied head differ between versions of transformers
+    keys.require("add_cross_attention", False)
+    rates = {name: keys.get(name, float, 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
+    if len(set(rates.values())) > 1:
+        keys.refuse("attention_probs_dropout_prob")
+    activation = keys.get("hidden_act", str, "gelu")
+    if activation not in PLAIN:
+        keys.refuse("hidden_act")
+    classes = {prefix + name: heads for name, heads in BERT_HEADS.items()}
+    architecture = (keys.get("architectures", list, None) or [prefix + "Model"])[0]
+    if architecture not in classes:
+        keys.refuse("architectures")
+    return {
+        "layers": keys.get("num_hidden_layers", int),
+        "hidden": keys.get("hidden_size", int),
+        "heads": keys.get("num_attention_heads", int),
+        "feedforward": keys.get("intermediate_size", int),
+        "vocabulary": keys.get("vocab_size", int),
+        "sequence_length": keys.get("max_position_embeddings", int),
+        "dropout": rates["hidden_dropout_prob"],
+        "activation": PLAIN[activation],
+        "init_deviation": keys.get("initializer_range", float, 0.02),
+        "norm_epsilon": keys.get("layer_norm_eps", float, 1e-12),
+        "token_types": keys.get("type_vocab_size", int, 2),
+        "post_norm": post_norm,
+        "output_heads": classes[architecture],
+    }
+
+
+def _write_bert(model: BertConfig, prefix: str) -> dict[str, Any]:
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model.dropout)
+    return rates | {
+        "architectures": [prefix + name for name, heads in BERT_HEADS.items() if heads == model.output_heads],
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.feedforward_size,
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": model.sequence_length,
+        "type_vocab_size": model.token_types,
+        "hidden_act": "gelu" if model.activation == "gelu_exact" else "gelu_new",
+        "tie_word_embeddings": True,
+        "initializer_range": model.init_deviation,
+        "layer_norm_eps": model.norm_epsilon,
+    }
+
+
+def _bert(name: str, prefix: str, post_norm: bool) -> Family:
+    read, write = partial(_read_bert, prefix=prefix, post_norm=post_norm), partial(_write_bert, prefix=prefix)
+    return Family(name, prefix + "ForPreTraining", read, write, BertConfig)
+
+
 FAMILIES = {
     family.name: family
     for family in (
@@ -284,5 +346,7 @@ FAMILIES = {
             _read_qwen3,
             lambda model: _write_qwen(model) | {"head_dim": model.head_dimension},  # its default is 128
         ),
+        _bert("bert", "Bert", post_norm=True),
+        _bert("megatron-bert", "MegatronBert", post_norm=False),
     )
 }

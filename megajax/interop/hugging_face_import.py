@@ -23,7 +23,7 @@ from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.metadata import FORMAT, Progress, run_meta
 from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
 from megajax.checkpoint.writer import on_all_processes, reason_of, write
-from megajax.config import ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf_config import config_keys
@@ -43,7 +43,8 @@ FOLDER = "hugging_face"
 TEMPORARY = ".unfinished"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("vocab.txt", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "steps": 1000}
 
@@ -233,7 +234,7 @@ def _write_files(run: RunConfig, source: Source, unfinished: pathlib.Path, final
         "train": train,
         "data": dataclasses.asdict(run.data),
         "output": {"run_dir": str(final)},
-        "options": {"model": "tiny", "new_tokens": 0},
+        "options": {"model": "bert-tiny" if isinstance(run.model, BertConfig) else "tiny", "new_tokens": 0},
     }
     path = unfinished / "config.toml"
     path.write_text(toml_text(tables, HEADER.format(path=final / "config.toml")), encoding="utf-8")

@@ -7,6 +7,7 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     h hidden   f feedforward   v vocabulary   s positions   d elements of a head
     a heads    g key and value heads   n queries of a group (a / g)   q query, key and value (3)   1 an axis of size 1
     p queries, key and value of a group (n + 2)
+    e a second axis of size hidden   t token types   o the orders of two segments (2)
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
@@ -53,12 +54,15 @@ class Table:
     Attributes:
       leaves: by the name of the leaf, "blocks/..." or "shared/...".
       prefix: of all tensors' names but the head's; files of a model without its head leave it out.
-      ignored: names that are no parameters: buffers of old versions, and the second name of a tied table.
+      ignored: ends of the names of tensors that a model may not have: buffers of old versions, the second name of a tied
+        parameter, and heads that the configuration leaves out.
+      renamed: ends of names in old files -> those of today.
     """
 
     leaves: Mapping[str, tuple[Piece, ...]]
     prefix: str
     ignored: tuple[str, ...]
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _norm(ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
@@ -172,11 +176,74 @@ MEGATRON_GATED = _megatron(
         ),
     }
 )
+
+BERT_HEADS = ("pooler.dense", "seq_relationship", "predictions.transform.dense", "predictions.transform.LayerNorm")
+
+
+def _bert(norms: Mapping[str, str]) -> Table:
+    """The tensors of a BERT; `norms`: leaves of norms -> their tensors, which differ between the two families."""
+    layer, head = "bert.encoder.layer.{}.", "cls.predictions."
+    attention = layer + "attention.self."
+
+    def linear(ours: str, theirs: str, matrix: str, leaf: str) -> dict[str, tuple[Piece, ...]]:
+        bias = Piece(f"{theirs}.bias", matrix[0], matrix[0])
+        return {f"{ours}/kernel": (Piece(f"{theirs}.weight", matrix, leaf),), f"{ours}/bias": (bias,)}
+
+    return Table(
+        {
+            "shared/embedding/tokens": (Piece("bert.embeddings.word_embeddings.weight", "v h", "vh"),),
+            "shared/embedding/positions": (Piece("bert.embeddings.position_embeddings.weight", "s h", "sh"),),
+            "shared/embedding/types": (Piece("bert.embeddings.token_type_embeddings.weight", "t h", "th"),),
+            "blocks/attention/qkv/kernel": (
+                Piece(attention + "query.weight", "gnd h", "hgnd", QUERIES),
+                Piece(attention + "key.weight", "gd h", "hg1d", KEY),
+                Piece(attention + "value.weight", "gd h", "hg1d", VALUE),
+            ),
+            "blocks/attention/qkv/bias": (
+                Piece(attention + "query.bias", "gnd", "gnd", QUERIES),
+                Piece(attention + "key.bias", "gd", "g1d", KEY),
+                Piece(attention + "value.bias", "gd", "g1d", VALUE),
+            ),
+            **linear("blocks/attention/output", layer + "attention.output.dense", "h ad", "adh"),
+            **linear("blocks/feedforward/up", layer + "intermediate.dense", "f h", "hf"),
+            **linear("blocks/feedforward/down", layer + "output.dense", "h f", "fh"),
+            **linear("shared/head/pooler", "bert.pooler.dense", "e h", "he"),
+            **linear("shared/head/transform", head + "transform.dense", "e h", "he"),
+            **_norm("shared/head/transform_norm", head + "transform.LayerNorm"),
+            "shared/head/bias": (Piece(head + "bias", "v", "v"),),
+            **linear("shared/head/order", "cls.seq_relationship", "o h", "ho"),
+            **{name: piece for ours, theirs in norms.items() for name, piece in _norm(ours, theirs).items()},
+        },
+        prefix="bert.",
+        ignored=(
+            *("embeddings.position_ids", "predictions.decoder.weight", "predictions.decoder.bias", "predictions.bias"),
+            *(f"{name}.{kind}" for name in BERT_HEADS for kind in ("weight", "bias")),
+        ),
+        renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    )
+
+
+BERT = _bert(
+    {
+        "shared/embedding/norm": "bert.embeddings.LayerNorm",
+        "blocks/attention_norm": "bert.encoder.layer.{}.attention.output.LayerNorm",
+        "blocks/feedforward_norm": "bert.encoder.layer.{}.output.LayerNorm",
+    }
+)
+MEGATRON_BERT = _bert(  # norms before attention and MLP
+    {
+        "blocks/attention_norm": "bert.encoder.layer.{}.attention.ln",
+        "blocks/feedforward_norm": "bert.encoder.layer.{}.ln",
+        "shared/head/norm": "bert.encoder.ln",
+    }
+)
 TABLES = {
     "gpt2": GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
     "megatron": MEGATRON,
     "megatron_gated": MEGATRON_GATED,
+    "bert": BERT,
+    "megatron-bert": MEGATRON_BERT,
 }
 
 
@@ -194,6 +261,9 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "q": 3,
         "p": model.heads // model.key_value_heads + 2,
         "1": 1,
+        "e": model.hidden,
+        "t": getattr(model, "token_types", 0),
+        "o": 2,
     }
 
 

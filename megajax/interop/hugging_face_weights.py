@@ -74,8 +74,8 @@ class Weights:
           ConfigError: a tensor is missing, left over, or of another shape.
         """
         self.model, self._sizes = model, axis_sizes(model)
-        self._tensors = tensors
         table = TABLES[family]
+        self._tensors = {_renamed(name, table.renamed): tensor for name, tensor in tensors.items()}
         self.pieces = {name: pieces_of(family, name) for name in leaves}
         has_prefix = any(name.startswith(table.prefix) for name in self._tensors)
         self._cut = "" if has_prefix else table.prefix
@@ -126,6 +126,11 @@ class Weights:
                 start, stop = (rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
                 rows = self._tensors[self._stored(piece.tensor.format(layer))].rows(start, stop)
                 out[inside] = to_leaf(piece, rows, ranges, self._sizes)
+
+
+def _renamed(name: str, endings: Mapping[str, str]) -> str:
+    old = next((old for old in endings if name.endswith(old)), "")
+    return name.removesuffix(old) + endings.get(old, "")
 
 
 def pieces_of(family: str, name: str) -> tuple[Piece, ...]:

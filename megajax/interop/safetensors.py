@@ -23,6 +23,7 @@ __all__ = ["DTYPES", "INDEX", "Shards", "StoredTensor", "open_tensors"]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+BUFFERS = {"I64": np.dtype(np.int64)}  # position ids, which no parameter is, and which are not written
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CONVERT = "convert it with transformers' save_pretrained"
 LONGEST_HEADER = 100 * 2**20
@@ -128,9 +129,9 @@ def _read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 def _entry(path: pathlib.Path, base: int, entry: Mapping) -> StoredTensor:
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if entry["dtype"] not in DTYPES:
+    if entry["dtype"] not in DTYPES | BUFFERS:
         raise ConfigError(f"{path} has tensors of dtype {shown(entry['dtype'])}: only {', '.join(DTYPES)} are read")
-    dtype = DTYPES[entry["dtype"]]
+    dtype = (DTYPES | BUFFERS)[entry["dtype"]]
     if not all(type(one) is int and one >= 0 for one in (*shape, begin, end)):
         raise ValueError
     if end - begin != math.prod(shape) * dtype.itemsize:

@@ -10,17 +10,15 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig
 from megajax.models.interface import ModelContext, PipelineModel, model_class
 from megajax.ops.attention import (
     CUDNN,
-    FUSED,
     INTERPRETED,
     PALLAS,
     XLA,
-    Choice,
     Kernel,
-    choose_attention,
     cudnn_kernel,
     fused_attention,
     with_window,
 )
+from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.linear import Operations, plain_operations
 from megajax.ops.ring_attention import ring_attention
@@ -63,7 +61,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         head_size=attention.head_size,
         dropout=attention.dropout,
         window=attention.window,
-        documents=run.data.resets_attention,
+        mask="documents" if run.data.resets_attention else None if attention.causal else "padding",
         context=parallel.context,
         precision=run.train.precision,
         device=device,
@@ -164,8 +162,8 @@ def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention:
         return operations
     kernel = _kernel(attention, parallel.context)
 
-    def attend(query, key, value, document=None):
-        return fused_attention(query, key, value, kernel, document)
+    def attend(query, key, value, document=None, padding=None, causal=True):
+        return fused_attention(query, key, value, kernel, document, padding, causal)
 
     return operations._replace(attend=attend)
 

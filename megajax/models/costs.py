@@ -36,7 +36,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Causal attention of a block. Heads are split over tensor.
+    """Attention of a block. Heads are split over tensor.
 
     Attributes:
       heads: query heads.
@@ -44,6 +44,7 @@ class Attention:
       head_size: elements of a head.
       dropout: probability of dropping an attention probability; cuDNN's attention supports only 0.
       window: latest tokens that a token attends to; None: all before it.
+      causal: whether tokens attend to earlier tokens only; if not, to all of the sample.
       scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
         always does, and that is part of its backward.
       values_recomputed: recompute modes in which it computes probabilities times values a second time.
@@ -54,6 +55,7 @@ class Attention:
     head_size: int
     dropout: float = 0.0
     window: int | None = None
+    causal: bool = True
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
 
@@ -149,6 +151,7 @@ class ModelCosts:
       kept_for_weights: values that zero bubble's I stores for its W (`pipeline/split_backward.py`): the gradients of the
         matmuls' outputs, and values that I recomputed with a matmul.
       elementwise: memory traffic of a block's forward.
+      head: matmuls of the head on every token, beside the logits; their weights are replicated over tensor.
     """
 
     layers: int
@@ -163,6 +166,7 @@ class ModelCosts:
     kept: tuple[KeptValue, ...]
     kept_for_weights: tuple[KeptValue, ...]
     elementwise: Elementwise = Elementwise()
+    head: tuple[Matmul, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -212,7 +216,7 @@ class ModelCosts:
 
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
-    """The costs of a decoder-only transformer (`models/transformer.py`), counted from its shape."""
+    """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
     hidden, inner, bias, size = config.hidden, config.feedforward_size, int(config.biases), config.head_dimension
     heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
     query_key_value = heads + 2 * groups
@@ -230,7 +234,12 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             Matmul("mlp_out", inner, hidden, "row"),
         ),
         attention=Attention(
-            config.heads, config.key_value_heads, size, dropout=config.dropout, window=config.attention_window
+            config.heads,
+            config.key_value_heads,
+            size,
+            dropout=config.dropout,
+            window=config.attention_window,
+            causal=config.causal,
         ),
         block=Parameters(
             split=(hidden + qkv_bias) * query_key_value + (hidden + bias) * up + hidden * (heads + inner),
@@ -267,7 +276,7 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, up: int) -> 
     changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
     values = [
         KeptValue("input", hidden),
-        value("attention_input", hidden),
+        *([] if config.post_norm else [value("attention_input", hidden)]),  # else the block's input
         value("qkv", query_key_value, "tensor", transposed_from=2 if changed else None),
         value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
         value("context", heads * config.head_dimension, "tensor"),
@@ -276,6 +285,7 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, up: int) -> 
         value("feedforward_input", hidden),
         value("up", up, "tensor"),
         value("activation", config.feedforward_size, "tensor"),
+        *([value("output_residual", hidden)] if config.post_norm else []),
     ]
     if config.dropout > 0:
         values += [

@@ -24,7 +24,7 @@ from megajax.ops.cached_attention import CachedArray
 from megajax.ops.linear import GATHERED, RESIDUAL
 from megajax.ops.vocabulary import cross_entropy, mask_padding, token_scores
 
-__all__ = ["GPT", "Embedding", "Head", "Shared"]
+__all__ = ["GPT", "Embedding", "Head", "Shared", "token_table"]
 
 TABLE = ("vocabulary", "hidden")
 LOGITS = ("batch", "whole_sequence", "vocabulary")
@@ -35,7 +35,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.context, self.constrain = config, context, context.constrain
-        self.tokens = parameter(_token_table(named_key(key, "tokens"), config, context), *TABLE)
+        self.tokens = parameter(token_table(named_key(key, "tokens"), config, context), *TABLE)
         if config.positions == "learned":
             shape = (config.sequence_length, config.hidden)
             table = jax.random.normal(named_key(key, "positions"), shape) * config.init_deviation
@@ -43,8 +43,12 @@ class Embedding(nnx.Module):
 
     def __call__(self, microbatch: Microbatch) -> jax.Array:
         """Tokens [b, s] -> [b, split s, h], where "positions" [b, s] are those of tokens that are not at 0 to s - 1."""
-        tokens, positions, dtype = microbatch["tokens"], microbatch.get("positions"), self.context.dtype
         dropout = Dropout(self.config.dropout, self.context, microbatch, self.config.layers)  # one past the last block
+        return self.constrain(dropout(self.vectors(microbatch), "embedding", *RESIDUAL), *RESIDUAL)
+
+    def vectors(self, microbatch: Microbatch) -> jax.Array:
+        """The same before dropout."""
+        tokens, positions, dtype = microbatch["tokens"], microbatch.get("positions"), self.context.dtype
         x = self.constrain(self.context.vocabulary.lookup(self.tokens[...], tokens).astype(dtype), *RESIDUAL)
         if self.config.positions == "learned":
             if positions is None:
@@ -52,7 +56,7 @@ class Embedding(nnx.Module):
             else:  # fp32, so that the gradient's rows are summed in fp32
                 added = jnp.take(self.positions[...].astype(jnp.float32), positions, axis=0).astype(dtype)
             x = self.constrain(x + added, *RESIDUAL)
-        return self.constrain(dropout(x, "embedding", *RESIDUAL), *RESIDUAL)
+        return x
 
 
 class Head(nnx.Module):
@@ -62,7 +66,7 @@ class Head(nnx.Module):
         self.constrain, self.ranks = context.constrain, context.vocabulary.ranks
         self.norm = Norm(config)
         if not config.tied_embeddings:
-            self.vocabulary = parameter(_token_table(named_key(key, "vocabulary"), config, context), *TABLE)
+            self.vocabulary = parameter(token_table(named_key(key, "vocabulary"), config, context), *TABLE)
 
     def __call__(self, y: jax.Array, embedding: Embedding) -> jax.Array:
         """From y [b, split s, h] to logits [b, s, local rows] of y's type, padding not masked."""
@@ -102,7 +106,7 @@ class Shared(nnx.Module):
         return ranks.gather(constrain(masked, *LOGITS))
 
 
-def _token_table(key: jax.Array, config: ModelConfig, context: ModelContext) -> jax.Array:
+def token_table(key: jax.Array, config: ModelConfig, context: ModelContext) -> jax.Array:
     """[padded rows, h]; padding is zero. threefry's bits for an element do not depend on the number of rows."""
     rows = padded_vocabulary(config.vocabulary, context.vocabulary.shares)
     table = jax.random.normal(key, (rows, config.hidden)) * config.init_deviation

@@ -71,11 +71,13 @@ class FusableAttention(NamedTuple):
       head_size: elements of a head.
       dropout: probability of dropping an attention probability.
       window: latest tokens that a token attends to; None: all before it.
+      causal: whether tokens attend to earlier tokens only; if not, the end of a sample may be padding.
     """
 
     head_size: int
     dropout: float = 0.0
     window: int | None = None
+    causal: bool = True
 
 
 class PipelineModel(abc.ABC):
@@ -117,6 +119,13 @@ class PipelineModel(abc.ABC):
     @abc.abstractmethod
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and type of one sample of a batch, by name: for the dry run, which has no data."""
+
+    def prepare_batch(self, batch: Microbatch) -> Microbatch:
+        """The batch that is split into microbatches, replicas and context ranks, [microbatches, samples, ...].
+
+        A model may add arrays that depend on the whole batch, as the weights between two means. Default: none.
+        """
+        return batch
 
     @abc.abstractmethod
     def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
@@ -211,7 +220,8 @@ def model_class(config: Any) -> type[PipelineModel]:
     Raises:
       ConfigError: there is none.
     """
-    importlib.import_module("megajax.models.gpt")  # models that come with megajax register when they are imported
+    for name in ("gpt", "bert"):  # models that come with megajax register when they are imported
+        importlib.import_module(f"megajax.models.{name}")
     for base in type(config).__mro__:
         if base in _MODELS:
             return _MODELS[base]
@@ -240,7 +250,7 @@ def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Arra
     Returns:
       fp32 scalar: summed `head_loss` over `loss_weight`, both of the whole batch.
     """
-    layers = len(jax.tree.leaves(params["blocks"])[0])
+    layers, batch = len(jax.tree.leaves(params["blocks"])[0]), model.prepare_batch(batch)
 
     def one(total, microbatch):
         def through(x, weights_and_layer):

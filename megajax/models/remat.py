@@ -15,6 +15,7 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
     feedforward_input    [b, s, h]          sequence        kept                      gathered again
     up                   [b, s, f] or [b, s, 2, f]  tensor  kept    kept              before the activation
     activation           [b, s, f]          tensor          kept
+    output_residual      [b, s, h]          sequence        kept    kept              before the last norm, with post_norm
     the dropout masks    as what they mask  as that         kept                      1 byte; else drawn again
 
 none recomputes no matmul, selective one (queries times keys), full five of the six (not the down projection).
@@ -35,7 +36,7 @@ from megajax.config import ConfigError, near
 
 __all__ = ["MODES", "checkpointed", "grouped"]
 
-SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up")
+SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up", "output_residual")
 NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
 MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn only where the model has dropout
 MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}

@@ -25,18 +25,18 @@ from megajax.config import ModelConfig
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.models.rotary import rotate
-from megajax.ops.activation import gelu
-from megajax.ops.attention import SCORES, causal_attention
+from megajax.ops.activation import exact_gelu, gelu
+from megajax.ops.attention import SCORES, plain_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 from megajax.ops.linear import RESIDUAL, add_bias
 from megajax.ops.norm import norm
 
-__all__ = ["Block", "Dropout", "Norm", "cache_arrays"]
+__all__ = ["ACTIVATIONS", "Block", "Dropout", "Linear", "Norm", "cache_arrays"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
 ACTIVATIONS = {  # of the MLP, or of its gate
     "gelu": gelu,
-    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "gelu_exact": exact_gelu,
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=True),
 }
@@ -116,7 +116,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention; queries, keys and values from one fused matmul, groups split over tensor."""
+    """Self-attention, causal or not (`config.causal`); queries, keys, values from one matmul, groups split over tensor."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.constrain, self.operations = config, context.constrain, context.operations
@@ -145,7 +145,8 @@ class Attention(nnx.Module):
         """Attention of y [b, split s, h] to itself, and to the tokens of `cache` if there is one.
 
         The microbatch may have "positions" [b, s], of tokens that are not at 0 to s - 1, and "document" [b, s], the number
-        of each token's document, for samples whose tokens attend to their own document only.
+        of each token's document, for samples whose tokens attend to their own document only. Attention that is not causal
+        reads "padding" [b], the number of tokens at the end of a sample that nothing attends to.
 
         Returns:
           The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
@@ -153,13 +154,14 @@ class Attention(nnx.Module):
         positions, document = microbatch.get("positions"), microbatch.get("document")
         query, key, value = self.project(y, positions)
         window = self.config.attention_window
+        both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is not None:
             context = cached_attention(query, key, value, positions, cache, self.constrain, window)
         elif self.operations.attend is None:
             drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-            context = causal_attention(query, key, value, drop, self.constrain, document, window)
+            context = plain_attention(query, key, value, drop, self.constrain, document, window, **both_ways)
         else:
-            context = self.operations.attend(query, key, value, document)
+            context = self.operations.attend(query, key, value, document, **both_ways)
         context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
         if self.operations.attend is None:
             context = checkpoint_name(context, "context")
@@ -202,7 +204,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + feedforward(norm(x))."""
+    """x + attention(norm(x)), then x + feedforward(norm(x)); with `config.post_norm`, norm(x + attention(x)) and so on."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         """Draws the weights of one layer from its key."""
@@ -224,10 +226,13 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """As a call, for tokens that follow those of `cache`; also returns their entries in it (`cache_arrays`)."""
         dropout = Dropout(self.config.dropout, self.context, microbatch, layer)
-        y = self._split(self.attention_norm(x), "attention_input")
+        post_norm = self.config.post_norm
+        y = x if post_norm else self._split(self.attention_norm(x), "attention_input")
         attended, entries = self.attention(y, microbatch, dropout, cache)
         x = x + dropout(attended, "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
-        y = self._split(self.feedforward_norm(x), "feedforward_input")
-        x = x + dropout(self.feedforward(y), "feedforward", *RESIDUAL)
+        y = self._split((self.attention_norm if post_norm else self.feedforward_norm)(x), "feedforward_input")
+        x = (y if post_norm else x) + dropout(self.feedforward(y), "feedforward", *RESIDUAL)
+        if post_norm:
+            x = self.feedforward_norm(checkpoint_name(self.constrain(x, *RESIDUAL), "output_residual"))
         return self.constrain(x, *RESIDUAL), entries

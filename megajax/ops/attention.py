@@ -1,4 +1,4 @@
-"""Causal attention: as XLA compiles it, and by fused kernels that never hold the s x s scores.
+"""Attention: as XLA compiles it, and by fused kernels that never hold the s x s scores.
 
 Under the executor a custom call can neither be partitioned nor be differentiated through a nested `shard_map`. So the
 fused kernel's forward and backward each enter a `shard_map` over "tensor" of their own; attention needs no data of another
@@ -19,22 +19,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import ConfigError
 from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward, flash_forward
 from megajax.ops.linear import Constrain, identity
-from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version, varying_axes
+from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, varying_axes
 
 __all__ = [
     "CUDNN",
-    "FUSED",
     "INTERPRETED",
     "PALLAS",
     "XLA",
-    "Choice",
     "Kernel",
-    "causal_attention",
-    "choose_attention",
-    "cudnn_installed",
+    "plain_attention",
     "cudnn_kernel",
     "document_starts",
     "fused_attention",
@@ -45,40 +40,45 @@ AXIS = "tensor"
 HEADS = P(None, None, AXIS)  # queries, keys, values and outputs: their third axis is heads or groups
 STATISTICS = P(None, AXIS)
 SCORES = ("batch", "groups", None, None, None)  # logical axes of [b, g, n, s, t]
-FUSED = ("cudnn", "pallas")  # the values of --attention with a fused kernel
-LARGEST_HEAD = 256  # of the fused kernels
 NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def causal_softmax(scores: jax.Array, document: jax.Array | None = None, window: int | None = None) -> jax.Array:
-    """Softmax over the keys up to each query: [..., s queries, s keys], computed in fp32, returned in the scores' type.
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def masked_softmax(
+    scores: jax.Array,
+    document: jax.Array | None = None,
+    padding: jax.Array | None = None,
+    window: int | None = None,
+    causal: bool = True,
+) -> jax.Array:
+    """Softmax over the keys that each query sees: [..., s queries, s keys], in fp32, returned in the scores' type.
 
-    With `document` [b, s], the number of each token's document, over the keys of the query's own document only. With
-    `window`, over the query's own key and the window - 1 before it.
+    Arguments: see `plain_attention`.
 
     The derivative is written out so that the backward needs the rounded result, named "probabilities", and not its fp32
     copy: a block that saves it does not multiply queries and keys again.
     """
     query, key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    seen = key <= query
+    seen = key <= query if causal else np.ones((1, 1), bool)
     if window is not None:
         seen = seen & (key > query - window)
     if document is not None:
         own = document[:, :, None] == document[:, None, :]
         seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
+    if padding is not None:
+        seen = seen & (key < scores.shape[-1] - padding.reshape(-1, *[1] * (scores.ndim - 1)))
     return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
 
 
-@causal_softmax.defjvp
-def _causal_softmax_jvp(window, primals, tangents):
+@masked_softmax.defjvp
+def _masked_softmax_jvp(window, causal, primals, tangents):
     """The tangent is p (ds - sum p ds); p is 0 where a key is hidden."""
-    probabilities = checkpoint_name(causal_softmax(*primals, window), "probabilities")
+    probabilities = checkpoint_name(masked_softmax(*primals, window, causal), "probabilities")
     p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
     return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
 
 
-def causal_attention(
+def plain_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -86,8 +86,10 @@ def causal_attention(
     constrain: Constrain = identity,
     document: jax.Array | None = None,
     window: int | None = None,
+    causal: bool = True,
+    padding: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(query key^T / sqrt(d)) value, over the keys up to each query (1706.03762 section 3.2.1).
+    """softmax(query key^T / sqrt(d)) value, over the keys that each query sees (1706.03762 section 3.2.1).
 
     Args:
       query: [b, s, g, a/g, d], all queries of a group attend to the group's one key and value.
@@ -97,13 +99,16 @@ def causal_attention(
       constrain: (x, *logical axes) -> x, a sharding constraint.
       document: number of each token's document, [b, s], if tokens attend to their own document only.
       window: latest tokens that a token attends to, itself included (2310.06825); None: all before it.
+      causal: whether keys after their query are hidden.
+      padding: number of tokens at the end of each sample that nothing attends to, [b]; None: 0.
 
     Returns:
       [b, s, g, a/g, d].
     """
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
-    return jnp.einsum("bgnst,btgd->bsgnd", drop(causal_softmax(scores, document, window)), value)
+    probabilities = masked_softmax(scores, document, padding, window, causal)
+    return jnp.einsum("bgnst,btgd->bsgnd", drop(probabilities), value)
 
 
 class Kernel(NamedTuple):
@@ -124,11 +129,21 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 6))
 def fused_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, kernel: Kernel, document: jax.Array | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    kernel: Kernel,
+    document: jax.Array | None = None,
+    padding: jax.Array | None = None,
+    causal: bool = True,
 ) -> jax.Array:
-    """softmax(query key^T / sqrt(d)) value over the keys up to each query; needs a mesh with a "tensor" axis set.
+    """softmax(query key^T / sqrt(d)) value over the keys that each query sees; needs a mesh with a "tensor" axis set.
+
+    Kernels hide the keys before `first` of their query, and padding is at the end of a sample. So attention with padding
+    reverses keys and values: without a causal mask their order does not matter. Context ranks may do so too: the reverse
+    of the pieces that `zigzag` gives a rank are its pieces of the reversed sequence.
 
     Args:
       query: [b, s, g, n, d], groups split over tensor.
@@ -136,32 +151,46 @@ def fused_attention(
       value: [b, s, g, d], likewise.
       kernel: one of this module's, or ring attention.
       document: int32 [b, s], the place in the sample of the first token of each token's document (`document_starts`), if
-        tokens attend to their own document only.
+        tokens attend to their own document only; causal only.
+      padding: int32 [b], the number of tokens at the end of each sample that nothing attends to; not causal only.
+      causal: whether keys after their query are hidden.
 
     Returns:
       [b, s, g, n, d], named "context" where it is differentiated.
     """
-    return _forward(query, key, value, kernel, document)[0]
+    return _forward(query, key, value, kernel, document, padding, causal)[0]
 
 
-def _forward(query, key, value, kernel, document):
-    def local(query, key, value, document):
-        output, statistics = kernel.forward(join_heads(query), key, value, True, document)
+def _forward(query, key, value, kernel, document, padding, causal):
+    assert (document if not causal else padding) is None
+
+    def local(query, key, value, document, padding):
+        key, value = (_reversed(x, padding) for x in (key, value))
+        first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
+        output, statistics = kernel.forward(join_heads(query), key, value, causal, first)
         return output.reshape(query.shape), statistics
 
-    specs = (HEADS, HEADS, HEADS, P()), (HEADS, STATISTICS)
-    output, statistics = map(checkpoint_name, _by_heads(local, *specs)(query, key, value, document), NAMES)
-    return output, (query, key, value, output, statistics, document)
+    specs = (HEADS, HEADS, HEADS, P(), P()), (HEADS, STATISTICS)
+    output, statistics = map(checkpoint_name, _by_heads(local, *specs)(query, key, value, document, padding), NAMES)
+    return output, (query, key, value, output, statistics, document, padding)
 
 
-def _backward(kernel, residuals, gradient):
-    def local(query, key, value, output, statistics, document, gradient):
+def _backward(kernel, causal, residuals, gradient):
+    def local(query, key, value, output, statistics, document, padding, gradient):
         joined = map(join_heads, (query, output, gradient))
         query_, output, gradient = joined
-        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, True, document)
-        return dq.reshape(query.shape), dk, dv
+        key, value = (_reversed(x, padding) for x in (key, value))
+        first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
+        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, causal, first)
+        return dq.reshape(query.shape), _reversed(dk, padding), _reversed(dv, padding)
 
-    return *_by_heads(local, (*[HEADS] * 4, STATISTICS, P(), HEADS), (HEADS,) * 3)(*residuals, gradient), None
+    specs = (*[HEADS] * 4, STATISTICS, P(), P(), HEADS)
+    return *_by_heads(local, specs, (HEADS,) * 3)(*residuals, gradient), None, None
+
+
+def _reversed(x: jax.Array, padding: jax.Array | None) -> jax.Array:
+    """Keys or values [b, t, ...], or their gradients, in the other order if there is padding."""
+    return x if padding is None else jnp.flip(x, 1)
 
 
 def _by_heads(local: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
@@ -274,105 +303,3 @@ def cudnn_kernel(window: int | None = None) -> Kernel:
 
 
 CUDNN = cudnn_kernel()
-
-
-class Choice(NamedTuple):
-    """The attention of a run.
-
-    Attributes:
-      name: "xla", "cudnn" or "pallas".
-      reason: why, as printed at the start.
-      window: the sliding window, or None.
-      interpreted: whether Pallas's kernel has to run in its interpreter.
-    """
-
-    name: str
-    reason: str
-    window: int | None = None
-    interpreted: bool = False
-
-
-def choose_attention(
-    requested: str,
-    *,
-    head_size: int,
-    dropout: float,
-    precision: str,
-    device: jax.Device,
-    cudnn: bool | None = None,
-    window: int | None = None,
-    documents: bool = False,
-    context: int = 1,
-) -> Choice:
-    """The attention that runs: the requested one; for "auto" cuDNN's where it can, else Pallas's where it can, else XLA's.
-
-    Args:
-      requested: auto, xla, cudnn or pallas.
-      head_size: elements of a head.
-      dropout: of the model; fused kernels draw no mask that is the same on every mesh, so dropout needs XLA's attention.
-      precision: bf16, fp16 or fp32.
-      device: one of the mesh's; it may belong to a topology that is only compiled for.
-      cudnn: whether the cuDNN library is installed; None: found out here.
-      window: the model's sliding window, if it has one.
-      documents: whether tokens attend to their own document only.
-      context: ranks that share a sample.
-
-    Raises:
-      ConfigError: a fused kernel was requested and cannot run: why, and which option to pass.
-    """
-    if requested == "xla":
-        return Choice("xla", "as requested", window)
-    neither = _kernel_problem(head_size, dropout, precision, device)
-    problem = neither or _cudnn_problem(head_size, device, cudnn) or _mask_problem(documents, window, context)
-    if requested == "pallas":
-        if device.platform != "gpu" and dropout == 0:
-            return Choice("pallas", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
-        if neither:
-            raise ConfigError(f"attention = pallas, but {neither}: pass --attention xla or --attention auto.")
-        return Choice("pallas", "as requested", window)
-    if problem is None:
-        reason = "as requested" if requested == "cudnn" else "the fastest that these devices have"
-        return Choice("cudnn", reason, window)
-    if requested == "cudnn":
-        raise ConfigError(f"attention = cudnn, but {problem}: pass --attention xla or --attention auto.")
-    return Choice("xla" if neither else "pallas", problem, window)
-
-
-def _kernel_problem(head_size, dropout, precision, device) -> str | None:
-    """Why no fused kernel can run; None if Pallas's can."""
-    capability = getattr(device, "compute_capability", "")
-    if device.platform != "gpu" or not capability.replace(".", "").isdigit():
-        return f"{device.device_kind} is not an NVIDIA GPU"
-    if float(capability) < 8:
-        return f"fused attention needs compute capability 8.0 or more, and {device.device_kind} has {capability}"
-    if head_size > LARGEST_HEAD:
-        return f"fused attention's head size is at most {LARGEST_HEAD}, and this is {head_size}"
-    if dropout > 0:
-        return f"fused attention cannot drop the same elements on every mesh, and dropout = {dropout}"
-    if precision == "fp32":
-        return "fused attention computes in bf16 or fp16, and precision = fp32"
-    return None
-
-
-def _cudnn_problem(head_size, device, cudnn) -> str | None:
-    """Why cuDNN's attention cannot run where Pallas's can; None if it can."""
-    largest = LARGEST_HEAD if float(device.compute_capability) >= 9 else 128
-    if head_size > largest or head_size % 8:
-        return f"cuDNN's head size is a multiple of 8 up to {largest} on {device.device_kind}, and this is {head_size}"
-    if not (cudnn_installed() if cudnn is None else cudnn):
-        return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
-    return None
-
-
-def _mask_problem(documents, window, context) -> str | None:
-    """Why cuDNN's kernel cannot hide the keys that this run hides; None if it can."""
-    if documents:
-        return "cuDNN's kernel has no document mask, which --reset-attention-mask needs"
-    if window is not None and context > 1:
-        return f"cuDNN's kernel has no sliding window between the pieces of context = {context} ranks"
-    return None
-
-
-def cudnn_installed() -> bool:
-    """Whether the cuDNN library is installed on this machine; needs no GPU."""
-    return cudnn_version() is not None

@@ -36,9 +36,10 @@ class Operations(NamedTuple):
     Attributes:
       column: (y [b, split s, h], kernel [h, *o], logical axes of the result) -> y kernel [b, whole s, *o].
       row: (x [b, whole s, *i], kernel [*i, h], number of axes in i) -> x kernel [b, split s, h].
-      attend: (query, key, value, document=None) -> context, with the shapes of `megajax.ops.attention.causal_attention`;
-        names the values that it saves. `document` [b, s] has the place in the sample of the first token of each token's
-        document, as `megajax.ops.ring_attention.split_batch` writes it. None: `causal_attention`.
+      attend: (query, key, value, document=None, padding=None, causal=True) -> context, with the shapes of
+        `megajax.ops.attention.plain_attention`; names the values that it saves. `document` [b, s] has the place in the
+        sample of the first token of each token's document, as `megajax.ops.ring_attention.split_batch` writes it. A block
+        passes the last two only if it is not causal. None: `plain_attention`.
     """
 
     column: Callable[[jax.Array, jax.Array, tuple], jax.Array]

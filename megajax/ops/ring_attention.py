@@ -15,8 +15,10 @@ Of the two pieces received from an earlier rank, the first is before both local 
 a later rank are both before the second local piece and after the first. In both cases two of the four products of pieces
 are unmasked and two are skipped: every rank computes 2C + 1 products of pieces, an equal share of (2C)(2C + 1) / 2.
 
-A document mask or a sliding window hides keys before `first` of each query, a place in the sample. For a product with a
-piece, the piece's own start is subtracted from it, so that only the queries' rank has to know their documents.
+Without a causal mask (BERT's blocks) every rank multiplies its queries with all keys, in C equal steps.
+
+A document mask, a sliding window or padding hides keys before `first` of each query, a place in the sample. For a product
+with a piece, the piece's own start is subtracted from it, so that only the queries' rank has to know their documents.
 
 One rank sends (C - 1) 2 b (s/C) g d elements per layer forward, and twice that backward, divided by the tensor size.
 
@@ -90,9 +92,9 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
 
 
 def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | None = None) -> Kernel:
-    """The kernel for a sequence that `ranks` neighbours on a mesh axis share as `zigzag` says; causal only.
+    """The kernel for a sequence that `ranks` neighbours on a mesh axis share as `zigzag` says.
 
-    Its `first` has places in the whole sample, of the local queries.
+    Its `first` has places in the whole sample, of the local queries. Without a causal mask there is no window.
 
     Call it inside a `shard_map` that is manual over `axis_name`, whose size `ranks` must divide. All ranks of the mesh must
     reach it: each one sends.
@@ -137,12 +139,12 @@ class _Ring:
             first = reach if first is None else jnp.maximum(first, reach)
         return None if first is None else _halves(first.astype(jnp.int32))
 
-    def first_local(self, pieces: list[jax.Array] | None) -> jax.Array | None:
-        """`first` of all local queries among the local keys: how many local keys are before it."""
+    def first_local(self, pieces: list[jax.Array] | None, step: int = 0) -> jax.Array | None:
+        """`first` of all local queries among the keys received after `step` sends: how many of them are before it."""
         if pieces is None:
             return None
         first, length = jnp.concatenate(pieces, 1), pieces[0].shape[1]
-        return sum(jnp.clip(first - start, 0, length) for start in self.starts(0, length))
+        return sum(jnp.clip(first - start, 0, length) for start in self.starts(step, length))
 
     def first_of_pairs(self, pieces: list[jax.Array] | None, choose: Callable, step: int) -> jax.Array | None:
         """`first` in the two products of `_pairs`, among the keys of the received pieces."""
@@ -176,7 +178,8 @@ def _merge(output, statistics, new_output, new_statistics):
 
 def _forward(ring, query, key, value, causal, first=None):
     """First the local pieces, the only ones with a causal mask; then the received ones, while the next are being sent."""
-    assert causal, "the zigzag order is for causal masks"
+    if not causal:
+        return _forward_of_all(ring, query, key, value, first)
     received, seen = (key, value), ring.first_keys(first, query)
     for step in range(ring.ranks):
         here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
@@ -198,7 +201,8 @@ def _forward(ring, query, key, value, causal, first=None):
 
 def _backward(ring, query, key, value, output, statistics, gradient, causal, first=None):
     """Gradients of keys and values are sent with them, accumulated on every rank, and return to their own rank."""
-    assert causal
+    if not causal:
+        return _backward_of_all(ring, (query, key, value), (output, statistics, gradient), first)
     here, ours = (key, value), (query, output, gradient)
     seen = ring.first_keys(first, query)
     own = ring.kernel.backward(query, key, value, output, statistics, gradient, True, ring.first_local(seen))
@@ -222,3 +226,31 @@ def _backward(ring, query, key, value, output, statistics, gradient, causal, fir
         ]
     dk, dv = ring.send(*moving)
     return jnp.concatenate(dq, 1).astype(query.dtype), dk, dv
+
+
+def _forward_of_all(ring, query, key, value, first):
+    """Without a causal mask: every rank computes the products of its queries with all keys, in C equal steps."""
+    received, seen = (key, value), ring.first_keys(first, query)
+    for step in range(ring.ranks):
+        here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
+        part, of_part = ring.kernel.forward(query, *here, False, ring.first_local(seen, step))
+        if step == 0:
+            output, statistics = part.astype(jnp.float32), of_part
+        else:
+            output, statistics = _merge(output, statistics, part, of_part)
+    return output.astype(query.dtype), statistics
+
+
+def _backward_of_all(ring, inputs, results, first):
+    """The backward of `_forward_of_all`; gradients of keys and values are sent with them."""
+    query, *here = inputs
+    seen, dq = ring.first_keys(first, query), jnp.zeros(query.shape, jnp.float32)
+    moving = [jnp.zeros_like(x) for x in here]
+    for step in range(ring.ranks):
+        if step:
+            here, moving = ring.send(*here), ring.send(*moving)
+        new = ring.kernel.backward(query, *here, *results, False, ring.first_local(seen, step))
+        dq = dq + new[0]
+        moving = [total + part.astype(total.dtype) for total, part in zip(moving, new[1:], strict=True)]
+    dk, dv = ring.send(*moving)
+    return dq.astype(query.dtype), dk, dv

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megajax.config import RunConfig
 from megajax.config.parallel import ParallelConfig
 from megajax.config.run_schedule import run_schedule
-from megajax.ops.attention import FUSED
+from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import RunConfig
+from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.kernels import CLASSES
@@ -47,7 +48,10 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     costs = Costs()
     ideal = run.microbatches * run.parallel.chunks * (costs.forward + costs.backward)
     bubble = bubble_time(run, costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
-    return StepAccount(account(hlo, loop_trip_counts(run), rates_of(gpu, run.train.precision)), bubble)
+    rates, attention = rates_of(gpu, run.train.precision), model_costs(run.model).attention
+    if attention is not None and not attention.causal:
+        rates = dataclasses.replace(rates, attention_part=1.0)
+    return StepAccount(account(hlo, loop_trip_counts(run), rates), bubble)
 
 
 def account_table(found: StepAccount) -> str:

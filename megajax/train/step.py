@@ -197,7 +197,7 @@ class Training:
         return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
     def _split(self, batch: Tree) -> Tree:
-        return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
+        return split_batch(self.model.prepare_batch(batch), self.run.parallel.data, self.run.parallel.context)
 
     def _fresh_state(self) -> TrainState:
         shapes = model_shapes(self.run, self.model_class, self.rules)

@@ -8,7 +8,7 @@ from benchmarks import roofline
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.hlo_parser import BRANCHES
 from megajax.estimate.memory import bytes_per_device
-from megajax.ops.attention import cudnn_installed
+from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.compiler import has_compiler
 from megajax.runtime.compat import jaxlib_version
 from tests.estimate.hlo_counter import Counter

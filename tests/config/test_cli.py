@@ -7,7 +7,16 @@ import re
 
 import pytest
 
-from megajax.config import ConfigError, DataConfig, ModelConfig, OutputConfig, ParallelConfig, TrainConfig, preset
+from megajax.config import (
+    BertConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OutputConfig,
+    ParallelConfig,
+    TrainConfig,
+    preset,
+)
 from megajax.config.cli import Experiment, SampleConfig, mesh_for, parse
 from megajax.config.run_schedule import run_schedule
 from megajax.config.toml import config_tables, toml_text
@@ -110,7 +119,7 @@ def test_the_help_says_every_default_once_and_how_to_start(capsys):
     options = options_of(text)
     assert len(options) > len(FIELDS)
     flags_only = {"--dry-shapes"}
-    of_the_preset = {"--" + field.name.replace("_", "-") for part, field in FIELDS if part == "model"}
+    of_the_preset = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(BertConfig)}
     for flag, body in options.items():
         assert body.count("(default: ") == (flag not in flags_only | of_the_preset), flag
     assert text.count("the preset's") == 1

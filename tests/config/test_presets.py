@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from experiments import gpt2, gpt3
+from experiments import bert, gpt2, gpt3
 from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.cli import parse
+from megajax.config.presets import BERTS
 from megajax.config.released import RELEASED
 
 
@@ -25,7 +26,7 @@ def itemised_parameters(model: ModelConfig) -> int:
     return model.layers * sum(block.values()) + tables + 2 * hidden
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in RELEASED])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in RELEASED and name not in BERTS])
 def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
     assert preset(name).parameters == itemised_parameters(preset(name))
 
@@ -168,7 +169,7 @@ def test_a_short_run_scales_the_lengths_of_its_recipe():
     parse("--model gpt3-1.3b --global-batch-size 8".split(), gpt3.EXPERIMENT).run(8, "bf16").validate(8)
 
 
-@pytest.mark.parametrize("model", [name for name in PRESETS if name != "tiny"])
+@pytest.mark.parametrize("model", [name for name in PRESETS if name not in ("tiny", "bert-tiny")])
 def test_no_published_model_is_trained_with_the_toys_settings(model):
     request = parse(["--model", model], gpt3.EXPERIMENT)
     run = request.run(1, "bf16")
@@ -234,8 +235,22 @@ def test_the_models_of_table_1_have_its_batch_and_gpt3_175bs_rates(model):
     assert run.train.batch_ramp == ()
 
 
+@pytest.mark.parametrize("experiment", [bert.EXPERIMENT, gpt3.EXPERIMENT], ids=["bert", "gpt3"])
+@pytest.mark.parametrize("model", [name for name in BERTS if name != "bert-tiny"])
+def test_bert_has_the_first_papers_recipe(model, experiment):
+    """1909.08053 section 5.3: 1,024 samples, 1e-4 after 10k steps, linear decay over 2M; 512 tokens, dropout 0.1."""
+    run = recipe_of(model, experiment)
+    train = run.train
+    assert (train.global_batch_size, train.steps, train.warmup_steps) == (1024, 2_000_000, 10_000)
+    assert (train.learning_rate, train.minimum_learning_rate, train.learning_rate_decay) == (1e-4, 0.0, "linear")
+    assert (train.weight_decay, train.clip_norm, train.beta1, train.beta2) == (0.01, 1.0, 0.9, 0.999)
+    assert (run.model.dropout, run.model.sequence_length, run.model.post_norm) == (0.1, 512, False)
+    shape = run.model.layers, run.model.hidden, run.model.heads
+    assert shape == {"336m": (24, 1024, 16), "1.3b": (24, 2048, 32), "3.9b": (48, 2560, 40)}[model.partition("-")[2]]
+
+
 def test_the_recipe_of_every_preset_is_checked_here():
-    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, *RELEASED, "gpt3-530b", "gpt3-1t", "tiny"}
+    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, *RELEASED, "gpt3-530b", "gpt3-1t", "tiny", *BERTS}
     assert checked == set(PRESETS)
     toy = recipe_of("tiny").train
     assert (toy.steps, toy.global_batch_size, toy.learning_rate) == (500, 16, 4e-3)

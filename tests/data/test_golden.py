@@ -32,7 +32,7 @@ def digests(samples) -> list:
     if samples is None:
         return None
     if isinstance(samples, BlendedSamples):
-        return [made.digest(samples.dataset), made.digest(samples.sample), *map(digests, samples.parts)]
+        return [made.digest(samples.dataset), made.digest(samples.place), *map(digests, samples.parts)]
     return [made.digest(array) for array in samples.index]
 
 

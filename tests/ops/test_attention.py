@@ -16,12 +16,12 @@ from megajax.estimate import hlo
 from megajax.ops.attention import (
     INTERPRETED,
     XLA,
-    causal_attention,
-    choose_attention,
     document_starts,
     fused_attention,
+    plain_attention,
     with_window,
 )
+from megajax.ops.attention_choice import choose_attention
 from tests import gpu
 
 MANUAL = ("data", "pipe")
@@ -36,7 +36,7 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     query, gradient = draw(0, 4, 8, groups, shared, 8), draw(1, 4, 8, groups, shared, 8)
     key, value = draw(2, 4, 8, groups, 8), draw(3, 4, 8, groups, 8)
     wide = [np.float32(a) for a in (query, key, value, gradient)]
-    plain = lambda *arrays: causal_attention(*arrays, lambda p: p)  # noqa: E731
+    plain = lambda *arrays: plain_attention(*arrays, lambda p: p)  # noqa: E731
     output, vjp = jax.vjp(plain, *wide[:3])
     want = (output, *vjp(wide[3]))
 
@@ -55,6 +55,45 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
         np.testing.assert_allclose(np.float32(got[0]), want_, rtol=1e-5, atol=tolerance)
 
 
+def softmax_of_all(query, key, value, lengths):
+    """Attention without a causal mask to the first tokens of each sample, in a loop: fp64 [b, s, g, n, d]."""
+    out = np.zeros(query.shape)
+    for place in np.ndindex(query.shape[:-1]):
+        sample, group, length = place[0], place[2], lengths[place[0]]
+        scores = key[sample, :length, group].astype(float) @ query[place] / query.shape[-1] ** 0.5
+        weights = np.exp(scores - scores.max())
+        out[place] = weights @ value[sample, :length, group] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("kernel", [None, XLA, INTERPRETED], ids=["plain", "xla", "pallas"])
+def test_attention_to_all_tokens_but_the_padding(kernel):
+    """Output against a loop; the gradients of fused kernels against those of plain attention. 10 tokens, one without."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
+    query, gradient, key, value = (draw(seed, 4, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
+    lengths = np.array([10, 7, 1, 4])
+
+    def attend(kernel, padding, *arrays):
+        if kernel is None:
+            return plain_attention(*arrays, lambda p: p, causal=False, padding=padding)
+        return fused_attention(*arrays, kernel, None, padding, False)
+
+    def results(kernel):
+        def step(padding, *arrays):
+            output, vjp = jax.vjp(partial(attend, kernel, padding), *arrays[:3])
+            return output, *vjp(arrays[3])
+
+        run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        return jax.jit(run)(jnp.asarray(10 - lengths, jnp.int32), query, key, value, gradient)
+
+    got = results(kernel)
+    np.testing.assert_allclose(got[0], softmax_of_all(query, key, value, lengths), rtol=1e-5, atol=1e-5)
+    if kernel is not None:
+        for got_, want in zip(got, results(None), strict=True):
+            np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kernel", [XLA, INTERPRETED], ids=["xla", "pallas"])
 @pytest.mark.parametrize(
     ("documents", "window"),
@@ -67,7 +106,7 @@ def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_
     draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
     query, gradient, key, value = (draw(seed, 2, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
     numbers = None if documents is None else jnp.array(documents, jnp.int32)
-    plain = partial(causal_attention, drop=lambda p: p, document=numbers, window=window)
+    plain = partial(plain_attention, drop=lambda p: p, document=numbers, window=window)
     output, vjp = jax.vjp(plain, query, key, value)
     want = (output, *vjp(gradient))
 
@@ -135,8 +174,9 @@ def test_where_no_fused_kernel_runs_it_is_an_error_and_auto_explains_the_choice(
         ({"head_size": 160, "device": A100}, "a multiple of 8 up to 128 on NVIDIA A100-SXM4-80GB, and this is 160"),
         ({"head_size": 100}, "a multiple of 8"),
         ({"cudnn": False}, "the cuDNN library is not installed"),
-        ({"documents": True}, "no document mask, which --reset-attention-mask needs"),
-        ({"documents": True, "context": 2}, "no document mask"),
+        ({"mask": "documents"}, "no document mask, which --reset-attention-mask needs"),
+        ({"mask": "documents", "context": 2}, "no document mask"),
+        ({"mask": "padding"}, "not used with a padding mask"),
         ({"window": 7, "context": 2}, "no sliding window between the pieces of context = 2 ranks"),
     ],
 )

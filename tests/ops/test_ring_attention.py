@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate.hlo import collectives
-from megajax.ops.attention import INTERPRETED, XLA, causal_attention, document_starts, fused_attention
+from megajax.ops.attention import INTERPRETED, XLA, document_starts, fused_attention, plain_attention
 from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
 
 SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
@@ -27,13 +27,16 @@ def inputs(scale=1.0, dtype=np.float32):
 def plainly(query, key, value, gradient, **mask):
     """Output and gradients of attention on one device in fp32."""
     wide = [np.float32(a) for a in (query, key, value, gradient)]
-    plain = lambda *arrays: causal_attention(*arrays, lambda p: p, **mask)  # noqa: E731
+    plain = lambda *arrays: plain_attention(*arrays, lambda p: p, **mask)  # noqa: E731
     output, vjp = jax.vjp(plain, *wide[:3])
     return output, *vjp(wide[3])
 
 
-def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, window=None, kernel=XLA):
-    """The same on `ranks` ranks of an axis; `groups` rings on it have the same samples. Returns the first ring's results."""
+def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, window=None, kernel=XLA, padding=None):
+    """The same on `ranks` ranks of an axis; `groups` rings on it have the same samples. Returns the first ring's results.
+
+    With `padding`, the numbers of tokens at the samples' ends that nothing attends to, there is no causal mask.
+    """
     if document is not None:
         arrays = [*arrays, np.asarray(document_starts(document))]
     places = zigzag(SEQUENCE, ranks)
@@ -46,7 +49,8 @@ def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, 
     kernel = ring_attention(kernel, axis, ranks, window)
 
     def local(query, key, value, gradient, document=None):
-        output, vjp = jax.vjp(lambda *arrays: fused_attention(*arrays, kernel, document), query, key, value)
+        attend = lambda *arrays: fused_attention(*arrays, kernel, document, padding, padding is None)  # noqa: E731
+        output, vjp = jax.vjp(attend, query, key, value)
         return output, *vjp(gradient)
 
     spec = P(None, axis)
@@ -67,6 +71,16 @@ def test_equal_to_plain_attention(ranks, groups, tensor):
     arrays = inputs()
     got, _ = in_a_ring(ranks, arrays, "data" if groups > 1 else "context", groups, tensor)
     for got_, want in zip(got, plainly(*arrays), strict=True):
+        np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["xla", "pallas"])
+@pytest.mark.parametrize(("ranks", "groups", "tensor"), [(2, 1, 1), (4, 1, 2)])
+def test_without_a_causal_mask_equal_to_plain_attention(ranks, groups, tensor, kernel):
+    """One sample whose last 13 tokens are padding, which ends inside a piece of several ranks, and one without."""
+    arrays, padding = inputs(), jnp.array([13, 0], jnp.int32)
+    got, _ = in_a_ring(ranks, arrays, groups=groups, tensor=tensor, kernel=kernel, padding=padding)
+    for got_, want in zip(got, plainly(*arrays, causal=False, padding=padding), strict=True):
         np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
 
 

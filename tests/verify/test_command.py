@@ -84,11 +84,11 @@ def test_attention_mask_of_one_layer():
 
         def block(self, weights, x, microbatch, layer):
             right = super().block(weights, x, microbatch, layer)
-            with planted.patched(transformer, "causal_attention", lambda _: later):
+            with planted.patched(transformer, "plain_attention", lambda _: later):
                 wrong = self.other.block(weights, x, microbatch, layer)
             return jnp.where(layer == 1, wrong, right)
 
-    original = transformer.causal_attention
+    original = transformer.plain_attention
     verdict = compare(two_stages(WrongMask))
     assert (verdict.difference.step, verdict.difference.entry.key) == (1, "output/1")
     assert "layer 1 is on pipe rank 0" in verdict.details

@@ -1,0 +1,68 @@
+"""BERT's shape: a transformer whose tokens attend to all of their sample, with token types and BERT's two heads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megajax.config.errors import ConfigError
+from megajax.config.fields import setting
+from megajax.config.model import ModelConfig
+
+HEADS = ("masked_lm_and_order", "masked_lm", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(ModelConfig):
+    """The shape of a BERT (1810.04805): the fields of `ModelConfig`, of which a sliding window is not legal, and its own."""
+
+    causal: ClassVar[bool] = False
+
+    token_types: int = setting(2, "kinds of tokens (BERT: the two segments of a sample), each with a learned vector")
+    post_norm: bool = setting(
+        False,
+        "norms after the residual additions, as in 1810.04805; off: before attention and MLP (1909.08053 figure 7b)",
+    )
+    output_heads: str = setting(
+        "masked_lm_and_order", "heads: masked words and the order of two segments; masked words only; none", HEADS
+    )
+
+    @property
+    def has_masked_lm(self) -> bool:
+        """Whether it has the head that predicts masked words."""
+        return self.output_heads != "none"
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether it has a layer on the first token's output, as `transformers` decides it: not for masked words only."""
+        return self.output_heads != "masked_lm"
+
+    @property
+    def has_order(self) -> bool:
+        """Whether it has the head that predicts whether two segments are swapped."""
+        return self.output_heads == "masked_lm_and_order"
+
+    @property
+    def parameters(self) -> int:
+        """Exact number of trainable parameters, with the vocabulary unpadded.
+
+        The norm that `ModelConfig.parameters` counts after the last block is after the embedding with `post_norm`.
+        """
+        bias = int(self.biases)
+        norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
+        square = (self.hidden + bias) * self.hidden
+        masked_lm = square + norm + bias * self.vocabulary
+        order = 2 * (self.hidden + bias)
+        heads = self.has_masked_lm * masked_lm + self.has_pooler * square + self.has_order * order
+        return super().parameters + self.token_types * self.hidden + heads
+
+    def validate(self) -> None:
+        """Checks the model's own shape.
+
+        Raises:
+            ConfigError: for the first field that is illegal, alone or with the others.
+        """
+        super().validate()
+        if self.sliding_window is not None:
+            raise ConfigError(
+                f"sliding_window = {self.sliding_window} is not supported by BERT, whose tokens attend to all others: pass "
+                "--sliding-window none."
+            )

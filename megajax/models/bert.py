@@ -1,0 +1,196 @@
+"""BERT: masked words and the order of two segments, predicted by blocks that attend in both directions (1810.04805).
+
+    params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions", "types", "norm"},
+              "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order"}}}
+
+The blocks are those of `megajax.models.transformer` without a causal mask. Of the two norms outside of them a model has one:
+the head's with norms before attention and MLP (Megatron's order, 1909.08053 figure 7b), the embedding's with norms after
+the residual additions (the original order). The table of tokens is padded as GPT's is, and the bias of the logits with it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from megajax.config import BertConfig, ConfigError
+from megajax.models import remat
+from megajax.models.costs import Matmul, ModelCosts, Parameters, transformer_costs
+from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
+from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
+from megajax.models.nnx_model import NNXModel, named_key, parameter
+from megajax.models.transformer import ACTIVATIONS, Block, Linear, Norm
+from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
+from megajax.ops.vocabulary import cross_entropy, mask_padding
+
+__all__ = ["BERT"]
+
+
+class BertEmbedding(Embedding):
+    """The sum of a token's, its position's and its type's vector, normed if the blocks' norms are after the additions."""
+
+    def __init__(self, config: BertConfig, key: jax.Array, context: ModelContext):
+        super().__init__(config, key, context)
+        shape = (config.token_types, config.hidden)
+        types = jax.random.normal(named_key(key, "types"), shape) * config.init_deviation
+        self.types = parameter(types, None, "hidden")
+        if config.post_norm:
+            self.norm = Norm(config)
+
+    def vectors(self, microbatch: Microbatch) -> jax.Array:
+        """Tokens and types [b, s] -> [b, split s, h], before dropout."""
+        x = super().vectors(microbatch)
+        table = self.types[...].astype(jnp.float32)  # so that the gradient's rows are summed in fp32
+        x = self.constrain(x + jnp.take(table, microbatch["types"], axis=0).astype(x.dtype), *RESIDUAL)
+        return self.constrain(self.norm(x), *RESIDUAL) if hasattr(self, "norm") else x
+
+
+class BertHead(nnx.Module):
+    """The last norm, the masked-word head (a layer, a norm, then logits against the token table), pooler and order head."""
+
+    def __init__(self, config: BertConfig, key: jax.Array, context: ModelContext):
+        self.config, self.constrain, self.ranks = config, context.constrain, context.vocabulary.ranks
+        square = {"hidden": config.hidden}, {"_hidden": config.hidden}, config.init_deviation, config.biases
+        if not config.post_norm:
+            self.norm = Norm(config)
+        if config.has_masked_lm:
+            self.transform, self.transform_norm = Linear(named_key(key, "transform"), *square), Norm(config)
+            table = token_table(named_key(key, "vocabulary"), config, context)
+            if not config.tied_embeddings:
+                self.vocabulary = parameter(table, *TABLE)
+            if config.biases:
+                self.bias = parameter(jnp.zeros(len(table)), TABLE[0], decay=False)
+        if config.has_pooler:
+            self.pooler = Linear(named_key(key, "pooler"), *square)
+        if config.has_order:
+            orders = {"hidden": config.hidden}, {"_orders": 2}, config.init_deviation, config.biases
+            self.order = Linear(named_key(key, "order"), *orders)
+
+    def states(self, y: jax.Array) -> jax.Array:
+        """The last block's output [b, split s, h], normed."""
+        y = self.ranks.broadcast(y)
+        return self.constrain(self.norm(y), *RESIDUAL) if hasattr(self, "norm") else self.constrain(y, *RESIDUAL)
+
+    def logits(self, states: jax.Array, embedding: BertEmbedding) -> jax.Array:
+        """Scores of each token's word [b, s, local rows], padding not masked."""
+        table = self.vocabulary if hasattr(self, "vocabulary") else embedding.tokens
+        wide = self.transform(states, jnp.tensordot, 1).astype(jnp.float32)
+        z = self.transform_norm(ACTIVATIONS[self.config.activation](wide).astype(states.dtype))
+        z = self.constrain(self.constrain(z, *RESIDUAL), *GATHERED)  # both: see Block._split
+        logits = self.constrain(jnp.einsum("bsh,vh->bsv", z, table[...].astype(z.dtype)), *LOGITS)
+        return add_bias(logits, self.bias[...].astype(z.dtype)) if hasattr(self, "bias") else logits
+
+    def pooled(self, states: jax.Array, is_first: jax.Array) -> jax.Array:
+        """tanh of a layer on the first token's state, [b, h]; `is_first` bool [b or 1, s] has one True in a sample.
+
+        The state is picked by a masked sum: the sequence may be split over tensor, where a slice would gather it.
+        """
+        first = jnp.where(is_first[..., None], states.astype(jnp.float32), 0).sum(1).astype(states.dtype)
+        return jnp.tanh(self.pooler(first, jnp.tensordot, 1))
+
+    def order_logits(self, states: jax.Array, is_first: jax.Array) -> jax.Array:
+        """Scores of segments in order and swapped, fp32 [b, 2]."""
+        return self.order(self.pooled(states, is_first), jnp.tensordot, 1).astype(jnp.float32)
+
+
+class BertShared(nnx.Module):
+    """The embedding, which the first stage uses, and the heads, which the last one does."""
+
+    def __init__(self, config: BertConfig, key: jax.Array, context: ModelContext):
+        self.config, self.context = config, context
+        self.embedding = BertEmbedding(config, named_key(key, "embedding"), context)
+        self.head = BertHead(config, named_key(key, "head"), context)
+
+    def embed(self, microbatch: Microbatch) -> jax.Array:
+        """The microbatch's "tokens" and "types" [b, s] -> x [b, split s, h]."""
+        return self.embedding(microbatch)
+
+    def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """Sum of "weights" * cross entropy with "labels", and of "order_weights" * cross entropy with "swapped"; fp32."""
+        if not self.config.has_masked_lm:
+            raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
+        states, ranks = self.head.states(y), self.context.vocabulary.ranks
+        logits = self.head.logits(states, self.embedding)
+        losses = cross_entropy(logits, microbatch["labels"], self.config.vocabulary, ranks)
+        total = (losses * microbatch["weights"].astype(jnp.float32)).sum()
+        if not self.config.has_order:
+            return total
+        is_first = first_places(microbatch)
+        orders = jax.nn.log_softmax(self.head.order_logits(states, is_first))
+        losses = -jnp.where(microbatch["swapped"] == 1, orders[:, 1], orders[:, 0])
+        return total + (losses * microbatch["order_weights"].astype(jnp.float32) * is_first.any(-1)).sum()
+
+    def logits(self, y: jax.Array) -> jax.Array:
+        """fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT."""
+        ranks, constrain = self.context.vocabulary.ranks, self.context.constrain
+        logits = self.head.logits(self.head.states(y), self.embedding)
+        return ranks.gather(constrain(mask_padding(logits, self.config.vocabulary, ranks), *LOGITS))
+
+
+def first_places(microbatch: Microbatch) -> jax.Array:
+    """Where the first token of a sample is: bool [1, s], or [b, s] with context ranks, only one of which has it."""
+    if "places" in microbatch:
+        return microbatch["places"] == 0
+    return lax.broadcasted_iota(jnp.int32, (1, microbatch["tokens"].shape[1]), 1) == 0
+
+
+@register_model(BertConfig)
+class BERT(NNXModel):
+    """Masked words and sentence order with the blocks of `megajax.models.transformer`.
+
+    Initial values: as GPT's. Batches: "tokens", "types", "labels" int32 and "weights" fp32 [b, s]; "padding" int32 [b], the
+    number of tokens at the end that nothing attends to; "swapped" int32 [b], 1 if the segments are swapped; and "sample" as
+    GPT's. The loss is the mean over the masked words ("weights") of the global batch plus the mean over its samples that
+    have any, on any layout.
+    """
+
+    block_module = Block
+    shared_module = BertShared
+    saved_names = remat.MODES
+    vocabulary_over_pipe = True
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one sample."""
+        of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+        length = self.config.sequence_length
+        batch = {name: of(np.int32, length) for name in ("tokens", "types", "labels")}
+        batch["weights"] = of(np.float32, length)
+        return batch | {"padding": of(np.int32), "swapped": of(np.int32), "sample": of(np.uint32)}
+
+    def prepare_batch(self, batch: Microbatch) -> Microbatch:
+        """Adds "order_weights", (masked words of the batch) / (its samples with any), to every sample that has some."""
+        if not self.config.has_order or "weights" not in batch:  # without weights there is no loss
+            return batch
+        counts = batch["weights"].astype(jnp.float32).sum(-1)
+        share = counts.sum() / jnp.maximum((counts > 0).sum(), 1)
+        return {**batch, "order_weights": jnp.where(counts > 0, share, 0.0)}
+
+    def states(self, shared: Tree, y: jax.Array) -> jax.Array:
+        """The encoder's output, fp32 [b, s, h], of the last block's: what transformers calls last_hidden_state."""
+        return nnx.merge(self._shared, shared).head.states(y).astype(jnp.float32)
+
+    def order_logits(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """Scores of segments in order and swapped, fp32 [b, 2]; with context ranks, of the first token's rank only."""
+        head = nnx.merge(self._shared, shared).head
+        return head.order_logits(head.states(y), first_places(microbatch))
+
+    def costs(self) -> ModelCosts:
+        """By formula; the pooler, which one token of a sample passes, has no FLOPs."""
+        config, costs = self.config, transformer_costs(self.config)
+        split = costs.vocabulary_width + int(config.has_masked_lm and config.biases)
+        rest = config.parameters - config.vocabulary * split - costs.layers * costs.block.total
+        head = (Matmul("masked_lm_transform", config.hidden, config.hidden),) if config.has_masked_lm else ()
+        return dataclasses.replace(costs, vocabulary_width=split, shared=Parameters(whole=rest), head=head)
+
+    @classmethod
+    def fusable_attention(cls, config: BertConfig) -> FusableAttention:
+        """The heads' size and dropout, for attention in both directions."""
+        return FusableAttention(config.head_dimension, config.dropout, causal=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens, without padding."""
+        return self.config.vocabulary

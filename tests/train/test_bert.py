@@ -1,0 +1,47 @@
+"""BERT's loss and gradients do not depend on mesh, schedule, context, ZeRO, vocabulary placement or attention kernel."""
+
+import dataclasses
+
+import pytest
+
+from tests import small
+from tests.train.test_equivalence import check, slow
+
+POST = dataclasses.replace(small.BERT, post_norm=True, activation="gelu_exact", tied_embeddings=False)
+# mesh (data, pipe, tensor), schedule, chunks, microbatches; other options of the layout
+QUICK = [
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
+    ((1, 2, 2), "interleaved_1f1b", 1, 4, {"context": 2, "recompute": "none"}),
+]
+LONG = [
+    ((1, 1, 1), "1f1b", 1, 2, {"recompute": "none"}),
+    ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
+    ((2, 2, 2), "zb_v", 2, 4, {"recompute": "full"}),
+    ((1, 4, 1), "eager_1f1b", 1, 4, {"vocab_parallel": "tensor"}),
+    ((2, 4, 1), "gpipe", 1, 8, {"attention": "pallas"}),
+    ((2, 2, 2), "dualpipe_v", 2, 4, {"recompute": "none"}),
+    ((1, 1, 4), "1f1b", 1, 2, {}),
+    ((1, 4, 2), "interleaved_1f1b", 2, 8, {"sequence_parallel": False, "recompute": "full", "recompute_blocks": 1}),
+    ((4, 2, 1), "zb_h1", 1, 4, {"zero": 3}),
+    ((1, 2, 1), "eager_1f1b", 1, 4, {"context": 4, "vocab_parallel": "tensor"}),
+]
+
+
+@pytest.mark.parametrize("case", QUICK + slow(LONG), ids=str)
+def test_loss_and_gradients_equal_the_unpipelined_model(case):
+    *sizes, options = case
+    options = {"sequence_parallel": True, "recompute": "selective"} | options
+    check(*sizes, options.pop("sequence_parallel"), model=small.BERT, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [QUICK[0], QUICK[1], LONG[2]], ids=str)
+def test_norms_after_the_additions(case):
+    *sizes, options = case
+    check(*sizes, True, model=POST, **{"recompute": "selective"} | options)
+
+
+@pytest.mark.slow
+def test_dropout_does_not_depend_on_the_mesh():
+    model = dataclasses.replace(small.BERT, layers=4, dropout=0.3)
+    check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=model)
