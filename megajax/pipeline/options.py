@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from megajax.config import RunConfig
 from megajax.config.parallel import ParallelConfig
-from megajax.config.run_schedule import run_schedule
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
+from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
 
 UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
@@ -71,7 +71,6 @@ def stashes_nothing(schedule: Schedule) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=64)  # a search repeats the call
 def unrolls(run: RunConfig, attention: str) -> bool:
     """Whether a program that works in place traces a rank's blocks one after the other.
 
@@ -90,8 +89,13 @@ def unrolls(run: RunConfig, attention: str) -> bool:
         and not (parallel.rings or parallel.offload_activations or parallel.zero == 3)
         and saves_all
         and run.model.layers <= UNROLLED_BLOCKS
-        and stashes_nothing(run_schedule(run))
+        and _stashes_nothing(find(parallel.schedule), run.microbatches)
     )
+
+
+@functools.lru_cache(maxsize=64)  # a search repeats the call
+def _stashes_nothing(spec: ScheduleSpec, microbatches: int) -> bool:
+    return stashes_nothing(make_schedule(spec.name, stages=1, microbatches=microbatches, chunks=1))
 
 
 def is_merged(schedule: Schedule, segment: Segment) -> bool:
