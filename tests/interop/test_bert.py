@@ -43,7 +43,7 @@ def model_of(directory: pathlib.Path, length: int = LENGTH) -> BertConfig:
 
 def outputs_of(training, params, rows) -> dict[str, np.ndarray]:
     """states [b, s, h], words [b, s, v] and orders [b, 2] of samples, as far as the model has them."""
-    model, functions = training._evaluation()
+    model, functions = training.evaluation()
     parallel, count = training.run.parallel, len(rows["tokens"])
     pad = lambda a: np.pad(a, [(0, -count % parallel.data)] + [(0, 0)] * (a.ndim - 1), mode="edge")  # noqa: E731
     batch = {name: pad(array)[None] for name, array in rows.items()}
