@@ -33,17 +33,21 @@ def run(options: Options) -> None:
 def run_task(options: Options, source: Any) -> None:
     """Reads the data, loads the weights, and scores all requests."""
     from megajax.evaluate.results import PartialScores
+    from megajax.interop.output_file import OutputFile
 
     context = source.run("fp32").model.sequence_length
     task = make_task(options, source.tokenizer, context)
     scorer = make_scorer(options, source)
     settings = describe_task(options, context) | describe_model(options, source, scorer)
-    partial = PartialScores(options.out, settings) if options.out else None
+    output = OutputFile(options.out) if options.out else None
+    partial = PartialScores(output.path, settings) if output else None
     start = time.perf_counter()
     try:
         scores = score_all(scorer, source, task.requests, partial)
         seconds = time.perf_counter() - start
-        report(options, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds})
+        report(
+            options, output, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds}
+        )
         if partial:
             partial.remove()
     finally:
@@ -60,21 +64,22 @@ def run_harness(options: Options, source: Any) -> None:
     try:
         from megajax.evaluate.harness import HarnessModel
         from megajax.evaluate.harness_tasks import load_tasks, run_tasks
-        from megajax.evaluate.results import check_output
     except ImportError as error:
         raise ConfigError(
             f"--harness needs lm-eval ({one_line(str(error))}): run pip install 'megajax[eval]'."
         ) from None
+    from megajax.interop.output_file import OutputFile
+
     loaded = load_tasks(options.harness, options.include_path)
-    if options.out:
-        check_output(options.out)
+    output = OutputFile(options.out) if options.out else None
     scorer = make_scorer(options, source)
     start = time.perf_counter()
     model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
     results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit)
     settings = {"harness": options.harness, **chosen, **describe_model(options, source, scorer)}
     counts = {"truncated": model.truncated}
-    report(options, {**results, "counts": counts, "settings": settings, "seconds": time.perf_counter() - start})
+    seconds = time.perf_counter() - start
+    report(options, output, {**results, "counts": counts, "settings": settings, "seconds": seconds})
 
 
 def make_task(options: Options, tokenizer: Any, context: int) -> Any:
@@ -203,14 +208,13 @@ def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-def report(options: Options, results: dict[str, Any]) -> None:
-    """Prints the results, or writes them to --out and prints the numbers in a line for each task."""
-    from megajax.evaluate.results import write_results
-
-    if not options.out:
-        print(json.dumps(results, indent=2, ensure_ascii=False))
+def report(options: Options, output: Any, results: dict[str, Any]) -> None:
+    """Prints the results, or writes them to the `OutputFile` of --out and prints the numbers in a line for each task."""
+    text = json.dumps(results, indent=2, ensure_ascii=False)
+    if not output:
+        print(text)
         return
-    write_results(options.out, results)
+    output.write(text + "\n")
     counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results["counts"].items())
     tasks = results["tasks"] if options.harness else {options.task: results}
     for name, of_task in tasks.items():
