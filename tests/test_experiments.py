@@ -15,9 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiled faster
     words = [sys.executable, "-m", "experiments.gpt3", *arguments]
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)

@@ -85,9 +85,7 @@ def train(words, processes: int = 1) -> str:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "experiments.finetune", *map(str, words)]
     several = f"--coordinator 127.0.0.1:{port} --processes {processes} --process-id".split()
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment |= {
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
