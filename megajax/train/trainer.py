@@ -32,6 +32,7 @@ from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.step import Training, TrainState, make_training
+from megajax.train.validation import DEFAULT_SET, Evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Trainer:
             self._open_data()
         else:
             self._batches = UserBatches(data, run)
-            self._validation = UserBatches(validation_data, run) if validation_data is not None else None
+            self._validation = {DEFAULT_SET: UserBatches(validation_data, run)} if validation_data is not None else {}
             self._data_description = [f"batches of {type(data).__name__}"]
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
@@ -105,7 +106,8 @@ class Trainer:
         settings = self.run.data
         self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
         check_vocabulary(self.run, self.tokenizer)
-        batches, self._validation = make_loaders(self.run, self.tokenizer)
+        batches, validation = make_loaders(self.run, self.tokenizer)
+        self._validation = {DEFAULT_SET: validation}
         self._batches = RampedLoader(batches, self.run)
         self._data_description = describe(batches.samples, self.run.total_samples)
 
@@ -114,6 +116,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
         started: float | None = None,
         initial_params: Callable[[str, Training], Any] | None = None,
+        evaluations: Sequence[Evaluation] = (),
     ) -> Result:
         """Trains until the last step, or until a signal or `output.exit_after_minutes`; resumes first if `output` says so.
 
@@ -124,6 +127,7 @@ class Trainer:
           started: `time.monotonic()` from which `exit_after_minutes` counts; None: now.
           initial_params: reads the parameters of `run.train.init_from` onto the run's devices, if nothing is resumed
             (`megajax.interop.hugging_face_import.initial_params`).
+          evaluations: what is measured during the training besides the loss of the validation sets.
 
         Raises:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
@@ -143,7 +147,9 @@ class Trainer:
             for line in (*self.describe(peak), *checked, *self.directory.messages):
                 log.message(line)
             files = self.directory
-            hooks = TrainerHooks(files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas)
+            hooks = TrainerHooks(
+                files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations
+            )
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
                 with Prefetch(self._batches, self.training.batch_sharding) as batches:
