@@ -18,6 +18,7 @@ import jax
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
 from megajax.config.batch_ramp import batch_size
 from megajax.config.cli import Request
+from megajax.config.validation_sets import DEFAULT_SET
 from megajax.data.prefetch import Prefetch
 from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
@@ -32,7 +33,7 @@ from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.step import Training, TrainState, make_training
-from megajax.train.validation import DEFAULT_SET, Evaluation
+from megajax.train.validation import Evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Trainer:
         output: OutputConfig = OutputConfig(),  # noqa: B008 (frozen)
         model: type | None = None,
         data: Batches | None = None,
-        validation_data: Batches | None = None,
+        validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
         devices: Sequence[jax.Device] | None = None,
         request: Request | None = None,
@@ -78,7 +79,8 @@ class Trainer:
           model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
           data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
             ...] with the run's batch size; None: `run.data`.
-          validation_data: the same of validation batches, if `data` is given; None: no validation.
+          validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
+            validation.
           rules: the sharding rules; None: the model's.
           devices: None: all that jax has.
           request: the command line that configured the run, for the run's config.toml and the log's first lines.
@@ -94,7 +96,8 @@ class Trainer:
             self._open_data()
         else:
             self._batches = UserBatches(data, run)
-            self._validation = {DEFAULT_SET: UserBatches(validation_data, run)} if validation_data is not None else {}
+            sets = validation_data if isinstance(validation_data, Mapping) else {DEFAULT_SET: validation_data}
+            self._validation = {name: UserBatches(one, run) for name, one in sets.items() if one is not None}
             self._data_description = [f"batches of {type(data).__name__}"]
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
@@ -106,8 +109,7 @@ class Trainer:
         settings = self.run.data
         self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
         check_vocabulary(self.run, self.tokenizer)
-        batches, validation = make_loaders(self.run, self.tokenizer)
-        self._validation = {DEFAULT_SET: validation}
+        batches, self._validation = make_loaders(self.run, self.tokenizer)
         self._batches = RampedLoader(batches, self.run)
         self._data_description = describe(batches.samples, self.run.total_samples)
 

@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megajax.config.validation_sets import DEFAULT_SET
 from megajax.train.step import Training, TrainState
-
-DEFAULT_SET = "validation"  # the name of the only set of a run whose data name none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +63,14 @@ def validation_loss(training: Training, state: TrainState, batches: Any) -> floa
     """Mean loss over the tokens that count of a set's first `validation_batches` global batches.
 
     Batches are weighted by `Training.loss_weight`: the mean is over the labels' weights, of which batches of packed samples,
-    masked words or --eod-mask-loss have different sums. A set smaller than that is read once, in whole batches, but at
-    least one.
+    masked words or --eod-mask-loss have different sums. A set smaller than that is read once.
 
     Args:
-      batches: a `Loader`, or another object with `batch(consumed_samples)` and `global_batch_size`.
+      batches: a `Loader`, or another object with `batch(consumed_samples)`, `global_batch_size`, and `batches_of_an_epoch`
+        unless the set has no end.
     """
-    size, count = batches.global_batch_size, training.run.train.validation_batches
-    if hasattr(batches, "samples"):
-        count = min(count, max(1, batches.samples.count // size))
+    size, most = batches.global_batch_size, training.run.train.validation_batches
+    count = min(most, getattr(batches, "batches_of_an_epoch", most))
     total = weight = 0.0
     for index in range(count):
         batch = batches.batch(index * size)

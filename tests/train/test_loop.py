@@ -194,7 +194,7 @@ def test_the_validation_is_the_mean_over_tokens():
     """Of two batches with three tokens and one that count, by hand."""
 
     class Batches:
-        samples, global_batch_size = type("Samples", (), {"count": 2}), 1
+        batches_of_an_epoch, global_batch_size = 2, 1
 
         def batch(self, start):
             return {"weights": np.array([[[1, 1, 1], [1, 0, 0]][start]]), "loss": [2.0, 6.0][start]}
