@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megajax.config import RunConfig
+from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
@@ -45,6 +45,10 @@ def main(
         request = parse(arguments, experiment)
         if request.dry_shapes:
             return print_shapes(request)
+        if request.evaluate and evaluator is None:
+            raise ConfigError(
+                "--evaluate-every is not an option of this experiment, whose models write no text: omit it."
+            )
         return train(request, heartbeat, experiment.importer, sampler, evaluator)
 
     return exit_code(run)
