@@ -40,6 +40,11 @@ class BertConfig(ModelConfig):
         """Whether it has the head that predicts whether two segments are swapped."""
         return self.output_heads == "masked_lm_and_order"
 
+    def require_loss(self) -> None:
+        """Raises ConfigError if it has no head with a loss."""
+        if not self.has_masked_lm:
+            raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
+
     @property
     def parameters(self) -> int:
         """Exact number of trainable parameters, with the vocabulary unpadded.

@@ -24,7 +24,7 @@ from megajax.config import (
 from megajax.config.compare import changed_options
 from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import check_fields, field_problem
-from megajax.config.options import BERT_OPTIONS, describe_unknown, first_parser, make_parser, option_names
+from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, option_names, read_words
 from megajax.config.sample import SampleConfig
 from megajax.config.toml import load_config
 from megajax.schedules.errors import shown
@@ -234,10 +234,7 @@ def parse(
     import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
-    values, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise ConfigError(describe_unknown(unknown[0], parser))
-    passed = vars(values)
+    passed = read_words(parser, arguments)
     del passed["config"]
     base, implied = _imported(passed.get("init_from"), importer)
     if any(axis in passed for axis in MESH_FIELDS):  # one degree on the command line replaces the file's whole mesh

@@ -9,7 +9,7 @@ jsonargparse 4.53 read neither `--no-x` nor `none` nor A,B,C as here. The commit
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.config import (
@@ -225,7 +225,19 @@ def _readers() -> dict[Any, Callable[[str], Any]]:
     }
 
 
-def describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
+def read_words(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> dict[str, Any]:
+    """The values that a parser reads from a command line; None: the process's own.
+
+    Raises:
+        ConfigError: an option does not exist or cannot be read.
+    """
+    values, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ConfigError(_describe_unknown(unknown[0], parser))
+    return vars(values)
+
+
+def _describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """The error message for a word that belongs to no option."""
     if not word.startswith("-"):
         return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"

@@ -1,11 +1,11 @@
 """BERT's samples of a text in memory, which is repeated for as long as a run lasts."""
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from megajax.data.bert import BertSamples, Masking, WordPieces
+from megajax.data.loader import EpochOrder
 from megajax.data.text import split_sentences
 from megajax.data.tokenizers import Tokenizer
 
@@ -39,10 +39,7 @@ class Sentences:
 
 
 class BertTextSamples(BertSamples):
-    """The samples of a text's documents: in another order and with other masks in each epoch.
-
-    Sample i is made of row `order(epoch)[i % count]` with epoch = i // count, as `megajax.data.loader.TokenSamples` counts.
-    """
+    """The samples of a text's documents: in another order and with other masks in each epoch."""
 
     def __init__(
         self,
@@ -54,22 +51,18 @@ class BertTextSamples(BertSamples):
     ):
         """Splits the texts into sentences and chooses those of each sample; arguments and errors as of `BertSamples`."""
         pieces, sentences = WordPieces.from_tokenizer(tokenizer), Sentences(texts, tokenizer)
-        self._order = functools.lru_cache(maxsize=2)(self._draw)  # a batch can span two epochs
         bounds = (0, sentences.document_count)
         super().__init__(sentences, bounds, None, sequence_length, seed, pieces, masking)
+        self._order = EpochOrder(self.count, seed)
 
     def index(self, description, build, documents, lengths, cache) -> np.ndarray:
         """Built; a text is not cached."""
         return build()["sentences"]
 
     def place(self, index: int) -> int:
-        """See the class."""
-        epoch, place = divmod(index, self.count)
-        return int(self._order(epoch)[place])
+        """The row of sample `index`."""
+        return self._order.row(index)
 
     def sentence(self, number: int) -> list[int]:
         """The ids of a sentence, which are the tokenizer's."""
         return self.dataset.sequence(number).tolist()
-
-    def _draw(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.count)

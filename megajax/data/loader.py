@@ -46,11 +46,29 @@ class Boundaries:
         return batch
 
 
+class EpochOrder:
+    """The rows of a run whose data is repeated: all of them in each epoch, each time in another random order."""
+
+    def __init__(self, count: int, seed: int | None):
+        """The orders of `count` rows; `seed` None keeps theirs in all epochs."""
+        self.count, self.seed = count, seed
+        self._order = functools.lru_cache(maxsize=2)(self._draw)  # a batch can span two epochs
+
+    def row(self, index: int) -> int:
+        """The row of sample `index` >= 0 of the run: `order(epoch)[index % count]` with epoch = index // count."""
+        epoch, place = divmod(index, self.count)
+        return int(self._order(epoch)[place])
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        if self.seed is None:
+            return np.arange(self.count)
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.count)
+
+
 class TokenSamples:
     """Windows of a token stream, in a different random order each epoch.
 
-    Sample i is window `order(epoch)[i % count]` with epoch = i // count. Windows overlap by one token: the last label of
-    one is the first input of the next, as in Megatron-LM's GPTDataset.
+    Windows overlap by one token: the last label of one is the first input of the next, as in Megatron-LM's GPTDataset.
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, seed: int | None):
@@ -59,14 +77,14 @@ class TokenSamples:
         Raises:
           ConfigError: the text is shorter than one window.
         """
-        self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
+        self.tokens, self.sequence_length = tokens, sequence_length
         self.count = (len(tokens) - 1) // sequence_length
         if self.count < 1:
             raise ConfigError(
                 f"a part of the text (training or validation) has {len(tokens)} tokens and a sample needs "
                 f"{sequence_length + 1}: pass a longer --text, or lower --sequence-length"
             )
-        self._order = functools.lru_cache(maxsize=2)(self._draw)  # a batch can span two epochs
+        self._order = EpochOrder(self.count, seed)
 
     def window(self, index: int) -> np.ndarray:
         """Tokens of sample `index` >= 0, int32 [sequence_length + 1]: inputs are [:-1], labels [1:]."""
@@ -79,13 +97,7 @@ class TokenSamples:
         return f"the text's token {place:,}: token id {self.tokens[place]}"
 
     def _start(self, index: int) -> int:
-        epoch, place = divmod(index, self.count)
-        return int(self._order(epoch)[place]) * self.sequence_length
-
-    def _draw(self, epoch: int) -> np.ndarray:
-        if self.seed is None:
-            return np.arange(self.count)
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.count)
+        return self._order.row(index) * self.sequence_length
 
 
 class Loader:

@@ -13,21 +13,20 @@ a token attends to its own document only: the loss and the gradient of a row are
 """
 
 import bisect
-import functools
 
 import numpy as np
 
-from megajax.data.loader import PADDING, Loader
+from megajax.data.loader import PADDING, EpochOrder, Loader
 from megajax.data.sft import Answers
 
 __all__ = ["PackedLoader", "PackedSamples", "pack"]
 
 
 class PackedSamples:
-    """Rows of packed samples, in a different random order each epoch; `megajax.data.loader.TokenSamples` counts likewise.
+    """Rows of packed samples, in a different random order each epoch.
 
-    The rows are the same in all epochs. Row i of the run is row `order(epoch)[i % count]` with epoch = i // count. Without
-    a seed there is one epoch, in the order of the packing, and the rows after it are empty.
+    The rows are the same in all epochs. Without a seed there is one epoch, in the order of the packing, and the rows after
+    it are empty.
 
     Attributes:
       answers: the samples.
@@ -40,12 +39,12 @@ class PackedSamples:
         self.answers, self.sequence_length, self.seed, self.padding = answers, sequence_length, seed, padding
         self._rows = pack(np.diff(answers.offsets) - 1, sequence_length)
         self.count = len(self._rows)
-        self._order = functools.lru_cache(maxsize=2)(self._draw)  # a batch can span two epochs
+        self._order = EpochOrder(self.count, seed)
 
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Row `index` >= 0 of the run: tokens, labels, positions and document int32, weights float32, each [s]."""
-        epoch, place = divmod(index, self.count)
-        samples = [] if self.seed is None and epoch else self._rows[int(self._order(epoch)[place])]
+        ended = self.seed is None and index >= self.count
+        samples = [] if ended else self._rows[self._order.row(index)]
         arrays = {name: np.zeros(self.sequence_length, np.int32) for name in ("positions", "document")}
         arrays |= {name: np.full(self.sequence_length, self.padding, np.int32) for name in ("tokens", "labels")}
         arrays["weights"] = np.zeros(self.sequence_length, np.float32)
@@ -71,11 +70,6 @@ class PackedSamples:
             f"{found.name}: {found.describe()}; packed into {self.count:,} rows of {self.sequence_length} tokens "
             f"({full:.1%} full), {needed / self.count:.3g} epochs of them"
         )
-
-    def _draw(self, epoch: int) -> np.ndarray:
-        if self.seed is None:
-            return np.arange(self.count)
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.count)
 
 
 class PackedLoader(Loader):

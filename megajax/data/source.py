@@ -105,8 +105,7 @@ def _masking(run: RunConfig) -> Masking | None:
     """
     if not isinstance(run.model, BertConfig):
         return None
-    if not run.model.has_masked_lm:  # before the program is compiled, which raises it too
-        raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
+    run.model.require_loss()  # before the program is compiled, which raises it too
     for name in ("sft_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(run.data, name):
             raise ConfigError(

@@ -51,6 +51,7 @@ def run_task(options: Options, source: Any) -> None:
     """Reads the data, loads the weights, and scores all requests."""
     from megajax.evaluate.results import PartialScores
     from megajax.evaluate.tasks import make_task
+    from megajax.interop.output_file import OutputFile
     from megajax.runtime.exchange import require_same
     from megajax.runtime.processes import is_first_process
 
@@ -61,14 +62,17 @@ def run_task(options: Options, source: Any) -> None:
     settings = describe_task(options, context) | describe_model(options, source, scorer)
     compared = ("data_sha256", "model", "tokenizer_hash", "precision", "device", "megajax", "jax")
     require_same("evaluate/settings", {f"the {name.replace('_', ' ')}": str(settings[name]) for name in compared})
-    partial = PartialScores(options.out, settings) if options.out and is_first_process() else None
+    output = OutputFile(options.out) if options.out and is_first_process() else None
+    partial = PartialScores(output.path, settings) if output else None
     start = time.perf_counter()
     try:
         scores = score_all(scorer, source, task.requests, partial)
         seconds = time.perf_counter() - start
         if not is_first_process():
             return
-        report(options, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds})
+        report(
+            options, output, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds}
+        )
         if partial:
             partial.remove()
     finally:
@@ -85,21 +89,22 @@ def run_harness(options: Options, source: Any) -> None:
     try:
         from megajax.evaluate.harness import HarnessModel
         from megajax.evaluate.harness_tasks import load_tasks, run_tasks
-        from megajax.evaluate.results import check_output
     except ImportError as error:
         raise ConfigError(
             f"--harness needs lm-eval ({one_line(str(error))}): run pip install 'megajax[eval]'."
         ) from None
+    from megajax.interop.output_file import OutputFile
+
     loaded = load_tasks(options.harness, options.include_path)
-    if options.out:
-        check_output(options.out)
+    output = OutputFile(options.out) if options.out else None
     scorer = open_scorer(options, source)
     start = time.perf_counter()
     model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
     results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit)
     settings = {"harness": options.harness, **chosen, **describe_model(options, source, scorer)}
     counts = {"truncated": model.truncated}
-    report(options, {**results, "counts": counts, "settings": settings, "seconds": time.perf_counter() - start})
+    seconds = time.perf_counter() - start
+    report(options, output, {**results, "counts": counts, "settings": settings, "seconds": seconds})
 
 
 def open_scorer(options: Options, source: Any) -> Any:
@@ -209,14 +214,15 @@ def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-def report(options: Options, results: dict[str, Any]) -> None:
-    """Prints the results, or writes them to --out and prints the numbers in a line for each task."""
-    from megajax.evaluate.results import describe_numbers, write_results
+def report(options: Options, output: Any, results: dict[str, Any]) -> None:
+    """Prints the results, or writes them to the `OutputFile` of --out and prints the numbers in a line for each task."""
+    from megajax.evaluate.results import describe_numbers
 
-    if not options.out:
-        print(json.dumps(results, indent=2, ensure_ascii=False))
+    text = json.dumps(results, indent=2, ensure_ascii=False)
+    if not output:
+        print(text)
         return
-    write_results(options.out, results)
+    output.write(text + "\n")
     counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results["counts"].items())
     tasks = results["tasks"] if options.harness else {options.task: results}
     for name, of_task in tasks.items():

@@ -22,13 +22,13 @@ from megajax.data.tokenizers import Tokenizer
 from megajax.evaluate.scorer import Request, Score, Scorer
 from megajax.evaluate.special_tokens import read_special_tokens
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.generate.options import MOST_TOGETHER
 from megajax.generate.text import Ending, Sample, Speed, continue_prompts
 from megajax.schedules.errors import shown
 
 __all__ = ["HarnessModel", "Generation", "read_generation"]
 
 Tree = Any
-MOST_TOGETHER = 64  # texts
 USUAL_NEW_TOKENS = 256  # lm-eval's
 NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
 

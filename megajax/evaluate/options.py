@@ -7,7 +7,7 @@ from typing import Any
 
 from megajax.config import ConfigError, LaunchConfig, option
 from megajax.config.evaluate import BATCH, STRIDE, TASKS
-from megajax.config.options import Parser, add_options, describe_unknown, option_names
+from megajax.config.options import Parser, add_options, option_names, read_words
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
 from megajax.schedules.arguments import plain_text, whole
 
@@ -76,11 +76,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     Raises:
       ConfigError: an option does not exist or cannot be read, or options contradict each other.
     """
-    parser = _parser()
-    values, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise ConfigError(describe_unknown(unknown[0], parser))
-    given = vars(values)
+    given = read_words(_parser(), arguments)
     given["harness"] = tuple(filter(None, (given["harness"] or "").split(",")))
     _check_task(given)
     check_model_options(given)

@@ -1,19 +1,19 @@
-"""The files of an evaluation: the results, and the scores of a run that has not ended, which the next one resumes from."""
+"""The scores of an evaluation that has not ended, in a file that the next one resumes from."""
 
 import contextlib
 import hashlib
 import json
 import math
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
 from megajax.evaluate.scorer import Batch, Score
+from megajax.interop.output_file import unwritable
 from megajax.schedules.errors import shown
 
-__all__ = ["PartialScores", "check_output", "describe_numbers", "fingerprint", "write_results"]
+__all__ = ["PartialScores", "describe_numbers", "fingerprint"]
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -37,21 +37,18 @@ class PartialScores:
       done: scores by number of the request.
     """
 
-    def __init__(self, out: str, settings: Mapping[str, Any]):
+    def __init__(self, out: pathlib.Path, settings: Mapping[str, Any]):
         """Opens the file, or creates it.
 
         Raises:
           ConfigError: it cannot be written, or is of other settings.
         """
-        self.out, self.settings = pathlib.Path(out), settings
-        self.path = self.out.with_name(self.out.name + ".partial")
+        self.settings, self.path = settings, out.with_name(out.name + ".partial")
         self.done: dict[int, Score] = {}
         try:
-            if self.out.is_dir():
-                raise IsADirectoryError(21, "Is a directory")
             self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by `close`)
         except (OSError, ValueError) as error:
-            raise _unwritable(self.out, error) from None
+            raise unwritable(self.path, error) from None
         self._read()
 
     def _read(self) -> None:
@@ -86,10 +83,6 @@ class PartialScores:
             f"{shown(own.get(name))}: give --out another path, or remove that file to start again."
         )
 
-    def has(self, batch: Batch) -> bool:
-        """Whether all requests of a batch are done."""
-        return all(number in self.done for number in batch.numbers)
-
     def add(self, batch: Batch, scores: list[Score]) -> None:
         """Appends the scores of a batch.
 
@@ -104,7 +97,7 @@ class PartialScores:
             self._file.write(json.dumps(row).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            raise _unwritable(self.path, error) from None
+            raise unwritable(self.path, error) from None
 
     def close(self) -> None:
         """Closes the file; removes it if it has no scores."""
@@ -117,36 +110,3 @@ class PartialScores:
         """Deletes the file: the results are written."""
         self.done.clear()
         self.close()
-
-
-def check_output(path: str) -> None:
-    """Raises ConfigError, before the work, if `write_results` could not write there; leaves nothing behind."""
-    target = pathlib.Path(path)
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        unfinished = target.with_name(target.name + ".unfinished")
-        unfinished.write_text("")
-        unfinished.unlink()
-    except (OSError, ValueError) as error:
-        raise _unwritable(target, error) from None
-
-
-def write_results(path: str, results: Mapping[str, Any]) -> None:
-    """Writes a JSON file, which appears complete or not at all.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
-    target = pathlib.Path(path)
-    unfinished = target.with_name(target.name + ".unfinished")
-    try:
-        unfinished.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, target)
-    except (OSError, ValueError) as error:
-        raise _unwritable(target, error) from None
-
-
-def _unwritable(path: pathlib.Path, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(f"cannot write {path}: {reason}; give --out the path of a file.")

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
-from megajax.generate.options import Options, read_options
+from megajax.generate.options import MOST_TOGETHER, Options, read_options
 from megajax.interop.source_options import usual_precision
 from megajax.schedules.errors import exit_code
-
-MOST_TOGETHER = 64  # prompts, by default
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +30,8 @@ def run_connected(options: Options) -> None:
     All of them have the same prompts, and read the same new tokens from their devices. So without further exchange
     each knows which texts have ended, and which prompts are next.
     """
-    from megajax.generate.prompts import OutputFile, read_prompts
+    from megajax.generate.prompts import read_prompts
+    from megajax.interop.output_file import OutputFile
     from megajax.interop.weight_source import open_source
     from megajax.runtime.exchange import broadcast
     from megajax.runtime.processes import is_first_process
@@ -50,7 +49,7 @@ def run_connected(options: Options) -> None:
             for (_, row), one in zip(rows, samples, strict=True)
         ]
         if output:
-            output.write(results)
+            output.write("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
         else:
             print("\n\n".join(result["prompt"] + result["text"] for result in results))
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megajax.config import ConfigError, LaunchConfig, option
-from megajax.config.options import Parser, add_options, describe_unknown, option_names
+from megajax.config.options import Parser, add_options, option_names, read_words
 from megajax.config.sample import SampleConfig
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
 from megajax.schedules.arguments import number, plain_text, whole
@@ -20,6 +20,8 @@ A model that needs several hosts: the same command in every process, under srun 
 --coordinator HOST:PORT --processes N --process-id I. Process 0 reads the prompts and writes the texts.
 
 Exit codes: 0; 2 wrong options, or prompts that the model cannot take; 3 another process ended the run; 130 Ctrl-C."""
+
+MOST_TOGETHER = 64  # prompts, by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +70,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     Raises:
       ConfigError: an option does not exist or cannot be read, or options contradict each other.
     """
-    parser = _parser()
-    values, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise ConfigError(describe_unknown(unknown[0], parser))
-    given = vars(values)
+    given = read_words(_parser(), arguments)
     sources = [name for name in ("prompt", "prompts", "interactive") if given[name]]
     if len(sources) != 1:
         problem = f"--{sources[0]} and --{sources[1]} are both given" if sources else "there is nothing to continue"

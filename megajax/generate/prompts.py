@@ -1,14 +1,12 @@
-"""Files of prompts and of texts: JSON Lines, one object for each prompt."""
+"""Files of prompts: JSON Lines, one object for each prompt."""
 
 import json
-import os
 import pathlib
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megajax.config import ConfigError
 
-__all__ = ["OutputFile", "read_prompts"]
+__all__ = ["read_prompts"]
 
 FORMAT = 'one JSON object a line, {"prompt": TEXT}'
 
@@ -41,38 +39,3 @@ def _read_line(place: str, line: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise ConfigError(f'{place} has no text called "prompt": write {FORMAT}.')
     return row
-
-
-class OutputFile:
-    """A file that appears complete or not at all."""
-
-    def __init__(self, path: str):
-        """Creates and deletes the unfinished file beside it, so that a wrong path is found before the work.
-
-        Raises:
-          ConfigError: it cannot be written.
-        """
-        self.path = pathlib.Path(path)
-        self.unfinished = self.path.with_name(self.path.name + ".unfinished")
-        try:
-            if self.path.is_dir():
-                raise IsADirectoryError(21, "Is a directory")
-            self.unfinished.write_text("")
-            self.unfinished.unlink()
-        except (OSError, ValueError) as error:
-            raise self._problem(error) from error
-
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one object a line, and renames the file to its name."""
-        try:
-            with self.unfinished.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            os.replace(self.unfinished, self.path)
-        except OSError as error:
-            raise self._problem(error) from error
-        finally:
-            self.unfinished.unlink(missing_ok=True)
-
-    def _problem(self, error: Exception) -> ConfigError:
-        reason = getattr(error, "strerror", None) or error
-        return ConfigError(f"cannot write {self.path}: {reason}; give --out the path of a file.")

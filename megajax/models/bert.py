@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from megajax.config import BertConfig, ConfigError
+from megajax.config import BertConfig
 from megajax.models import remat
 from megajax.models.costs import Matmul, ModelCosts, Parameters, transformer_costs
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
@@ -110,8 +110,7 @@ class BertShared(nnx.Module):
 
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Sum of "weights" * cross entropy with "labels", and of "order_weights" * cross entropy with "swapped"; fp32."""
-        if not self.config.has_masked_lm:
-            raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
+        self.config.require_loss()
         states, ranks = self.head.states(y), self.context.vocabulary.ranks
         logits = self.head.logits(states, self.embedding)
         losses = cross_entropy(logits, microbatch["labels"], self.config.vocabulary, ranks)

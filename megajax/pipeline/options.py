@@ -95,6 +95,8 @@ def unrolls(run: RunConfig, attention: str) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a search repeats the call
 def _stashes_nothing(spec: ScheduleSpec, microbatches: int) -> bool:
+    if not spec.drains:  # PipeDream-2BW has a program of its own
+        return False
     return stashes_nothing(make_schedule(spec.name, stages=1, microbatches=microbatches, chunks=1))
 
 

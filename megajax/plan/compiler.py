@@ -25,7 +25,6 @@ from megajax.runtime.xla_flags import gpu_flags
 from megajax.schedules.registry import import_user_files
 
 __all__ = [
-    "MEGAJAX_TRAINING",
     "MISSING_PLUGIN",
     "CompilerError",
     "compile_for",
@@ -39,7 +38,6 @@ MISSING_PLUGIN = (
     "(that is jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, 223 MB)"
 )
 CHILD = "import sys; from megajax.plan.compiler import compile_in_child as f; f(sys.argv[1], sys.argv[2:])"
-MEGAJAX_TRAINING = "megajax.train.step.make_training"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -53,7 +51,11 @@ def has_compiler() -> bool:
 
 
 def compile_for(
-    run: RunConfig, gpu: Gpu, timeout: float = 900, training: str = MEGAJAX_TRAINING, training_flags: bool = True
+    run: RunConfig,
+    gpu: Gpu,
+    timeout: float = 900,
+    training: str = "megajax.train.step.make_training",
+    training_flags: bool = True,
 ) -> dict[str, Any]:
     """Compiles the step of `run` for a cluster of this GPU and reads the result.
 

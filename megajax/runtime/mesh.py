@@ -19,6 +19,10 @@ from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
 
 AXES = ("data", "pipe", "tensor")
+# The CPU devices of a process share a pool of threads, and a device that waits in a collective keeps one. A device can wait
+# in several at once: the send of a tick, and an all-reduce in a loop over blocks. By default the pool has a thread for each
+# device or core; then all of them can wait, and the device that they wait for never runs (jaxlib 0.12.0).
+THREADS_PER_CPU_DEVICE = 4
 
 
 def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
@@ -89,6 +93,7 @@ def _make_cpu_devices(count: int) -> bool:
     except RuntimeError:
         return False
     add_flags(CPU_FLAGS)
+    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * count))
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Experiment, Request, parse
-from megajax.config.options import Parser, describe_unknown, make_parser
+from megajax.config.options import Parser, make_parser, read_words
 from megajax.schedules.arguments import plain_text, split_command, whole
 
 DESCRIPTION = """Compares the training steps of two layouts, or of two versions of megajax, tensor by tensor.
@@ -131,14 +131,11 @@ def _layout(words: str, shared: Sequence[str], experiment: Any) -> Layout:
         raise ConfigError(f"{words!r} cannot be split into words: {error}.") from error
     if isinstance(experiment, Experiment):
         return Layout(words, parse([*shared, *own], experiment), None)
-    parser = make_parser("", {})
-    values, unknown = parser.parse_known_args([*shared, *own])
-    if unknown:
-        raise ConfigError(describe_unknown(unknown[0], parser))
+    values = read_words(make_parser("", {}), [*shared, *own])
     run = experiment.RUN
     parts = {"parallel": ParallelConfig, "train": TrainConfig}
     changed = {
-        part: {name: value for name, value in vars(values).items() if name in kind.__dataclass_fields__}
+        part: {name: value for name, value in values.items() if name in kind.__dataclass_fields__}
         for part, kind in parts.items()
     }
     changed["train"].setdefault("precision", "fp32")

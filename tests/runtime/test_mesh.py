@@ -12,10 +12,12 @@ from jax.sharding import AxisType
 from megajax.config import ConfigError, ParallelConfig
 from megajax.runtime.mesh import AXES, CPU_FLAGS, choose_devices, make_mesh, start_devices
 
+VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC")
+
 
 def in_a_new_process(program: str, **environment: str) -> list[str]:
     """The words that `program` prints last, in a process where jax has not started and no variable is set for it."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, timeout=300
     )
@@ -35,6 +37,17 @@ def show(devices):
 def test_cpu_devices_are_made_with_their_flags():
     words = in_a_new_process(START + "show(start_devices('cpu:8'))")
     assert words == ["8", "cpu", "8", *CPU_FLAGS]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_there_are_threads_for_devices_that_wait_in_several_collectives():
+    """With a thread for each device, a step of data 2 x pipe 2 x tensor 2 can wait for ever (see `runtime.mesh`)."""
+    count = "print(len(os.listdir('/proc/self/task')))"
+    before, after = (
+        int(in_a_new_process(START + f"start_devices('cpu:8'); {count}", **environment)[0])
+        for environment in ({"PJRT_NPROC": "8"}, {})
+    )
+    assert after >= before + 24
 
 
 def test_the_users_xla_flags_are_kept():
