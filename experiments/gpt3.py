@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.config import PRESETS
-from megajax.config.cli import Experiment
+from megajax.config.cli import Experiment, Request
 from megajax.config.presets import ALIASES, BERTS
 from megajax.config.released import RELEASED
 from megajax.config.sample import SampleConfig
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None, experiment: Experiment = EXPERI
       arguments: the words of the command line; the process's own if None.
       experiment: its default configuration.
     """
-    return command.main(experiment, arguments, text_sampler)
+    return command.main(experiment, arguments, text_sampler, task_evaluations)
 
 
 def text_sampler(trainer: Any, sample: SampleConfig) -> Any:
@@ -187,6 +187,15 @@ def text_sampler(trainer: Any, sample: SampleConfig) -> Any:
     from megajax.generate.after_training import TextSample
 
     return TextSample(trainer, sample)
+
+
+def task_evaluations(trainer: Any, request: Request) -> list[Any]:
+    """The task of --evaluate-every; imported late likewise."""
+    if request.evaluate is None:
+        return []
+    from megajax.evaluate.during_training import TaskEvaluation
+
+    return [TaskEvaluation(trainer, request.evaluate)]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ leaf that is sharded, and the extra memory on a device is its shard of one leaf.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,11 @@ class StateLayout:
     where: StageLayers
 
 
-def named(tree: Tree) -> dict[str, Any]:
-    """The leaves by name, in the tree's order."""
-    leaves = jax.tree.leaves_with_path(tree)
-    names = {_name(path): leaf for path, leaf in leaves}
+def named(tree: Tree, only: Container[str] | None = None) -> dict[str, Any]:
+    """The leaves by name, in the tree's order; `only`: those of these names, if a tree has other leaves too."""
+    leaves = [(_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    leaves = [(name, leaf) for name, leaf in leaves if only is None or name in only]
+    names = dict(leaves)
     assert len(names) == len(leaves), "two leaves have one name"
     return names
 

@@ -92,8 +92,7 @@ class Checkpoints:
         if jax.process_index() == 0 and not self.directory.exists():
             messages.append(f"warning: {self.directory} has vanished, with the checkpoints in it, and is created again")
         start = time.time()
-        stored = layout.named(target.shapes)
-        leaves = {name: leaf for name, leaf in layout.named(state).items() if name in stored}
+        leaves = layout.named(state, only=layout.named(target.shapes))
         arrays = layout.to_canonical(leaves, target.where, into=self._arrays)
         device = next(iter(next(iter(leaves.values())).sharding.device_set))
         self._arrays = arrays if device.platform == "cpu" else None

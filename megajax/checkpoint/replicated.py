@@ -144,8 +144,7 @@ class ReplicatedState:
         """
         start = time.perf_counter()
         messages = self.wait()
-        stored = layout.named(target.shapes)
-        leaves = {name: leaf for name, leaf in layout.named(state).items() if name in stored}
+        leaves = layout.named(state, only=layout.named(target.shapes))
         self._arrays = layout.to_canonical(leaves, target.where, into=self._arrays)
         times = {"progress": dataclasses.asdict(progress), "time": time.time()}
         meta = self.meta | {"format": FORMAT, "run": self.hosts.run} | times

@@ -22,6 +22,7 @@ from megajax.config import (
     preset,
 )
 from megajax.config.compare import changed_options
+from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import check_fields, field_problem
 from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, option_names, read_words
 from megajax.config.sample import SampleConfig
@@ -106,6 +107,12 @@ class Request:
     temperature: float
     top_k: int | None
     top_p: float
+    evaluate_every: int | None
+    evaluate_task: str | None
+    evaluate_data: str | None
+    evaluate_window: int | None
+    evaluate_stride: int | None
+    evaluate_batch: int
 
     def mesh(self, device_count: int) -> dict[str, int]:
         """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
@@ -166,6 +173,12 @@ class Request:
         if self.new_tokens == 0:
             return None
         return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k, self.top_p)
+
+    @property
+    def evaluate(self) -> EvaluateConfig | None:
+        """The task that is evaluated during the training, or None."""
+        found = EvaluateConfig(**{name: getattr(self, name) for name in EvaluateConfig.__dataclass_fields__})
+        return found if found.evaluate_every is not None else None
 
     @property
     def others(self) -> dict[str, Any]:
@@ -237,8 +250,8 @@ def parse(
     other["imports"] = tuple(dict.fromkeys(other["imports"]))
     given = usual | passed
     output, launch = (config(**_fields(config, given)) for config in (OutputConfig, LaunchConfig))
-    sample = SampleConfig(**_fields(SampleConfig, other))
-    for config in (output, launch, sample):
+    sample, evaluate = (config(**_fields(config, other)) for config in (SampleConfig, EvaluateConfig))
+    for config in (output, launch, sample, evaluate):
         config.validate()
     given = _derive(given, passed, recipe)
     if is_schedule_file(given.get("schedule", "")):
@@ -274,7 +287,7 @@ def _fields(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_saved(saved: Mapping[str, Any], path: str) -> None:
     """Checks the values of a saved configuration by the rules of their fields."""
-    configs = (RunConfig, *SECTIONS.values(), SampleConfig)
+    configs = (RunConfig, *SECTIONS.values(), SampleConfig, EvaluateConfig)
     fields = {name: field for config in configs for name, field in config.__dataclass_fields__.items()}
     others = {
         "dry_shapes": fields["biases"],

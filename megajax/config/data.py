@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
+from megajax.config.validation_sets import validation_sets
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 BLEND = "PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ... (without weights: in proportion to size)"
@@ -24,7 +25,10 @@ class DataConfig:
         None, "indexed datasets to train on only, as --data-path", metavar="PREFIX", list_style="words"
     )
     valid_data_path: tuple[str, ...] | None = setting(
-        None, "indexed datasets to validate on only, as --data-path", metavar="PREFIX", list_style="words"
+        None,
+        "indexed datasets to validate on only, as --data-path; several sets: NAME=PREFIX ... NAME=PREFIX ...",
+        metavar="PREFIX",
+        list_style="words",
     )
     sft_data: tuple[str, ...] | None = setting(
         None,
@@ -33,7 +37,10 @@ class DataConfig:
         list_style="words",
     )
     valid_sft_data: tuple[str, ...] | None = setting(
-        None, "JSON lines to validate on, as --sft-data", metavar="FILE", list_style="words"
+        None,
+        "JSON lines to validate on, as --sft-data; several sets: NAME=FILE ... NAME=FILE ...",
+        metavar="FILE",
+        list_style="words",
     )
     chat_template: str | None = setting(
         None, "Jinja template of chats", metavar="FILE", shown_default="the one beside the tokenizer's file"
@@ -88,6 +95,8 @@ class DataConfig:
                 raise ConfigError(
                     f"{name} belongs to fine-tuning, and there is nothing to train on: pass --sft-data FILE."
                 )
+        for name, words in {"--valid-data-path": self.valid_data_path, "--valid-sft-data": self.valid_sft_data}.items():
+            validation_sets(words or (), name)
         if self.split is not None and not self.data_path:
             raise ConfigError(
                 "--split divides --data-path, which is not given: pass --data-path PREFIX, or omit --split."

@@ -26,6 +26,7 @@ from megajax.config import (
     near,
     option,
 )
+from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import metavar as metavar_of
 from megajax.config.sample import SampleConfig
 from megajax.schedules import arguments
@@ -93,17 +94,9 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
         default=False,
         help="print every parameter's shape, dtype, sharding and bytes per device, and exit; needs none of the devices",
     )
-    sample = parser.add_argument_group("text generated after the training")
     usual = {"prompt": "'The '", "new_tokens": f"{defaults.get('new_tokens', 0)}; 0 for models with a recipe"}
-    for field in dataclasses.fields(SampleConfig):
-        sample.add_argument(
-            option(field.name),
-            default=None if field.name == "new_tokens" else field.default,
-            type=str if field.type is str else _readers()[field.type],
-            metavar=metavar_of(field),
-            help=f"{field.metadata['help']} (default: "
-            f"{usual.get(field.name) or field.metadata['shown_default'] or field.default})",
-        )
+    _add_others(parser, SampleConfig, "text generated after the training", usual)
+    _add_others(parser, EvaluateConfig, "a task evaluated during the training", {})
     groups = {
         "data": DataConfig,
         "layout": ParallelConfig,
@@ -119,6 +112,23 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
             place = run if name in MOST_USED else group
             _add_field(place, config.__dataclass_fields__[name], issubclass(config, ModelConfig), defaults)
     return parser
+
+
+def _add_others(parser: argparse.ArgumentParser, config: type, title: str, usual: Mapping[str, str]) -> None:
+    """Adds an option for every field of a dataclass that is no part of a run's configuration; it has the field's default.
+
+    `usual`: defaults as the help prints them, where they are not the field's. That of new_tokens is the recipe's.
+    """
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(config):
+        group.add_argument(
+            option(field.name),
+            default=None if field.name == "new_tokens" else field.default,
+            type=str if field.type is str else _readers()[field.type],
+            metavar=metavar_of(field),
+            help=f"{field.metadata['help']} (default: "
+            f"{usual.get(field.name) or field.metadata['shown_default'] or field.default})",
+        )
 
 
 def add_options(parser: argparse.ArgumentParser, config: type, title: str) -> None:

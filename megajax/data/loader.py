@@ -131,6 +131,11 @@ class Loader:
         """(microbatches including padding, samples per microbatch)."""
         return self.padded_microbatches, self.global_batch_size // self.microbatches
 
+    @property
+    def batches_of_an_epoch(self) -> int:
+        """Batches of samples that are read once: whole batches, but at least one."""
+        return max(1, self.samples.count // self.global_batch_size)
+
     def numbers(self, consumed_samples: int) -> np.ndarray:
         """Sample numbers of the batch that starts at `consumed_samples`, int64 [microbatches, samples]; PADDING is last."""
         numbers = np.full(self.batch_shape, PADDING)

@@ -75,6 +75,11 @@ class PackedSamples:
 class PackedLoader(Loader):
     """A `Loader` of packed rows."""
 
+    @property
+    def batches_of_an_epoch(self) -> int:
+        """Batches with every row once; the rows that fill up the last one are empty if the samples have no seed."""
+        return -(-self.samples.count // self.global_batch_size)
+
     def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Rows by their numbers in the run, int [rows]: the arrays of `PackedSamples.row` as [rows, s], and "sample"."""
         found = [self.samples.row(0 if number == PADDING else int(number)) for number in numbers]

@@ -5,6 +5,7 @@ from typing import Any
 
 from megajax.config import BertConfig, ConfigError, DataConfig, RunConfig, option
 from megajax.config.data import DEFAULT_SPLIT
+from megajax.config.validation_sets import DEFAULT_SET, validation_sets
 from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
 from megajax.data.bert_text import BertTextSamples
 from megajax.data.blending import Blend, BlendedSamples, gpt_samples, split_bounds
@@ -24,8 +25,8 @@ def make_samples(
     training: int,
     validation: int,
     masking: Masking | None = None,
-) -> tuple[Any, Any]:
-    """The training and the validation samples; the second is None if `validation` is 0.
+) -> tuple[Any, dict[str, Any]]:
+    """The training samples, and those of each validation set by its name: none if `validation` is 0.
 
     Args:
       data: validated options.
@@ -33,7 +34,7 @@ def make_samples(
       sequence_length: input tokens of a sample.
       seed: seed of the order of the samples.
       training: number of samples of the run.
-      validation: number of samples of one validation.
+      validation: number of samples of one validation, of each set.
       masking: of BERT's samples; None: the samples are GPT's.
 
     Raises:
@@ -44,10 +45,10 @@ def make_samples(
         texts = split_documents(load_documents(data.text))
         if masking is not None:
             settings = (tokenizer, sequence_length, seed, masking)
-            valid = BertTextSamples(texts[1], *settings) if validation else None
+            valid = {DEFAULT_SET: BertTextSamples(texts[1], *settings)} if validation else {}
             return BertTextSamples(texts[0], *settings), valid
         parts = [tokenise(documents, tokenizer) for documents in texts]
-        valid = TokenSamples(parts[1], sequence_length, None) if validation else None
+        valid = {DEFAULT_SET: TokenSamples(parts[1], sequence_length, None)} if validation else {}
         return TokenSamples(parts[0], sequence_length, seed), valid
     settings = (sequence_length, seed, data.data_cache, make)
     if data.train_data_path:
@@ -55,7 +56,8 @@ def make_samples(
             raise ConfigError(
                 "--train-data-path has no validation data: pass --valid-data-path PREFIX, or --validation-batches 0"
             )
-        valid = Blend.parse(data.valid_data_path).whole(validation, *settings) if validation else None
+        sets = validation_sets(data.valid_data_path, "--valid-data-path") if validation else {}
+        valid = {name: Blend.parse(words).whole(validation, *settings) for name, words in sets.items()}
         return Blend.parse(data.train_data_path).whole(max(1, training), *settings), valid
     split = data.split or DEFAULT_SPLIT
     bounds = split_bounds(split)
@@ -64,12 +66,12 @@ def make_samples(
             remedy = " or --validation-batches 0" * (name == "validation")
             raise ConfigError(f"--split {split} has no share for {name}: pass another split{remedy}")
     blend = Blend.parse(data.data_path)
-    valid = blend.samples(bounds[1], validation, *settings) if validation else None
+    valid = {DEFAULT_SET: blend.samples(bounds[1], validation, *settings)} if validation else {}
     return blend.samples(bounds[0], max(1, training), *settings), valid
 
 
-def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
-    """Loaders of the training and the validation batches of a run. Without validation batches the second is unused.
+def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[str, Loader]]:
+    """Loaders of a run's training batches, and of the validation batches of each set by its name.
 
     Raises:
       ConfigError: see `make_samples`; or a blend by size, which is not repeated, has too few samples.
@@ -82,16 +84,17 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
     training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts, masking)
     if not isinstance(training, TokenSamples | BertTextSamples):  # they are repeated
         check_number(max(0, needed - 1), training.count)
-    if isinstance(validation, BlendedSamples) and validation.count < train.global_batch_size:
-        raise ConfigError(
-            f"validation has {validation.count} samples, fewer than a batch of {train.global_batch_size}: pass more "
-            "validation data, weights in --data-path or --valid-data-path, or a smaller --global-batch-size"
-        )
+    for name, samples in validation.items():
+        if isinstance(samples, BlendedSamples) and samples.count < train.global_batch_size:
+            raise ConfigError(
+                f"{name} has {samples.count} samples, fewer than a batch of {train.global_batch_size}: pass more "
+                "validation data, weights in --data-path or --valid-data-path, or a smaller --global-batch-size"
+            )
     switches = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     boundaries = Boundaries(tokenizer.end_of_document, *switches) if any(switches) else None
     rest = (train.global_batch_size, run.microbatches, boundaries, run.model.vocabulary)
     kind = Loader if masking is None else BertLoader
-    return kind(training, *rest), kind(validation or training, *rest)
+    return kind(training, *rest), {name: kind(samples, *rest) for name, samples in validation.items()}
 
 
 def _masking(run: RunConfig) -> Masking | None:
@@ -133,15 +136,15 @@ def packed_samples(
     return PackedSamples(found, sequence_length, seed, tokenizer.end_of_document)
 
 
-def _packed_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, Loader]:
+def _packed_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[str, Loader]]:
     train, data, length = run.train, run.data, run.model.sequence_length
     if train.validation_batches and not data.valid_sft_data:
         raise ConfigError("--sft-data has no validation data: pass --valid-sft-data FILE, or --validation-batches 0")
     rest = (train.global_batch_size, run.microbatches, None, run.model.vocabulary)
     training = PackedLoader(packed_samples(data, data.sft_data or (), tokenizer, length, train.seed), *rest)
-    if not train.validation_batches:
-        return training, training
-    return training, PackedLoader(packed_samples(data, data.valid_sft_data or (), tokenizer, length, None), *rest)
+    sets = validation_sets(data.valid_sft_data or (), "--valid-sft-data") if train.validation_batches else {}
+    loader = lambda files: PackedLoader(packed_samples(data, files, tokenizer, length, None), *rest)  # noqa: E731
+    return training, {name: loader(files) for name, files in sets.items()}
 
 
 def describe(samples: Samples, needed: int) -> list[str]:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import pathlib
 import sys
 import time
@@ -12,39 +11,65 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
-from megajax.evaluate.options import STRIDE, Options, read_options
+from megajax.evaluate.options import Options, read_options
 from megajax.interop.source_options import usual_precision
 from megajax.schedules.errors import exit_code, one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 for a user's mistake."""
+    """Runs the command; returns the process's exit code (see `options.DESCRIPTION`)."""
     return exit_code(lambda: run(read_options(arguments)), "stopped; a --task with --out resumes by the same command")
 
 
-def run(options: Options) -> None:
-    """Runs the task, or those of lm-evaluation-harness, and writes or prints the results."""
-    from megajax.interop.weight_source import open_source
+def run(options: Options) -> int:
+    """Connects the processes, runs the task or those of lm-evaluation-harness, and writes or prints the results."""
+    from megajax.runtime.processes import run_together
 
+    return run_together(options.launch, lambda count, watchdog: run_connected(options, count))
+
+
+def run_connected(options: Options, processes: int) -> None:
+    """Runs the task, or those of lm-evaluation-harness; every process calls it.
+
+    All of them read the data, and the scores from their devices; process 0 alone writes and prints.
+
+    Raises:
+      ConfigError: the processes have other options, or lm-evaluation-harness is to run in several.
+    """
+    from megajax.interop.weight_source import open_source
+    from megajax.runtime.exchange import broadcast, require_same
+
+    if options.harness and processes > 1:
+        raise ConfigError(f"--harness runs in one process, and there are {processes}: start one, or pass --task.")
+    require_same("evaluate/options", options.of_all_processes)
     source = open_source(options.run_dir, options.hf, options.step)
     (run_harness if options.harness else run_task)(options, source)
+    broadcast("evaluate/written", str)  # the others do not end before the results are written
 
 
 def run_task(options: Options, source: Any) -> None:
     """Reads the data, loads the weights, and scores all requests."""
     from megajax.evaluate.results import PartialScores
+    from megajax.evaluate.tasks import make_task
     from megajax.interop.output_file import OutputFile
+    from megajax.runtime.exchange import require_same
+    from megajax.runtime.processes import is_first_process
 
     context = source.run("fp32").model.sequence_length
-    task = make_task(options, source.tokenizer, context)
-    scorer = make_scorer(options, source)
+    sizes = {name: getattr(options, name) for name in ("window", "stride", "last_token")}
+    task = make_task(options.task, options.data, source.tokenizer, context, **sizes)
+    scorer = open_scorer(options, source)
     settings = describe_task(options, context) | describe_model(options, source, scorer)
-    output = OutputFile(options.out) if options.out else None
+    compared = ("data_sha256", "model", "tokenizer_hash", "precision", "device", "megajax", "jax")
+    require_same("evaluate/settings", {f"the {name.replace('_', ' ')}": str(settings[name]) for name in compared})
+    output = OutputFile(options.out) if options.out and is_first_process() else None
     partial = PartialScores(output.path, settings) if output else None
     start = time.perf_counter()
     try:
         scores = score_all(scorer, source, task.requests, partial)
         seconds = time.perf_counter() - start
+        if not is_first_process():
+            return
         report(
             options, output, {**task.results(scores), "counts": task.counts, "settings": settings, "seconds": seconds}
         )
@@ -72,7 +97,7 @@ def run_harness(options: Options, source: Any) -> None:
 
     loaded = load_tasks(options.harness, options.include_path)
     output = OutputFile(options.out) if options.out else None
-    scorer = make_scorer(options, source)
+    scorer = open_scorer(options, source)
     start = time.perf_counter()
     model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
     results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit)
@@ -82,39 +107,13 @@ def run_harness(options: Options, source: Any) -> None:
     report(options, output, {**results, "counts": counts, "settings": settings, "seconds": seconds})
 
 
-def make_task(options: Options, tokenizer: Any, context: int) -> Any:
-    """The task, with its requests for a model of `context` tokens.
-
-    Raises:
-      ConfigError: the windows do not fit, or the file cannot be used.
-    """
-    from megajax.evaluate.tasks import Lambada, Perplexity
-
-    if options.task == "lambada":
-        return Lambada(options.data, tokenizer, context, strict=not options.last_token)
-    window, stride = sizes_of_windows(options, context)
-    if window > context:
-        raise ConfigError(f"--window {window} is longer than the model's context: pass at most --window {context}.")
-    if stride > window:
-        raise ConfigError(
-            f"--stride {stride} skips tokens between windows of {window}: pass at most --stride {window}."
-        )
-    return Perplexity(options.task, options.data, tokenizer, window, stride)
-
-
-def sizes_of_windows(options: Options, context: int) -> tuple[int, int]:
-    """Window and stride in tokens, with their defaults."""
-    window = context if options.window is None else options.window
-    return window, min(STRIDE, window) if options.stride is None else options.stride
-
-
-def make_scorer(options: Options, source: Any) -> Any:
+def open_scorer(options: Options, source: Any) -> Any:
     """The programs on the command line's mesh.
 
     Raises:
       ConfigError: there are too few devices, or the model cannot be split as the mesh requires.
     """
-    from megajax.evaluate.scorer import Scorer, evaluation_run
+    from megajax.evaluate.scorer import evaluation_run, make_scorer
     from megajax.runtime.mesh import choose_devices, make_mesh
 
     parallel = ParallelConfig(
@@ -129,12 +128,14 @@ def make_scorer(options: Options, source: Any) -> Any:
     precision = options.precision or usual_precision(devices[0].platform)
     config = evaluation_run(source.run(precision), parallel)
     config.validate()
-    return Scorer(config, make_mesh(config.parallel, devices), options.batch)
+    return make_scorer(config, make_mesh(config.parallel, devices), options.batch)
 
 
 def describe_task(options: Options, context: int) -> dict[str, Any]:
     """The task's part of the settings, of a model of `context` tokens."""
-    window, stride = sizes_of_windows(options, context)
+    from megajax.evaluate.tasks import window_sizes
+
+    window, stride = window_sizes(options.window, options.stride, context)
     sizes = {"window": window, "stride": stride}
     target = {"target": "last token" if options.last_token else "last word"}
     data = pathlib.Path(options.data or "")
@@ -172,16 +173,19 @@ def describe_model(options: Options, source: Any, scorer: Any) -> dict[str, Any]
 
 
 def score_all(scorer: Any, source: Any, requests: Sequence[Any], partial: Any) -> list[Any]:
-    """The scores of all requests, in their order.
+    """The scores of all requests, in their order; on other processes than the first, None for those that were resumed.
 
     Args:
       scorer, source: programs and weights.
       requests: of the task.
       partial: the `PartialScores` to resume from and to append to; None: no file.
     """
+    from megajax.runtime.exchange import broadcast
+
     batches = scorer.plan(requests)
     scores = dict(partial.done) if partial else {}
-    left = [batch for batch in batches if not set(batch.numbers) <= scores.keys()]
+    missing = [number for number, batch in enumerate(batches) if not set(batch.numbers) <= scores.keys()]
+    left = [batches[number] for number in json.loads(broadcast("evaluate/left", lambda: json.dumps(missing)))]
     if scores:
         print(f"resumed: {len(scores):,} of {len(requests):,} samples were scored before", file=sys.stderr)
     if left:
@@ -192,16 +196,18 @@ def score_all(scorer: Any, source: Any, requests: Sequence[Any], partial: Any) -
                 if partial:
                     partial.add(batch, found)
                 advance(len(found))
-    return [scores[number] for number in range(len(requests))]
+    return [scores.get(number) for number in range(len(requests))]
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, if that is a terminal; yields a function that advances it by a number of samples."""
+    """A bar on process 0's standard error, if a terminal; yields a function that advances it by a number of samples."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    from megajax.runtime.processes import is_first_process
+
+    console = Console(stderr=True, quiet=not is_first_process())
     columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total, completed=done)
@@ -210,6 +216,8 @@ def progress_bar(total: int, done: int) -> Iterator[Callable[[int], None]]:
 
 def report(options: Options, output: Any, results: dict[str, Any]) -> None:
     """Prints the results, or writes them to the `OutputFile` of --out and prints the numbers in a line for each task."""
+    from megajax.evaluate.results import describe_numbers
+
     text = json.dumps(results, indent=2, ensure_ascii=False)
     if not output:
         print(text)
@@ -218,9 +226,7 @@ def report(options: Options, output: Any, results: dict[str, Any]) -> None:
     counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results["counts"].items())
     tasks = results["tasks"] if options.harness else {options.task: results}
     for name, of_task in tasks.items():
-        numbers = {key: value for key, value in of_task.items() if isinstance(value, int | float) and key != "seconds"}
-        shown = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items() if math.isfinite(value))
-        print(f"{name}: {shown} ({counts}; {results['seconds']:.1f} s)")
+        print(f"{name}: {describe_numbers(of_task)} ({counts}; {results['seconds']:.1f} s)")
 
 
 if __name__ == "__main__":

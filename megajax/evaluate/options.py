@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import ConfigError, option
-from megajax.config.options import Parser, read_words
+from megajax.config import ConfigError, LaunchConfig, option
+from megajax.config.evaluate import BATCH, STRIDE, TASKS
+from megajax.config.options import Parser, add_options, option_names, read_words
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
 from megajax.schedules.arguments import plain_text, whole
 
@@ -16,11 +17,11 @@ python -m megajax.evaluate --task wikitext103 --data wiki.test.tokens --run-dir 
 python -m megajax.evaluate --task lambada --data lambada_test.jsonl --hf SmolLM2-135M --pipe 2 --tensor 3
 python -m megajax.evaluate --harness my_task,other --include-path tasks --hf SmolLM2-135M
 
-The same command resumes a --task that was killed, if it has --out.
-Exit codes: 0; 2 wrong options, or data that the model cannot take."""
-TASKS = ("wikitext103", "ptb", "lambada")
-STRIDE = 32
-BATCH = 8
+The same command resumes a --task that was killed, if it has --out. A model that needs several hosts: the same command in
+every process, under srun or mpirun, or with --coordinator HOST:PORT --processes N --process-id I. All of them read the
+data; process 0 writes the results.
+
+Exit codes: 0; 2 wrong options, or data that the model cannot take; 3 another process ended the run; 130 Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Options:
       include_path: directory of more of them.
       limit: most documents of each.
       replicas: data-parallel.
+      launch: the processes.
     """
 
     run_dir: str | None
@@ -59,6 +61,13 @@ class Options:
     tensor: int
     zero: int
     devices: str | None
+    launch: LaunchConfig
+
+    @property
+    def of_all_processes(self) -> dict[str, str]:
+        """What must be the same in every process, by option. Paths may differ."""
+        own = {"run_dir", "hf", "data", "include_path", "out", "devices", "launch"}
+        return {option(name): repr(value) for name, value in vars(self).items() if name not in own}
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
@@ -71,7 +80,9 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     given["harness"] = tuple(filter(None, (given["harness"] or "").split(",")))
     _check_task(given)
     check_model_options(given)
-    return Options(**given)
+    launch = LaunchConfig(**{name: given.pop(name) for name in option_names(LaunchConfig) if name in given})
+    launch.validate()
+    return Options(launch=launch, **given)
 
 
 def _check_task(given: dict[str, Any]) -> None:
@@ -140,4 +151,5 @@ def _parser() -> argparse.ArgumentParser:
     layout.add_argument(
         "--batch", type=whole(), default=BATCH, help="most samples that a replica runs at once (default: %(default)s)"
     )
+    add_options(parser, LaunchConfig, "several processes")
     return parser

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,18 @@ from megajax.evaluate.scorer import Batch, Score
 from megajax.interop.output_file import unwritable
 from megajax.schedules.errors import shown
 
-__all__ = ["PartialScores", "fingerprint"]
+__all__ = ["PartialScores", "describe_numbers", "fingerprint"]
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """Sixteen hex digits of all settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe_numbers(results: Mapping[str, Any]) -> str:
+    """The finite numbers of a task's results: "perplexity 21.5, loss 3.07"."""
+    numbers = {name: value for name, value in results.items() if isinstance(value, int | float) and name != "seconds"}
+    return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items() if math.isfinite(value))
 
 
 class PartialScores:

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.train.precision import cast, compute_dtype
-from megajax.train.step import make_training
+from megajax.train.step import Training, make_training
 
-__all__ = ["Batch", "Request", "Score", "Scorer", "evaluation_run"]
+__all__ = ["Batch", "Request", "Score", "Scorer", "evaluation_run", "make_scorer"]
 
 Tree = Any
 LENGTHS = tuple(sorted(2**power * part for power in range(5, 30) for part in (2, 3)))  # 64, 96, 128, 192, ...
+ARRAYS = {"tokens", "labels", "weights", "sample"}  # of a batch
 MICROBATCHES = 4  # for each pipeline rank: of p * (4 + 1) - 1 ticks p - 1 are the bubble
 
 
@@ -94,19 +95,29 @@ class Scorer:
     """Scores requests on a mesh.
 
     Attributes:
-      run: as `evaluation_run` returns it.
+      run: of the model and its layout.
+      training: the forward pass.
       samples: most samples that a replica runs at once.
     """
 
-    def __init__(self, run: RunConfig, mesh: Mesh, samples: int = 8):
+    def __init__(self, training: Training, samples: int = 8):
         """Builds the program; it is compiled for each shape of a batch.
 
+        Args:
+          training: of a run that trains, on whose parameters `score` then works as they are, or of `make_scorer`.
+          samples: most samples that a replica runs at once.
+
         Raises:
-          ConfigError: the model has no logits.
+          ConfigError: the model has no logits, or reads more than tokens.
         """
-        self.run, self.samples = run, samples
-        self.training = make_training(run, mesh)
-        assert self.training.model.vocabulary > 0  # raises for a model without logits
+        self.run, self.training, self.samples = training.run, training, samples
+        mesh = training.mesh
+        assert training.model.vocabulary > 0  # raises for a model without logits
+        if more := training.model.batch_shapes().keys() - ARRAYS:
+            raise ConfigError(
+                f"{type(training.model).__name__} reads {min(more)} besides tokens, so a text alone cannot be scored: "
+                "evaluate a GPT or Llama."
+            )
         shardings = (self.training.params_sharding, self.training.batch_sharding)
         self._score = jax.jit(self._scores, in_shardings=shardings, out_shardings=NamedSharding(mesh, P()))
 
@@ -162,7 +173,7 @@ class Scorer:
         """The scores of each batch's requests; a batch runs while the scores of the one before it are read.
 
         Args:
-          weights: of `weights`.
+          weights: of `weights`, or a training's parameters.
           requests: all of them.
           batches: of `plan`, all or some.
         """
@@ -206,6 +217,11 @@ class Scorer:
             return split.sum(2).reshape(len(rows), -1)
 
         return jax.tree.map(over_context, self.training.forward(functions, collect, params, batch))
+
+
+def make_scorer(run: RunConfig, mesh: Mesh, samples: int = 8) -> Scorer:
+    """The scorer of a run that does not train, as `evaluation_run` returns it, on its mesh."""
+    return Scorer(make_training(run, mesh), samples)
 
 
 def _read(batch: Batch, running: Tree) -> list[Score]:

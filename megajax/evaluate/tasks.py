@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.config.evaluate import STRIDE
 from megajax.data.text import documents_of, kind_of, read_blocks
 from megajax.data.tokenizers import Tokenizer
 from megajax.evaluate.detokenize import DETOKENIZERS
 from megajax.evaluate.scorer import Request, Score
 
-__all__ = ["Lambada", "Perplexity", "Task", "perplexity", "windows"]
+__all__ = ["Lambada", "Perplexity", "Task", "make_task", "perplexity", "window_sizes", "windows"]
 
 
 class Task(Protocol):
@@ -33,6 +34,45 @@ class Task(Protocol):
 
     def results(self, scores: Sequence[Score]) -> dict[str, Any]:
         """The task's numbers, from the scores of all requests in their order."""
+
+
+def make_task(
+    name: str,
+    path: str,
+    tokenizer: Tokenizer,
+    context: int,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    last_token: bool = False,
+) -> Task:
+    """A task by its name, with its requests for a model of `context` tokens.
+
+    Args:
+      path: of its file.
+      tokenizer: the model's.
+      window, stride: of a perplexity; None: see `window_sizes`.
+      last_token: of LAMBADA.
+
+    Raises:
+      ConfigError: the windows do not fit, or the file cannot be used.
+    """
+    if name == "lambada":
+        return Lambada(path, tokenizer, context, strict=not last_token)
+    window, stride = window_sizes(window, stride, context)
+    if window > context:
+        raise ConfigError(f"--window {window} is longer than the model's context: pass at most --window {context}.")
+    if stride > window:
+        raise ConfigError(
+            f"--stride {stride} skips tokens between windows of {window}: pass at most --stride {window}."
+        )
+    return Perplexity(name, path, tokenizer, window, stride)
+
+
+def window_sizes(window: int | None, stride: int | None, context: int) -> tuple[int, int]:
+    """Window and stride in tokens, with their defaults."""
+    window = context if window is None else window
+    return window, min(STRIDE, window) if stride is None else stride
 
 
 def perplexity(loss: float) -> float | None:

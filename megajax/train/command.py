@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megajax.config import RunConfig
+from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
@@ -21,15 +21,23 @@ from megajax.schedules.errors import exit_code
 
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
 Sampler = Callable[[Any, SampleConfig], Callable[[Any], str]]
+# (trainer, the command line) before the training -> the `train.validation.Evaluation`s that run during it.
+Evaluator = Callable[[Any, Request], Sequence[Any]]
 
 
-def main(experiment: Experiment, arguments: Sequence[str] | None = None, sampler: Sampler | None = None) -> int:
+def main(
+    experiment: Experiment,
+    arguments: Sequence[str] | None = None,
+    sampler: Sampler | None = None,
+    evaluator: Evaluator | None = None,
+) -> int:
     """Runs an experiment; returns the process's exit code.
 
     Args:
       experiment: its default configuration.
       arguments: of the command line; None: the process's own.
       sampler: generates the text after the training; None: there is none.
+      evaluator: makes the evaluations during it, besides the validation; None: there are none.
     """
     heartbeat = Heartbeat(os.environ)
 
@@ -37,13 +45,21 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None, sampler
         request = parse(arguments, experiment)
         if request.dry_shapes:
             return print_shapes(request)
-        return train(request, heartbeat, experiment.importer, sampler)
+        if request.evaluate and evaluator is None:
+            raise ConfigError(
+                "--evaluate-every is not an option of this experiment, whose models write no text: omit it."
+            )
+        return train(request, heartbeat, experiment.importer, sampler, evaluator)
 
     return exit_code(run)
 
 
 def train(
-    request: Request, heartbeat: Heartbeat, importer: Importer | None = None, sampler: Sampler | None = None
+    request: Request,
+    heartbeat: Heartbeat,
+    importer: Importer | None = None,
+    sampler: Sampler | None = None,
+    evaluator: Evaluator | None = None,
 ) -> int:
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
     from megajax.runtime.processes import run_together
@@ -52,7 +68,7 @@ def train(
     started = time.monotonic()
 
     def work(count: int, watchdog: Any) -> None:
-        train_on_devices(request, count, watchdog, started, importer, sampler)
+        train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
 
     return run_together(request.launch, work, heartbeat, retried=(ReplicasDiffer,))
 
@@ -64,6 +80,7 @@ def train_on_devices(
     started: float,
     importer: Importer | None = None,
     sampler: Sampler | None = None,
+    evaluator: Evaluator | None = None,
 ) -> None:
     """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
     from megajax.checkpoint.libraries import prepare_process
@@ -76,7 +93,8 @@ def train_on_devices(
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
     trainer = Trainer(run, output=request.output, devices=devices, request=request)
     sample = sampler(trainer, request.sample) if sampler and request.sample else None
-    result = trainer.fit(watchdog, started, importer.params if importer else None)
+    evaluations = evaluator(trainer, request) if evaluator else ()
+    result = trainer.fit(watchdog, started, importer.params if importer else None, evaluations)
     if sample and not result.stopped:
         watchdog.suspend(run.train.steps)
         text = sample(result.state)

@@ -196,12 +196,14 @@ class RunLog:
         self._bar: Progress | None = None
         self._shown = 0.0
         self._first: int | None = None
+        self._incomplete: Mapping[str, float | None] | None = None  # a record that evaluations will add to
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, *exception) -> None:
         self._stop_bar()
+        self.complete({})  # an error may have come first
         if self._drops:
             self.message(f"warning: records dropped: {self._dropped()}")
         for file in self._files:
@@ -238,11 +240,11 @@ class RunLog:
         else:
             self.message(f"compiling {program}")
 
-    def step(self, record: Mapping[str, float]) -> None:
-        """Shows and writes one step's record."""
-        for sink in self._sinks:
-            sink.write(record)
-        self._report_drops()
+    def step(self, record: Mapping[str, float], incomplete: bool = False) -> None:
+        """Shows and writes one step's record; an `incomplete` one is written by `complete`."""
+        self._incomplete = record
+        if not incomplete:
+            self.complete({})
         self._shown = 0.0 if record["compiled"] else self._shown
         self._first = self._first or int(record["step"])
         is_due = record["step"] in (self._first, self.steps) or record["step"] % self.every == 0
@@ -256,6 +258,15 @@ class RunLog:
             self.message(f"warning: {text}")
         if record["step"] >= self.steps:
             self._stop_bar()
+
+    def complete(self, values: Mapping[str, float | None]) -> None:
+        """Writes the record that `step` has kept back, with the values of the evaluations after that step."""
+        if self._incomplete is None:
+            return
+        record, self._incomplete = {**self._incomplete, **values}, None
+        for sink in self._sinks:
+            sink.write(record)
+        self._report_drops()
 
     def _show(self, done: int, text: str) -> None:
         if self._bar is None:

@@ -15,11 +15,10 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.replicated import ReplicatedState
@@ -35,6 +34,7 @@ from megajax.train.logging import RunLog, SpikeDetector, Throughput, step_record
 from megajax.train.replica_check import Checks, ReplicasDiffer
 from megajax.train.run_directory import Profiler
 from megajax.train.step import Training, TrainState
+from megajax.train.validation import Evaluation, Validation
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event of a compiled program
 Batch = Mapping[str, Any]
@@ -49,7 +49,11 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainerHooks:
-    """Optional companions of a training loop; None for each that a run does without."""
+    """Optional companions of a training loop; None for each that a run does without.
+
+    Attributes:
+      evaluations: what is measured besides the loss of the validation sets.
+    """
 
     checkpoints: Checkpoints | None = None
     preemption: Preemption | None = None
@@ -57,6 +61,7 @@ class TrainerHooks:
     watchdog: Watchdog | None = None
     checks: Checks | None = None
     replicas: ReplicatedState | None = None
+    evaluations: Sequence[Evaluation] = ()
 
     def suspend_watchdog(self, step: int) -> None:
         """The work that follows has no time limit."""
@@ -111,7 +116,7 @@ class DispatchedStep:
 def train(
     training: Training,
     batches: Batches,
-    validation: Any,
+    validation: Mapping[str, Any],
     log: RunLog,
     peak: Peak,
     *,
@@ -120,13 +125,13 @@ def train(
     goodput: Goodput | None = None,
     explain: Callable[..., str] = diagnose.explain,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Runs all steps, with a validation every `validation_every` of them and after the last.
+    """Runs all steps, with a validation every `validation_every` of them and after the last, and `hooks.evaluations`.
 
     Saves a checkpoint every `save_every` steps, at the end, and where the run stops early: `hooks.preemption.reason` says
     why it did.
 
     Args:
-      validation: a `Loader` of validation batches; None: no validation.
+      validation: a `Loader` of validation batches for each set, by name; empty: no validation.
       resume: the state to resume from and its progress; None: initialise a new one.
       goodput: the account of the run's time; None: a new one, of this call alone.
       explain: (training, params, batch, loss scale) -> why a step is not finite.
@@ -149,7 +154,9 @@ class Loop:
 
     def __init__(self, training, batches, validation, log, peak, hooks: TrainerHooks, goodput: Goodput, explain):
         """See `train`."""
-        self.training, self.run_config, self.batches, self.validation = training, training.run, batches, validation
+        self.training, self.run_config, self.batches = training, training.run, batches
+        validates = validation and training.run.train.validation_batches
+        self.evaluations = [*([Validation(training, validation)] if validates else []), *hooks.evaluations]
         self.log, self.hooks, self.goodput, self.explain = log, hooks, goodput, explain
         self.total_samples = training.run.total_samples
         self.compilations = CompilationCounter()
@@ -182,7 +189,8 @@ class Loop:
                     ahead = self._dispatch(following, step.number + 1, step.samples, step.metrics["skipped"])
             if not self._finish(step):
                 ahead = None  # it has left the state unchanged
-            self._validate_and_save(step, is_last or stop, stop)
+            self._evaluate(step)
+            self._check_and_save(step, is_last or stop, stop)
             if is_last or stop:
                 return self.state, self.record
             batch, step = following, ahead
@@ -207,12 +215,14 @@ class Loop:
     def _may_dispatch_after(self, step: DispatchedStep, following: Batch) -> bool:
         """Whether the next step may be dispatched while `step` runs."""
         edge = self.hooks.profiler and self.hooks.profiler.is_edge(step.number + 1)
-        due = (self._validation_due, self._save_due, self._check_due, self._replication_due)
+        due = (self._evaluations_due, self._save_due, self._check_due, self._replication_due)
         needs_state = edge or any(is_due(step) for is_due in due)
         return self.training.takes_hold and not needs_state and shapes_of(following) in self.shapes
 
-    def _validation_due(self, step: DispatchedStep) -> bool:
-        return step.number % self.run_config.train.validation_every == 0
+    def _evaluations_due(self, step: DispatchedStep) -> list[Evaluation]:
+        """Those that run after the step: all after the last one."""
+        is_last = step.samples >= self.total_samples
+        return [one for one in self.evaluations if one.due(step.number) or is_last]
 
     def _save_due(self, step: DispatchedStep) -> bool:
         return bool(self.hooks.checkpoints) and step.number % self.hooks.checkpoints.output.save_every == 0
@@ -267,7 +277,7 @@ class Loop:
             compiled=compiled,
         )
         self.record |= self.goodput.finish_step(step.number)
-        self.log.step(self.record)
+        self.log.step(self.record, incomplete=bool(self._evaluations_due(step)))
         if self.hooks.profiler and (text := self.hooks.profiler.after(step.number)):
             self.log.message(text)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -299,17 +309,24 @@ class Loop:
             f"{why}. Try a lower --learning-rate or a lower --clip-norm, or --nonfinite skip to skip such batches."
         )
 
-    def _validate_and_save(self, step: DispatchedStep, ends: Any, stop: str | None) -> None:
-        """Between two steps: messages of saves that have ended, and a validation and a checkpoint where they are due."""
+    def _evaluate(self, step: DispatchedStep) -> None:
+        """The validation and other evaluations, where they are due."""
+        if not (due := self._evaluations_due(step)):
+            return
+        self.hooks.suspend_watchdog(step.number)
+        values: dict[str, float | None] = {}
+        for one in due:
+            with self.goodput.during("validation"):
+                scores = one.run(self.state, step.number)
+            values |= scores.values
+            for text in scores.lines:
+                self.log.message(f"step {step.number}: {text}")
+        self.log.complete(values)
+
+    def _check_and_save(self, step: DispatchedStep, ends: Any, stop: str | None) -> None:
+        """Between two steps: messages of saves that have ended, and a check and a checkpoint where they are due."""
         for text in self.hooks.checkpoints.poll() if self.hooks.checkpoints else []:
             self.log.message(text)
-        if self.validation is not None and (self._validation_due(step) or (ends and not stop)):
-            self.hooks.suspend_watchdog(step.number)
-            with self.goodput.during("validation"):
-                loss = validation_loss(self.training, self.state, self.validation)
-            if loss is not None:
-                text = f"validation loss {loss:.4f} per token, perplexity {np.exp(loss):.4g}"
-                self.log.message(f"step {step.number}: {text}")
         saves = self.hooks.checkpoints and (ends or self._save_due(step))
         replicates = self._replication_due(step) and not ends
         if self._check_due(step) or (self.hooks.checks and (saves or replicates)):  # what is saved has been checked
@@ -361,19 +378,3 @@ class Loop:
 def shapes_of(batch: Batch) -> tuple:
     """A step is compiled once for each value of this."""
     return tuple((name, array.shape) for name, array in batch.items())
-
-
-def validation_loss(training: Training, state: TrainState, validation: Any) -> float | None:
-    """Mean loss over the tokens of the validation set's first `validation_batches` global batches; None if that is 0.
-
-    A set smaller than that is read once, in whole batches, but at least one.
-    """
-    available = max(1, validation.samples.count // validation.global_batch_size)
-    count = min(training.run.train.validation_batches, available)
-    total = weight = 0.0
-    for index in range(count):
-        batch = validation.batch(index * validation.global_batch_size)
-        own = training.loss_weight(batch)  # differs between batches of packed samples
-        total += own * float(training.evaluate(state.params, batch))
-        weight += own
-    return total / weight if weight else None

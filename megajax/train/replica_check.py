@@ -117,7 +117,7 @@ class ReplicaCheck:
         """
         if not self.names:
             return []
-        leaves = layout.named(state)
+        leaves = layout.named(state, only=self.names)
         with jax.set_mesh(self.mesh):
             table = np.asarray(self._program([leaves[name] for name in self.names]))
         devices = self.mesh.devices.flatten()

@@ -18,6 +18,7 @@ import jax
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
 from megajax.config.batch_ramp import batch_size
 from megajax.config.cli import Request
+from megajax.config.validation_sets import DEFAULT_SET
 from megajax.data.prefetch import Prefetch
 from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
@@ -32,6 +33,7 @@ from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.step import Training, TrainState, make_training
+from megajax.train.validation import Evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Trainer:
         output: OutputConfig = OutputConfig(),  # noqa: B008 (frozen)
         model: type | None = None,
         data: Batches | None = None,
-        validation_data: Batches | None = None,
+        validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
         devices: Sequence[jax.Device] | None = None,
         request: Request | None = None,
@@ -77,7 +79,8 @@ class Trainer:
           model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
           data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
             ...] with the run's batch size; None: `run.data`.
-          validation_data: the same of validation batches, if `data` is given; None: no validation.
+          validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
+            validation.
           rules: the sharding rules; None: the model's.
           devices: None: all that jax has.
           request: the command line that configured the run, for the run's config.toml and the log's first lines.
@@ -93,7 +96,8 @@ class Trainer:
             self._open_data()
         else:
             self._batches = UserBatches(data, run)
-            self._validation = UserBatches(validation_data, run) if validation_data is not None else None
+            sets = validation_data if isinstance(validation_data, Mapping) else {DEFAULT_SET: validation_data}
+            self._validation = {name: UserBatches(one, run) for name, one in sets.items() if one is not None}
             self._data_description = [f"batches of {type(data).__name__}"]
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
@@ -114,6 +118,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
         started: float | None = None,
         initial_params: Callable[[str, Training], Any] | None = None,
+        evaluations: Sequence[Evaluation] = (),
     ) -> Result:
         """Trains until the last step, or until a signal or `output.exit_after_minutes`; resumes first if `output` says so.
 
@@ -124,6 +129,7 @@ class Trainer:
           started: `time.monotonic()` from which `exit_after_minutes` counts; None: now.
           initial_params: reads the parameters of `run.train.init_from` onto the run's devices, if nothing is resumed
             (`megajax.interop.hugging_face_import.initial_params`).
+          evaluations: what is measured during the training besides the loss of the validation sets.
 
         Raises:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
@@ -143,7 +149,9 @@ class Trainer:
             for line in (*self.describe(peak), *checked, *self.directory.messages):
                 log.message(line)
             files = self.directory
-            hooks = TrainerHooks(files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas)
+            hooks = TrainerHooks(
+                files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations
+            )
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
                 with Prefetch(self._batches, self.training.batch_sharding) as batches:

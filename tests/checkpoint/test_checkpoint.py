@@ -295,6 +295,16 @@ def test_saves_leak_no_object(tmp_path, command):
     assert complete_steps(tmp_path) == [12]
 
 
+def test_leaves_that_the_layout_lacks_are_not_stored(tmp_path):
+    """Such as the microbatches in flight of PipeDream-2BW, in tuples, whose places are in no name."""
+    target, state = small.small_state()
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), {})
+    checkpoints.save(target, {**state, "in_flight": ({"x": np.ones(3)}, {"x": np.zeros(3)})}, Progress(step=1))
+    checkpoints.close()
+    stored = layout.named(reader.arrays_in(tmp_path / "step_00000001"))
+    assert set(stored) == set(layout.named(target.shapes))
+
+
 def test_checkpoints_change_no_logger_warning_or_hook_of_the_process(training, state, tmp_path):
     def settings():
         loggers = [logging.root, *map(logging.getLogger, ("absl", "asyncio", "jax"))]

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces, mt19937_64
+from megajax.data import sentence_index
+from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.sentence_index import build_sentence_index, mt19937_64
 from megajax.data.tokenizers import load_tokenizer
 from tests.data import make_golden as made
 
@@ -45,6 +47,51 @@ def test_samples_equal_megatrons(dataset, name):
     columns["padding_mask"] = columns["text"] != PIECES.padding
     ours = {key: made.digest(column.astype(np.int64)) for key, column in columns.items()}
     assert ours | {"index": made.digest(samples.sentences)} == golden
+
+
+def naive_index(documents, lengths, samples, longest, short_probability, seed, least):
+    """Megatron's loops: a target is drawn at the start of a document and after each sample, sentence by sentence."""
+    lengths_drawn, swaps = np.random.MT19937(), iter(mt19937_64(seed + 1, 10**5).tolist())
+    lengths_drawn._legacy_seeding(seed)
+
+    def target():
+        if not short_probability:
+            return longest
+        drawn = int(lengths_drawn.random_raw())
+        return 2 + drawn % (longest - 1) if drawn % int(1 / short_probability + 0.5) == 0 else longest
+
+    rows, complete = [], False
+    while not complete:
+        for first, last in zip(documents[:-1], documents[1:], strict=True):
+            own = lengths[first:last].tolist()
+            if len(own) < least or (len(own) > 1 and max(own) > 512):
+                continue
+            begin, tokens, taken, wanted = first, 0, 0, target()
+            for place, length in enumerate(own):
+                tokens, taken, left = tokens + length, taken + 1, len(own) - place - 1
+                if (tokens >= wanted and left > 1 and taken >= least) or left == 0:
+                    rows.append((begin, first + place + 1, wanted))
+                    begin, tokens, taken, wanted = first + place + 1, 0, 0, target()
+        complete = samples is None or len(rows) >= samples
+    for place in range(len(rows) - 1, 0, -1):
+        other = next(swaps) % (place + 1)
+        rows[place], rows[other] = rows[other], rows[place]
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_the_index_is_that_of_loops_over_sentences(case, monkeypatch):
+    """With documents that are empty, too short, or have a long sentence; empty sentences; swaps in blocks."""
+    monkeypatch.setattr(sentence_index, "ONE_BY_ONE", 30)
+    monkeypatch.setattr(sentence_index, "DRAWN_AT_ONCE", 100)
+    random = np.random.default_rng(case)
+    lengths = random.poisson(12, 300) * (random.random(300) > 0.05)
+    lengths[random.random(300) < 0.01] = 600
+    documents = np.sort(np.append(random.integers(0, 301, 300 // random.integers(2, 20)), [0, 0, 300]))
+    samples, least = [None, 1, 400, 3000][case % 4], int(random.integers(1, 4))
+    settings = (samples, int(random.integers(8, 200)), [0, 0.1, 0.5, 1][case // 4 % 4], case + 1, least)
+    expected = naive_index(documents.tolist(), lengths, *settings)
+    np.testing.assert_array_equal(build_sentence_index(documents, lengths.astype(np.int32), *settings), expected)
 
 
 def test_masks_and_swaps_have_the_papers_shares(dataset):

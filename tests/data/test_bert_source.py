@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 def test_a_text_gives_batches_of_the_models_shapes(folder):
     run = run_of(text=str(folder / "text.txt"))
-    training, validation = loaders_of(run)
+    training, validation = loaders_of(run)[0], loaders_of(run)[1]["validation"]
     pieces = WordPieces.from_tokenizer(load_tokenizer("wordpiece"))
     for batch in (training.batch(0), training.batch(16), validation.batch(0)):
         found = {name: (array.shape[2:], array.dtype) for name, array in batch.items()}

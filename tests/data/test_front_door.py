@@ -1,5 +1,6 @@
 """Training on indexed datasets from the command line."""
 
+import json
 import re
 
 import numpy as np
@@ -34,12 +35,26 @@ def test_a_blend_with_separate_documents_trains(pairs, capfd):
     assert "for data, the first batch included" in out
 
 
+def test_named_validation_sets_are_logged_one_by_one(pairs, capfd, tmp_path):
+    """The set that is the training's data by itself has the same loss with and without a name."""
+    words = [*SMALL, *SHORT, "--train-data-path", f"{pairs}/web", "--log-jsonl", str(tmp_path / "log.jsonl")]
+    found = []
+    for sets in ([f"{pairs}/books"], ["both=0.5", f"{pairs}/books", "0.5", f"{pairs}/web", f"books={pairs}/books"]):
+        assert gpt3.main([*words, "--valid-data-path", *sets]) == 0
+        found.append(json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1]))
+    out = capfd.readouterr().out
+    assert found[0]["validation/loss"] == found[1]["validation/books/loss"] != found[1]["validation/both/loss"]
+    for name, loss in {"": found[0]["validation/loss"], " of both": found[1]["validation/both/loss"]}.items():
+        assert f"step 2: validation loss{name} {loss:.4f} per token, perplexity " in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--data-path", "{0}/none"], "cannot read"),
         (["--data-path", "0", "{0}/web"], "weights must be above 0"),
         (["--data-path", "{0}/web", "--text", "a.txt"], "exclude one another"),
+        (["--train-data-path", "{0}/web", "--valid-data-path", "{0}/web", "a={0}/web"], "web is in no set, and others"),
         (["--data-path", "{0}/web", "--split", "1"], "has no share for validation"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "80,20", "--steps", "9999"], "needs sample 79,991 of"),
         (["--data-path", "{0}/web", "{0}/books", "--split", "98,2", "--steps", "1"], "validation has . samples"),

@@ -171,6 +171,6 @@ def test_data_that_leaves_nothing_is_refused(tmp_path):
             make_samples(data, tokenizer, 4, 0, 10, 2)
     data = DataConfig(train_data_path=path, valid_data_path=("1", *path))
     training, validation = make_samples(data, tokenizer, 4, 0, 10, 2)
-    assert training.count >= 10 and validation.count >= 2
+    assert training.count >= 10 and validation["validation"].count >= 2
     training, validation = make_samples(DataConfig(data_path=path, split="1"), tokenizer, 4, 0, 10, 0)
-    assert validation is None
+    assert validation == {}

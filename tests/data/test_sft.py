@@ -237,6 +237,7 @@ def test_the_loaders_of_a_run(tmp_path):
     run = RunConfig(model, ParallelConfig(data=2), TrainConfig(global_batch_size=8, steps=10, warmup_steps=1), data)
     run.validate()
     training, validation = make_loaders(run, BYTES)
+    validation = validation["validation"]
     assert (
         isinstance(training, PackedLoader)
         and training.samples.seed == run.train.seed

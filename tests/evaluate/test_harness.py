@@ -13,7 +13,7 @@ import pytest
 from megajax.config import ParallelConfig
 from megajax.data.tokenizers import load_tokenizer
 from megajax.evaluate.__main__ import main
-from megajax.evaluate.scorer import Scorer, evaluation_run
+from megajax.evaluate.scorer import evaluation_run, make_scorer
 from megajax.evaluate.special_tokens import SpecialTokens, read_special_tokens
 from megajax.interop.weight_source import HuggingFaceSource
 from megajax.runtime.mesh import make_mesh
@@ -110,7 +110,7 @@ def test_the_answers_of_transformers(layout, directory, wanted):
     source = HuggingFaceSource(str(directory))
     run = evaluation_run(source.run("fp32"), ParallelConfig(**LAYOUTS[layout]))
     run.validate()
-    scorer = Scorer(run, make_mesh(run.parallel), samples=4)
+    scorer = make_scorer(run, make_mesh(run.parallel), samples=4)
     model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
     assert model.max_length == CONTEXT
     found = model.loglikelihood(instances("loglikelihood", PAIRS))
@@ -141,7 +141,7 @@ def test_greedy_continuations_are_greedy(directory, judge):
     pairs = [(one, " " + text) for one, text in zip(contexts, texts, strict=True)]
     expected = judge.loglikelihood(instances("loglikelihood", pairs))
     source = HuggingFaceSource(str(directory))
-    scorer = Scorer(evaluation_run(source.run("fp32"), ParallelConfig()), make_mesh(ParallelConfig()))
+    scorer = make_scorer(evaluation_run(source.run("fp32"), ParallelConfig()), make_mesh(ParallelConfig()))
     found = HarnessModel(scorer, source.load(scorer), source.tokenizer).loglikelihood(instances("loglikelihood", pairs))
     assert [flag for _, flag in found] == [flag for _, flag in expected] == [True] * 3
 

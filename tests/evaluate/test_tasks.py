@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig
-from megajax.evaluate.scorer import Request, Scorer, evaluation_run
+from megajax.evaluate.scorer import Request, evaluation_run, make_scorer
 from megajax.evaluate.tasks import Lambada, Perplexity, perplexity, windows
 from megajax.runtime.mesh import make_mesh
 from tests import small
@@ -74,7 +74,7 @@ def wanted(name: object) -> tuple[float, float]:
 def test_naive_loops_on_every_layout(layout, tasks):
     run = evaluation_run(small.make_run(model=naive.MODEL), ParallelConfig(**LAYOUTS[layout]))
     run.validate()
-    scorer = Scorer(run, make_mesh(run.parallel), samples=3)
+    scorer = make_scorer(run, make_mesh(run.parallel), samples=3)
     weights = scorer.weights(small.place(scorer.training, small.busy_params(naive.MODEL)))
     requests = [request for task in tasks.values() for request in task.requests]
     batches, scores = scorer.plan(requests), {}
@@ -114,7 +114,7 @@ def test_few_lengths_and_the_longest_first():
     run = evaluation_run(
         small.make_run(model=small.dataclasses.replace(naive.MODEL, sequence_length=512)), ParallelConfig()
     )
-    scorer = Scorer(run, make_mesh(run.parallel), samples=4)
+    scorer = make_scorer(run, make_mesh(run.parallel), samples=4)
     lengths = [int(length) for length in np.random.default_rng(0).integers(2, 300, 90)]
     requests = [Request(np.zeros(length + 1, np.int32), 1) for length in lengths]
     batches = scorer.plan(requests)

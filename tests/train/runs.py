@@ -84,7 +84,7 @@ def go(
             log.message(line)
         hooks = TrainerHooks(files.checkpoints, stop, files.profiler, checks=checks, replicas=files.replicas)
         peak = Peak(1e12, "published")
-        state, _ = train(training, batches, validation, log, peak, resume=resume, hooks=hooks)
+        state, _ = train(training, batches, {"validation": validation}, log, peak, resume=resume, hooks=hooks)
         for line in files.close():
             log.message(line)
     rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]

@@ -13,9 +13,10 @@ from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, 
 from megajax.data.loader import Loader, TokenSamples
 from megajax.estimate.gpus import Peak
 from megajax.train.logging import RunLog
-from megajax.train.loop import TrainerHooks, train, validation_loss
+from megajax.train.loop import TrainerHooks, train
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import TrainState
+from megajax.train.validation import Scores, validation_loss
 
 MODEL = ModelConfig(layers=1, hidden=4, heads=1, vocabulary=50, sequence_length=4)
 TOKENS = np.random.default_rng(0).integers(0, 50, 4 * 100 + 1)
@@ -71,12 +72,12 @@ class EventLog(RunLog):
 
     events: list
 
-    def step(self, record):
+    def step(self, record, incomplete=False):
         self.events.append(("log", record["step"]))
-        super().step(record)
+        super().step(record, incomplete)
 
 
-def run_loop(broken=(), validation_windows: int = 12, preemption=None, explain=None, **settings):
+def run_loop(broken=(), validation_windows: int = 12, explain=None, sinks=(), hooks=None, **settings):
     """(training, final state, printed text) of 10 steps of 4 samples."""
     settings = {"global_batch_size": BATCH, "steps": 10, "warmup_steps": 0, "precision": "fp32"} | settings
     run = RunConfig(MODEL, ParallelConfig(), TrainConfig(**settings))
@@ -85,12 +86,12 @@ def run_loop(broken=(), validation_windows: int = 12, preemption=None, explain=N
     batches = Loader(TokenSamples(TOKENS, 4, 0), BATCH, run.microbatches)
     validation = Loader(TokenSamples(TOKENS[: 4 * validation_windows + 1], 4, None), BATCH, run.microbatches)
     text = io.StringIO()
-    with EventLog(run.train.steps, console=Console(file=text, width=200)) as log:
+    with EventLog(run.train.steps, console=Console(file=text, width=200), sinks=sinks) as log:
         log.events = training.events
         explain = explain or (lambda *step: "because the test says so")
-        hooks = TrainerHooks(preemption=preemption)
+        hooks = TrainerHooks(**(hooks or {}))
         peak = Peak(1e12, "published")
-        state, record = train(training, batches, validation, log, peak, hooks=hooks, explain=explain)
+        state, record = train(training, batches, {"validation": validation}, log, peak, hooks=hooks, explain=explain)
     assert record["step"] == training.events[-1][1] or training.evaluated
     return training, state, text.getvalue()
 
@@ -150,7 +151,7 @@ def test_a_stop_ends_the_run_after_the_step_that_was_dispatched():
             return self.reason
 
     preemption = StopAfter4()
-    training, _, text = run_loop(preemption=preemption, validation_batches=0)
+    training, _, text = run_loop(hooks={"preemption": preemption}, validation_batches=0)
     assert preemption.calls == [1, 2, 3, 4]  # once per step, in order, as several processes require
     assert training.taken == list(range(16)) and training.events[-1] == ("log", 4)
     assert "step 4: the test says so: saving a checkpoint and stopping" in text
@@ -193,7 +194,7 @@ def test_the_validation_is_the_mean_over_tokens():
     """Of two batches with three tokens and one that count, by hand."""
 
     class Batches:
-        samples, global_batch_size = type("Samples", (), {"count": 2}), 1
+        batches_of_an_epoch, global_batch_size = 2, 1
 
         def batch(self, start):
             return {"weights": np.array([[[1, 1, 1], [1, 0, 0]][start]]), "loss": [2.0, 6.0][start]}
@@ -205,3 +206,57 @@ def test_the_validation_is_the_mean_over_tokens():
 
     state = TrainState({}, (), make_loss_scale(Reads.run.train))
     assert validation_loss(Reads, state, Batches()) == (3 * 2.0 + 1 * 6.0) / 4
+
+
+class Evaluated:
+    """An evaluation after every third step: the parameter."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def due(self, step):
+        return step % 3 == 0
+
+    def run(self, state, step):
+        self.events.append(("evaluate", step))
+        return Scores((f"the mean is {float(state.params['mean']):.3f}",), {"own/mean": float(state.params["mean"])})
+
+
+class Records:
+    """A sink of `RunLog` in memory."""
+
+    file = type("File", (), {"problem": None, "close": staticmethod(lambda: None)})
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, record):
+        self.records.append(record)
+
+
+def test_an_evaluation_runs_when_it_is_due_and_after_the_last_step():
+    """On the state after that step; a record has the values, and no step is dispatched before."""
+    events, sink = [], Records()
+    hooks = {"evaluations": (Evaluated(events),)}
+    training, state, text = run_loop(hooks=hooks, sinks=[sink], validation_every=6, validation_batches=1)
+    assert events == [("evaluate", step) for step in (3, 6, 9, 10)]
+    assert [record["step"] for record in sink.records] == list(range(1, 11))
+    names = [{name for name in record if "/" in name} for record in sink.records]
+    validated = {"validation/loss", "validation/perplexity"}
+    own = {3: {"own/mean"}, 6: {"own/mean"} | validated, 9: {"own/mean"}, 10: {"own/mean"} | validated}
+    assert names == [own.get(step, set()) for step in range(1, 11)]
+    assert sink.records[9]["own/mean"] == float(state.params["mean"])
+    assert f"step 10: the mean is {sink.records[9]['own/mean']:.3f}" in text
+    order = [event for event in training.events if event[1] in (3, 4, 5)]
+    assert order == [("dispatch", 3), ("log", 3), ("dispatch", 4), ("dispatch", 5), ("log", 4), ("log", 5)]
+
+
+def test_a_record_is_written_if_an_evaluation_fails():
+    class Fails(Evaluated):
+        def run(self, state, step):
+            raise ConfigError("no")
+
+    sink = Records()
+    with pytest.raises(ConfigError, match="no"):
+        run_loop(hooks={"evaluations": (Fails([]),)}, sinks=[sink], validation_batches=0)
+    assert [record["step"] for record in sink.records] == [1, 2, 3]

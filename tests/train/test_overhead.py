@@ -57,7 +57,7 @@ def test_a_step_costs_less_than_a_millisecond(tmp_path, terminal):
     with log, Preemption(minutes=1000) as preemption:
         start = time.process_time()
         hooks = TrainerHooks(preemption=preemption)
-        train(Instant(run), loader, loader, log, Peak(1e12, "published"), hooks=hooks)
+        train(Instant(run), loader, {}, log, Peak(1e12, "published"), hooks=hooks)
         taken = (time.process_time() - start) / STEPS
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == STEPS
     print(f"{1e3 * taken:.3f} ms a step")

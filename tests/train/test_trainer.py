@@ -9,6 +9,7 @@ import pytest
 
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.train.trainer import Trainer
+from megajax.train.validation import Scores
 from tests import small
 from tests.train import runs
 
@@ -66,3 +67,27 @@ def test_batches_of_another_shape_are_refused_in_one_line():
 def test_too_few_devices_are_refused_before_anything_is_built():
     with pytest.raises(ConfigError):
         Trainer(make_run((2, 1, 1)), data=Batches(make_run()), devices=jax.devices()[:1])
+
+
+def test_the_users_validation_batches_and_evaluations(tmp_path, capsys):
+    """The loss of a validation after the last step is that of the trained parameters."""
+
+    class Steps:
+        due = staticmethod(lambda step: step == 4)
+        run = staticmethod(lambda state, step: Scores([f"seen at {step}"], {"own/step": step}))
+
+    run = make_run()
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, validation_batches=2, validation_every=3))
+    output = OutputConfig(log_jsonl=str(tmp_path / "log.jsonl"))
+    trainer = Trainer(run, data=Batches(run), validation_data=Batches(run), output=output, devices=jax.devices()[:1])
+    state = trainer.fit(evaluations=[Steps()]).state
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "validation/loss" in row] == [3, 6]
+    assert [row["step"] for row in rows if "own/step" in row] == [4, 6]
+    losses = [
+        float(trainer.training.evaluate(state.params, runs.loader_of(run).batch(n * small.BATCH))) for n in (0, 1)
+    ]
+    assert rows[-1]["validation/loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert rows[-1]["validation/perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
+    out = capsys.readouterr().out
+    assert "step 4: seen at 4" in out and f"step 6: validation loss {np.mean(losses):.4f} per token, perplexity" in out
