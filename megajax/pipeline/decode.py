@@ -267,9 +267,9 @@ class _Rank:
         """
 
         def pick(y):
-            logits = self.model.logits(self.shared, y)[:, 0, : self.model.vocabulary]
-            logits = self.program.rules.constrain(logits, "batch", None)  # whole on each device: it is sorted
-            return vary(self.program.sample(logits, number, slot - start))
+            # Whole on each device, as it is sorted; before the padding is cut off, which of rows over tensor is a ppermute.
+            logits = self.program.rules.constrain(self.model.logits(self.shared, y)[:, 0], "batch", None)
+            return vary(self.program.sample(logits[:, : self.model.vocabulary], number, slot - start))
 
         if self.ranks == 1:
             return pick(y)

@@ -109,8 +109,8 @@ def test_greedy_text_on_more_meshes(model, mesh, vocab_parallel):
 
 
 def test_embedding_and_head_on_single_ranks():
-    """--vocab-parallel tensor: the last rank alone computes logits."""
-    decoder = decoder_on((1, 2, 1), GPT, DecodeSizes(5, 30, 8, chunk=16), vocab_parallel="tensor")
+    """--vocab-parallel tensor: the last rank alone computes logits; their padding is cut off without a ppermute."""
+    decoder = decoder_on((1, 2, 2), GPT, DecodeSizes(5, 30, 8, chunk=16), vocab_parallel="tensor")
     assert not decoder.program.rules.vocabulary_over_pipe
     np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, GPT), PROMPTS), expected(GPT, 8))
 
