@@ -80,9 +80,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "other data" else pytest.mark.slow) for name in MISTAKES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_one_process_ends_both_with_one_line(name, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + " w1")
