@@ -41,6 +41,7 @@ class Checkpoints:
       output: how often to save (`save_every`, for the caller) and what to keep.
       failed: whether the last save failed.
       blocked: seconds for which the last `save` kept the training waiting.
+      never_deleted: step whose checkpoint stays, besides those that `output` keeps; the caller sets it. None: no other.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Checkpoints:
         self._arrays: dict[str, jax.Array] | None = None  # the last save's copies, where their memory is reused
         self.failed = False
         self.blocked = 0.0
+        self.never_deleted: int | None = None
 
     def save(self, target: StateLayout, state: Any, progress: Progress) -> list[str]:
         """Starts a save; `state` may be donated as soon as this returns.
@@ -137,7 +139,11 @@ class Checkpoints:
     def _superfluous(self) -> list[pathlib.Path]:
         every = self.output.keep_every
         steps = complete_steps(self.directory)[: -self.output.max_to_keep]
-        return [self.directory / NAME.format(step) for step in steps if not every or step % every]
+        return [
+            self.directory / NAME.format(step)
+            for step in steps
+            if step != self.never_deleted and (not every or step % every)
+        ]
 
     def _failure(self, step: int, error: BaseException) -> str:
         self._arrays = None  # a thread of orbax may still read them

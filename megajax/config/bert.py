@@ -7,7 +7,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.fields import setting
 from megajax.config.model import ModelConfig
 
-HEADS = ("masked_lm_and_order", "masked_lm", "none")
+HEADS = ("masked_lm_and_order", "masked_lm", "classification", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,16 @@ class BertConfig(ModelConfig):
         "norms after the residual additions, as in 1810.04805; off: before attention and MLP (1909.08053 figure 7b)",
     )
     output_heads: str = setting(
-        "masked_lm_and_order", "heads: masked words and the order of two segments; masked words only; none", HEADS
+        "masked_lm_and_order",
+        "heads: masked words and the order of two segments; masked words only; classes of a sample; none",
+        HEADS,
     )
+    classes: int = setting(2, "classes that --output-heads classification tells apart")
 
     @property
     def has_masked_lm(self) -> bool:
         """Whether it has the head that predicts masked words."""
-        return self.output_heads != "none"
+        return self.output_heads in ("masked_lm_and_order", "masked_lm")
 
     @property
     def has_pooler(self) -> bool:
@@ -40,9 +43,14 @@ class BertConfig(ModelConfig):
         """Whether it has the head that predicts whether two segments are swapped."""
         return self.output_heads == "masked_lm_and_order"
 
+    @property
+    def has_classifier(self) -> bool:
+        """Whether it has the head that tells the class of a sample."""
+        return self.output_heads == "classification"
+
     def require_loss(self) -> None:
         """Raises ConfigError if it has no head with a loss."""
-        if not self.has_masked_lm:
+        if not (self.has_masked_lm or self.has_classifier):
             raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
 
     @property
@@ -55,8 +63,9 @@ class BertConfig(ModelConfig):
         norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
         square = (self.hidden + bias) * self.hidden
         masked_lm = square + norm + bias * self.vocabulary
-        order = 2 * (self.hidden + bias)
-        heads = self.has_masked_lm * masked_lm + self.has_pooler * square + self.has_order * order
+        order, classifier = 2 * (self.hidden + bias), self.classes * (self.hidden + bias)
+        heads = self.has_masked_lm * masked_lm + self.has_pooler * square
+        heads += self.has_order * order + self.has_classifier * classifier
         return super().parameters + self.token_types * self.hidden + heads
 
     def validate(self) -> None:

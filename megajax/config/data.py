@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
+from megajax.config.tasks import TASKS
 from megajax.config.validation_sets import validation_sets
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
@@ -48,6 +49,15 @@ class DataConfig:
     long_samples: str = setting(
         "cut", "samples of --sft-data that are longer than the sequence: cut their ends, or drop them", ("cut", "drop")
     )
+    task: str | None = setting(
+        None, "GLUE's task that a BERT is fine-tuned on", tuple(TASKS), metavar="NAME", shown_default="none"
+    )
+    task_data: tuple[str, ...] | None = setting(
+        None, "labelled samples of --task to train on: JSON lines, or GLUE's .tsv", metavar="FILE", list_style="words"
+    )
+    dev_data: tuple[str, ...] | None = setting(
+        None, "labelled samples of --task that are scored after each epoch", metavar="FILE", list_style="words"
+    )
     split: str | None = setting(
         None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default=DEFAULT_SPLIT
     )
@@ -85,11 +95,17 @@ class DataConfig:
         check_fields(self)
         apart = {"--train-data-path": self.train_data_path, "--valid-data-path": self.valid_data_path}
         sources = {"--text": self.text, "--data-path": self.data_path, "--sft-data": self.sft_data} | apart
+        sources |= {"--task-data": self.task_data}
         given = [name for name, value in sources.items() if value]
         if len(given) > 1 and not set(given) <= set(apart):
             raise ConfigError(f"{' and '.join(given)} exclude one another: pass one of them.")
         if given == ["--valid-data-path"]:
             raise ConfigError("--valid-data-path needs training data too: pass --train-data-path PREFIX.")
+        for name, value in {"--task": self.task, "--dev-data": self.dev_data}.items():
+            if value and not self.task_data:
+                raise ConfigError(f"{name} has no samples to train on: pass --task-data FILE.")
+        if self.task_data and not self.task:
+            raise ConfigError(f"--task-data is of one of GLUE's tasks: pass --task {', '.join(TASKS)}.")
         for name, value in {"--valid-sft-data": self.valid_sft_data, "--chat-template": self.chat_template}.items():
             if value and not self.sft_data:
                 raise ConfigError(

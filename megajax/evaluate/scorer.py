@@ -21,7 +21,7 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.train.precision import cast, compute_dtype
 from megajax.train.step import Training, make_training
 
-__all__ = ["Batch", "Request", "Score", "Scorer", "evaluation_run", "make_scorer"]
+__all__ = ["Batch", "Request", "Score", "Scorer", "evaluation_run", "make_scorer", "sum_over_context"]
 
 Tree = Any
 LENGTHS = tuple(sorted(2**power * part for power in range(5, 30) for part in (2, 3)))  # 64, 96, 128, 192, ...
@@ -209,14 +209,19 @@ class Scorer:
             counts = microbatch["weights"] > 0
             return jnp.where(counts, losses, 0).sum(1), (counts & right).sum(1, dtype=jnp.int32)
 
-        parallel = self.run.parallel
+        return sum_over_context(self.run.parallel, self.training.forward(functions, collect, params, batch))
 
-        def over_context(rows: jax.Array) -> jax.Array:
-            """The ranks of a context group have one row each, of their tokens."""
-            split = rows.reshape(len(rows), parallel.data, parallel.context, -1)
-            return split.sum(2).reshape(len(rows), -1)
 
-        return jax.tree.map(over_context, self.training.forward(functions, collect, params, batch))
+def sum_over_context(parallel: ParallelConfig, collected: Tree) -> Tree:
+    """Traced: rows [microbatches, samples * context] to [microbatches, samples].
+
+    The ranks of a context group have one row of a sample each, of their tokens.
+    """
+
+    def summed(rows: jax.Array) -> jax.Array:
+        return rows.reshape(len(rows), parallel.data, parallel.context, -1).sum(2).reshape(len(rows), -1)
+
+    return jax.tree.map(summed, collected)
 
 
 def make_scorer(run: RunConfig, mesh: Mesh, samples: int = 8) -> Scorer:

@@ -265,7 +265,12 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
 
 
 # BERT: the original one, and Megatron-LM's, whose norms are before attention and MLP. The heads are told by the class.
-BERT_HEADS = {"ForPreTraining": "masked_lm_and_order", "ForMaskedLM": "masked_lm", "Model": "none"}
+BERT_HEADS = {
+    "ForPreTraining": "masked_lm_and_order",
+    "ForMaskedLM": "masked_lm",
+    "ForSequenceClassification": "classification",
+    "Model": "none",
+}
 
 
 def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
@@ -297,12 +302,14 @@ def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
         "token_types": keys.get("type_vocab_size", int, 2),
         "post_norm": post_norm,
         "output_heads": classes[architecture],
+        "classes": len(keys.get("id2label", dict, None) or ("LABEL_0", "LABEL_1")),  # transformers' default is two
     }
 
 
 def _write_bert(model: BertConfig, prefix: str) -> dict[str, Any]:
     rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model.dropout)
-    return rates | {
+    labels = {"id2label": {str(number): f"LABEL_{number}" for number in range(model.classes)}}
+    keys = rates | {
         "architectures": [prefix + name for name, heads in BERT_HEADS.items() if heads == model.output_heads],
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -316,6 +323,7 @@ def _write_bert(model: BertConfig, prefix: str) -> dict[str, Any]:
         "initializer_range": model.init_deviation,
         "layer_norm_eps": model.norm_epsilon,
     }
+    return keys | labels if model.has_classifier else keys
 
 
 def _bert(name: str, prefix: str, post_norm: bool) -> Family:

@@ -7,7 +7,7 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     h hidden   f feedforward   v vocabulary   s positions   d elements of a head
     a heads    g key and value heads   n queries of a group (a / g)   q query, key and value (3)   1 an axis of size 1
     p queries, key and value of a group (n + 2)
-    e a second axis of size hidden   t token types   o the orders of two segments (2)
+    e a second axis of size hidden   t token types   o the orders of two segments (2)   c classes
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
@@ -177,7 +177,13 @@ MEGATRON_GATED = _megatron(
     }
 )
 
-BERT_HEADS = ("pooler.dense", "seq_relationship", "predictions.transform.dense", "predictions.transform.LayerNorm")
+BERT_HEADS = (
+    "pooler.dense",
+    "seq_relationship",
+    "classifier",
+    "predictions.transform.dense",
+    "predictions.transform.LayerNorm",
+)
 
 
 def _bert(norms: Mapping[str, str]) -> Table:
@@ -212,6 +218,7 @@ def _bert(norms: Mapping[str, str]) -> Table:
             **_norm("shared/head/transform_norm", head + "transform.LayerNorm"),
             "shared/head/bias": (Piece(head + "bias", "v", "v"),),
             **linear("shared/head/order", "cls.seq_relationship", "o h", "ho"),
+            **linear("shared/head/classifier", "classifier", "c h", "hc"),
             **{name: piece for ours, theirs in norms.items() for name, piece in _norm(ours, theirs).items()},
         },
         prefix="bert.",
@@ -264,6 +271,7 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "e": model.hidden,
         "t": getattr(model, "token_types", 0),
         "o": 2,
+        "c": getattr(model, "classes", 0),
     }
 
 

@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from megajax.interop.safetensors import open_tensors
 
 __all__ = ["PART_BYTES", "Tensor", "Weights", "load_params", "pieces_of", "regions"]
 
+NEW_HEADS = ("shared/head/classifier", "shared/head/pooler")  # that fine-tuning may begin without
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
 
 
@@ -171,29 +172,50 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, .
             yield (slice(start, min(start + chunk[0], shape[0])), *rest)
 
 
-def load_params(directory: pathlib.Path, family: str, model: ModelConfig, target: StateLayout) -> dict:
+def load_params(
+    directory: pathlib.Path,
+    family: str,
+    model: ModelConfig,
+    target: StateLayout,
+    fresh: Callable[[], Mapping[str, jax.Array]] | None = None,
+) -> tuple[dict, list[str]]:
     """The parameters on a run's devices: each process reads what its devices hold, part by part.
 
     Args:
       directory: with safetensors files.
       family, model: as of `Weights`.
       target: the layout of the parameters (`Training.state_layout`'s shapes and shardings of "params").
+      fresh: () -> leaves by name, of those in `NEW_HEADS`, for a directory that has not their tensors. None: it must have.
 
     Returns:
-      A tree like `target.shapes`, fp32.
+      A tree like `target.shapes`, fp32, and the names of the leaves that are fresh.
 
     Raises:
       ConfigError: a file is damaged; or see `Weights`.
     """
-    leaves, copies = list(layout.named(target.shapes)), {}
-    weights = Weights(directory, open_tensors(directory), family, model, leaves)
+    leaves, tensors = list(layout.named(target.shapes)), open_tensors(directory)
+    new = (
+        []
+        if fresh is None
+        else [name for name in leaves if name.startswith(NEW_HEADS) and _lacks(tensors, family, name)]
+    )
+    weights = Weights(directory, tensors, family, model, [name for name in leaves if name not in new])
+    copies = {name: leaf for name, leaf in fresh().items() if name in new} if new else {}
     for (name, leaf), sharding in zip(
         layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
     ):
+        if name in copies:
+            continue
         shape = layout.canonical_shape(name, leaf.shape, target.where)
         own = layout.canonical_sharding(name, leaf.shape, sharding, target.where)
         copies[name] = _load_leaf(weights, name, shape, own)
-    return layout.from_canonical(copies, target)
+    return layout.from_canonical(copies, target), new
+
+
+def _lacks(tensors: Mapping[str, Tensor], family: str, name: str) -> bool:
+    """Whether a directory has no tensor of a leaf."""
+    endings = tuple(piece.tensor.removeprefix(TABLES[family].prefix) for piece in pieces_of(family, name))
+    return not any(stored.endswith(endings) for stored in tensors)
 
 
 def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

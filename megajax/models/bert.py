@@ -1,7 +1,9 @@
 """BERT: masked words and the order of two segments, predicted by blocks that attend in both directions (1810.04805).
 
+With `output_heads` = classification it predicts the class of a sample instead (the same paper, section 4.1).
+
     params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions", "types", "norm"},
-              "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order"}}}
+              "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order", "classifier"}}}
 
 The blocks are those of `megajax.models.transformer` without a causal mask. Of the two norms outside of them a model has one:
 the head's with norms before attention and MLP (Megatron's order, 1909.08053 figure 7b), the embedding's with norms after
@@ -22,7 +24,7 @@ from megajax.models.costs import Matmul, ModelCosts, Parameters, transformer_cos
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
-from megajax.models.transformer import ACTIVATIONS, Block, Linear, Norm
+from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm
 from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
 from megajax.ops.vocabulary import cross_entropy, mask_padding
 
@@ -68,6 +70,9 @@ class BertHead(nnx.Module):
         if config.has_order:
             orders = {"hidden": config.hidden}, {"_orders": 2}, config.init_deviation, config.biases
             self.order = Linear(named_key(key, "order"), *orders)
+        if config.has_classifier:
+            classes = {"hidden": config.hidden}, {"_classes": config.classes}, config.init_deviation, config.biases
+            self.classifier = Linear(named_key(key, "classifier"), *classes)
 
     def states(self, y: jax.Array) -> jax.Array:
         """The last block's output [b, split s, h], normed."""
@@ -95,6 +100,11 @@ class BertHead(nnx.Module):
         """Scores of segments in order and swapped, fp32 [b, 2]."""
         return self.order(self.pooled(states, is_first), jnp.tensordot, 1).astype(jnp.float32)
 
+    def class_logits(self, states: jax.Array, is_first: jax.Array, dropout: Dropout) -> jax.Array:
+        """Scores of the classes, fp32 [b, classes]."""
+        pooled = dropout(self.pooled(states, is_first), "pooled", "batch", "hidden")
+        return self.classifier(pooled, jnp.tensordot, 1).astype(jnp.float32)
+
 
 class BertShared(nnx.Module):
     """The embedding, which the first stage uses, and the heads, which the last one does."""
@@ -109,8 +119,13 @@ class BertShared(nnx.Module):
         return self.embedding(microbatch)
 
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """Sum of "weights" * cross entropy with "labels", and of "order_weights" * cross entropy with "swapped"; fp32."""
+        """Sum of "weights" * cross entropy with "labels", and of "order_weights" * cross entropy with "swapped"; fp32.
+
+        For a classifier: of "weights" * cross entropy with "class".
+        """
         self.config.require_loss()
+        if self.config.has_classifier:
+            return self.class_losses(y, microbatch).sum()
         states, ranks = self.head.states(y), self.context.vocabulary.ranks
         logits = self.head.logits(states, self.embedding)
         losses = cross_entropy(logits, microbatch["labels"], self.config.vocabulary, ranks)
@@ -121,6 +136,17 @@ class BertShared(nnx.Module):
         orders = jax.nn.log_softmax(self.head.order_logits(states, is_first))
         losses = -jnp.where(microbatch["swapped"] == 1, orders[:, 1], orders[:, 0])
         return total + (losses * microbatch["order_weights"].astype(jnp.float32) * is_first.any(-1)).sum()
+
+    def class_losses(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """Cross entropy with "class", times "weights": fp32 [b]; 0 on context ranks without the first token."""
+        scores = jax.nn.log_softmax(self.class_logits(y, microbatch))
+        losses = -jnp.take_along_axis(scores, microbatch["class"][:, None], axis=1)[:, 0]
+        return jnp.where(first_places(microbatch).any(-1), losses * microbatch["weights"].astype(jnp.float32), 0.0)
+
+    def class_logits(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """Scores of the classes, fp32 [b, classes]."""
+        dropout = Dropout(self.config.dropout, self.context, microbatch, self.config.layers + 1)  # past the embedding's
+        return self.head.class_logits(self.head.states(y), first_places(microbatch), dropout)
 
     def logits(self, y: jax.Array) -> jax.Array:
         """fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT."""
@@ -144,6 +170,9 @@ class BERT(NNXModel):
     number of tokens at the end that nothing attends to; "swapped" int32 [b], 1 if the segments are swapped; and "sample" as
     GPT's. The loss is the mean over the masked words ("weights") of the global batch plus the mean over its samples that
     have any, on any layout.
+
+    A classifier's batches: "tokens", "types", "padding" and "sample" likewise; "class" int32 [b], and "weights" fp32 [b], 0
+    for samples that do not count. Its loss is the mean over the samples that count.
     """
 
     block_module = Block
@@ -155,7 +184,15 @@ class BERT(NNXModel):
         """Shapes of one sample."""
         of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
         length = self.config.sequence_length
-        batch = {name: of(np.int32, length) for name in ("tokens", "types", "labels")}
+        batch = {name: of(np.int32, length) for name in ("tokens", "types")}
+        if self.config.has_classifier:
+            return batch | {
+                "padding": of(np.int32),
+                "class": of(np.int32),
+                "weights": of(np.float32),
+                "sample": of(np.uint32),
+            }
+        batch["labels"] = of(np.int32, length)
         batch["weights"] = of(np.float32, length)
         return batch | {"padding": of(np.int32), "swapped": of(np.int32), "sample": of(np.uint32)}
 
@@ -176,8 +213,14 @@ class BERT(NNXModel):
         head = nnx.merge(self._shared, shared).head
         return head.order_logits(head.states(y), first_places(microbatch))
 
+    def class_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        """A classifier's losses, fp32 [b], and likeliest classes, int32 [b]; 0 on context ranks without the first token."""
+        modules = nnx.merge(self._shared, shared)
+        best = modules.class_logits(y, microbatch).argmax(-1).astype(jnp.int32)
+        return modules.class_losses(y, microbatch), jnp.where(first_places(microbatch).any(-1), best, 0)
+
     def costs(self) -> ModelCosts:
-        """By formula; the pooler, which one token of a sample passes, has no FLOPs."""
+        """By formula; the pooler and a classifier, which one token of a sample passes, have no FLOPs."""
         config, costs = self.config, transformer_costs(self.config)
         split = costs.vocabulary_width + int(config.has_masked_lm and config.biases)
         rest = config.parameters - config.vocabulary * split - costs.layers * costs.block.total

@@ -200,12 +200,16 @@ class Training:
         return split_batch(self.model.prepare_batch(batch), self.run.parallel.data, self.run.parallel.context)
 
     def _fresh_state(self) -> TrainState:
+        params = self.fresh_params()
+        return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
+
+    def fresh_params(self) -> Tree:
+        """Initial parameters as they are stored; to be traced."""
         shapes = model_shapes(self.run, self.model_class, self.rules)
         key, shardings = jax.random.key(self.run.train.seed), self.params_sharding["blocks"]
         one = lambda where: lambda leaf, sharding: arrange(leaf, where, sharding)  # noqa: E731
         place = lambda blocks, where: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
-        params = initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
-        return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
+        return initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
         return self.traced_step(state, batch, hold)[0]

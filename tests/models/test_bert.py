@@ -148,6 +148,35 @@ def test_without_the_order_head_the_loss_is_that_of_masked_words():
         jax.eval_shape(lambda p: mean_loss(encoder, p, batch), encoder.init(jax.random.key(0)))
 
 
+@MODELS
+def test_classes_of_samples(config):
+    """The loss is the mean over samples of weight 1; the likeliest class is the largest score's."""
+    config = dataclasses.replace(config, output_heads="classification", classes=3)
+    model, params = small.build_model(config), small.busy_params(config)
+    batch = small.make_batch(small.make_run(microbatches=1, model=config))
+    rows, head, scores = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"], []
+    for row in range(len(rows["tokens"])):
+        length = config.sequence_length - rows["padding"][row]
+        states = encode(config, wide(params), rows["tokens"][row], rows["types"][row], length)
+        pooled = np.tanh(states[0] @ head["pooler"]["kernel"] + head["pooler"]["bias"])
+        scores.append(pooled @ head["classifier"]["kernel"] + head["classifier"]["bias"])
+    losses = [-math.log(softmax(score)[label]) for score, label in zip(scores, rows["class"], strict=True)]
+    want = np.average(losses, weights=rows["weights"])
+    np.testing.assert_allclose(jax.jit(lambda p: mean_loss(model, p, batch))(params), want, rtol=1e-5)
+
+    @jax.jit
+    def run(params):
+        x = model.embed(params["shared"], rows)
+        for layer in range(config.layers):
+            weights = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+            x = model.block(weights, x, rows, jnp.int32(layer))
+        return model.class_scores(params["shared"], x, rows)
+
+    got, best = run(params)
+    np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
+    np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
+
+
 def test_samples_without_masked_words_do_not_count():
     """Padding of a smaller batch has no weights: neither head's mean counts it."""
     model, params = small.build_model(PRE), small.busy_params(PRE)
@@ -160,9 +189,9 @@ def test_samples_without_masked_words_do_not_count():
 
 @pytest.mark.parametrize(
     "config",
-    [PRE, POST, *(dataclasses.replace(PRE, output_heads=name) for name in ("masked_lm", "none"))]
+    [PRE, POST, *(dataclasses.replace(PRE, output_heads=name) for name in ("masked_lm", "classification", "none"))]
     + [dataclasses.replace(PRE, biases=False, norm="rmsnorm", activation="swiglu", positions="rotary", kv_heads=2)],
-    ids=["pre", "post", "masked_lm", "none", "llama"],
+    ids=["pre", "post", "masked_lm", "classification", "none", "llama"],
 )
 def test_parameters_are_counted(config):
     """By the shapes of `init`, without the vocabulary's padding."""

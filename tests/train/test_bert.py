@@ -41,6 +41,14 @@ def test_norms_after_the_additions(case):
     check(*sizes, True, model=POST, **{"recompute": "selective"} | options)
 
 
+@pytest.mark.parametrize("case", slow([QUICK[0], QUICK[1], LONG[1], LONG[2], LONG[7]]), ids=str)
+def test_classes(case):
+    *sizes, options = case
+    options = {"sequence_parallel": True, "recompute": "selective"} | options
+    model = dataclasses.replace(small.BERT, output_heads="classification", classes=3)
+    check(*sizes, options.pop("sequence_parallel"), model=model, **options)
+
+
 @pytest.mark.slow
 def test_dropout_does_not_depend_on_the_mesh():
     model = dataclasses.replace(small.BERT, layers=4, dropout=0.3)

@@ -1,0 +1,170 @@
+r"""Fine-tune a BERT on one of GLUE's tasks (1804.07461): MNLI, QQP, SST-2, MRPC or RTE.
+
+python -m experiments.finetune_bert --init-from DIR --task mrpc --task-data train.tsv --dev-data dev.tsv --epochs 3 \
+    --run-dir runs/mrpc
+python -m experiments.finetune_bert --init-from DIR --task mrpc --task-data train.jsonl --dev-data dev.jsonl \
+    --seeds 1,2,3,4,5 --run-dir runs/mrpc                     one run each in runs/mrpc/seed_1, ..., and the median
+python -m megajax.interop.hugging_face export runs/mrpc --out tuned               for transformers
+
+DIR is a Hugging Face BERT with its tokenizer. A file is JSON lines with the columns of Hugging Face's glue dataset, or
+GLUE's .tsv. After each epoch the dev samples are scored; RUN_DIR/best.json has the best step, whose checkpoint is kept.
+--epochs E sets --steps to E times the steps of an epoch, and --save-every to one epoch. Every mesh, schedule and option of
+bert is legal. Defaults are those of 1810.04805 section 4.1; 1909.08053 table 6 has Megatron-LM's.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.config import ConfigError, near
+from megajax.config.cli import Experiment, Request, parse
+from megajax.config.tasks import TASKS
+from megajax.interop.init_from import HUGGING_FACE
+from megajax.schedules.arguments import whole
+from megajax.schedules.errors import exit_code
+from megajax.train import command
+
+DEFAULTS = {
+    "model": "bert-tiny",
+    "tokenizer": "wordpiece",
+    "global_batch_size": 32,
+    "microbatch_size": 8,
+    "sequence_length": 128,
+    "steps": 200,
+    "learning_rate": 2e-5,
+    "minimum_learning_rate": 0.0,
+    "learning_rate_decay": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "clip_norm": 1.0,
+    "validation_batches": 0,
+}
+EXPERIMENT = Experiment(
+    __doc__ or "",
+    DEFAULTS,
+    program="python -m experiments.finetune_bert",
+    importer=HUGGING_FACE,
+    defaults_for_imports=True,
+)
+WARMUP = 0.1  # share of the steps
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the experiment; returns the process's exit code (see `megajax.train.command`)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: run(words))
+
+
+def run(words: Sequence[str]) -> int:
+    """One training, or one for each of --seeds."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--epochs", type=whole())
+    parser.add_argument("--seeds", type=seeds)
+    try:
+        found, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name} {error.message}.") from None
+    if {"-h", "--help"} & set(rest):
+        return command.main(EXPERIMENT, rest)
+    request = parse(rest, EXPERIMENT)
+    rest += for_task(request, rest)
+    steps = steps_of_epoch(parse(rest, EXPERIMENT))
+    given = {word.partition("=")[0] for word in rest}
+    epochs = found.epochs or (None if {"--steps", "--config"} & given else 3)
+    if epochs:
+        rest += ["--steps", str(epochs * steps)]
+        rest += [] if "--warmup-steps" in given else ["--warmup-steps", str(round(WARMUP * epochs * steps))]
+    rest += [] if "--save-every" in given else ["--save-every", str(steps)]
+    request = parse(rest, EXPERIMENT)
+    if steps % request.output.save_every:
+        raise ConfigError(
+            f"save_every = {request.output.save_every} does not divide the {steps} steps of an epoch, after each of which "
+            f"the best checkpoint is kept: omit --save-every, or pass a divisor of {steps}."
+        )
+    if found.seeds is None:
+        return train(rest, steps)
+    if request.output.run_dir is None:
+        raise ConfigError("--seeds has nowhere to write its runs: pass --run-dir DIR too.")
+    return train_all(rest, steps, found.seeds, pathlib.Path(request.output.run_dir))
+
+
+def seeds(text: str) -> list[int]:
+    """The numbers of --seeds 1,2,3."""
+    try:
+        return [whole()(word) for word in text.split(",")]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} are not seeds: pass --seeds 1,2,3") from None
+
+
+def for_task(request: Request, words: Sequence[str]) -> list[str]:
+    """The options of the model that the task implies.
+
+    Raises:
+      ConfigError: there is no task, or nothing to train on or to score.
+    """
+    task = request.given.get("task")
+    if task is not None and task not in TASKS:
+        raise ConfigError(f"task = {task} is not known: {near(task, TASKS)} Pass --task {'|'.join(TASKS)}.")
+    if not (task and request.given.get("task_data") and request.given.get("dev_data")):
+        raise ConfigError(
+            f"there is nothing to fine-tune on: pass --task {'|'.join(TASKS)}, --task-data FILE and --dev-data FILE."
+        )
+    given = {word.partition("=")[0] for word in words}
+    heads = ["--output-heads", "classification", "--classes", str(len(TASKS[task].labels))]
+    return heads if "--output-heads" not in given else []
+
+
+def steps_of_epoch(request: Request) -> int:
+    """Steps in which every sample of --task-data is trained on; the last one may begin the next epoch."""
+    from megajax.data.classification import read_labelled
+
+    run = request.run(request.devices_needed or 1, "fp32")
+    run.data.validate()
+    return math.ceil(len(read_labelled(run.data.task, run.data.task_data).classes) / run.train.global_batch_size)
+
+
+def train(words: Sequence[str], steps: int) -> int:
+    """One training; `steps` are those of an epoch."""
+
+    def evaluations(trainer: Any, request: Request) -> list[Any]:
+        from megajax.evaluate.classification import DevScore
+
+        if request.evaluate:
+            raise ConfigError("--evaluate-every is of models that write text: omit it.")
+        return [DevScore(trainer, steps)]
+
+    return command.main(EXPERIMENT, words, evaluator=evaluations)
+
+
+def train_all(words: Sequence[str], steps: int, chosen: Sequence[int], directory: pathlib.Path) -> int:
+    """A training for each seed, and the median of their best dev scores, as 1909.08053 reports it."""
+    for seed in chosen:
+        code = train([*words, "--seed", str(seed), "--run-dir", str(directory / f"seed_{seed}")], steps)
+        if code:
+            return code
+    return report(chosen, directory)
+
+
+def report(chosen: Sequence[int], directory: pathlib.Path) -> int:
+    """Prints the seeds' best dev scores and their median."""
+    from megajax.evaluate.classification import BEST
+    from megajax.runtime.processes import is_first_process
+
+    if not is_first_process():
+        return 0
+    scores = [json.loads((directory / f"seed_{seed}" / BEST).read_text(encoding="utf-8")) for seed in chosen]
+    for seed, score in zip(chosen, scores, strict=True):
+        print(f"seed {seed}: best dev accuracy {score['accuracy']:.4f} at step {score['step']}")
+    print(f"median of {len(scores)} seeds: dev accuracy {statistics.median(score['accuracy'] for score in scores):.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`python -m experiments.finetune_bert`: it learns, resumes exactly, reports the median of seeds, and names mistakes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from experiments import finetune_bert
+from megajax.evaluate.classification import metrics
+
+SMALL = (
+    "--layers 2 --hidden 64 --heads 4 --feedforward 128 --sequence-length 16 --global-batch-size 6 --microbatch-size 1 "
+)
+SMALL += "--dropout 0 --learning-rate 0.005 --beta2 0.98 --devices cpu:4"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Samples whose class is whether the first sentence has the word "good"."""
+    draw, paths = np.random.default_rng(0), {}
+    for name, count in {"train": 60, "dev": 21}.items():
+        labels = draw.integers(0, 2, count)
+        nouns = draw.choice(["king", "queen", "day", "night"], count)
+        rows = [
+            {"sentence": f"a {('bad', 'good')[label]} {noun}", "label": int(label)}
+            for label, noun in zip(labels, nouns, strict=True)
+        ]
+        paths[name] = tmp_path / f"{name}.jsonl"
+        paths[name].write_text("\n".join(map(json.dumps, rows)))
+    return ["--task", "sst2", "--task-data", str(paths["train"]), "--dev-data", str(paths["dev"])]
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines() if "loss" in line]
+
+
+def test_it_learns_and_resumes_exactly(files, tmp_path, capsys):
+    """Two epochs on pipe 2 x tensor 2; then the last checkpoint is lost, and the second epoch is run again."""
+    run_dir = tmp_path / "run"
+    words = [*SMALL.split(), *files, "--epochs", "2", "--run-dir", str(run_dir), "--max-to-keep", "1"]
+    assert finetune_bert.main([*words, "--pipe", "2", "--tensor", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "60 samples, 0 of them cut" in out and "epoch 2: dev accuracy" in out and "of 21 samples" in out
+    log, best = records(run_dir / "log.jsonl"), json.loads((run_dir / "best.json").read_text())
+    assert len(log) == 20 and log[19]["dev/accuracy"] > 0.9 and "dev/accuracy" in log[9]
+    assert best["accuracy"] == max(log[9]["dev/accuracy"], log[19]["dev/accuracy"])
+    kept = {path.name for path in (run_dir / "checkpoints").glob("step_*")}
+    assert kept == {f"step_{step:08}" for step in (best["step"], 20)}  # the newest, and the best
+    first = tmp_path / "first"
+    assert finetune_bert.main([*words, "--run-dir", str(first), "--max-to-keep", "2"]) == 0
+    shutil.rmtree(first / "checkpoints/step_00000020")
+    whole = records(first / "log.jsonl")
+    assert finetune_bert.main([*words, "--run-dir", str(first), "--resume", "auto"]) == 0
+    again = records(first / "log.jsonl")
+    for one, other in zip(whole[10:], again[-10:], strict=True):
+        assert one["loss"] == other["loss"]
+    assert whole[19]["dev/loss"] == again[-1]["dev/loss"]
+    np.testing.assert_allclose([one["loss"] for one in log], [one["loss"] for one in whole], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_median_of_seeds(files, tmp_path, capsys):
+    words = [*SMALL.split(), *files, "--epochs", "1", "--run-dir", str(tmp_path / "runs"), "--seeds", "1,2,3"]
+    assert finetune_bert.main(words) == 0
+    scores = [json.loads((tmp_path / f"runs/seed_{seed}/best.json").read_text())["accuracy"] for seed in (1, 2, 3)]
+    assert f"median of 3 seeds: dev accuracy {sorted(scores)[1]:.4f}" in capsys.readouterr().out
+
+
+def test_metrics_by_hand():
+    """3 of 5 right; class 1 is predicted 3 times, is there 3 times, and twice both: F1 = 4 / 6."""
+    predicted, classes = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 1, 0])
+    assert metrics(predicted, classes, f1=True) == {"accuracy": 0.6, "f1": pytest.approx(4 / 6)}
+    assert metrics(predicted, classes, f1=False) == {"accuracy": 0.6}
+    assert metrics(np.zeros(5, int), np.zeros(5, int), f1=True) == {"accuracy": 1.0, "f1": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "there is nothing to fine-tune on: pass --task mnli|qqp|sst2|mrpc|rte, --task-data FILE"),
+        ("--task cola --task-data a --dev-data b", "task"),
+        ("--task sst2 --task-data missing.jsonl --dev-data b", "cannot read missing.jsonl"),
+        ("FILES --seeds 1,2", "--seeds has nowhere to write its runs: pass --run-dir DIR too."),
+        ("FILES --seeds one", "'one' are not seeds: pass --seeds 1,2,3"),
+        ("FILES --save-every 5", "save_every = 5 does not divide the 2 steps of an epoch"),
+        ("FILES --tokenizer byte", "tokenizer byte has no [CLS]"),
+        (
+            "FILES --evaluate-every 2 --evaluate-task ptb --evaluate-data x",
+            "--evaluate-every is of models that write text",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, files, capsys):
+    words = [word for part in words.split() for word in (files if part == "FILES" else [part])]
+    assert finetune_bert.main([*words, "--devices", "cpu:1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
