@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
+from megajax.config.experts import check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
@@ -25,7 +26,7 @@ class ModelConfig:
     kv_heads: int | None = setting(
         None, "key and value heads; grouped-query attention if fewer than heads", shown_default="heads"
     )
-    feedforward: int | None = setting(None, "inner width of the MLP", shown_default="4 * hidden")
+    feedforward: int | None = setting(None, "inner width of the MLP, or of each expert", shown_default="4 * hidden")
     vocabulary: int = setting(MISSING, "tokens of the vocabulary, before padding (see padded_vocabulary)")
     sequence_length: int = setting(MISSING, "tokens in a training sample")
     dropout: float = setting(
@@ -57,6 +58,22 @@ class ModelConfig:
     rotary_beta_slow: float = setting(1.0, "yarn: turns in the original context below which a frequency is divided")
     rotary_attention_factor: float | None = setting(
         None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
+    )
+    experts: int = setting(0, "experts of each block's MLP (mixture of experts); 0: a dense MLP", low=0)
+    experts_per_token: int = setting(2, "experts that a token passes, those with the highest scores")
+    shared_feedforward: int = setting(
+        0, "inner width of an MLP that every token passes in addition to its experts; 0: none", low=0
+    )
+    router_softmax: str = setting(
+        "before",
+        "softmax over the scores of all experts before the choice, or of the chosen ones after it",
+        ("before", "after"),
+    )
+    router_normalize: bool = setting(True, "the weights of a token's experts are divided by their sum")
+    balance_loss: float = setting(0.0, "coefficient of the loss that balances the experts within a sample", low=0)
+    router_z_loss: float = setting(0.0, "coefficient of the mean squared logarithm of the router's softmax sum", low=0)
+    balance_bias_rate: float = setting(
+        0.0, "change per step of the biases that balance the experts without a loss (2408.15664)", low=0
     )
     query_key_norm: bool = setting(
         False, "RMS norm over each head's elements of queries and keys, before they are rotated"
@@ -120,9 +137,18 @@ class ModelConfig:
         attention += (self.heads * size + bias) * self.hidden + 2 * size * int(self.query_key_norm)
         into_mlp = 2 if self.is_gated else 1
         mlp = into_mlp * (self.hidden + bias) * self.feedforward_size + (self.feedforward_size + bias) * self.hidden
+        mlp = expert_parameters(self) if self.experts else mlp
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * (attention + mlp + 2 * norm) + position_table + token_tables + norm
+
+    @property
+    def active_parameters(self) -> int:
+        """Those of `parameters` that a token passes: without the experts that it is not sent to."""
+        if not self.experts:
+            return self.parameters
+        unused = expert_parameters(self) - expert_parameters(self, self.experts_per_token)
+        return self.parameters - self.layers * unused
 
     def validate(self) -> None:
         """Checks the model's own shape.
@@ -143,6 +169,7 @@ class ModelConfig:
                 f"pass {one_of('kv_heads', divisors(self.heads), self.key_value_heads)}."
             )
         check_rotary(self)
+        check_experts(self)
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Checks that this model's arrays can be split as `parallel` requires; both are already validated.
@@ -167,6 +194,8 @@ class ModelConfig:
                 + "."
             )
         split = {"heads": self.heads, "kv_heads": self.key_value_heads, "feedforward": self.feedforward_size}
+        if self.experts and self.shared_feedforward:
+            split["shared_feedforward"] = self.shared_feedforward
         if parallel.sequence_parallel:
             split["sequence_length"] = self.sequence_length // parallel.context
         legal = divisors(math.gcd(*split.values()))

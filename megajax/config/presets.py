@@ -65,6 +65,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "megatron-1008b": _gpt(128, 25600, 160, MEGATRON_VOCABULARY, 2048),
 }
 MODELS |= RELEASED
+# "tiny" with experts, for experiments.moe: two of eight, which together are half as wide as the MLP of "tiny".
+MODELS["moe-tiny"] = _gpt(4, 128, 4, 257, 128) | {"experts": 8, "feedforward": 128, "balance_loss": 0.01}
 
 # BERT as Megatron-LM trained it, 1909.08053 table 4 and section 5.3: norms before attention and MLP, 512 tokens, dropout
 # 0.1, and the released uncased vocabulary of WordPieces.

@@ -71,6 +71,11 @@ class RunConfig:
                 "matmul_dtype = fp8 does not work with tensor_overlap = ring, which has separate matmuls: pass "
                 "--tensor-overlap none, or omit --matmul-dtype."
             )
+        if self.train.matmul_dtype == "fp8" and getattr(self.model, "experts", 0):
+            raise ConfigError(
+                f"matmul_dtype = fp8 does not work with experts = {self.model.experts}, whose matmuls are in the run's "
+                "precision: omit --matmul-dtype."
+            )
         if device_count is not None:
             _check_device_count(self, device_count)
 

@@ -100,7 +100,7 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tu
     split = tensor if parallel.sequence_parallel else 1
     masks = traffic.masks if software.dropout else 0
     residual = rows * model.hidden / split * (traffic.residual_passes * item + masks)
-    within = rows * (traffic.inner / tensor) * item
+    within = rows * (traffic.inner / tensor + traffic.whole) * item
     elementwise = ops.traffic(residual + within)
 
     # Each pair of matmuls is gathered before and summed after, as an all-reduce is both (1909.08053, 2205.05198 4.2).

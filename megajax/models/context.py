@@ -21,7 +21,7 @@ from megajax.ops.attention import (
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.linear import Operations, plain_operations
-from megajax.ops.ring_attention import ring_attention
+from megajax.ops.ring_attention import ring_attention, ring_sum
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
 from megajax.runtime.compat import broken_host_offload
 from megajax.runtime.xla_flags import check_ring_flags
@@ -138,6 +138,7 @@ def model_context(
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
+        sum_over_sequence=partial(ring_sum, axis_name="data", ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
     )

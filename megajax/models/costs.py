@@ -125,11 +125,13 @@ class Elementwise:
       residual_passes: reads and writes of the whole residual stream; split over tensor only with sequence parallelism.
       masks: masks on the residual stream, of one byte an element, where the block has dropout.
       inner: elements of values that are split over tensor.
+      whole: elements of values that are replicated over tensor.
     """
 
     residual_passes: int = 0
     masks: int = 0
     inner: int = 0
+    whole: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +219,11 @@ class ModelCosts:
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
     """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
-    hidden, inner, bias, size = config.hidden, config.feedforward_size, int(config.biases), config.head_dimension
+    hidden, bias, size = config.hidden, int(config.biases), config.head_dimension
     heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
     query_key_value = heads + 2 * groups
-    up = inner * (2 if config.is_gated else 1)
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
+    mlp = _mlp_costs(config)
     return ModelCosts(
         layers=config.layers,
         hidden=hidden,
@@ -230,8 +232,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         matmuls=(
             Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
             Matmul("attention_output", heads, hidden, "row", ("full",)),
-            Matmul("mlp_in", hidden, up, "column", ("full",)),
-            Matmul("mlp_out", inner, hidden, "row"),
+            *mlp.matmuls,
         ),
         attention=Attention(
             config.heads,
@@ -242,33 +243,81 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             causal=config.causal,
         ),
         block=Parameters(
-            split=(hidden + qkv_bias) * query_key_value + (hidden + bias) * up + hidden * (heads + inner),
-            whole=2 * hidden * bias + 2 * norm + 2 * size * int(config.query_key_norm),
+            split=(hidden + qkv_bias) * query_key_value + hidden * heads + mlp.parameters.split,
+            whole=hidden * bias + 2 * norm + 2 * size * int(config.query_key_norm) + mlp.parameters.whole,
         ),
         shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
-        kept=_kept_by_transformer(config, query_key_value, up),
+        kept=_kept_by_transformer(config, query_key_value, mlp),
         kept_for_weights=(
-            KeptValue("gradients of query_key_value and mlp_in", query_key_value + up, split="tensor"),
-            KeptValue("gradients of attention_output and mlp_out", 2 * hidden),
+            KeptValue("gradients of query_key_value and mlp_in", query_key_value + mlp.up, split="tensor"),
+            KeptValue("gradients of attention_output and mlp_out", 2 * hidden if mlp.has_dense else hidden),
+            KeptValue("gradients of the experts' results", mlp.rows * hidden, split=None),
             KeptValue("context", heads, split="tensor", modes=("full",)),
             KeptValue("residual", hidden, modes=("full",)),
             # two intermediate values of the activation function are fp32
-            KeptValue("activation", 2 * up, split="tensor", modes=("full",), itemsize=4),
+            KeptValue("activation", 2 * mlp.up, split="tensor", modes=("full",), itemsize=4),
         ),
         elementwise=Elementwise(
             residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)
             masks=2,
             # the activation function; queries, keys and values (read, write); and the norm of queries and keys
-            inner=up + inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
+            inner=mlp.up + mlp.inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
+            whole=2 * 2 * mlp.rows * hidden,  # dispatch and combine (read, write)
         ),
     )
 
 
-def _kept_by_transformer(config: ModelConfig, query_key_value: int, up: int) -> tuple[KeptValue, ...]:
+@dataclasses.dataclass(frozen=True)
+class _MlpCosts:
+    """The MLP of a block: the dense one, or router, experts and the shared one.
+
+    Attributes:
+      matmuls: with k rows of the experts for each token as k times the columns or rows of one expert.
+      parameters: of all experts; without the router's `bias` and `losses`, which no gradient trains.
+      up: elements of a token before the activation, in all MLPs that it passes.
+      inner: after it.
+      rows: experts that a token passes; 0 without experts.
+      has_dense: whether there is a dense or a shared MLP.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    parameters: Parameters
+    up: int
+    inner: int
+    rows: int
+    has_dense: bool
+
+
+def _mlp_costs(config: ModelConfig) -> _MlpCosts:
+    hidden, bias, into = config.hidden, int(config.biases), 2 if config.is_gated else 1
+    rows = config.experts_per_token if config.experts else 0
+    dense = config.shared_feedforward if config.experts else config.feedforward_size
+    routed = rows * config.feedforward_size
+    matmuls = []
+    split = whole = 0
+    if dense:
+        matmuls += [
+            Matmul("mlp_in", hidden, into * dense, "column", ("full",)),
+            Matmul("mlp_out", dense, hidden, "row"),
+        ]
+        split, whole = (hidden + bias) * into * dense + dense * hidden, bias * hidden
+    if rows:
+        matmuls += [
+            Matmul("router", hidden, config.experts, None, ("full",)),
+            Matmul("experts_in", hidden, into * routed, "column", ("full",)),
+            Matmul("experts_out", routed, hidden, "row"),
+        ]
+        split += config.experts * (into + 1) * hidden * config.feedforward_size
+        whole += hidden * config.experts
+    parameters = Parameters(split, whole)
+    return _MlpCosts(tuple(matmuls), parameters, into * (dense + routed), dense + routed, rows, dense > 0)
+
+
+def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCosts) -> tuple[KeptValue, ...]:
     """The named values of `models/remat.py`, with the modes that keep them."""
 
-    def value(name: str, per_token: int = 0, split: str = "sequence", **fields) -> KeptValue:
+    def value(name: str, per_token: int = 0, split: str | None = "sequence", **fields) -> KeptValue:
         modes = tuple(mode for mode, names in MODES.items() if name in names)
         return KeptValue(name, per_token, split=split, modes=modes, **fields)
 
@@ -283,10 +332,15 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, up: int) -> 
         value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
         value("residual", hidden),
         value("feedforward_input", hidden),
-        value("up", up, "tensor"),
-        value("activation", config.feedforward_size, "tensor"),
+        value("up", mlp.up, "tensor"),
+        value("activation", mlp.inner, "tensor"),
         *([value("output_residual", hidden)] if config.post_norm else []),
     ]
+    if config.experts:
+        values += [
+            value("router", config.experts, None, itemsize=4),
+            value("dispatched", mlp.rows * hidden, None),
+        ]
     if config.dropout > 0:
         values += [
             value("probabilities_mask", 0, "tensor", per_token_pair=heads, itemsize=1, fused=False, transposed_from=1),

@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
-from megajax.models import remat
+from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts, transformer_costs
-from megajax.models.interface import FusableAttention, Microbatch, ModelContext, register_model
+from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import Block, Dropout, Norm, cache_arrays
 from megajax.ops.cached_attention import CachedArray
@@ -126,6 +126,21 @@ class GPT(NNXModel):
     shared_module = Shared
     saved_names = remat.MODES
     vocabulary_over_pipe = True
+    scaled_arrays = moe.SCALED
+
+    def prepare_batch(self, batch: Microbatch) -> Microbatch:
+        """With experts, also the samples' shares in the balance losses."""
+        return {**batch, **moe.balance_arrays(batch)} if self.config.experts else batch
+
+    def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """With experts, "expert_load" and "router_losses" of each layer (`moe.take_measurements`)."""
+        return moe.take_measurements(gradients) if self.config.experts else (gradients, {})
+
+    def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
+        """Moves the biases that balance experts."""
+        if not self.config.experts or not self.config.balance_bias_rate:
+            return updates
+        return moe.move_biases(updates, measurements["expert_load"], self.config.balance_bias_rate)
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one sample."""

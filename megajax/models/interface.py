@@ -51,6 +51,7 @@ class ModelContext:
       vocabulary: how the rows of token tables are sharded, with the matching lookup and collectives.
       dtype: type of activations and matmuls. `embed`, `block` and `head_loss` get weights of this type.
       recompute: "none", "selective" or "full", the values that a block's backward recomputes.
+      sum_over_sequence: (array of [b, ...]) -> its sum over the context ranks, which have parts of the same samples.
       dropout_seed: the run's seed of dropout masks.
       training: False for evaluation and generation: no dropout.
     """
@@ -60,6 +61,7 @@ class ModelContext:
     vocabulary: VocabularySharding = WHOLE_VOCABULARY
     dtype: Any = jnp.float32
     recompute: str = "selective"
+    sum_over_sequence: Callable[[jax.Array], jax.Array] = identity
     dropout_seed: int = 0
     training: bool = True
 
@@ -90,12 +92,15 @@ class PipelineModel(abc.ABC):
       activation_axes: logical axes of x between blocks.
       vocabulary_over_pipe: whether `embed` and `head_loss` may hold tables whose rows are sharded over pipe too, and so
         run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`).
+      scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
+        factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
       config: any frozen dataclass with `layers` and `name`.
       context: see `ModelContext`.
     """
 
     activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
+    scaled_arrays: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, context: ModelContext = ModelContext()):  # noqa: B008 (frozen)
         """Builds the model's functions; creates no arrays."""
@@ -115,6 +120,23 @@ class PipelineModel(abc.ABC):
     @abc.abstractmethod
     def decay_mask(self) -> Tree:
         """A tree like the parameters of bools: whether weight decay applies."""
+
+    def fp32_mask(self) -> Tree:
+        """A tree like the parameters of bools: whether a leaf is computed with in fp32 in any precision. Default: none."""
+        return jax.tree.map(lambda _: False, self.decay_mask())
+
+    def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """Separates values that blocks return as gradients of parameters of their own from the gradients.
+
+        Returns:
+          (gradients, with zeros for those parameters; the values by name, arrays that start with the axes of layers that
+          `gradients["blocks"]` has). Default: there are none.
+        """
+        return gradients, {}
+
+    def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
+        """The addends to the parameters, with those that follow from measurements instead of gradients. Default: none."""
+        return updates
 
     @abc.abstractmethod
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

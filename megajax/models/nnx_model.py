@@ -25,7 +25,7 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def parameter(value: jax.Array, *axes: str | None, decay: bool = True) -> nnx.Param:
+def parameter(value: jax.Array, *axes: str | None, decay: bool = True, fp32: bool = False) -> nnx.Param:
     """A parameter with one logical axis name (or None) for each of its axes.
 
     The names are metadata of megajax, not NNX's `out_sharding`, for which NNX would look up a mesh axis at once. A plain
@@ -35,9 +35,10 @@ def parameter(value: jax.Array, *axes: str | None, decay: bool = True) -> nnx.Pa
       value: fp32, full size.
       axes: names, see megajax.sharding.rules.
       decay: whether weight decay applies; not for biases and norms.
+      fp32: whether blocks get it in fp32 whatever the run's precision.
     """
     assert value.ndim == len(axes)
-    return nnx.Param(value, logical_axes=axes, decay=decay)
+    return nnx.Param(value, logical_axes=axes, decay=decay, fp32=fp32)
 
 
 class NNXModel(PipelineModel):
@@ -93,6 +94,14 @@ class NNXModel(PipelineModel):
         return {
             "blocks": _map_parameters(_decays, self._block_parameters),
             "shared": _map_parameters(_decays, self._shared_parameters),
+        }
+
+    def fp32_mask(self) -> Tree:
+        """From the parameters' metadata."""
+        of = lambda p: p.get_metadata().get("fp32", False)  # noqa: E731
+        return {
+            "blocks": _map_parameters(of, self._block_parameters),
+            "shared": _map_parameters(of, self._shared_parameters),
         }
 
     def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:

@@ -15,9 +15,12 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
     feedforward_input    [b, s, h]          sequence        kept                      gathered again
     up                   [b, s, f] or [b, s, 2, f]  tensor  kept    kept              before the activation
     activation           [b, s, f]          tensor          kept
+    router               [b, s, E]          replicated      kept    kept              fp32; the scores of E experts
+    dispatched           [b s k, h]         replicated      kept                      the k copies of each token, by expert
     output_residual      [b, s, h]          sequence        kept    kept              before the last norm, with post_norm
     the dropout masks    as what they mask  as that         kept                      1 byte; else drawn again
 
+With experts, `up` and `activation` have k rows for each token.
 none recomputes no matmul, selective one (queries times keys), full five of the six (not the down projection).
 For a GPT without dropout "selective" is 20 sbh bytes, less than the paper's 34 sbh (its table 2):
 norms and the activation are cheap to recompute from `residual` and `up`, and a mask is drawn again from its key.
@@ -36,8 +39,8 @@ from megajax.config import ConfigError, near
 
 __all__ = ["MODES", "checkpointed", "grouped"]
 
-SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "up", "output_residual")
-NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "activation")
+SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "router", "up", "output_residual")
+NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "dispatched", "activation")
 MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn only where the model has dropout
 MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}
 

@@ -12,8 +12,6 @@ With "groups", "heads" and "feedforward" on the tensor axis this is Megatron's c
 `megajax.models.gpt` builds a `PipelineModel` from the modules.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,24 +20,19 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.models.feedforward import ACTIVATIONS, FeedForward, Linear
 from megajax.models.interface import Microbatch, ModelContext
+from megajax.models.moe import Experts
 from megajax.models.nnx_model import named_key, parameter
 from megajax.models.rotary import rotate
-from megajax.ops.activation import exact_gelu, gelu
 from megajax.ops.attention import SCORES, plain_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
-from megajax.ops.linear import RESIDUAL, add_bias
+from megajax.ops.linear import RESIDUAL
 from megajax.ops.norm import norm
 
 __all__ = ["ACTIVATIONS", "Block", "Dropout", "Linear", "Norm", "cache_arrays"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
-ACTIVATIONS = {  # of the MLP, or of its gate
-    "gelu": gelu,
-    "gelu_exact": exact_gelu,
-    "swiglu": jax.nn.silu,
-    "geglu": partial(jax.nn.gelu, approximate=True),
-}
 
 
 class Dropout:
@@ -96,23 +89,6 @@ class HeadNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., d]; the result has x's type."""
         return norm(x, self.scale[...], None, False, self.epsilon)
-
-
-class Linear(nnx.Module):
-    """A matmul from the last axes of x to new ones, in x's type, with or without a bias."""
-
-    def __init__(self, key, inputs: dict[str, int], outputs: dict[str, int], deviation: float, biases: bool):
-        """Takes the axes as name -> size, in order; a name that starts with "_" is no logical axis."""
-        shape, names = (*inputs.values(), *outputs.values()), [*inputs, *outputs]
-        axes = [None if name.startswith("_") else name for name in names]
-        self.kernel = parameter(jax.random.normal(named_key(key, "kernel"), shape) * deviation, *axes)
-        if biases:
-            self.bias = parameter(jnp.zeros(tuple(outputs.values())), *axes[len(inputs) :], decay=False)
-
-    def __call__(self, x: jax.Array, product: Callable[..., jax.Array], *how) -> jax.Array:
-        """`product(x, kernel, *how)` plus the bias: from [..., *inputs] to [..., *outputs]."""
-        y = product(x, self.kernel[...].astype(x.dtype), *how)
-        return add_bias(y, self.bias[...].astype(x.dtype)) if hasattr(self, "bias") else y
 
 
 class Attention(nnx.Module):
@@ -177,32 +153,6 @@ def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int) -> d
     return {"key": array, "value": array}
 
 
-class FeedForward(nnx.Module):
-    """Two matmuls around GELU, or SwiGLU or GEGLU (2002.05202), the inner width split over tensor."""
-
-    def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
-        self.config, self.constrain, self.operations = config, context.constrain, context.operations
-        hidden, inner = {"hidden": config.hidden}, {"feedforward": config.feedforward_size}
-        gated = {"_gate_and_up": 2, **inner} if config.is_gated else inner
-        small = config.init_deviation / (2 * config.layers) ** 0.5
-        self.up = Linear(named_key(key, "up"), hidden, gated, config.init_deviation, config.biases)
-        self.down = Linear(named_key(key, "down"), inner, hidden, small, config.biases)
-
-    def __call__(self, y: jax.Array) -> jax.Array:
-        """From [b, split s, h] to the same, through [b, whole s, split f]."""
-        gates, activation = (None,) if self.config.is_gated else (), ACTIVATIONS[self.config.activation]
-        lead = ("batch", "whole_sequence")
-        up = checkpoint_name(self.up(y, self.operations.column, (*lead, *gates, "feedforward")), "up")
-        wide = up.astype(jnp.float32)
-        if self.config.is_gated:  # up [b, s, 2, f]: the gate, then the gated value
-            active = activation(wide[..., 0, :]) * wide[..., 1, :]
-        else:
-            active = activation(wide)
-        # Its gradient must be split by feedforward too: otherwise XLA may split it by sequence and add an all-to-all.
-        active = checkpoint_name(self.constrain(active.astype(y.dtype), *lead, "feedforward"), "activation")
-        return self.down(active, self.operations.row, 1)
-
-
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)); with `config.post_norm`, norm(x + attention(x)) and so on."""
 
@@ -211,7 +161,8 @@ class Block(nnx.Module):
         self.config, self.context, self.constrain = config, context, context.constrain
         self.attention_norm, self.feedforward_norm = Norm(config), Norm(config)
         self.attention = Attention(config, named_key(key, "attention"), context)
-        self.feedforward = FeedForward(config, named_key(key, "feedforward"), context)
+        inner = Experts if config.experts else FeedForward
+        self.feedforward = inner(config, named_key(key, "feedforward"), context)
 
     def _split(self, y: jax.Array, name: str) -> jax.Array:
         """The normed residual, sharded by sequence before it is gathered, so that its gradient is reduce-scattered."""
@@ -232,7 +183,8 @@ class Block(nnx.Module):
         x = x + dropout(attended, "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
         y = self._split((self.attention_norm if post_norm else self.feedforward_norm)(x), "feedforward_input")
-        x = (y if post_norm else x) + dropout(self.feedforward(y), "feedforward", *RESIDUAL)
+        fed = self.feedforward(y, microbatch) if self.config.experts else self.feedforward(y)
+        x = (y if post_norm else x) + dropout(fed, "feedforward", *RESIDUAL)
         if post_norm:
             x = self.feedforward_norm(checkpoint_name(self.constrain(x, *RESIDUAL), "output_residual"))
         return self.constrain(x, *RESIDUAL), entries

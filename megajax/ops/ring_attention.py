@@ -38,7 +38,7 @@ from megajax.config import ConfigError
 from megajax.ops.attention import Kernel, document_starts
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
-__all__ = ["ring_attention", "split_batch", "zigzag"]
+__all__ = ["ring_attention", "ring_sum", "split_batch", "zigzag"]
 
 
 def zigzag(length: int, ranks: int) -> np.ndarray:
@@ -109,6 +109,20 @@ def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | Non
     return Kernel(partial(_forward, ring), partial(_backward, ring))
 
 
+def ring_sum(x: jax.Array, axis_name: str, ranks: int) -> jax.Array:
+    """The sum of a small array over `ranks` neighbours on a mesh axis, on all of them; called as `ring_attention` is."""
+    total, sent = x, x
+    for _ in range(ranks - 1):
+        sent = lax.ppermute(sent, axis_name, _route(axis_name, ranks))
+        total = total + sent
+    return total
+
+
+def _route(axis_name: str, ranks: int) -> list[tuple[int, int]]:
+    """(rank, the next one in its ring) of all ranks on the mesh axis, which is cut into rings of `ranks` neighbours."""
+    return [(rank, rank // ranks * ranks + (rank + 1) % ranks) for rank in range(lax.axis_size(axis_name))]
+
+
 class _Ring:
     """The kernel of pieces, the routes of the sends (rings of `ranks` neighbours on a mesh axis), and the window."""
 
@@ -117,8 +131,7 @@ class _Ring:
 
     def send(self, *arrays: jax.Array) -> list[jax.Array]:
         """The arrays of the previous rank."""
-        size, ranks = lax.axis_size(self.axis_name), self.ranks
-        route = [(rank, rank // ranks * ranks + (rank + 1) % ranks) for rank in range(size)]
+        route = _route(self.axis_name, self.ranks)
         return [lax.ppermute(array, self.axis_name, route) for array in arrays]
 
     def is_earlier(self, step: int) -> jax.Array:

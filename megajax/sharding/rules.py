@@ -21,6 +21,7 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
     "groups": "tensor",  # a group of heads and its key and value head: attention needs no data of another group
     "heads": "tensor",  # the same split, seen by the output projection
     "feedforward": "tensor",  # the activation is elementwise
+    "experts": None,  # every replica has all experts
     "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
     "positions": None,  # small, and read by all
     # Activations.

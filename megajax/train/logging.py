@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megajax.train.expert_load import describe_load, load_record
 from megajax.train.log_file import LogFile
 from megajax.train.sinks import Sink
 
@@ -56,12 +57,12 @@ def step_record(
     skipped_steps: int = 0,
     bad_steps: int = 0,
     compiled: bool = False,
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """The record of one step, with its fields in the order in which they are written.
 
     Args:
       step: 1 for the first step of the run.
-      metrics: scalars of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, skipped.
+      metrics: of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, skipped, and what experts measured.
       samples: samples consumed at the end of this step.
       seconds: wall-clock seconds of the step.
       batch: samples of this step, without padding.
@@ -83,6 +84,7 @@ def step_record(
         "step_seconds": seconds,
         "compiled": int(compiled),
         **throughput.rates(seconds, compiled),
+        **load_record(metrics),
     }
 
 
@@ -125,7 +127,7 @@ def describe_line(record: Mapping[str, float], steps: int) -> str:
         f"step {record['step']}/{steps}  {describe_numbers(record)}  grad norm {record['grad_norm']:.3g}  "
         f"learning rate {record['learning_rate']:.3g}  loss scale {record['loss_scale']:g}  "
         f"batch {record['batch']}  samples {record['samples']}  {1000 * record['step_seconds']:.1f} ms  "
-        f"skipped {record['skipped_steps']}  not finite {record['bad_steps']}"
+        f"skipped {record['skipped_steps']}  not finite {record['bad_steps']}{describe_load(record)}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from megajax.config import ConfigError
 from megajax.train.log_file import FULL, LogFile
 
-Record = Mapping[str, float | None]
+Record = Mapping[str, float | list[float] | None]  # a list has a value for each layer
 
 
 class Sink(Protocol):
@@ -27,11 +27,13 @@ class Sink(Protocol):
 
 def to_json(record: Record) -> str:
     """One line of strict JSON; NaN and infinities become "nan", "inf", "-inf", which `float()` accepts; None is null."""
-    finite = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(finite, allow_nan=False)
+
+    def finite(value):
+        if isinstance(value, list):
+            return [finite(one) for one in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
 
 
 class JsonLines:
@@ -96,7 +98,7 @@ def _lines(path: pathlib.Path, after: int) -> Iterator[tuple[bytes, bool]]:
 
 
 class TensorBoard:
-    """The same records as TensorBoard scalars, by step; `samples` is one of them.
+    """The same records as TensorBoard scalars, by step; `samples` is one of them. A list has a tag "name/0" for each value.
 
     tensorboardX's SummaryWriter is not used: its thread ends at the first error, and after 1,000 more events `add_summary`
     blocks for ever.
@@ -128,11 +130,19 @@ class TensorBoard:
         # One event for all scalars: an event for each would be most of the cost of logging a step.
         values = [
             self._summary.Value(tag=name, simple_value=value)
-            for name, value in record.items()
+            for name, value in _scalars(record)
             if name != "step" and value is not None
         ]
         summary = self._summary(value=values)
         self.file.append(_framed(self._event(wall_time=time.time(), step=int(record["step"]), summary=summary)))
+
+
+def _scalars(record: Record) -> Iterator[tuple[str, float | None]]:
+    for name, value in record.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{index}", one) for index, one in enumerate(value))
+        else:
+            yield name, value
 
 
 def _framed(event) -> bytes:

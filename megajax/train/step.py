@@ -27,7 +27,7 @@ from megajax.models.remat import grouped
 from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
-from megajax.pipeline.layout import is_spec
+from megajax.pipeline.layout import from_pipeline_layout, is_spec
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
@@ -143,7 +143,8 @@ class Training:
     def train_step(
         self, state: TrainState, batch: Tree, hold: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update; `state` is donated. Metrics, all scalars: loss, grad_norm, learning_rate, loss_scale, skipped, tokens.
+        """One update; `state` is donated. Metrics: scalars loss, grad_norm, learning_rate, loss_scale, skipped, tokens; and
+        the model's measurements of each layer, [layers, n] (`PipelineModel.take_measurements`).
 
         If the loss or the gradient is not finite only the loss scale is updated, and skipped is 1. "tokens" is the batch's
         `loss_weight`.
@@ -187,7 +188,8 @@ class Training:
 
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
-        params = cast(params, compute_dtype(self.run.train.precision))
+        dtype = compute_dtype(self.run.train.precision)
+        params = jax.tree.map(lambda p, fp32: p if fp32 else cast(p, dtype), params, self.model.fp32_mask())
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
 
@@ -196,8 +198,13 @@ class Training:
         gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
         return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
-    def _split(self, batch: Tree) -> Tree:
-        return split_batch(self.model.prepare_batch(batch), self.run.parallel.data, self.run.parallel.context)
+    def _split(self, batch: Tree, cotangent: jax.Array | float = 1.0) -> Tree:
+        """The batch as the executor gets it; `cotangent` [microbatches] or a scalar, of the loss's gradients."""
+        batch = self.model.prepare_batch(batch)
+        scaled = {name: batch[name] for name in self.model.scaled_arrays if name in batch}
+        factors = jnp.reshape(cotangent, (-1, 1))
+        batch = {**batch, **{name: array * factors for name, array in scaled.items()}}
+        return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
 
     def _fresh_state(self) -> TrainState:
         params = self.fresh_params()
@@ -234,6 +241,7 @@ class Training:
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
+        gradients, measurements = self.model.take_measurements(gradients)
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         batch_size = math.prod(leading_sizes(batch))
@@ -242,6 +250,7 @@ class Training:
         updates, optimizer_state = self.optimizer.update(
             gradients, state.optimizer_state, state.params, batch_size=batch_size
         )
+        updates = self.model.apply_measurements(updates, measurements)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
         new = dataclasses.replace(
             state,
@@ -259,7 +268,7 @@ class Training:
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": self._loss_weight(batch),
         }
-        return new, metrics
+        return new, metrics | from_pipeline_layout(measurements, self.where)
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         return self._execute(params, batch, scale, poison_bubbles=poison_bubbles)[:2]
@@ -269,7 +278,7 @@ class Training:
         options = dataclasses.replace(self.executor_options, **options)
         run = gradient_function(self.functions, run_schedule(self.run, leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
-        losses, gradients, records = run(self._cast(params), self._split(batch), cotangent / total)
+        losses, gradients, records = run(self._cast(params), self._split(batch, cotangent), cotangent / total)
         return losses.sum() / total, self._gradients_of(params, gradients), losses, records
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:

@@ -190,6 +190,8 @@ class Trainer:
         size = ""
         if isinstance(model, ModelConfig):
             size = f", hidden {model.hidden}, {model.heads} heads, {model.sequence_length} tokens a sample"
+            if model.experts:
+                size += f", {model.experts} experts, {model.active_parameters:,} parameters for a token"
         context = f"context {parallel.context} x " if parallel.context > 1 else ""
         sequence_parallel = "on" if parallel.sequence_parallel and parallel.tensor > 1 else "off"
         return [

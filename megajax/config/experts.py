@@ -1,0 +1,51 @@
+"""The rules between a model's fields of experts, and their numbers of parameters; `megajax/models/moe.py` computes them."""
+
+from megajax.config.errors import ConfigError
+
+__all__ = ["check_experts", "expert_parameters"]
+
+ONLY_WITH_EXPERTS = ("shared_feedforward", "balance_loss", "router_z_loss", "balance_bias_rate")
+
+
+def check_experts(model) -> None:
+    """Checks the fields of experts of a `ModelConfig` whose fields are legal each by itself.
+
+    Raises:
+        ConfigError: for the first rule that is broken.
+    """
+    if not model.experts:
+        for name in ONLY_WITH_EXPERTS:
+            if value := getattr(model, name):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{name} = {value} does nothing without experts: pass {option} 0, or --experts 2 or more."
+                )
+        return
+    if model.experts == 1:
+        raise ConfigError("experts = 1 leaves a router no choice: pass --experts 0 for a dense MLP, or 2 or more.")
+    if not model.causal:
+        raise ConfigError(
+            f"experts = {model.experts} is supported by models whose tokens attend to earlier ones only, not by BERT: pass "
+            "--experts 0."
+        )
+    if model.experts_per_token > model.experts:
+        raise ConfigError(
+            f"experts_per_token = {model.experts_per_token} is above experts = {model.experts}: pass "
+            f"--experts-per-token {model.experts} or fewer."
+        )
+
+
+def expert_parameters(model, experts: int | None = None) -> int:
+    """Trainable parameters of the MLP of a block with experts: the router's, the shared MLP's and the experts'.
+
+    Experts and router add no biases. The router's balancing biases are not trained by gradients, and not counted.
+
+    Args:
+        model: the `ModelConfig`.
+        experts: how many experts to count; all if not given. `experts_per_token` gives those that a token passes.
+    """
+    bias, into = int(model.biases), 2 if model.is_gated else 1
+    one = (into + 1) * model.hidden * model.feedforward_size
+    shared = (model.hidden + bias) * into * model.shared_feedforward + (model.shared_feedforward + bias) * model.hidden
+    count = model.experts if experts is None else experts
+    return model.hidden * model.experts + count * one + (shared if model.shared_feedforward else 0)

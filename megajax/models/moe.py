@@ -1,0 +1,184 @@
+"""The mixture-of-experts MLP of a block: each token passes the k experts with the highest scores, and no token is dropped.
+
+Shapes: b samples, s tokens, h = hidden, E experts of inner width f, k experts for a token, R = b s k rows.
+
+    y [b, s, h] -> router, fp32 -> k experts and their weights for each token
+                -> dispatch [R, h], sorted by expert -> up, activation, weight -> down [R, h] -> combine [b, s, h]
+
+Every replica has all experts; their inner width is split over tensor, as a dense MLP's. The router runs on whole samples, so
+that a token's choice does not depend on the layout.
+
+**Balance.** With p the softmax over all E scores, c_i the choices of expert i in a sample of S tokens,
+f_i = E c_i / (k S), and P_i the mean of p_i over the sample, `balance_loss` adds its coefficient times the sum over
+layers of the mean over samples of
+
+    sum_i f_i P_i        1 if experts are chosen equally often (DeepSeek-V2, 2405.04434 section 2.2.3; f has no gradient)
+
+and `router_z_loss` that of the mean over tokens of logsumexp(scores)^2 (2202.08906 equation 5). Both are means over samples,
+so loss and gradient do not depend on microbatches, replicas or context ranks. `balance_bias_rate` instead adds a bias to
+p for the choice alone, which after each step grows by the rate where an expert had fewer tokens than the mean of the global
+batch, and shrinks where it had more (2408.15664 algorithm 1).
+
+These losses leave the step in its gradients. `add_loss` gives them their gradient in the block's backward; `report`
+returns measured values as the gradients of small parameters (`Router.bias` and `Router.losses`), which the executor sums
+over microbatches and replicas like all others, and which the optimizer does not see (`take_measurements`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.config import ModelConfig
+from megajax.models.feedforward import FeedForward, activate
+from megajax.models.interface import Microbatch, ModelContext
+from megajax.models.nnx_model import named_key, parameter
+from megajax.ops.grouped_matmul import combine, dispatch, group_sizes, grouped_matmul, sort_by_group
+from megajax.ops.linear import GATHERED, RESIDUAL
+
+__all__ = ["SCALED", "Experts", "Router", "balance_arrays", "move_biases", "take_measurements"]
+
+Tree = Any
+SCALED = ("counted_samples", "sample_shares")  # of `balance_arrays`
+LOSSES = ("balance_loss", "router_z_loss")
+
+
+def balance_arrays(batch: Microbatch) -> dict[str, jax.Array]:
+    """Two arrays for a batch [microbatches, samples]: 1 for samples with any weight, and their share in the mean over them.
+
+    Samples without weights are padding. The training step multiplies both by the factor of the loss in the gradients.
+    """
+    counted = (batch["weights"].sum(-1) > 0).astype(jnp.float32)
+    return {"counted_samples": counted, "sample_shares": counted / jnp.maximum(counted.sum(), 1)}
+
+
+class Router(nnx.Module):
+    """Chooses k experts for each token, in fp32. Ties go to the expert with the lower number."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
+        """Draws the weights. `losses` is never read: its gradient carries the layer's two losses (`report`)."""
+        self.config, self.context = config, context
+        kernel = jax.random.normal(named_key(key, "kernel"), (config.hidden, config.experts)) * config.init_deviation
+        self.kernel = parameter(kernel, "hidden", None, fp32=True)
+        self.bias = parameter(jnp.zeros(config.experts), None, decay=False, fp32=True)
+        self.losses = parameter(jnp.zeros(len(LOSSES)), None, decay=False, fp32=True)
+
+    def __call__(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        """Weights fp32 [b, s, k] and experts int32 [b, s, k] of the tokens y [b, s, h]."""
+        config = self.config
+        kernel = self.kernel[...].astype(jnp.float32)
+        logits = jnp.matmul(y.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+        logits = checkpoint_name(self.context.constrain(logits, "batch", "whole_sequence", None), "router")
+        scores = jax.nn.softmax(logits)
+        ranking = scores + self.bias[...].astype(jnp.float32) if config.balance_bias_rate else logits
+        experts = lax.top_k(lax.stop_gradient(ranking), config.experts_per_token)[1]
+        chosen = experts[..., None] == jnp.arange(config.experts)  # [b, s, k, E]
+        pick = lambda values: jnp.where(chosen, values[:, :, None], 0).sum(-1)  # noqa: E731
+        if config.router_softmax == "after":
+            weights = jax.nn.softmax(pick(logits))
+        else:
+            weights = pick(scores)
+            weights = weights / weights.sum(-1, keepdims=True) if config.router_normalize else weights
+        if self.context.training and "sample_shares" in microbatch:
+            weights = self._balanced(weights, logits, scores, chosen.sum((1, 2), dtype=jnp.float32), microbatch)
+        return weights, experts
+
+    def _balanced(self, weights, logits, scores, counts, microbatch: Microbatch) -> jax.Array:
+        """`weights`, with the gradients of the balance losses and the values to report; `counts` [b, E] of local tokens."""
+        config, total = self.config, lax.stop_gradient(self.context.sum_over_sequence(counts))
+        choices = total.sum(-1, keepdims=True)  # [b, 1], k S
+        tokens = choices[:, 0] / config.experts_per_token
+        balance = ((total * config.experts / choices) * (scores.sum(1) / tokens[:, None])).sum(-1)  # [b]
+        z_loss = (jax.nn.logsumexp(logits, axis=-1) ** 2).sum(1) / tokens
+        losses = (microbatch["sample_shares"][:, None] * jnp.stack([balance, z_loss], axis=1)).sum(0)
+        loads = (microbatch["counted_samples"][:, None] * counts).sum(0)
+        weights = add_loss(weights, config.balance_loss * losses[0] + config.router_z_loss * losses[1])
+        return report(weights, (self.bias[...], self.losses[...]), lax.stop_gradient((loads, losses)))
+
+
+class Experts(nnx.Module):
+    """The router, E MLPs without biases, and the MLP that all tokens pass, if the config has one."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
+        """Draws the weights of one layer from its key."""
+        self.config, self.constrain = config, context.constrain
+        self.router = Router(config, named_key(key, "router"), context)
+        hidden, width, gates = config.hidden, config.feedforward_size, (2,) if config.is_gated else ()
+        draw = lambda name, *shape: jax.random.normal(named_key(key, name), shape)  # noqa: E731
+        up = draw("up", config.experts, hidden, *gates, width) * config.init_deviation
+        down = draw("down", config.experts, width, hidden) * config.init_deviation / (2 * config.layers) ** 0.5
+        self.up = parameter(up, "experts", "hidden", *(None for _ in gates), "feedforward")
+        self.down = parameter(down, "experts", "feedforward", "hidden")
+        if config.shared_feedforward:
+            self.shared = FeedForward(config, named_key(key, "shared"), context, config.shared_feedforward)
+
+    def __call__(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """From [b, split s, h] to the same, through [R, split f].
+
+        In training the microbatch may have the arrays of `balance_arrays`; without them nothing is balanced or reported.
+        """
+        tokens = self.constrain(y, *GATHERED)
+        weights, experts = self.router(tokens, microbatch)
+        flat = experts.reshape(-1)
+        order, places = sort_by_group(flat)
+        sizes = group_sizes(flat, self.config.experts)
+        rows = self.constrain(dispatch(tokens.reshape(-1, y.shape[-1]), order, places), "batch", None)
+        rows = checkpoint_name(rows, "dispatched")
+        gates = (None,) if self.config.is_gated else ()
+        up = grouped_matmul(rows, self.up[...].astype(y.dtype), sizes)
+        up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
+        # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
+        active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), order, places)
+        active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
+        rows = self.constrain(grouped_matmul(active, self.down[...].astype(y.dtype), sizes), "batch", None)
+        out = combine(rows, order, places, tokens.shape[0] * tokens.shape[1]).reshape(tokens.shape)
+        out = self.constrain(self.constrain(out, *GATHERED), *RESIDUAL)
+        return out + self.shared(y) if self.config.shared_feedforward else out
+
+
+@jax.custom_vjp
+def add_loss(x: jax.Array, loss: jax.Array) -> jax.Array:
+    """x; the backward pass adds the gradient of `loss`, an fp32 scalar, to that of whatever is computed from x."""
+    return x
+
+
+@jax.custom_vjp
+def report(x: jax.Array, leaves: Tree, values: Tree) -> jax.Array:
+    """x; in the backward pass the gradients of `leaves` are `values`, arrays like them."""
+    return x
+
+
+add_loss.defvjp(lambda x, loss: (x, loss), lambda loss, dx: (dx, jnp.ones_like(loss)))
+report.defvjp(
+    lambda x, leaves, values: (x, jax.tree.map(lambda leaf, value: value.astype(leaf.dtype), leaves, values)),
+    lambda values, dx: (dx, values, None),
+)
+
+
+def take_measurements(gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+    """Separates what `report` returned from the gradients of the parameters.
+
+    Args:
+      gradients: like the parameters, blocks [..., n].
+
+    Returns:
+      (the gradients, with zeros for the router's `bias` and `losses`; "expert_load" [..., E], the choices of each expert in
+      the global batch, and "router_losses" [..., 2], balance loss and z-loss without coefficients, of each layer).
+    """
+    router = gradients["blocks"]["feedforward"]["router"]
+    zeros = {name: jnp.zeros_like(router[name]) for name in ("bias", "losses")}
+    return _with_router(gradients, zeros), {"expert_load": router["bias"], "router_losses": router["losses"]}
+
+
+def move_biases(updates: Tree, loads: jax.Array, rate: float) -> Tree:
+    """The addends to the parameters, with those of the balancing biases: rate * sign(mean load - load)."""
+    return _with_router(updates, {"bias": rate * jnp.sign(loads.mean(-1, keepdims=True) - loads)})
+
+
+def _with_router(tree: Tree, changed: dict[str, jax.Array]) -> Tree:
+    blocks, feedforward = tree["blocks"], tree["blocks"]["feedforward"]
+    router = {**feedforward["router"], **changed}
+    return {**tree, "blocks": {**blocks, "feedforward": {**feedforward, "router": router}}}

@@ -1,0 +1,46 @@
+"""How evenly the experts of each layer are used, from the measurements of a step (`megajax.models.moe`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["describe_load", "load_record"]
+
+
+def load_record(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """The fields of a step's record about experts; empty for a model without experts.
+
+    Args:
+      metrics: of `Training.train_step`, with "expert_load" [layers, experts], choices of each expert in the global batch,
+        and "router_losses" [layers, 2].
+
+    Returns:
+      balance_loss (mean over layers; 1 if all experts are used equally), router_z_loss (mean), expert_entropy (mean over
+      layers of the load's entropy, as a fraction of log(experts), its largest value) and worst_expert_share (the largest
+      part of a layer's choices that one expert has); then all but router_z_loss for each layer, as lists.
+    """
+    if "expert_load" not in metrics:
+        return {}
+    load, losses = (np.asarray(metrics[name], np.float64) for name in ("expert_load", "router_losses"))
+    with np.errstate(invalid="ignore"):  # no sample with weights: NaN
+        share = load / load.sum(-1, keepdims=True)
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(-1) / np.log(load.shape[-1])
+    layers = {"balance_loss": losses[:, 0], "expert_entropy": entropy, "worst_expert_share": share.max(-1)}
+    return {
+        "balance_loss": float(losses[:, 0].mean()),
+        "router_z_loss": float(losses[:, 1].mean()),
+        "expert_entropy": float(entropy.mean()),
+        "worst_expert_share": float(share.max()),
+        **{f"layer_{name}": values.tolist() for name, values in layers.items()},
+    }
+
+
+def describe_load(record: Mapping[str, Any]) -> str:
+    """The part of a plain line about experts; empty without them."""
+    if "balance_loss" not in record:
+        return ""
+    return (
+        f"  balance loss {record['balance_loss']:.3f}  expert entropy {record['expert_entropy']:.3f}  "
+        f"worst expert share {record['worst_expert_share']:.1%}"
+    )

@@ -1,0 +1,68 @@
+"""The fields of experts: illegal combinations, and the numbers of parameters."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import PRESETS, BertConfig, ConfigError, ParallelConfig
+from megajax.estimate import model_costs
+from megajax.estimate.flops import forward_flops
+from tests import dense_experts, small
+
+UNEVEN = dense_experts.UNEVEN
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": 0}, "shared_feedforward = 16 does nothing without experts: pass --shared-feedforward 0"),
+        ({"experts": 1}, "experts = 1 leaves a router no choice: pass --experts 0"),
+        ({"experts_per_token": 7}, "experts_per_token = 7 is above experts = 6: pass --experts-per-token 6 or fewer"),
+        ({"experts": -1}, "experts = -1 must be"),
+        ({"router_softmax": "never"}, "router_softmax = 'never' is not known"),
+    ],
+)
+def test_illegal_fields(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(UNEVEN, **changes).validate()
+
+
+def test_bert_has_no_experts():
+    fields = {field.name: getattr(small.BERT, field.name) for field in dataclasses.fields(small.BERT)}
+    with pytest.raises(ConfigError, match="experts = 4 .* not by BERT: pass --experts 0"):
+        BertConfig(**fields | {"experts": 4}).validate()
+
+
+def test_the_shared_width_is_split_over_tensor():
+    with pytest.raises(ConfigError, match="shared_feedforward = 18 cannot be split over tensor = 4"):
+        dataclasses.replace(UNEVEN, shared_feedforward=18).check_parallel(ParallelConfig(tensor=4))
+
+
+@pytest.mark.parametrize("config", [*dense_experts.MODELS.values(), PRESETS["moe-tiny"]])
+def test_parameters_are_those_of_the_arrays(config):
+    """Without the biases and losses of the router, which are not trained by gradients."""
+    params = jax.eval_shape(small.build_model(config).init, jax.random.key(0))
+    tables = params["shared"]["embedding"]
+    padding = (tables["tokens"].shape[0] - config.vocabulary) * config.hidden
+    router = params["blocks"]["feedforward"]["router"]
+    measured = router["bias"].size + router["losses"].size
+    total = sum(leaf.size for leaf in jax.tree.leaves(params)) - padding - measured
+    assert config.parameters == total == model_costs(config).parameters
+    expert = params["blocks"]["feedforward"]["up"].size + params["blocks"]["feedforward"]["down"].size
+    unused = expert * (config.experts - config.experts_per_token) // config.experts
+    assert config.active_parameters == total - unused
+
+
+def test_flops_are_those_of_the_chosen_experts():
+    config = UNEVEN
+    flops = forward_flops(model_costs(config))
+    tokens = 2 * config.layers * config.sequence_length * config.hidden
+    assert flops["router"] == tokens * 6
+    assert flops["experts_in"] == tokens * 3 * 2 * 24 and flops["experts_out"] == tokens * 3 * 24
+    assert flops["mlp_in"] == tokens * 2 * 16 and flops["mlp_out"] == tokens * 16
+    weights = config.active_parameters - config.sequence_length * config.hidden  # tied: the table is the head's matmul
+    norms = (2 * config.layers + 1) * config.hidden
+    without_attention = sum(flops.values()) - flops["attention_scores"] - flops["attention_values"]
+    np.testing.assert_equal(without_attention, 2 * config.sequence_length * (weights - norms))

@@ -1,0 +1,123 @@
+"""A decoder with experts in plain jax: every expert computed for every token, and masked; the balance losses in the loss.
+
+It shares no code with megajax: its gradients are jax's of one function, without pipelines, custom VJPs and sorting.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests import small
+
+PLAIN = dataclasses.replace(
+    small.MODEL,
+    norm="rmsnorm",
+    activation="swiglu",
+    biases=False,
+    feedforward=24,
+    experts=4,
+    experts_per_token=2,
+    router_softmax="after",
+    balance_loss=0.02,
+    router_z_loss=0.01,
+)
+# One expert gets no token, two have equal scores; another for all tokens.
+UNEVEN = dataclasses.replace(
+    PLAIN,
+    experts=6,
+    experts_per_token=3,
+    router_softmax="before",
+    router_normalize=False,
+    router_z_loss=0.0,
+    balance_bias_rate=0.01,
+    shared_feedforward=16,
+)
+MODELS = {"plain": PLAIN, "uneven": UNEVEN}
+
+
+@functools.cache
+def params_of(config):
+    """Random parameters; of UNEVEN's experts, 1 and 2 have the same score 0, and 5 is never chosen."""
+    params = small.busy_params(config)
+    if config.balance_bias_rate:
+        router = params["blocks"]["feedforward"]["router"]
+        router["kernel"], router["bias"] = np.array(router["kernel"]), np.array(router["bias"])
+        router["kernel"][..., 1:3] = 0
+        router["bias"][:, 1:3], router["bias"][:, 5] = 0.05, -10
+    return params
+
+
+def norm(x, scale):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def attention(x, p):
+    """Causal, x [b, s, h]."""
+    qkv = jnp.einsum("bsh,hgqd->bsgqd", x, p["qkv"]["kernel"])
+    query, key, value = qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+    scores = jnp.einsum("bsgd,btgd->bgst", query, key) / math.sqrt(query.shape[-1])
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bgst,btgd,gdh->bsh", jax.nn.softmax(scores), value, p["output"]["kernel"])
+
+
+def mlp(x, up, down):
+    gate = x @ up[:, 0]
+    return (gate * jax.nn.sigmoid(gate) * (x @ up[:, 1])) @ down
+
+
+def experts(config, x, p):
+    """(result [b, s, h], choices [b, E] of each sample, losses of each sample [b, 2])."""
+    logits = x @ p["router"]["kernel"]
+    scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+    ranking = scores + p["router"]["bias"] if config.balance_bias_rate else logits
+    # An expert is chosen if fewer than k are better; of equal ones, those before it are better.
+    index = jnp.arange(config.experts)
+    better = (ranking[..., None, :] > ranking[..., None]) | (
+        (ranking[..., None, :] == ranking[..., None]) & (index < index[:, None])
+    )
+    chosen = better.sum(-1) < config.experts_per_token
+    weights = jnp.where(chosen, jnp.exp(logits) if config.router_softmax == "after" else scores, 0)
+    if config.router_softmax == "after" or config.router_normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    out = sum(weights[..., e, None] * mlp(x, p["up"][e], p["down"][e]) for e in range(config.experts))
+    if config.shared_feedforward:
+        out = out + mlp(x, p["shared"]["up"]["kernel"], p["shared"]["down"]["kernel"])
+    counts = chosen.sum(1)
+    fraction = counts * config.experts / (config.experts_per_token * x.shape[1])
+    balance = (fraction * scores.mean(1)).sum(-1)
+    return out, counts, jnp.stack([balance, (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean(-1)], -1)
+
+
+def loss(config, params, batch):
+    """(mean loss with the balance losses, (without them, choices [layers, E], balance and z-loss [layers, 2]))."""
+    rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
+    real = (rows["weights"].sum(-1) > 0).astype(jnp.float32)
+    embedding = params["shared"]["embedding"]
+    x = embedding["tokens"][rows["tokens"]] + embedding["positions"]
+
+    def block(x, p):
+        x = x + attention(norm(x, p["attention_norm"]["scale"]), p["attention"])
+        out, counts, of_samples = experts(config, norm(x, p["feedforward_norm"]["scale"]), p["feedforward"])
+        return x + out, ((real[:, None] * counts).sum(0), (real[:, None] * of_samples).sum(0) / real.sum())
+
+    x, (loads, losses) = jax.lax.scan(block, x, params["blocks"])
+    logits = norm(x, params["shared"]["head"]["norm"]["scale"]) @ embedding["tokens"][: config.vocabulary].T
+    likelihoods = jnp.take_along_axis(jax.nn.log_softmax(logits), rows["labels"][..., None], -1)[..., 0]
+    mean = -(likelihoods * rows["weights"]).sum() / rows["weights"].sum()
+    added = config.balance_loss * losses[:, 0].sum() + config.router_z_loss * losses[:, 1].sum()
+    return mean + added, (mean, loads, losses)
+
+
+@functools.cache
+def expected(config, seed: int = 0):
+    """(mean loss, gradients) of the whole batch; those of the router's `bias` and `losses` are the measured values."""
+    batch = small.make_batch(small.make_run(microbatches=1, model=config), seed)
+    of = jax.jit(jax.value_and_grad(lambda params: loss(config, params, batch), has_aux=True))
+    (_, (mean, loads, losses)), gradients = jax.tree.map(np.asarray, of(params_of(config)))
+    router = gradients["blocks"]["feedforward"]["router"]
+    router["bias"], router["losses"] = loads, losses
+    return mean, gradients

@@ -1,0 +1,80 @@
+"""A model with experts on every layout: loss, gradients, expert loads and balance losses are the dense reference's."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from tests import dense_experts, small
+from tests.dense_experts import PLAIN, UNEVEN
+from tests.train.test_equivalence import slow
+
+# mesh (data, pipe, tensor), schedule, chunks, microbatches; options of the layout
+QUICK = [((2, 2, 2), "zb_v", 2, 4, {"zero": 3})]
+LONG = [
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
+    ((1, 1, 1), "1f1b", 1, 2, {"recompute": "none"}),
+    ((2, 2, 2), "1f1b", 1, 4, {"recompute": "full"}),
+    ((2, 2, 2), "dualpipe_v", 2, 4, {"recompute": "none"}),
+    ((1, 4, 2), "zb_h1", 1, 8, {}),
+    ((4, 2, 1), "zb_h1", 1, 4, {"zero": 3, "recompute": "full"}),
+    ((1, 2, 2), "interleaved_1f1b", 1, 4, {"context": 2}),
+    ((2, 2, 1), "eager_1f1b", 1, 4, {"context": 2, "zero": 1, "recompute": "none"}),
+    ((1, 4, 2), "interleaved_1f1b", 2, 8, {"sequence_parallel": False, "recompute": "full"}),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"recompute": "full", "recompute_blocks": 2}),
+    ((1, 4, 2), "interleaved_1f1b", 1, 4, {"tensor_overlap": "ring"}),
+    ((8, 1, 1), "1f1b", 1, 2, {"zero": 3}),
+    ((1, 1, 4), "1f1b", 1, 2, {}),
+    ((2, 4, 1), "gpipe", 1, 8, {"vocab_parallel": "tensor"}),
+]
+# Every mesh with every schedule; the ZeRO levels, recompute modes and models alternate.
+GRID = [
+    (
+        (PLAIN, UNEVEN)[index % 2],
+        (mesh, schedule, chunks, 8 // mesh[0], dict(zip(("zero", "recompute"), how, strict=True))),
+    )
+    for index, (mesh, (schedule, chunks), how) in enumerate(
+        (mesh, schedule, [(0, "none"), (1, "selective"), (3, "full")][number % 3])
+        for number, (mesh, schedule) in enumerate(
+            itertools.product(
+                [(1, 2, 2), (2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 2, 4), (4, 2, 1), (2, 1, 4)],
+                [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)],
+            )
+        )
+    )
+    if (schedule != "dualpipe_v" or 8 // mesh[0] >= 2 * mesh[1]) and (mesh[1] > 1 or chunks == 1)
+]
+
+
+@functools.cache
+def training_of(config, mesh, schedule, chunks, microbatches, options):
+    options = {"recompute": "selective"} | dict(options)
+    run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=config, **options)
+    return small.training_of(run)
+
+
+def check(config, case, **bubbles):
+    *sizes, options = case
+    training = training_of(config, *sizes, tuple(options.items()))
+    params = small.place(training, dense_experts.params_of(config))
+    loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run), **bubbles)
+    want_loss, want = dense_experts.expected(config)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", QUICK + slow(LONG), ids=str)
+def test_loss_gradients_and_measurements(case):
+    check(UNEVEN, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "case"), GRID, ids=[str(case) for _, case in GRID])
+def test_loss_gradients_and_measurements_long(config, case):
+    check(config, case)
+
+
+@pytest.mark.parametrize("case", slow([*QUICK, *LONG[1:5]]), ids=str)
+def test_bubbles_may_compute_nan(case):
+    check(UNEVEN, case, poison_bubbles=True)
