@@ -78,3 +78,27 @@ def test_loss_gradients_and_measurements_long(config, case):
 @pytest.mark.parametrize("case", slow([*QUICK, *LONG[1:5]]), ids=str)
 def test_bubbles_may_compute_nan(case):
     check(UNEVEN, case, poison_bubbles=True)
+
+
+CURVES = [((2, 2, 2), "zb_v", 2, 4, {"zero": 3}), ((1, 4, 2), "1f1b", 1, 4, {"recompute": "full"})]
+
+
+@pytest.mark.slow
+def test_twenty_steps_have_the_same_losses_and_loads():
+    """Biases that balance included: they follow the loads of every step."""
+
+    def curve(case):
+        *sizes, options = case
+        training = training_of(UNEVEN, *sizes, tuple(options.items()))
+        state, rows = training.init_state(), []
+        for step in range(20):
+            state, metrics = training.train_step(state, small.make_batch(training.run, seed=step % 2))
+            rows.append((float(metrics["loss"]), np.asarray(metrics["expert_load"])))
+        return [loss for loss, _ in rows], np.stack([load for _, load in rows])
+
+    losses, loads = curve(((1, 1, 1), "1f1b", 1, 2, {}))
+    assert losses[-1] < losses[0]
+    for case in CURVES:
+        got_losses, got_loads = curve(case)
+        np.testing.assert_allclose(got_losses, losses, rtol=2e-5)
+        assert np.abs(got_loads - loads).max() <= 2  # a choice between two nearly equal scores
