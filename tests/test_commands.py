@@ -6,6 +6,7 @@ import pytest
 
 COMMANDS = {  # module: (function that the Ctrl-C interrupts, its arguments' command line)
     "megajax.checkpoint.inspect": ("_checkpoints", "runs/first"),
+    "megajax.evaluate.squad": ("_run", "--data FILE --predictions FILE"),
     "megajax.generate.__main__": ("run", "--hf DIR --prompt a"),
     "megajax.interop.hugging_face": ("_run", "export RUN --out DIR"),
     "megajax.launch.__main__": ("read_request", "-- experiments.gpt3"),
