@@ -61,7 +61,8 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (OverflowError, ValueError, OSError):
         saved = "at an unknown time"
-    sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int)
+    unused = () if model.get("experts") else ("experts", "experts_per_token", "shared_feedforward")
+    sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
     print(one_line(str(path)))
     print(
         f"  step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped; {format_size(size)}, "
