@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops.norm import sum_of_rows
-
 __all__ = ["GATHERED", "RESIDUAL", "Constrain", "Operations", "add_bias", "identity", "plain_operations"]
 
 Constrain = Callable[..., jax.Array]
@@ -76,16 +74,17 @@ _reduce_scattered.defvjp(
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y [..., *n] + bias [*n]; the bias's gradient is summed in fp32.
 
-    A sum in 16 bits makes XLA's GPU compiler transpose the whole stash of y for every chunk (jax 0.10.2). The barrier keeps
-    the bias out of the matmul, where XLA's GPU compiler would write a bias of several axes as a whole matrix, and slice the
-    weight of a matmul with a bias from its stack; the sum is part of the next elementwise kernel anyway. `sum_of_rows` lets
-    the kernel that computes dy begin the bias's gradient; with a single sum it would write dy in fp32 too.
+    A sum in 16 bits makes XLA's GPU compiler transpose the whole stash of y for every chunk (jax 0.10.2). The barriers: the
+    first keeps the bias out of the matmul, where XLA's GPU compiler would write a bias of several axes as a whole matrix,
+    and slice the weight of a matmul with a bias from its stack; the sum is part of the next elementwise kernel anyway. The
+    backward's makes the bias's gradient read dy as it is stored, or the kernel that computes dy writes it in fp32 too.
     """
     return lax.optimization_barrier(y) + bias
 
 
 def _add_bias_backward(bias, dy):
-    return dy, sum_of_rows(dy.astype(jnp.float32), bias.ndim).astype(bias.dtype)
+    dy, lead = lax.optimization_barrier(dy), tuple(range(dy.ndim - bias.ndim))
+    return dy, dy.astype(jnp.float32).sum(lead).astype(bias.dtype)
 
 
 add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["norm", "sum_of_rows"]
+__all__ = ["norm"]
 
-# In which a gradient is summed over rows; enough for a GPU's processors together with the blocks of columns.
-ROW_BLOCKS = 64
+ROW_BLOCKS = (
+    64  # in which the backward sums over rows; enough for a GPU's processors together with the blocks of columns
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -55,19 +56,15 @@ def _backward(centred, epsilon, saved, dy):
     ]
     r = lax.rsqrt(variance + epsilon)
     dx = r * (g - sum(mean_g) - c * (r * r * mean_gc))
-    dscale = sum_of_rows(dy * (c * r)).astype(scale.dtype)
-    return dx.astype(x.dtype), dscale, None if bias is None else sum_of_rows(dy).astype(bias.dtype)
+    dscale = _sum_of_rows(dy * (c * r)).astype(scale.dtype)
+    return dx.astype(x.dtype), dscale, None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
 
 
-def sum_of_rows(x: jax.Array, axes: int = 1) -> jax.Array:
-    """x [b, s, ..., *n] summed over all but its last `axes` axes, in two steps: XLA makes the first one part of the kernel
-    that computes x. Splitting s, and nothing else, keeps every part on one device where s is sharded over up to 64.
-    """
-    lead = x.ndim - axes
-    at = min(1, lead - 1)
-    blocks = math.gcd(x.shape[at], ROW_BLOCKS)
-    parts = x.reshape(*x.shape[:at], blocks, -1, *x.shape[at + 1 :]).sum(tuple(range(at + 1, lead + 1)))
-    return lax.optimization_barrier(parts).sum(tuple(range(at + 1)))
+def _sum_of_rows(x: jax.Array) -> jax.Array:
+    """[..., n] to [n], in two steps."""
+    rows = math.prod(x.shape[:-1])
+    parts = x.reshape(math.gcd(rows, ROW_BLOCKS), -1, x.shape[-1]).sum(1)
+    return lax.optimization_barrier(parts).sum(0)
 
 
 norm.defvjp(lambda x, scale, bias, *how: (norm(x, scale, bias, *how), (x, scale, bias)), _backward)
