@@ -23,7 +23,7 @@ from typing import Any
 
 from megajax.config import ConfigError, near
 from megajax.config.cli import Experiment, Request, parse
-from megajax.config.tasks import TASKS
+from megajax.config.tasks import TASKS, Task
 from megajax.interop.init_from import HUGGING_FACE
 from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
@@ -74,20 +74,21 @@ def run(words: Sequence[str]) -> int:
     if {"-h", "--help"} & set(rest):
         return command.main(EXPERIMENT, rest)
     request = parse(rest, EXPERIMENT)
-    rest += for_task(request, rest)
-    steps = steps_of_epoch(parse(rest, EXPERIMENT))
+    task, steps = task_of(request), steps_of_epoch(request)
     given = {word.partition("=")[0] for word in rest}
+    if "--output-heads" not in given:
+        rest += ["--output-heads", "classification", "--classes", str(len(task.labels))]
     epochs = found.epochs or (None if {"--steps", "--config"} & given else 3)
     if epochs:
         rest += ["--steps", str(epochs * steps)]
         rest += [] if "--warmup-steps" in given else ["--warmup-steps", str(round(WARMUP * epochs * steps))]
-    rest += [] if "--save-every" in given else ["--save-every", str(steps)]
-    request = parse(rest, EXPERIMENT)
-    if steps % request.output.save_every:
+    save_every = request.passed.get("save_every", steps)
+    if save_every < 1 or steps % save_every:
         raise ConfigError(
-            f"save_every = {request.output.save_every} does not divide the {steps} steps of an epoch, after each of which "
+            f"save_every = {save_every} does not divide the {steps} steps of an epoch, after each of which "
             f"the best checkpoint is kept: omit --save-every, or pass a divisor of {steps}."
         )
+    rest += ["--save-every", str(save_every)]
     if found.seeds is None:
         return train(rest, steps)
     if request.output.run_dir is None:
@@ -103,11 +104,11 @@ def seeds(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} are not seeds: pass --seeds 1,2,3") from None
 
 
-def for_task(request: Request, words: Sequence[str]) -> list[str]:
-    """The options of the model that the task implies.
+def task_of(request: Request) -> Task:
+    """The task to fine-tune on.
 
     Raises:
-      ConfigError: there is no task, or nothing to train on or to score.
+      ConfigError: there is none, or nothing to train on or to score.
     """
     task = request.given.get("task")
     if task is not None and task not in TASKS:
@@ -116,18 +117,15 @@ def for_task(request: Request, words: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"there is nothing to fine-tune on: pass --task {'|'.join(TASKS)}, --task-data FILE and --dev-data FILE."
         )
-    given = {word.partition("=")[0] for word in words}
-    heads = ["--output-heads", "classification", "--classes", str(len(TASKS[task].labels))]
-    return heads if "--output-heads" not in given else []
+    return TASKS[task]
 
 
 def steps_of_epoch(request: Request) -> int:
     """Steps in which every sample of --task-data is trained on; the last one may begin the next epoch."""
     from megajax.data.classification import read_labelled
 
-    run = request.run(request.devices_needed or 1, "fp32")
-    run.data.validate()
-    return math.ceil(len(read_labelled(run.data.task, run.data.task_data).classes) / run.train.global_batch_size)
+    samples = len(read_labelled(request.given["task"], request.given["task_data"]).classes)
+    return math.ceil(samples / request.given["global_batch_size"])
 
 
 def train(words: Sequence[str], steps: int) -> int:

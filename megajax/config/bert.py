@@ -26,7 +26,7 @@ class BertConfig(ModelConfig):
         "heads: masked words and the order of two segments; masked words only; classes of a sample; none",
         HEADS,
     )
-    classes: int = setting(2, "classes that --output-heads classification tells apart")
+    classes: int = setting(2, "number of classes of --output-heads classification")
 
     @property
     def has_masked_lm(self) -> bool:

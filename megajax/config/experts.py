@@ -1,6 +1,6 @@
 """The rules between a model's fields of experts, and their numbers of parameters; `megajax/models/moe.py` computes them."""
 
-from megajax.config.errors import ConfigError
+from megajax.config.errors import ConfigError, option
 
 __all__ = ["check_experts", "expert_parameters"]
 
@@ -16,9 +16,8 @@ def check_experts(model) -> None:
     if not model.experts:
         for name in ONLY_WITH_EXPERTS:
             if value := getattr(model, name):
-                option = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"{name} = {value} does nothing without experts: pass {option} 0, or --experts 2 or more."
+                    f"{name} = {value} does nothing without experts: pass {option(name)} 0, or --experts 2 or more."
                 )
         return
     if model.experts == 1:

@@ -60,9 +60,9 @@ class ModelConfig:
         None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
     )
     experts: int = setting(0, "experts of each block's MLP (mixture of experts); 0: a dense MLP", low=0)
-    experts_per_token: int = setting(2, "experts that a token passes, those with the highest scores")
+    experts_per_token: int = setting(2, "experts that each token is routed to, those with the highest scores (top-k)")
     shared_feedforward: int = setting(
-        0, "inner width of an MLP that every token passes in addition to its experts; 0: none", low=0
+        0, "inner width of the shared expert, an MLP for every token in addition to its experts; 0: none", low=0
     )
     router_softmax: str = setting(
         "before",
@@ -144,7 +144,7 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Those of `parameters` that a token passes: without the experts that it is not sent to."""
+        """The `parameters` that one token uses: without the experts that it is not routed to."""
         if not self.experts:
             return self.parameters
         unused = expert_parameters(self) - expert_parameters(self, self.experts_per_token)

@@ -15,10 +15,11 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.config.tasks import TASKS, Task
 from megajax.data.bert import WordPieces
-from megajax.data.loader import PADDING, EpochOrder, Loader
+from megajax.data.loader import EpochOrder
+from megajax.data.text import numbered_lines
 from megajax.data.tokenizers import Tokenizer
 
-__all__ = ["ClassificationLoader", "ClassificationSamples", "Labelled", "read_labelled"]
+__all__ = ["ClassificationSamples", "Labelled", "read_labelled"]
 
 FORMATS = "FILE.tsv with a header, or FILE.jsonl"
 
@@ -63,14 +64,9 @@ def read_labelled(task: str, files: Sequence[str]) -> Labelled:
 
 def _rows(file: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     """The rows of a file, each with its place for messages, "FILE line 3". Empty lines are skipped."""
-    try:
-        lines = pathlib.Path(file).read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}; give a {FORMATS}.") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{file} line {line} is not UTF-8: give a {FORMATS}.") from None
-    numbered = [(f"{file} line {number}", line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = [
+        (place, line.removeprefix("\ufeff").rstrip("\r")) for place, line in numbered_lines(file, f"give a {FORMATS}")
+    ]
     if pathlib.Path(file).suffix == ".tsv":
         header = numbered[0][1].split("\t") if numbered else []
         for place, line in numbered[1:]:  # GLUE's TSV has no quotes: a quotation mark is a part of the text
@@ -175,14 +171,3 @@ def _cut(sentences: list[np.ndarray], room: int) -> list[list[int]]:
     while sum(lengths) > room:
         lengths[lengths.index(max(lengths))] -= 1
     return [ids[:length].tolist() for ids, length in zip(sentences, lengths, strict=True)]
-
-
-class ClassificationLoader(Loader):
-    """A `Loader` of labelled samples."""
-
-    def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Samples by their numbers in the run, int [rows]: the arrays of `ClassificationSamples.row`, and "sample"."""
-        found = [self.samples.row(0 if number == PADDING else int(number)) for number in numbers]
-        rows = {name: np.stack([row[name] for row in found]) for name in found[0]}
-        rows["weights"] = np.where(numbers == PADDING, np.float32(0), rows["weights"])
-        return rows | {"sample": numbers.astype(np.uint32)}

@@ -192,3 +192,19 @@ class Loader:
         if padding.any():
             rows["weights"] = np.where(padding[:, None], np.float32(0), rows["weights"])
         return rows
+
+
+class RowLoader(Loader):
+    """A `Loader` of samples that make their own rows: packed answers, or labelled sentences."""
+
+    @property
+    def batches_of_an_epoch(self) -> int:
+        """Batches with every row once; the rows that fill up the last one have weight 0 if the samples have no seed."""
+        return -(-self.samples.count // self.global_batch_size)
+
+    def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows by their numbers in the run, int [rows]: the arrays of the samples' `row` as [rows, ...], and "sample"."""
+        found = [self.samples.row(0 if number == PADDING else int(number)) for number in numbers]
+        rows = {name: np.stack([row[name] for row in found]) for name in found[0]}
+        rows["weights"][numbers == PADDING] = 0
+        return rows | {"sample": numbers.astype(np.uint32)}

@@ -16,10 +16,10 @@ import bisect
 
 import numpy as np
 
-from megajax.data.loader import PADDING, EpochOrder, Loader
+from megajax.data.loader import EpochOrder
 from megajax.data.sft import Answers
 
-__all__ = ["PackedLoader", "PackedSamples", "pack"]
+__all__ = ["PackedSamples", "pack"]
 
 
 class PackedSamples:
@@ -70,22 +70,6 @@ class PackedSamples:
             f"{found.name}: {found.describe()}; packed into {self.count:,} rows of {self.sequence_length} tokens "
             f"({full:.1%} full), {needed / self.count:.3g} epochs of them"
         )
-
-
-class PackedLoader(Loader):
-    """A `Loader` of packed rows."""
-
-    @property
-    def batches_of_an_epoch(self) -> int:
-        """Batches with every row once; the rows that fill up the last one are empty if the samples have no seed."""
-        return -(-self.samples.count // self.global_batch_size)
-
-    def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows by their numbers in the run, int [rows]: the arrays of `PackedSamples.row` as [rows, s], and "sample"."""
-        found = [self.samples.row(0 if number == PADDING else int(number)) for number in numbers]
-        rows = {name: np.stack([row[name] for row in found]) for name in found[0]}
-        rows["weights"] = np.where((numbers == PADDING)[:, None], np.float32(0), rows["weights"])
-        return rows | {"sample": numbers.astype(np.uint32)}
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:

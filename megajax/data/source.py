@@ -10,10 +10,10 @@ from megajax.config.validation_sets import DEFAULT_SET, validation_sets
 from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
 from megajax.data.bert_text import BertTextSamples
 from megajax.data.blending import Blend, BlendedSamples, gpt_samples, split_bounds
-from megajax.data.classification import ClassificationLoader, ClassificationSamples, read_labelled
+from megajax.data.classification import ClassificationSamples, read_labelled
 from megajax.data.gpt_samples import GPTSamples, Samples, check_number
-from megajax.data.loader import Boundaries, Loader, TokenSamples
-from megajax.data.packing import PackedLoader, PackedSamples
+from megajax.data.loader import Boundaries, Loader, RowLoader, TokenSamples
+from megajax.data.packing import PackedSamples
 from megajax.data.sft import load_answers
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import Tokenizer
@@ -138,7 +138,7 @@ def classification_samples(run: RunConfig, files: tuple[str, ...], tokenizer: To
     return ClassificationSamples(found, tokenizer, run.model.sequence_length, seed, ", ".join(files))
 
 
-def _classification_loader(run: RunConfig, tokenizer: Tokenizer) -> ClassificationLoader:
+def _classification_loader(run: RunConfig, tokenizer: Tokenizer) -> RowLoader:
     """The training batches of --task-data.
 
     Raises:
@@ -153,7 +153,7 @@ def _classification_loader(run: RunConfig, tokenizer: Tokenizer) -> Classificati
             f"{len(TASKS[task].labels)} with the model of a BERT, as experiments.finetune_bert does."
         )
     samples = classification_samples(run, run.data.task_data, tokenizer, run.train.seed)
-    return ClassificationLoader(samples, run.train.global_batch_size, run.microbatches, None, model.vocabulary)
+    return RowLoader(samples, run.train.global_batch_size, run.microbatches, None, model.vocabulary)
 
 
 def packed_samples(
@@ -173,9 +173,9 @@ def _packed_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[
     if train.validation_batches and not data.valid_sft_data:
         raise ConfigError("--sft-data has no validation data: pass --valid-sft-data FILE, or --validation-batches 0")
     rest = (train.global_batch_size, run.microbatches, None, run.model.vocabulary)
-    training = PackedLoader(packed_samples(data, data.sft_data or (), tokenizer, length, train.seed), *rest)
+    training = RowLoader(packed_samples(data, data.sft_data or (), tokenizer, length, train.seed), *rest)
     sets = validation_sets(data.valid_sft_data or (), "--valid-sft-data") if train.validation_batches else {}
-    loader = lambda files: PackedLoader(packed_samples(data, files, tokenizer, length, None), *rest)  # noqa: E731
+    loader = lambda files: RowLoader(packed_samples(data, files, tokenizer, length, None), *rest)  # noqa: E731
     return training, {name: loader(files) for name, files in sets.items()}
 
 

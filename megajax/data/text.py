@@ -108,6 +108,26 @@ def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...
     return [(part.strip("\r\n"),) for part in parts if part.strip()], []
 
 
+def numbered_lines(path: str, remedy: str) -> list[tuple[str, str]]:
+    """The lines of a file that are not blank, each with its place for messages, "FILE line 3".
+
+    Args:
+      path: of a file that is read as a whole.
+      remedy: the end of messages, "give --prompts a file".
+
+    Raises:
+      ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path} line {line} is not UTF-8: {remedy}.") from error
+    return [(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
 def split_sentences(text: str) -> list[str]:
     """Splits a text after . ! or ? (and closing quotes) before a space and a capital or a digit, and at line ends.
 

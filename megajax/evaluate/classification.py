@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config.tasks import TASKS
-from megajax.data.classification import ClassificationLoader
+from megajax.data.loader import RowLoader
 from megajax.data.source import classification_samples
 from megajax.evaluate.scorer import sum_over_context
 from megajax.runtime.processes import is_first_process
@@ -57,7 +56,7 @@ class DevScore:
         run = trainer.run
         self.steps, self.training, self.f1 = steps, trainer.training, TASKS[run.data.task].f1
         samples = classification_samples(run, run.data.dev_data, trainer.tokenizer, None)
-        self.batches = ClassificationLoader(samples, run.train.global_batch_size, run.microbatches)
+        self.batches = RowLoader(samples, run.train.global_batch_size, run.microbatches)
         self.score = jax.jit(
             lambda params, batch: predict(self.training, params, batch),
             in_shardings=(self.training.params_sharding, self.training.batch_sharding),
@@ -111,7 +110,6 @@ class DevScore:
 
 
 def predict(training: Training, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """Losses fp32 and likeliest classes int32 of a batch's samples, both [microbatches, samples]; to be traced."""
+    """Losses fp32 and predicted classes int32 of a batch's samples, both [microbatches, samples]; to be traced."""
     model, functions = training.evaluation()
-    found = training.forward(functions, model.class_scores, params, batch)
-    return sum_over_context(training.run.parallel, jax.tree.map(jnp.asarray, found))
+    return sum_over_context(training.run.parallel, training.forward(functions, model.class_scores, params, batch))

@@ -1,10 +1,10 @@
 """Files of prompts: JSON Lines, one object for each prompt."""
 
 import json
-import pathlib
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.data.text import numbered_lines
 
 __all__ = ["read_prompts"]
 
@@ -17,14 +17,7 @@ def read_prompts(path: str) -> list[tuple[str, dict[str, Any]]]:
     Raises:
       ConfigError: it cannot be read, has no prompts, or a line is not an object with a text called "prompt".
     """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give --prompts a file, {FORMAT}.") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path} line {line} is not UTF-8: give --prompts a file, {FORMAT}.") from error
-    found = [(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    found = numbered_lines(path, f"give --prompts a file, {FORMAT}")
     if not found:
         raise ConfigError(f"{path} has no prompts: write {FORMAT}.")
     return [(place, _read_line(place, line)) for place, line in found]

@@ -30,7 +30,7 @@ from megajax.interop.gguf_config import config_keys
 from megajax.interop.gguf_file import open_gguf
 from megajax.interop.gguf_tokenizer import missing_tokenizer, write_tokenizer
 from megajax.interop.hugging_face_config import read_config, tokenizer_options
-from megajax.interop.hugging_face_weights import NEW_HEADS, Tensor, Weights, load_params, pieces_of, regions
+from megajax.interop.hugging_face_weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
 from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
@@ -79,21 +79,20 @@ def initial_params(directory: str, training: Training) -> Any:
     _with_length(stored, model.sequence_length)
     target = training.state_layout
     target = dataclasses.replace(target, shapes=target.shapes.params, shardings=target.shardings.params)
-    fresh = (lambda: _new_heads(training)) if getattr(model, "has_classifier", False) else None
-    params, new = load_params(path, family.name, model, target, fresh)
-    if new and jax.process_index() == 0:
-        print(f"{directory} has no {' and no '.join(new)}: drawn anew, by the seed")
-    return params
+    missing = missing_heads(path, family.name, list(layout.named(target.shapes)))
+    if missing and jax.process_index() == 0:
+        print(f"{directory} has no {' and no '.join(missing)}: initialized from --seed")
+    return load_params(path, family.name, model, target, _fresh_heads(training, missing) if missing else None)
 
 
-def _new_heads(training: Training) -> dict[str, jax.Array]:
-    """Fresh leaves of `NEW_HEADS`, by name."""
+def _fresh_heads(training: Training, names: Sequence[str]) -> dict[str, jax.Array]:
+    """Leaves of the head by name, as a training from scratch initializes them."""
     with jax.set_mesh(training.mesh):
         head = jax.jit(
             lambda: training.fresh_params()["shared"]["head"], out_shardings=training.params_sharding["shared"]["head"]
         )()
     leaves = layout.named({"shared": {"head": head}})
-    return {name: leaf for name, leaf in leaves.items() if name.startswith(NEW_HEADS)}
+    return {name: leaves[name] for name in names}
 
 
 def import_run(

@@ -2,9 +2,9 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from megajax.interop.hugging_face_tensors import (
 )
 from megajax.interop.safetensors import open_tensors
 
-__all__ = ["PART_BYTES", "Tensor", "Weights", "load_params", "pieces_of", "regions"]
+__all__ = ["PART_BYTES", "Tensor", "Weights", "load_params", "missing_heads", "pieces_of", "regions"]
 
 NEW_HEADS = ("shared/head/classifier", "shared/head/pooler")  # that fine-tuning may begin without
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
@@ -172,44 +172,43 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, .
             yield (slice(start, min(start + chunk[0], shape[0])), *rest)
 
 
+def missing_heads(directory: pathlib.Path, family: str, leaves: Sequence[str]) -> list[str]:
+    """Which of `leaves` are heads that fine-tuning adds (`NEW_HEADS`) and the directory has no tensor of."""
+    tensors = open_tensors(directory)
+    return [name for name in leaves if name.startswith(NEW_HEADS) and _lacks(tensors, family, name)]
+
+
 def load_params(
     directory: pathlib.Path,
     family: str,
     model: ModelConfig,
     target: StateLayout,
-    fresh: Callable[[], Mapping[str, jax.Array]] | None = None,
-) -> tuple[dict, list[str]]:
+    given: Mapping[str, jax.Array] | None = None,
+) -> Any:
     """The parameters on a run's devices: each process reads what its devices hold, part by part.
 
     Args:
       directory: with safetensors files.
       family, model: as of `Weights`.
       target: the layout of the parameters (`Training.state_layout`'s shapes and shardings of "params").
-      fresh: () -> leaves by name, of those in `NEW_HEADS`, for a directory that has not their tensors. None: it must have.
+      given: leaves by name that are not read, `missing_heads`.
 
     Returns:
-      A tree like `target.shapes`, fp32, and the names of the leaves that are fresh.
+      A tree like `target.shapes`, fp32.
 
     Raises:
       ConfigError: a file is damaged; or see `Weights`.
     """
-    leaves, tensors = list(layout.named(target.shapes)), open_tensors(directory)
-    new = (
-        []
-        if fresh is None
-        else [name for name in leaves if name.startswith(NEW_HEADS) and _lacks(tensors, family, name)]
+    leaves, copies = layout.named(target.shapes), dict(given or {})
+    weights = Weights(
+        directory, open_tensors(directory), family, model, [name for name in leaves if name not in copies]
     )
-    weights = Weights(directory, tensors, family, model, [name for name in leaves if name not in new])
-    copies = {name: leaf for name, leaf in fresh().items() if name in new} if new else {}
-    for (name, leaf), sharding in zip(
-        layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
-    ):
-        if name in copies:
-            continue
-        shape = layout.canonical_shape(name, leaf.shape, target.where)
-        own = layout.canonical_sharding(name, leaf.shape, sharding, target.where)
-        copies[name] = _load_leaf(weights, name, shape, own)
-    return layout.from_canonical(copies, target), new
+    for (name, leaf), sharding in zip(leaves.items(), jax.tree.leaves(target.shardings), strict=True):
+        if name not in copies:
+            shape = layout.canonical_shape(name, leaf.shape, target.where)
+            own = layout.canonical_sharding(name, leaf.shape, sharding, target.where)
+            copies[name] = _load_leaf(weights, name, shape, own)
+    return layout.from_canonical(copies, target)
 
 
 def _lacks(tensors: Mapping[str, Tensor], family: str, name: str) -> bool:

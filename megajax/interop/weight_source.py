@@ -160,4 +160,4 @@ class HuggingFaceSource:
 
         layout = target.params_layout
         layout = dataclasses.replace(layout, shapes=layout.shapes["params"], shardings=layout.shardings["params"])
-        return target.weights(load_params(self.path, self.family, target.run.model, layout)[0])
+        return target.weights(load_params(self.path, self.family, target.run.model, layout))

@@ -1,6 +1,6 @@
 """BERT: masked words and the order of two segments, predicted by blocks that attend in both directions (1810.04805).
 
-With `output_heads` = classification it predicts the class of a sample instead (the same paper, section 4.1).
+With `output_heads` = classification it classifies the sample instead (the same paper, section 4.1).
 
     params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions", "types", "norm"},
               "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order", "classifier"}}}
@@ -125,7 +125,7 @@ class BertShared(nnx.Module):
         """
         self.config.require_loss()
         if self.config.has_classifier:
-            return self.class_losses(y, microbatch).sum()
+            return self.class_losses(self.class_logits(y, microbatch), microbatch).sum()
         states, ranks = self.head.states(y), self.context.vocabulary.ranks
         logits = self.head.logits(states, self.embedding)
         losses = cross_entropy(logits, microbatch["labels"], self.config.vocabulary, ranks)
@@ -137,9 +137,9 @@ class BertShared(nnx.Module):
         losses = -jnp.where(microbatch["swapped"] == 1, orders[:, 1], orders[:, 0])
         return total + (losses * microbatch["order_weights"].astype(jnp.float32) * is_first.any(-1)).sum()
 
-    def class_losses(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+    def class_losses(self, logits: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Cross entropy with "class", times "weights": fp32 [b]; 0 on context ranks without the first token."""
-        scores = jax.nn.log_softmax(self.class_logits(y, microbatch))
+        scores = jax.nn.log_softmax(logits)
         losses = -jnp.take_along_axis(scores, microbatch["class"][:, None], axis=1)[:, 0]
         return jnp.where(first_places(microbatch).any(-1), losses * microbatch["weights"].astype(jnp.float32), 0.0)
 
@@ -214,10 +214,11 @@ class BERT(NNXModel):
         return head.order_logits(head.states(y), first_places(microbatch))
 
     def class_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
-        """A classifier's losses, fp32 [b], and likeliest classes, int32 [b]; 0 on context ranks without the first token."""
+        """A classifier's losses, fp32 [b], and predicted classes, int32 [b]; 0 on context ranks without the first token."""
         modules = nnx.merge(self._shared, shared)
-        best = modules.class_logits(y, microbatch).argmax(-1).astype(jnp.int32)
-        return modules.class_losses(y, microbatch), jnp.where(first_places(microbatch).any(-1), best, 0)
+        logits = modules.class_logits(y, microbatch)
+        best = logits.argmax(-1).astype(jnp.int32)
+        return modules.class_losses(logits, microbatch), jnp.where(first_places(microbatch).any(-1), best, 0)
 
     def costs(self) -> ModelCosts:
         """By formula; the pooler and a classifier, which one token of a sample passes, have no FLOPs."""

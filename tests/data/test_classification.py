@@ -7,8 +7,8 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.config.tasks import TASKS
-from megajax.data.classification import ClassificationLoader, ClassificationSamples, Labelled, read_labelled
-from megajax.data.loader import PADDING
+from megajax.data.classification import ClassificationSamples, Labelled, read_labelled
+from megajax.data.loader import PADDING, RowLoader
 from megajax.data.tokenizers import load_tokenizer
 
 # GLUE's headers (gluebenchmark.com), and a row of each file.
@@ -100,7 +100,7 @@ def test_samples_by_hand():
     assert second["tokens"].tolist() == [begin, *words(long)[: 9 - len(words(b))], end, *words(b), end]
     assert second["padding"] == 0 and samples.cut == 1 and "1 of them cut to 12 tokens" in samples.describe(4)
     assert samples.row(2)["weights"] == 0  # after the last one
-    rows = ClassificationLoader(samples, 2, 1).rows(np.array([1, PADDING]))
+    rows = RowLoader(samples, 2, 1).rows(np.array([1, PADDING]))
     assert rows["weights"].tolist() == [1, 0] and rows["class"].tolist() == [0, 1]
     with pytest.raises(ConfigError, match="sequence_length = 4 has no room"):
         ClassificationSamples(found, tokenizer, 4, None, "a file")

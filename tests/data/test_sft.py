@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.data.loader import PADDING
-from megajax.data.packing import PackedLoader, PackedSamples, pack
+from megajax.data.loader import PADDING, RowLoader
+from megajax.data.packing import PackedSamples, pack
 from megajax.data.sft import Answers, load_answers
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import ByteTokenizer, load_tokenizer
@@ -218,7 +218,7 @@ def test_validation_reads_each_row_once():
 
 
 def test_batches_and_padding():
-    loader = PackedLoader(PackedSamples(some(), 16, 5, 0), 8, 4)
+    loader = RowLoader(PackedSamples(some(), 16, 5, 0), 8, 4)
     batch = loader.batch(8)
     assert {name: array.shape for name, array in batch.items()} == {
         name: (4, 2) if name == "sample" else (4, 2, 16)
@@ -239,7 +239,8 @@ def test_the_loaders_of_a_run(tmp_path):
     training, validation = make_loaders(run, BYTES)
     validation = validation["validation"]
     assert (
-        isinstance(training, PackedLoader)
+        isinstance(training, RowLoader)
+        and isinstance(training.samples, PackedSamples)
         and training.samples.seed == run.train.seed
         and validation.samples.seed is None
     )

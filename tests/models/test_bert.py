@@ -89,6 +89,15 @@ def loss(config, params, batch):
     return np.mean(words) + (np.mean(orders) if config.has_order else 0)
 
 
+def encoder_output(model, params, microbatch):
+    """The last block's output, [b, s, h], as megajax computes it."""
+    x = model.embed(params["shared"], microbatch)
+    for layer in range(model.config.layers):
+        weights = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+        x = model.block(weights, x, microbatch, jnp.int32(layer))
+    return x
+
+
 def wide(params):
     return jax.tree.map(np.float64, params)
 
@@ -117,11 +126,7 @@ def test_states_and_both_heads(config):
 
     @jax.jit
     def run(params):
-        x = model.embed(params["shared"], batch)
-        for layer in range(config.layers):
-            weights = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-            x = model.block(weights, x, batch, jnp.int32(layer))
-        shared = params["shared"]
+        x, shared = encoder_output(model, params, batch), params["shared"]
         return model.states(shared, x), model.logits(shared, x), model.order_logits(shared, x, batch)
 
     states, words, orders = run(params)
@@ -150,7 +155,7 @@ def test_without_the_order_head_the_loss_is_that_of_masked_words():
 
 @MODELS
 def test_classes_of_samples(config):
-    """The loss is the mean over samples of weight 1; the likeliest class is the largest score's."""
+    """The loss is the mean over samples of weight 1; the predicted class has the largest logit."""
     config = dataclasses.replace(config, output_heads="classification", classes=3)
     model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
@@ -164,14 +169,7 @@ def test_classes_of_samples(config):
     want = np.average(losses, weights=rows["weights"])
     np.testing.assert_allclose(jax.jit(lambda p: mean_loss(model, p, batch))(params), want, rtol=1e-5)
 
-    @jax.jit
-    def run(params):
-        x = model.embed(params["shared"], rows)
-        for layer in range(config.layers):
-            weights = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-            x = model.block(weights, x, rows, jnp.int32(layer))
-        return model.class_scores(params["shared"], x, rows)
-
+    run = jax.jit(lambda params: model.class_scores(params["shared"], encoder_output(model, params, rows), rows))
     got, best = run(params)
     np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))

@@ -10,7 +10,8 @@ import pytest
 
 from megajax import OutputConfig, Trainer
 from megajax.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.data.packing import PackedLoader, PackedSamples
+from megajax.data.loader import RowLoader
+from megajax.data.packing import PackedSamples
 from megajax.data.sft import Answers
 from megajax.models.interface import mean_loss
 from megajax.runtime.mesh import make_mesh
@@ -32,7 +33,7 @@ def answers() -> Answers:
 
 
 def packed(run) -> dict[str, np.ndarray]:
-    return PackedLoader(PackedSamples(answers(), LENGTH, 1, 0), small.BATCH, run.microbatches).batch(0)
+    return RowLoader(PackedSamples(answers(), LENGTH, 1, 0), small.BATCH, run.microbatches).batch(0)
 
 
 def alone() -> dict[str, np.ndarray]:

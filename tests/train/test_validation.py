@@ -10,8 +10,8 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.data.bert import BertLoader
 from megajax.data.bert_text import BertTextSamples
-from megajax.data.loader import Boundaries, Loader, TokenSamples
-from megajax.data.packing import PackedLoader, PackedSamples
+from megajax.data.loader import Boundaries, Loader, RowLoader, TokenSamples
+from megajax.data.packing import PackedSamples
 from megajax.data.sft import load_answers
 from megajax.data.tokenizers import load_tokenizer
 from megajax.train.validation import Validation, validation_loss
@@ -37,7 +37,7 @@ def loader_of_answers(tmp_path):
     answers = load_answers((str(path),), load_tokenizer("byte"), None, LENGTH + 1, True)
     samples = PackedSamples(answers, LENGTH, None, 0)
     assert samples.count % BATCH and samples.count > BATCH
-    return PackedLoader(samples, BATCH, 2), samples.count
+    return RowLoader(samples, BATCH, 2), samples.count
 
 
 def loader_of_masked_words(tmp_path):
