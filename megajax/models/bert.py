@@ -24,7 +24,7 @@ from megajax.models.costs import Matmul, ModelCosts, Parameters, transformer_cos
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
-from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm
+from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm, with_rotary_table
 from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
 from megajax.ops.vocabulary import cross_entropy, mask_padding
 
@@ -179,6 +179,10 @@ class BERT(NNXModel):
     shared_module = BertShared
     saved_names = remat.MODES
     vocabulary_over_pipe = True
+
+    def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
+        """With rotary positions, also their table."""
+        return with_rotary_table(self.config, microbatch, microbatch["tokens"].shape[1])
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one sample."""

@@ -147,7 +147,7 @@ def model_context(
 def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: Choice) -> Operations:
     """The operations of the run's blocks."""
     parallel = run.parallel
-    product = _fp8_product() if run.train.matmul_dtype == "fp8" else jnp.tensordot
+    product = _fp8_product() if run.train.matmul_dtype == "fp8" else None
     operations = plain_operations(rules.constrain, product)
     if parallel.chunks > 1:  # the executor's sends go round a ring
         check_ring_flags("chunks")

@@ -19,7 +19,7 @@ from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts, transformer_costs
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
-from megajax.models.transformer import Block, Dropout, Norm, cache_arrays
+from megajax.models.transformer import Block, Dropout, Norm, cache_arrays, with_rotary_table
 from megajax.ops.cached_attention import CachedArray
 from megajax.ops.linear import GATHERED, RESIDUAL
 from megajax.ops.vocabulary import cross_entropy, mask_padding, token_scores
@@ -141,6 +141,10 @@ class GPT(NNXModel):
         if not self.config.experts or not self.config.balance_bias_rate:
             return updates
         return moe.move_biases(updates, measurements["expert_load"], self.config.balance_bias_rate)
+
+    def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
+        """With rotary positions, also their table."""
+        return with_rotary_table(self.config, microbatch, microbatch["tokens"].shape[1])
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one sample."""

@@ -149,6 +149,14 @@ class PipelineModel(abc.ABC):
         """
         return batch
 
+    def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch that blocks are given, [b, ...], or [1, ...] if it is the same for all samples.
+
+        Computed once for all blocks of a chunk, and not saved for the backward. A model may add arrays that all blocks
+        read; a block must compute them itself if they are not there. Default: none.
+        """
+        return microbatch
+
     @abc.abstractmethod
     def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
         """The first block's input, x of `ModelContext.dtype`."""

@@ -13,14 +13,13 @@ from jax import lax
 
 from megajax.config import ModelConfig
 
-__all__ = ["attention_factor", "frequencies", "rotate"]
+__all__ = ["attention_factor", "frequencies", "rotary_table", "rotate"]
 
 
 def frequencies(config: ModelConfig, library: Any = jnp) -> Any:
     """Radians by which a step of one position rotates each pair of elements: [n / 2].
 
-    They are computed where they are used, from an iota: a table would be a constant that every block's VJP stashes. In fp32
-    their rounding is that of the angle, position times frequency, which is fp32 too. `library`: numpy for fp64.
+    In fp32 their rounding is that of the angle, position times frequency, which is fp32 too. `library`: numpy for fp64.
 
     `config.rotary_scaling` with factor k and original context L (a pair makes L f / 2 pi turns in it):
 
@@ -67,26 +66,29 @@ def attention_factor(config: ModelConfig) -> float:
     return 0.1 * math.log(config.rotary_factor) + 1 if given is None else given
 
 
-def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None) -> jax.Array:
-    """Rotates the first `config.rotated_dimension` elements of each head; the others are unchanged.
+def rotary_table(config: ModelConfig, positions: jax.Array) -> jax.Array:
+    """Cosines and sines of the angles at the positions [b, s], times `attention_factor`: fp32 [b, s, 2, n / 2]."""
+    angles = positions[..., None] * frequencies(config)
+    return attention_factor(config) * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2)
+
+
+def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
+    """Rotates the first n elements of each head; the others are unchanged.
 
     Args:
       x: [b, s, ..., d] queries or keys.
-      config: the rotary fields.
-      positions: of the tokens, [b, s]; not given: 0 to s - 1.
+      table: [b, s, 2, n / 2] or [1, s, 2, n / 2], see `rotary_table`.
 
     Returns:
       The same shape and type; computed in fp32.
     """
-    angles, factor = frequencies(config), attention_factor(config)
-    positions = jnp.arange(x.shape[1])[None] if positions is None else positions
-    angle = positions[..., None] * angles
-    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), len(angles))
-    cosine, sine = factor * jnp.cos(angle), factor * jnp.sin(angle)
-    rotated = config.rotated_dimension
-    pairs = x[..., :rotated].astype(jnp.float32).reshape(*x.shape[:-1], 2, rotated // 2)
-    # Reversing the pairs is part of an elementwise kernel on GPUs; concatenating the halves would be one of its own.
-    signed = jnp.stack([-sine, sine], axis=-2)
-    turned = pairs * cosine[..., None, :] + lax.rev(pairs, (pairs.ndim - 2,)) * signed
-    turned = turned.reshape(*x.shape[:-1], rotated).astype(x.dtype)
-    return turned if rotated == x.shape[-1] else jnp.concatenate([turned, x[..., rotated:]], axis=-1)
+    half = table.shape[-1]
+    table = table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), 2, 1, half)
+    cosine, sine = table[..., 0, :, :], table[..., 1, :, :]
+    pairs = x[..., : 2 * half].astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
+    # Reversing the pairs, and a sign that is a product, are part of an elementwise kernel on GPUs; concatenating the halves,
+    # or sines of both signs, would be one of its own.
+    signs = 2 * lax.iota(jnp.float32, 2)[:, None] - 1
+    turned = pairs * cosine + lax.rev(pairs, (pairs.ndim - 2,)) * (sine * signs)
+    turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)

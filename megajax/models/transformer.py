@@ -24,13 +24,13 @@ from megajax.models.feedforward import ACTIVATIONS, FeedForward, Linear
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.moe import Experts
 from megajax.models.nnx_model import named_key, parameter
-from megajax.models.rotary import rotate
+from megajax.models.rotary import rotary_table, rotate
 from megajax.ops.attention import SCORES, plain_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 from megajax.ops.linear import RESIDUAL
 from megajax.ops.norm import norm
 
-__all__ = ["ACTIVATIONS", "Block", "Dropout", "Linear", "Norm", "cache_arrays"]
+__all__ = ["ACTIVATIONS", "Block", "Dropout", "Linear", "Norm", "cache_arrays", "with_rotary_table"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
 
@@ -105,14 +105,15 @@ class Attention(nnx.Module):
         if config.query_key_norm:
             self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
 
-    def project(self, y: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated."""
         qkv = checkpoint_name(self.qkv(y, self.operations.column, QKV), "qkv")  # [b, whole s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rotary":
-            query, key = (rotate(x, self.config, positions) for x in (query, key))
+            table = with_rotary_table(self.config, microbatch, y.shape[1])["rotary"]
+            query, key = (rotate(x, table) for x in (query, key))
         return query, key, value
 
     def __call__(
@@ -128,7 +129,7 @@ class Attention(nnx.Module):
           The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
         """
         positions, document = microbatch.get("positions"), microbatch.get("document")
-        query, key, value = self.project(y, positions)
+        query, key, value = self.project(y, microbatch)
         window = self.config.attention_window
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is not None:
@@ -144,6 +145,17 @@ class Attention(nnx.Module):
         entries = {"key": key, "value": value} if cache is not None else {}
         entries = {name: jnp.swapaxes(entry, 1, 2) for name, entry in entries.items()}
         return self.output(context, self.operations.row, 2), entries
+
+
+def with_rotary_table(config: ModelConfig, microbatch: Microbatch, length: int) -> Microbatch:
+    """The microbatch with "rotary", the table of its "positions" or of 0 to length - 1, if the model has one.
+
+    In a loop over blocks XLA computes it for each block anew, in kernels of their own.
+    """
+    if config.positions != "rotary" or "rotary" in microbatch:
+        return microbatch
+    positions = microbatch.get("positions", jnp.arange(length)[None])
+    return {**microbatch, "rotary": rotary_table(config, positions)}
 
 
 def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int) -> dict[str, CachedArray]:

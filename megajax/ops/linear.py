@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.norm import sum_of_rows
+
 __all__ = ["GATHERED", "RESIDUAL", "Constrain", "Operations", "add_bias", "identity", "plain_operations"]
 
 Constrain = Callable[..., jax.Array]
@@ -45,16 +47,22 @@ class Operations(NamedTuple):
     attend: Callable[..., jax.Array] | None = None
 
 
-def plain_operations(constrain: Constrain = identity, product: Callable[..., jax.Array] = jnp.tensordot) -> Operations:
+def plain_operations(constrain: Constrain = identity, product: Callable[..., jax.Array] | None = None) -> Operations:
     """Matmuls whose communication XLA inserts before or after them, from the sharding constraints.
 
     Args:
       constrain: (x, *logical axes) -> x, see `megajax.sharding.rules.AxisRules.constrain`.
-      product: (x, kernel, number of axes to contract) -> the matmul: `jnp.tensordot`, or one in another data type.
+      product: (x, kernel, number of axes to contract) -> the matmul in another data type; None: `jnp.tensordot`.
     """
+    multiply = jnp.tensordot if product is None else product
+
+    def row(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+        if product is None and contracted == 1:
+            return _down_projection(x, kernel, constrain)
+        return _reduce_scattered(multiply(x, kernel, contracted), constrain)
+
     return Operations(
-        column=lambda y, kernel, axes: constrain(product(constrain(y, *GATHERED), kernel, 1), *axes),
-        row=lambda x, kernel, contracted: _reduce_scattered(product(x, kernel, contracted), constrain),
+        column=lambda y, kernel, axes: constrain(multiply(constrain(y, *GATHERED), kernel, 1), *axes), row=row
     )
 
 
@@ -70,21 +78,42 @@ _reduce_scattered.defvjp(
 )
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _down_projection(x: jax.Array, kernel: jax.Array, constrain: Constrain) -> jax.Array:
+    """x [b, whole s, f] kernel [f, h], reduce-scattered: the second matmul of an MLP.
+
+    The backward's barrier: on GPUs x, an activation, is recomputed while the gradient is gathered. XLA's scheduler would
+    do so just before the matmul that reads x, and find nothing to do during the all-gather.
+    """
+    return _reduce_scattered(jnp.tensordot(x, kernel, 1), constrain)
+
+
+def _down_projection_backward(constrain, saved, gradient):
+    x, kernel = saved
+    gradient, x = lax.optimization_barrier((constrain(constrain(gradient, *RESIDUAL), *GATHERED), x))
+    dx = jnp.tensordot(gradient, kernel, ((2,), (1,)))
+    return dx, jnp.tensordot(gradient, x, ((0, 1), (0, 1))).T
+
+
+_down_projection.defvjp(
+    lambda x, kernel, *how: (_down_projection(x, kernel, *how), (x, kernel)), _down_projection_backward
+)
+
+
 @jax.custom_vjp
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y [..., *n] + bias [*n]; the bias's gradient is summed in fp32.
 
-    A sum in 16 bits makes XLA's GPU compiler transpose the whole stash of y for every chunk (jax 0.10.2). The barriers: the
-    first keeps the bias out of the matmul, where XLA's GPU compiler would write a bias of several axes as a whole matrix,
-    and slice the weight of a matmul with a bias from its stack; the sum is part of the next elementwise kernel anyway. The
-    backward's makes the bias's gradient read dy as it is stored, or the kernel that computes dy writes it in fp32 too.
+    A sum in 16 bits makes XLA's GPU compiler transpose the whole stash of y for every chunk (jax 0.10.2). The barrier keeps
+    the bias out of the matmul, where XLA's GPU compiler would write a bias of several axes as a whole matrix, and slice the
+    weight of a matmul with a bias from its stack; the sum is part of the next elementwise kernel anyway. `sum_of_rows` lets
+    the kernel that computes dy begin the bias's gradient; with a single sum it would write dy in fp32 too.
     """
     return lax.optimization_barrier(y) + bias
 
 
 def _add_bias_backward(bias, dy):
-    dy, lead = lax.optimization_barrier(dy), tuple(range(dy.ndim - bias.ndim))
-    return dy, dy.astype(jnp.float32).sum(lead).astype(bias.dtype)
+    return dy, sum_of_rows(dy.astype(jnp.float32), bias.ndim).astype(bias.dtype)
 
 
 add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["norm"]
+__all__ = ["norm", "sum_of_rows"]
 
-ROW_BLOCKS = (
-    64  # in which the backward sums over rows; enough for a GPU's processors together with the blocks of columns
-)
+# In which a gradient is summed over rows; enough for a GPU's processors together with the blocks of columns.
+ROW_BLOCKS = 64
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -51,20 +50,30 @@ def _backward(centred, epsilon, saved, dy):
         c = c - lax.optimization_barrier(c.mean(-1, keepdims=True))
     g = dy * scale.astype(jnp.float32)
     sums = [(c * c).sum(-1, keepdims=True), (g * c).sum(-1, keepdims=True), g.sum(-1, keepdims=True)]
-    variance, mean_gc, *mean_g = [
-        total / x.shape[-1] for total in lax.optimization_barrier(sums if centred else sums[:2])
-    ]
+    variance, mean_gc, *mean_g = [total / x.shape[-1] for total in (sums if centred else sums[:2])]
     r = lax.rsqrt(variance + epsilon)
-    dx = r * (g - sum(mean_g) - c * (r * r * mean_gc))
-    dscale = _sum_of_rows(dy * (c * r)).astype(scale.dtype)
-    return dx.astype(x.dtype), dscale, None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
+    r, weight_of_c, *mean_g = lax.optimization_barrier([r, r * r * mean_gc, *mean_g])
+    dx = r * (g - sum(mean_g) - c * weight_of_c)
+    dscale = sum_of_rows(dy * (c * r)).astype(scale.dtype)
+    return dx.astype(x.dtype), dscale, None if bias is None else sum_of_rows(dy).astype(bias.dtype)
 
 
-def _sum_of_rows(x: jax.Array) -> jax.Array:
-    """[..., n] to [n], in two steps."""
-    rows = math.prod(x.shape[:-1])
-    parts = x.reshape(math.gcd(rows, ROW_BLOCKS), -1, x.shape[-1]).sum(1)
-    return lax.optimization_barrier(parts).sum(0)
+def sum_of_rows(x: jax.Array, axes: int = 1) -> jax.Array:
+    """x [b, s, ..., *n] summed over all but its last `axes` axes.
+
+    On GPUs in two steps, of which XLA makes the first a part of the kernel that computes x. Splitting s, and nothing else,
+    keeps every part on one device where s is sharded over up to 64. XLA's CPU devices, which have no use for it, can wait
+    for one another forever if the parts are gathered in a loop while activations are sent (jax 0.12).
+    """
+    lead = x.ndim - axes
+    at = min(1, lead - 1)
+
+    def by_parts(x):
+        blocks = math.gcd(x.shape[at], ROW_BLOCKS)
+        parts = x.reshape(*x.shape[:at], blocks, -1, *x.shape[at + 1 :]).sum(tuple(range(at + 1, lead + 1)))
+        return lax.optimization_barrier(parts).sum(tuple(range(at + 1)))
+
+    return lax.platform_dependent(x, cpu=lambda x: x.sum(tuple(range(lead))), default=by_parts)
 
 
 norm.defvjp(lambda x, scale, bias, *how: (norm(x, scale, bias, *how), (x, scale, bias)), _backward)

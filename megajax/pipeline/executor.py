@@ -62,6 +62,7 @@ activations that are sharded along their sequence.
 
 The executor does not depend on a model. It is passed an object `functions` with
 
+    prepare_microbatch(microbatch) -> microbatch          for the blocks, once for an operation on a chunk
     embed(shared, microbatch) -> x                        x: [samples, sequence, hidden]
     block(weights, x, microbatch, layer) -> x             weights: those of one block; layer: int32 scalar
     head_loss(shared, y, microbatch) -> loss              scalar, summed over the samples
@@ -95,7 +96,7 @@ def gradient_function(
     """A function that computes losses and gradients of a whole batch by `schedule`.
 
     Args:
-      functions: the model's embed, block and head_loss; see the module's docstring.
+      functions: the model's; see the module's docstring.
       schedule: a valid schedule with as many stages as the mesh has pipeline ranks.
       mesh: with the axes data, pipe and tensor.
       options: how arrays are sharded and blocks are run.

@@ -54,6 +54,7 @@ class InFlight(NamedTuple):
 class VersionedFunctions(NamedTuple):
     """A model's functions for two versions of the shared weights; `microbatch["version"]` selects one."""
 
+    prepare_microbatch: Callable
     embed: Callable
     block: Callable
     head_loss: Callable
@@ -237,6 +238,7 @@ def _versioned(functions) -> VersionedFunctions:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, version, 0, keepdims=False), shared)
 
     return VersionedFunctions(
+        functions.prepare_microbatch,
         lambda shared, microbatch: functions.embed(select(shared, microbatch), microbatch),
         functions.block,
         lambda shared, y, microbatch: functions.head_loss(select(shared, microbatch), y, microbatch),

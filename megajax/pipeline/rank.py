@@ -102,7 +102,7 @@ class Rank:
 
     def start(self) -> Carry:
         """Empty stash and inboxes, and zero accumulators."""
-        first, count = self.microbatch(0), self.schedule.microbatches
+        first, count = self.block_microbatch(0), self.schedule.microbatches
         shape = jax.eval_shape(self.functions.embed, self.shared, first)
         x = self.constrain(vary(jnp.zeros(shape.shape, shape.dtype)))
         activations, gradients = (
@@ -350,6 +350,10 @@ class Rank:
         """One microbatch of the batch, leaves [samples, ...]."""
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batch)
 
+    def block_microbatch(self, index) -> Tree:
+        """The same, with the arrays that the model adds for its blocks."""
+        return vary(self.functions.prepare_microbatch(self.microbatch(index)))
+
     def block_range(self, operation: OperationRow, segment: Segment) -> tuple:
         """(0, number of blocks to run): all blocks of the chunk, or none where the rank has no work.
 
@@ -363,7 +367,7 @@ class Rank:
         """The arguments of the stack for one operation of a tick."""
         statistics = self.options.statistics
         return ChunkWork(
-            self.microbatch(operation.microbatch),
+            self.block_microbatch(operation.microbatch),
             operation.chunk,
             operation.stage,
             self.stash(carry, operation),

@@ -1,10 +1,10 @@
 """Forward and backward of one chunk of blocks. The block is the unit of differentiation.
 
 The forward of a chunk is a loop over its blocks. For block i it calls `jax.vjp(block, weights_i, x)` and writes to
-the stash the block's input x and the residuals that `jax.vjp` saved beyond its arguments. Which residuals these are,
-the block decides with `jax.checkpoint`. Weights are arguments, so the backward reads them from where they are stored;
-they are never copied to the stash. The backward is a loop over the same blocks, last block first. It rebuilds each
-VJP from the stash and adds the weight gradients to fp32 accumulators in place.
+the stash the block's input x and the residuals that `jax.vjp` saved beyond its arguments and the microbatch. Which
+residuals these are, the block decides with `jax.checkpoint`. Weights are arguments, so the backward reads them from
+where they are stored; they are never copied to the stash. The backward is a loop over the same blocks, last block first.
+It rebuilds each VJP from the stash and adds the weight gradients to fp32 accumulators in place.
 
     forward     x ── block 0 ── block 1 ── ... ── y          stash[slot, i] = (residuals of block i, its input)
     backward   dx ── block 0 ── block 1 ── ... ── dy         gradients[chunk * blocks per chunk + i] += dw of block i
@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.jaxprs import with_fp32_gradients
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
 from megajax.pipeline.split_backward import Split, split_backward
-from megajax.pipeline.stash import StashRef, empty_stash
+from megajax.pipeline.stash import empty_stash
 from megajax.pipeline.uneven import StageBlocks
-from megajax.runtime.compat import rebuild_vjp, vjp_residuals
+from megajax.runtime.compat import vjp_residuals
 from megajax.schedules.schedule import BACKWARD, FORWARD
 from megajax.sharding.zero import ZeroSharding
 
@@ -92,7 +93,7 @@ class Stack:
           x: a block's input, [samples, sequence, hidden]; only its type is read, as of `microbatch`.
           on_host: in host memory.
         """
-        values = vjp_residuals(self._template(x, microbatch)), x
+        values = self._template(x, microbatch).saved, x
         return empty_stash(slots, self.per_chunk, values, on_host=on_host)
 
     def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
@@ -101,7 +102,7 @@ class Stack:
         def keep(x, microbatch, layer):
             vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
             residuals = vjp_residuals(vjp)
-            return self._split(vjp, residuals, weights, x).input(residuals, weights, x, x)[2]
+            return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
 
         shapes = jax.eval_shape(keep, x, microbatch, jnp.zeros((), jnp.int32))
         return empty_stash(slots, self.per_chunk, shapes)
@@ -220,7 +221,7 @@ class Stack:
 
         def step(index, place, zero, state):
             dy, gradients, buffer, records = state
-            residuals, weights, x = self._saved(index, place, work.stash, zero)
+            residuals, weights, x = self._saved(index, place, work, template, zero)
             split = self._split(template, residuals, weights, x)
             dx, early, new = split.input(residuals, weights, x, dy)
             buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
@@ -241,7 +242,7 @@ class Stack:
         template = self._template(x, work.microbatch)
 
         def step(index, place, zero, gradients):
-            residuals, weights, x = self._saved(index, place, work.stash, zero)
+            residuals, weights, x = self._saved(index, place, work, template, zero)
             split = self._split(template, residuals, weights, x)
             kept = work.kept.read(index, zero)
             late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
@@ -267,7 +268,7 @@ class Stack:
             y = self.blocks.select(work.stage, index, y, x)
             stash = dataclasses.replace(work.stash, buffer=buffer)
             records = work.record(records, place, input=x, output=y)
-            return y, stash.write(index, (vjp_residuals(vjp), x)), records
+            return y, stash.write(index, (saved_residuals(vjp, work.microbatch), x)), records
 
         return step
 
@@ -277,8 +278,14 @@ class Stack:
 
         def step(index, place, zero, state):
             dy, buffer, gradients, records = state
-            saved = self._saved(index, place, dataclasses.replace(work.stash, buffer=buffer), zero)
-            dw, dx = self._backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), *saved, dy)
+            saved = self._saved(
+                index,
+                place,
+                dataclasses.replace(work, stash=dataclasses.replace(work.stash, buffer=buffer)),
+                template,
+                zero,
+            )
+            dw, dx = self._backward(template.backward, *saved, dy)
             dx = self.blocks.select(work.stage, index, dx, dy)
 
             def add(total, new, cut):
@@ -350,14 +357,14 @@ class Stack:
         flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
         return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
 
-    def _split(self, template, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
+    def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
         """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
-        return split_backward(lambda r, w, x, dy: rebuild_vjp(template, r, (w, x))(dy), residuals, weights, x, x)
+        return split_backward(template.backward, residuals, weights, x, x)
 
-    def _saved(self, index, place, stash: StashRef, zero) -> tuple[Tree, Tree, jax.Array]:
+    def _saved(self, index, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, jax.Array]:
         """The arguments of a block's backward: residuals, weights, and the block's input."""
-        residuals, x = stash.read(index, zero)
-        return residuals, self._weights(place), x
+        saved, x = work.stash.read(index, zero)
+        return template.residuals(saved, work.microbatch), self._weights(place), x
 
     def _weights(self, index) -> Tree:
         """The weights of one block, all-gathered over `data` where they are sharded over it."""
@@ -385,7 +392,5 @@ class Stack:
         sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
         return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
 
-    def _template(self, x, microbatch):
-        """A VJP of the block with shapes for leaves. Every trace of the block gives the same structure."""
-        layer = jnp.zeros((), jnp.int32)
-        return jax.eval_shape(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch, layer)
+    def _template(self, x, microbatch) -> VJPTemplate:
+        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch)

@@ -31,6 +31,7 @@ from megajax.pipeline.layout import from_pipeline_layout, is_spec
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
+from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import find, make_schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
@@ -55,6 +56,7 @@ class TrainState:
 class ExecutorFunctions:
     """The functions of a model that the executor runs."""
 
+    prepare_microbatch: Callable
     embed: Callable
     block: Callable
     head_loss: Callable
@@ -62,7 +64,8 @@ class ExecutorFunctions:
     @classmethod
     def from_model(cls, model: PipelineModel, group: int) -> "ExecutorFunctions":
         """The model's, with `group` blocks as one (`remat.grouped`)."""
-        return cls(model.embed, model.block if group == 1 else grouped(model.block, group), model.head_loss)
+        block = model.block if group == 1 else grouped(model.block, group)
+        return cls(model.prepare_microbatch, model.embed, block, model.head_loss)
 
 
 class Training:
@@ -117,6 +120,7 @@ class Training:
             in_shardings=(state, batch, replicated),
             out_shardings=(state, replicated),
             donate_argnums=0,
+            compiler_options=step_options(run.parallel.tensor, mesh.devices.flat[0]),
         )
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
@@ -361,7 +365,8 @@ class ContinuousTraining(Training):
         super().__init__(run, mesh, model, rules)
         sizes = run.parallel.pipe, run.microbatches
         self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
-        self._train = jax.jit(self._train_step, donate_argnums=0)
+        options = step_options(run.parallel.tensor, mesh.devices.flat[0])
+        self._train = jax.jit(self._train_step, donate_argnums=0, compiler_options=options)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 
     takes_hold = False

@@ -10,7 +10,7 @@ import pytest
 
 from megajax.config import ConfigError, ModelConfig
 from megajax.models.costs import transformer_costs
-from megajax.models.rotary import attention_factor, frequencies, rotate
+from megajax.models.rotary import attention_factor, frequencies, rotary_table, rotate
 from tests import small
 from tests.models.configs import GPT, LLAMA, MODELS
 
@@ -116,7 +116,10 @@ def test_options_can_be_combined(change):
 def test_rotation_depends_on_distance_only():
     query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
     config = changed(LLAMA, sequence_length=12)
-    rotated = [np.asarray(rotate(np.tile(vector, (1, 12, 1, 1)), config))[0, :, 0] for vector in (query, key)]
+    rotated = [
+        np.asarray(rotate(np.tile(vector, (1, 12, 1, 1)), rotary_table(config, np.arange(12)[None])))[0, :, 0]
+        for vector in (query, key)
+    ]
     products = rotated[0] @ rotated[1].T
     for distance in range(-11, 12):
         diagonal = np.diagonal(products, distance)

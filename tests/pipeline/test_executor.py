@@ -39,7 +39,9 @@ def head_loss(shared, y, microbatch):
     return ((y @ shared["out"] - microbatch["y"]) ** 2).sum()
 
 
-FUNCTIONS = types.SimpleNamespace(embed=embed, block=block, head_loss=head_loss)
+FUNCTIONS = types.SimpleNamespace(
+    prepare_microbatch=lambda microbatch: microbatch, embed=embed, block=block, head_loss=head_loss
+)
 
 
 def problem(microbatches, data, layers=LAYERS):
