@@ -156,7 +156,7 @@ RECIPES = {
     "llama3.1-70b": llama3(1.5e-4),
     "llama3.1-405b": llama3(8e-5),
 }
-# Of the other released models no complete recipe is published: Llama 2's, with the rate of its 7B and 13B.
+# For the other released models, most of whose recipes are not published: Llama 2's, with the rate of its 7B and 13B.
 RECIPES |= {name: llama2(3e-4, PRESETS[name].sequence_length) for name in RELEASED if name not in RECIPES}
 for name, batch in MEGATRON_2021.items():
     tokens = 450e9 if name == "megatron-1008b" else 300e9

@@ -76,7 +76,12 @@ class ModelConfig:
         0.0, "change per step of the biases that balance the experts without a loss (2408.15664)", low=0
     )
     query_key_norm: bool = setting(
-        False, "RMS norm over each head's elements of queries and keys, before they are rotated"
+        False, "RMS norm of queries and keys before they are rotated; query_key_norm_over says over which elements"
+    )
+    query_key_norm_over: str = setting(
+        "head",
+        "the elements that the norm of queries and keys is over: those of each head, or of all heads of a token",
+        ("head", "projection"),
     )
     sliding_window: int | None = setting(
         None, "latest tokens that a token attends to, itself included", shown_default="all before it"
@@ -134,13 +139,21 @@ class ModelConfig:
         size = self.head_dimension
         query_key_value = (self.heads + 2 * self.key_value_heads) * size
         attention = (self.hidden + int(self.has_qkv_biases)) * query_key_value
-        attention += (self.heads * size + bias) * self.hidden + 2 * size * int(self.query_key_norm)
+        attention += (self.heads * size + bias) * self.hidden + self.query_key_norm_parameters
         into_mlp = 2 if self.is_gated else 1
         mlp = into_mlp * (self.hidden + bias) * self.feedforward_size + (self.feedforward_size + bias) * self.hidden
         mlp = expert_parameters(self) if self.experts else mlp
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * (attention + mlp + 2 * norm) + position_table + token_tables + norm
+
+    @property
+    def query_key_norm_parameters(self) -> int:
+        """Scales of a block's norms of queries and keys."""
+        if not self.query_key_norm:
+            return 0
+        heads = 2 if self.query_key_norm_over == "head" else self.heads + self.key_value_heads
+        return heads * self.head_dimension
 
     @property
     def active_parameters(self) -> int:

@@ -1,8 +1,12 @@
-"""Presets of models with released weights: Llama, Mistral, Qwen and SmolLM2, with the values of their config.json.
+"""Presets of models with released weights: Llama, Mistral, Mixtral, Qwen, OLMoE and SmolLM2, with the values of their
+config.json.
 
 `sequence_length` is that of most of the pretraining; the released context is longer where it was extended later, and
 `python -m megajax.interop.hugging_face import` takes it from the model's files, as all else. Parameter counts are checked
 in tests/config/test_presets.py; norm epsilons, rotary bases and lengths were not compared with the files.
+
+The coefficients of the balance losses are for training, and not in the files. Mixtral and Qwen3 have those of Megatron-LM's
+recipes, 0.01 and 0.001, whose loss is summed over the layers too; OLMoE has its own, 0.01 of the mean over its 16 layers.
 """
 
 from typing import Any
@@ -41,10 +45,26 @@ def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, feedforward: int,
     return _llama(layers, hidden, heads, feedforward, length=4096, **more)
 
 
+def _mixtral(layers: int, hidden: int, heads: int, feedforward: int) -> dict:
+    """Mixtral: two of eight experts, whose weights are the softmax over their two scores; 8 key and value heads."""
+    more = {"experts": 8, "experts_per_token": 2, "router_softmax": "after", "balance_loss": 0.01}
+    more |= {"kv_heads": 8, "rotary_base": 1e6}
+    return _llama(layers, hidden, heads, feedforward, LLAMA2_VOCABULARY, 32768, **more)
+
+
 QWEN2 = {"qkv_biases": True}  # the other linear layers have none
 QWEN2_LARGE = {**QWEN2, "vocabulary": 152064}
 QWEN3 = {"query_key_norm": True, "head_size": 128}
+QWEN3_MOE = {**QWEN3, "experts": 128, "experts_per_token": 8, "balance_loss": 0.001}
 TIED = {"tied_embeddings": True}
+OLMOE = {
+    "experts": 64,
+    "experts_per_token": 8,
+    "router_normalize": False,
+    "balance_loss": 0.01 / 16,
+    "query_key_norm": True,
+    "query_key_norm_over": "projection",
+}
 
 RELEASED: dict[str, dict[str, Any]] = {
     # Llama 2: 2307.09288.
@@ -76,6 +96,14 @@ RELEASED: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen(36, 4096, 32, 8, 12288, **QWEN3),
     "qwen3-14b": _qwen(40, 5120, 40, 8, 17408, **QWEN3),
     "qwen3-32b": _qwen(64, 5120, 64, 8, 25600, **QWEN3),
+    # Mixtral 8x7B: 2401.04088 table 1. 8x22B: its config.json.
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384),
+    # Qwen3 with experts: 2505.09388 table 2.
+    "qwen3-30b-a3b": _qwen(48, 2048, 32, 4, 768, **QWEN3_MOE),
+    "qwen3-235b-a22b": _qwen(94, 4096, 64, 4, 1536, **QWEN3_MOE),
+    # OLMoE: 2409.02060 appendix B.
+    "olmoe-1b-7b": _llama(16, 2048, 16, 1024, 50304, 4096, **OLMOE),
     # SmolLM2: 2502.02737.
     "smollm2-135m": _llama(30, 576, 9, 1536, SMOLLM2_VOCABULARY, 2048, kv_heads=3, rotary_base=100000.0, **TIED),
     "smollm2-360m": _llama(32, 960, 15, 2560, SMOLLM2_VOCABULARY, 2048, kv_heads=5, rotary_base=100000.0, **TIED),

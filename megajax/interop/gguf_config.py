@@ -11,7 +11,8 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.interop.gguf_file import GGUFFile
-from megajax.interop.hugging_face_families import FAMILIES, Keys
+from megajax.interop.hugging_face_families import FAMILIES
+from megajax.interop.hugging_face_keys import Keys
 
 __all__ = ["config_keys"]
 

@@ -1,4 +1,5 @@
-"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Qwen2, Qwen3 and BERT; those of GGUF files in.
+"""Weights of Hugging Face in and out: GPT-2, Llama (SmolLM2), Mistral, Mixtral, Qwen2, Qwen3 (with experts too), OLMoE and
+BERT; those of GGUF files in.
 
 python -m megajax.interop.hugging_face import DIR --run-dir RUN      a run directory with a checkpoint of step 0
 python -m megajax.interop.hugging_face import FILE.gguf --run-dir RUN     likewise (needs megajax[gguf])
@@ -78,9 +79,11 @@ def _import(options: argparse.Namespace) -> str:
 
 def imported(run: RunConfig, run_dir: pathlib.Path) -> str:
     """What a command prints after an import."""
+    active = f" ({run.model.active_parameters:,} for a token)" if run.model.experts else ""
     experiment = "bert" if isinstance(run.model, BertConfig) else "gpt3"
     return (
-        f"{run_dir}: {run.model.name}, {run.model.parameters:,} parameters, {run.model.sequence_length} tokens a sample\n"
+        f"{run_dir}: {run.model.name}, {run.model.parameters:,} parameters{active}, {run.model.sequence_length} tokens a "
+        "sample\n"
         f"train it with: python -m experiments.{experiment} --config {run_dir / 'config.toml'} --resume auto"
     )
 

@@ -11,13 +11,16 @@ from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
-from megajax.interop.hugging_face_families import FAMILIES, SCALINGS, Family, Keys
+from megajax.interop.hugging_face_experts import NAMES_OF_EXPERTS
+from megajax.interop.hugging_face_families import FAMILIES
+from megajax.interop.hugging_face_keys import Family, Keys
+from megajax.interop.hugging_face_llama import SCALINGS
 from megajax.schedules.errors import shown
 
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
-FREE = ("name", "dropout", "init_deviation")
+FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -91,7 +94,8 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
       ConfigError: there is none; the message names the fields that the nearest one does not have.
     """
     nearest: tuple[str, list[str]] | None = None
-    families = [family for family in FAMILIES.values() if family.config is type(model)]
+    wanted = type(model), model.experts > 0
+    families = [family for family in FAMILIES.values() if (family.config, family.has_experts) == wanted]
     for family in sorted(families, key=lambda family: family.name != preferred):
         keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
         back = family.config(name=model.name, **family.read(Keys(keys, "config.json")))
@@ -124,6 +128,9 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     if original.get("rope_parameters"):  # as transformers 5 writes it
         theta, scaling = keys.pop("rope_theta"), keys.pop("rope_scaling") or {"rope_type": "default"}
         keys["rope_parameters"] = scaling | {"rope_theta": theta}
+    usual, other = NAMES_OF_EXPERTS
+    if usual in keys and usual not in original and other in original:
+        keys[other] = keys.pop(usual)
     longest = original.get("max_position_embeddings")
     if isinstance(longest, int) and "max_position_embeddings" in keys:  # shorter samples change no weight
         keys["max_position_embeddings"] = max(longest, keys["max_position_embeddings"])
@@ -131,7 +138,10 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
 
 
 def _explicit(model: ModelConfig) -> ModelConfig:
-    """The model with computed values in place of None, and fields without an effect at their defaults."""
+    """The model with computed values in place of None, and fields without an effect at their defaults.
+
+    Of two ways to write the same router it is the one with `router_softmax` before the choice.
+    """
     usual = ModelConfig.__dataclass_fields__
     idle = {}
     if model.positions != "rotary":
@@ -139,6 +149,12 @@ def _explicit(model: ModelConfig) -> ModelConfig:
     used = SCALINGS.get(model.rotary_scaling, {})
     for name in {name for names in SCALINGS.values() for name in names} - set(used):
         idle[name] = usual[name].default
+    if not model.experts:
+        idle |= {name: usual[name].default for name in ("experts_per_token", "router_softmax", "router_normalize")}
+    elif model.router_softmax == "after":  # the same as a softmax before the choice whose weights are normalized
+        idle |= {"router_softmax": "before", "router_normalize": True}
+    if not model.query_key_norm:
+        idle["query_key_norm_over"] = usual["query_key_norm_over"].default
     if "rotary_original_length" in used and "rotary_original_length" not in idle:
         idle["rotary_original_length"] = model.rotary_original_length or model.sequence_length
     return dataclasses.replace(

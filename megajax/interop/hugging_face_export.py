@@ -25,8 +25,16 @@ from megajax.config import (
 )
 from megajax.interop.hugging_face_config import family_of_model, merge_config, read_json
 from megajax.interop.hugging_face_import import FOLDER, TOKENIZER_FILES, replace_directory
-from megajax.interop.hugging_face_tensors import axis_sizes, from_leaf, lead_axis, rows_of, tensor_shape
-from megajax.interop.hugging_face_weights import PART_BYTES, pieces_of
+from megajax.interop.hugging_face_tensors import (
+    axis_sizes,
+    from_leaf,
+    lead_axis,
+    rows_of,
+    stacked_axes,
+    tensor_names,
+    tensor_shape,
+)
+from megajax.interop.hugging_face_weights import PART_BYTES, grid, pieces_of, stacked_indices
 from megajax.interop.safetensors import Shards
 from megajax.models.context import model_shapes
 from megajax.models.interface import model_class
@@ -71,8 +79,7 @@ def export_run(
     tensors = {}
     for leaf in shapes:
         for piece in pieces_of(family.name, leaf):
-            for layer in range(model.layers if layout.is_block(leaf) else 1):
-                tensors[piece.tensor.format(layer)] = tensor_shape(piece, sizes)
+            tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
     with replace_directory(out, "--out") as unfinished:
         shards = Shards(unfinished, tensors, numpy_dtype, largest)
         on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
@@ -150,32 +157,28 @@ def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]
 def _boxes(path, family: str, shapes, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
     """Regions of all leaves that are read at once: whole stored chunks, and at most PART_BYTES where chunks are smaller.
 
-    A region is whole but for its layers and its first piece's leading axis, so that it has whole rows of the tensors.
+    A region is whole but for layers, experts and its first piece's leading axis, so that it has whole rows of the tensors.
     """
     for name, shape in shapes.items():
         pieces = pieces_of(family, name)
-        first = int(layout.is_block(name))
+        if not pieces:
+            continue
+        first = stacked_axes(pieces[0])
         axis = first + lead_axis(pieces[0])
         stored = open_leaf(path, f"params/{name}").chunk_layout.read_chunk.shape or shape
-        step = list(shape)
-        step[0] = min(shape[0], stored[0]) if first else step[0]
-        last = min(shape[axis], sizes[pieces[0].theirs[0]])  # without the vocabulary's padding
+        step = [*map(min, shape[:first], stored), *shape[first:]]
+        last = list(shape)
+        last[axis] = min(shape[axis], sizes[pieces[0].theirs[0]])  # without the vocabulary's padding
         row = 4 * int(np.prod(step)) // shape[axis]
-        step[axis] = min(last, -(-max(1, PART_BYTES // max(1, row)) // stored[axis]) * stored[axis])
-        for layer in range(0, shape[0], step[0]) if first else (0,):
-            for start in range(0, last, step[axis]):
-                box = [slice(0, size) for size in shape]
-                if first:
-                    box[0] = slice(layer, min(layer + step[0], shape[0]))
-                box[axis] = slice(start, min(start + step[axis], last))
-                yield name, tuple(box)
+        step[axis] = min(last[axis], -(-max(1, PART_BYTES // max(1, row)) // stored[axis]) * stored[axis])
+        for box in grid(last, step):
+            yield name, box
 
 
 def _write_box(shards: Shards, path, family: str, name: str, box: tuple[slice, ...], sizes) -> None:
     values = open_leaf(path, f"params/{name}")[box].read().result()
-    is_block = layout.is_block(name)
-    for place in range(len(values) if is_block else 1):
-        leaf, layer = (values[place], box[0].start + place) if is_block else (values, 0)
-        for piece in pieces_of(family, name):
-            start = box[is_block + lead_axis(piece)].start * rows_of(piece, sizes)
-            shards.write(piece.tensor.format(layer), start, from_leaf(piece, leaf, sizes))
+    for piece in pieces_of(family, name):
+        first = stacked_axes(piece)
+        start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)
+        for place, index in stacked_indices(box[:first]):
+            shards.write(piece.tensor.format(*index), start, from_leaf(piece, values[place], sizes))

@@ -8,15 +8,20 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     a heads    g key and value heads   n queries of a group (a / g)   q query, key and value (3)   1 an axis of size 1
     p queries, key and value of a group (n + 2)
     e a second axis of size hidden   t token types   o the orders of two segments (2)   c classes
+    l layers   x experts
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
 Both sides rotate element i of a head with element i + d/2, so queries and keys need no permutation.
 
+A leaf of blocks has one tensor (or several pieces) for each layer, and the leaves of experts for each layer and expert:
+`Piece("layers.{}.experts.{}.up_proj.weight", "f h", "h1f", UP)` is [:, 1:2] of each [h, 2, f] in [layers, experts, h, 2, f].
+
 The first letter of a tensor is the axis along which a leaf is read and written in parts.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -29,15 +34,16 @@ __all__ = ["TABLES", "Piece", "Table", "axis_sizes", "from_leaf", "lead_axis", "
 
 QUERIES, KEY, VALUE = (0, -2), (-2, -1), (-1, None)  # parts of the leaf's last but one axis
 GATE, UP = (0, 1), (1, 2)
+STACKED = "lx"  # the letters of a name's "{}"
 
 
 class Piece(NamedTuple):
     """A tensor of Hugging Face's, as part of a leaf.
 
     Attributes:
-      tensor: its name; "{}" is the layer.
+      tensor: its name; the first "{}" is the layer, the second one the expert.
       theirs: its axes, as products of letters.
-      ours: the axes of the leaf (of one layer).
+      ours: the axes of the leaf (of one layer and expert).
       part: start and stop on the leaf's last but one axis; None: the whole leaf.
     """
 
@@ -52,7 +58,7 @@ class Table:
     """The tensors of a family.
 
     Attributes:
-      leaves: by the name of the leaf, "blocks/..." or "shared/...".
+      leaves: by the name of the leaf, "blocks/..." or "shared/..."; without a piece, it is in no file and zero.
       prefix: of all tensors' names but the head's; files of a model without its head leave it out.
       ignored: ends of the names of tensors that a model may not have: buffers of old versions, the second name of a tied
         parameter, and heads that the configuration leaves out.
@@ -105,6 +111,33 @@ LLAMA = Table(
     },
     prefix="model.",
     ignored=("rotary_emb.inv_freq",),
+)
+
+
+def _sparse(mlp: str, gate: str, up: str, down: str) -> dict[str, tuple[Piece, ...]]:
+    """Llama's leaves with experts in place of the MLP, whose tensors begin with `mlp` in each layer."""
+    one = LLAMA_LAYER + mlp + "experts.{}."
+    return {name: pieces for name, pieces in LLAMA.leaves.items() if not name.startswith("blocks/feedforward/")} | {
+        "blocks/feedforward/router/kernel": (Piece(LLAMA_LAYER + mlp + "gate.weight", "x h", "hx"),),
+        "blocks/feedforward/router/bias": (),
+        "blocks/feedforward/router/losses": (),
+        "blocks/feedforward/up": (
+            Piece(f"{one}{gate}.weight", "f h", "h1f", GATE),
+            Piece(f"{one}{up}.weight", "f h", "h1f", UP),
+        ),
+        "blocks/feedforward/down": (Piece(f"{one}{down}.weight", "h f", "fh"),),
+    }
+
+
+MIXTRAL = dataclasses.replace(LLAMA, leaves=_sparse("block_sparse_moe.", "w1", "w3", "w2"))
+QWEN3_MOE = dataclasses.replace(LLAMA, leaves=_sparse("mlp.", "gate_proj", "up_proj", "down_proj"))
+OLMOE = dataclasses.replace(  # norms over all heads
+    QWEN3_MOE,
+    leaves={
+        **QWEN3_MOE.leaves,
+        "blocks/attention/query_norm/scale": (Piece(LLAMA_LAYER + "self_attn.q_norm.weight", "gnd", "gnd"),),
+        "blocks/attention/key_norm/scale": (Piece(LLAMA_LAYER + "self_attn.k_norm.weight", "gd", "gd"),),
+    },
 )
 GPT2_LAYER = "transformer.h.{}."
 GPT2 = Table(
@@ -247,6 +280,9 @@ MEGATRON_BERT = _bert(  # norms before attention and MLP
 TABLES = {
     "gpt2": GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
     "megatron": MEGATRON,
     "megatron_gated": MEGATRON_GATED,
     "bert": BERT,
@@ -272,6 +308,8 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "t": getattr(model, "token_types", 0),
         "o": 2,
         "c": getattr(model, "classes", 0),
+        "l": model.layers,
+        "x": model.experts,
     }
 
 
@@ -281,7 +319,7 @@ def tensor_shape(piece: Piece, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def lead_axis(piece: Piece) -> int:
-    """The leaf's axis, of one layer, that the tensor's first letter is."""
+    """The leaf's axis, of one layer and expert, that the tensor's first letter is."""
     return piece.ours.index(piece.theirs[0])
 
 
@@ -300,7 +338,7 @@ def overlap(piece: Piece, region: tuple[slice, ...], sizes: Mapping[str, int], s
     """The part of a leaf's region that the piece has.
 
     Args:
-      region: a slice with start and stop for each axis of the leaf (of one layer).
+      region: a slice with start and stop for each axis of the leaf (of one layer and expert).
       shape: of the leaf.
 
     Returns:
@@ -344,7 +382,12 @@ def _ones(piece: Piece) -> tuple[int, ...]:
     return tuple(axis for axis, letter in enumerate(piece.ours) if letter == "1")
 
 
-def tensor_names(pieces: tuple[Piece, ...], layers: int) -> Iterator[str]:
-    """Names of a leaf's tensors, of all layers."""
-    for piece in pieces:
-        yield from (piece.tensor.format(layer) for layer in range(layers if "{}" in piece.tensor else 1))
+def stacked_axes(piece: Piece) -> int:
+    """The number of the leaf's first axes with a tensor for each index: 0, 1 for layers, or 2 for layers and experts."""
+    return piece.tensor.count("{}")
+
+
+def tensor_names(piece: Piece, sizes: Mapping[str, int]) -> Iterator[str]:
+    """The names of a piece's tensors, of all layers and experts."""
+    for index in itertools.product(*(range(sizes[letter]) for letter in STACKED[: stacked_axes(piece)])):
+        yield piece.tensor.format(*index)

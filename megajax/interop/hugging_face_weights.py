@@ -1,5 +1,6 @@
 """The parameters in a Hugging Face directory, as regions of megajax's leaves: each reader reads only what it needs."""
 
+import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +22,24 @@ from megajax.interop.hugging_face_tensors import (
     lead_axis,
     overlap,
     rows_of,
+    stacked_axes,
     tensor_names,
     tensor_shape,
     to_leaf,
 )
 from megajax.interop.safetensors import open_tensors
 
-__all__ = ["PART_BYTES", "Tensor", "Weights", "load_params", "missing_heads", "pieces_of", "regions"]
+__all__ = [
+    "PART_BYTES",
+    "Tensor",
+    "Weights",
+    "grid",
+    "load_params",
+    "missing_heads",
+    "pieces_of",
+    "regions",
+    "stacked_indices",
+]
 
 NEW_HEADS = ("shared/head/classifier", "shared/head/pooler")  # that fine-tuning may begin without
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
@@ -83,7 +95,7 @@ class Weights:
         wanted = {}
         for pieces in self.pieces.values():
             for piece in pieces:
-                wanted |= {self._stored(name): piece for name in tensor_names((piece,), model.layers)}
+                wanted |= {self._stored(name): piece for name in tensor_names(piece, self._sizes)}
         missing = next((name for name in wanted if name not in self._tensors), None)
         if missing:
             raise ConfigError(f"{directory} has no tensor {missing}: {near(missing, self._tensors)}")
@@ -104,7 +116,7 @@ class Weights:
         return name.removeprefix(self._cut)
 
     def region(self, name: str, region: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-        """A region of a leaf in canonical layout ([layers, ...]), fp32; rows of padding are zero.
+        """A region of a leaf in canonical layout ([layers, ...]), fp32; rows of padding, and leaves of no tensor, are zero.
 
         Args:
           name: of the leaf.
@@ -112,21 +124,17 @@ class Weights:
           shape: of the leaf.
         """
         out = np.zeros([one.stop - one.start for one in region], np.float32)
-        if not layout.is_block(name):
-            self._fill(out, name, None, region, shape)
-            return out
-        for place, layer in enumerate(range(region[0].start, region[0].stop)):
-            self._fill(out[place], name, layer, region[1:], shape[1:])
-        return out
-
-    def _fill(self, out: np.ndarray, name: str, layer: int | None, region: tuple[slice, ...], shape) -> None:
         for piece in self.pieces[name]:
-            found = overlap(piece, region, self._sizes, shape)
-            if found:
-                inside, ranges = found
-                start, stop = (rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
-                rows = self._tensors[self._stored(piece.tensor.format(layer))].rows(start, stop)
-                out[inside] = to_leaf(piece, rows, ranges, self._sizes)
+            first = stacked_axes(piece)
+            found = overlap(piece, region[first:], self._sizes, shape[first:])
+            if not found:
+                continue
+            inside, ranges = found
+            start, stop = (rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
+            for place, index in stacked_indices(region[:first]):
+                rows = self._tensors[self._stored(piece.tensor.format(*index))].rows(start, stop)
+                out[place + inside] = to_leaf(piece, rows, ranges, self._sizes)
+        return out
 
 
 def _renamed(name: str, endings: Mapping[str, str]) -> str:
@@ -146,30 +154,32 @@ def pieces_of(family: str, name: str) -> tuple[Piece, ...]:
     return pieces
 
 
-def regions(
-    name: str, shape: tuple[int, ...], pieces: Sequence[Piece]
-) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
-    """Cuts a leaf in canonical layout into regions of one layer and at most PART_BYTES, along the tensors' rows.
+def stacked_indices(region: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each layer, or layer and expert, of a region: its place inside the region, and its index in the leaf."""
+    for place in itertools.product(*(range(one.stop - one.start) for one in region)):
+        yield place, tuple(one.start + at for one, at in zip(region, place, strict=True))
+
+
+def regions(shape: tuple[int, ...], pieces: Sequence[Piece]) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
+    """Cuts a leaf in canonical layout into regions of one layer, or expert, and at most PART_BYTES, along the tensors' rows.
 
     Returns:
       The shape of a region, and all regions; those at the end may be smaller.
     """
-    chunk = list(shape)
-    first = int(layout.is_block(name))
+    if not pieces:
+        return shape, list(grid(shape, shape))
+    chunk, first = list(shape), stacked_axes(pieces[0])
     chunk[:first] = [1] * first
     axis = first + lead_axis(pieces[0])
     row = 4 * math.prod(chunk) // max(1, chunk[axis])
     chunk[axis] = min(shape[axis], max(1, PART_BYTES // row))
-    return tuple(chunk), list(_grid(shape, chunk))
+    return tuple(chunk), list(grid(shape, chunk))
 
 
-def _grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    if not shape:
-        yield ()
-        return
-    for start in range(0, shape[0], chunk[0]):
-        for rest in _grid(shape[1:], chunk[1:]):
-            yield (slice(start, min(start + chunk[0], shape[0])), *rest)
+def grid(shape: Sequence[int], step: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Cuts an array into regions of a shape; those at the end may be smaller."""
+    for starts in itertools.product(*map(range, [0] * len(shape), shape, step)):
+        yield tuple(slice(start, min(start + by, end)) for start, by, end in zip(starts, step, shape, strict=True))
 
 
 def missing_heads(directory: pathlib.Path, family: str, leaves: Sequence[str]) -> list[str]:
@@ -225,7 +235,7 @@ def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: Na
         box = [slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)]
         sizes = tuple(one.stop - one.start for one in box)
         buffer = jnp.zeros(sizes, jnp.float32, device=device)
-        for region in regions(name, sizes, pieces)[1]:
+        for region in regions(sizes, pieces)[1]:
             moved = tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(region, box, strict=True))
             part = jax.device_put(weights.region(name, moved, shape), device)
             buffer = _put(buffer, part, tuple(one.start for one in region))

@@ -19,7 +19,7 @@ from megajax.config.options import Parser
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.hugging_face import add_import_options, imported, run_command
 from megajax.interop.hugging_face_config import tokenizer_options
-from megajax.interop.hugging_face_families import Keys
+from megajax.interop.hugging_face_keys import Keys
 from megajax.interop.megatron_config import added_biases, is_zero_centred, model_of, padded_rows
 from megajax.schedules.arguments import plain_text, whole
 

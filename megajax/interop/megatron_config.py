@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.interop.hugging_face_families import Keys
+from megajax.interop.hugging_face_keys import Keys
 
 __all__ = ["added_biases", "is_zero_centred", "model_of", "padded_rows", "ranks"]
 

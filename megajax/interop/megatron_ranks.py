@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face_families import Keys
+from megajax.interop.hugging_face_keys import Keys
 from megajax.interop.hugging_face_weights import Tensor
 from megajax.interop.megatron_config import ranks
 from megajax.interop.megatron_pickle import load

@@ -224,6 +224,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
     query_key_value = heads + 2 * groups
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
     mlp = _mlp_costs(config)
+    over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
     return ModelCosts(
         layers=config.layers,
         hidden=hidden,
@@ -243,8 +244,11 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             causal=config.causal,
         ),
         block=Parameters(
-            split=(hidden + qkv_bias) * query_key_value + hidden * heads + mlp.parameters.split,
-            whole=hidden * bias + 2 * norm + 2 * size * int(config.query_key_norm) + mlp.parameters.whole,
+            split=(hidden + qkv_bias) * query_key_value
+            + hidden * heads
+            + mlp.parameters.split
+            + over_heads * config.query_key_norm_parameters,
+            whole=hidden * bias + 2 * norm + mlp.parameters.whole + (not over_heads) * config.query_key_norm_parameters,
         ),
         shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),

@@ -129,8 +129,9 @@ class GPT(NNXModel):
     scaled_arrays = moe.SCALED
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
-        """With experts, also the samples' shares in the balance losses."""
-        return {**batch, **moe.balance_arrays(batch)} if self.config.experts else batch
+        """With experts, also the samples' shares in the balance losses; a batch without "weights" has no losses."""
+        has_losses = self.config.experts and "weights" in batch
+        return {**batch, **moe.balance_arrays(batch)} if has_losses else batch
 
     def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """With experts, "expert_load" and "router_losses" of each layer (`moe.take_measurements`)."""

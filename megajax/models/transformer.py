@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
@@ -91,6 +92,24 @@ class HeadNorm(nnx.Module):
         return norm(x, self.scale[...], None, False, self.epsilon)
 
 
+class ProjectionNorm(nnx.Module):
+    """RMS norm over the elements of all heads of a token, in fp32; a scale for each of them (OLMoE).
+
+    The groups of heads are split over tensor: the mean of the squares is an all-reduce of one number for each token.
+    """
+
+    def __init__(self, config: ModelConfig, *heads: int):
+        """`heads`: the axes of a token's heads, groups first."""
+        self.epsilon, self.axes = config.norm_epsilon, len(heads) + 1
+        self.scale = parameter(jnp.ones((*heads, config.head_dimension)), "groups", *[None] * len(heads), decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norms x [..., *heads, d]; the result has x's type."""
+        wide = x.astype(jnp.float32)
+        mean = jnp.square(wide).mean(range(-self.axes, 0), keepdims=True)
+        return (wide * lax.rsqrt(mean + self.epsilon) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class Attention(nnx.Module):
     """Self-attention, causal or not (`config.causal`); queries, keys, values from one matmul, groups split over tensor."""
 
@@ -103,7 +122,11 @@ class Attention(nnx.Module):
         joined = {"heads": config.heads, "_head_size": size}
         self.output = Linear(named_key(key, "output"), joined, hidden, small, config.biases)
         if config.query_key_norm:
-            self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
+            if config.query_key_norm_over == "head":
+                self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
+            else:
+                self.query_norm = ProjectionNorm(config, groups, config.heads // groups)
+                self.key_norm = ProjectionNorm(config, groups)
 
     def project(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated."""

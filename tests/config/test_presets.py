@@ -74,6 +74,30 @@ def test_parameters_of_released_models(name, count):
 
 
 @pytest.mark.parametrize(
+    ("name", "count", "total", "active"),
+    [
+        # count: as transformers counts them, likewise; total and active in billions: as the model cards print them
+        ("mixtral-8x7b", 46_702_792_704, "46.7", "12.9"),
+        ("mixtral-8x22b", 140_620_634_112, "141", "39"),
+        ("qwen3-30b-a3b", 30_532_122_624, "30.5", "3.3"),
+        ("qwen3-235b-a22b", 235_093_634_560, "235", "22"),
+        ("olmoe-1b-7b", 6_919_161_856, "6.9", "1.3"),
+    ],
+)
+def test_parameters_of_sparse_models(name, count, total, active):
+    model = preset(name)
+    assert model.parameters == count
+    for parameters, shown in ((model.parameters, total), (model.active_parameters, active)):
+        last_digit = 10.0 ** -len(shown.partition(".")[2])
+        assert abs(parameters / 1e9 - float(shown)) < last_digit  # Qwen's 3.35 billion are printed as 3.3
+
+
+def test_the_other_released_models_are_dense():
+    sparse = {name for name in RELEASED if preset(name).experts}
+    assert sparse == {"mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"}
+
+
+@pytest.mark.parametrize(
     "name", [name for name in PRESETS if name not in RELEASED and re.search(r"-[\d.]+[mb](-2019)?$", name)]
 )
 def test_published_names_tell_the_size(name):

@@ -20,7 +20,8 @@ from megajax.runtime.mesh import make_mesh
 from megajax.train.step import Training, make_training
 from tests.interop.make_golden import GOLDEN, LENGTH, tokens
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+SPARSE = ("mixtral", "qwen3_moe", "olmoe")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *SPARSE)
 
 
 def convert(*words: str | pathlib.Path) -> int:

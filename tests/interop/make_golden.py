@@ -25,6 +25,7 @@ COMMON = dict(
     bos_token_id=0,
     eos_token_id=0,
 )
+SPARSE = COMMON | dict(intermediate_size=12, max_position_embeddings=128)
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=100.0,
@@ -42,7 +43,16 @@ def tokens() -> np.ndarray:
 
 def configs() -> dict:
     """A configuration of each family."""
-    from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        GPT2Config,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        OlmoeConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = dict(n_embd=16, n_layer=4, n_head=4, n_inner=48, n_positions=80, vocab_size=VOCABULARY)
     return {
@@ -53,6 +63,17 @@ def configs() -> dict:
         "mistral": MistralConfig(**COMMON, max_position_embeddings=128, sliding_window=5),
         "qwen2": Qwen2Config(**COMMON, max_position_embeddings=128, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**COMMON | dict(num_attention_heads=2), head_dim=12, max_position_embeddings=128),
+        "mixtral": MixtralConfig(**SPARSE, num_local_experts=4, num_experts_per_tok=2),
+        "qwen3_moe": Qwen3MoeConfig(
+            **SPARSE | dict(num_attention_heads=2),
+            head_dim=12,
+            moe_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+        ),
+        # transformers gives the embedding of a padding token, by default 1, no gradient
+        "olmoe": OlmoeConfig(**SPARSE, num_experts=5, num_experts_per_tok=3, pad_token_id=None),
     }
 
 

@@ -45,6 +45,7 @@ def header(directory, text: bytes):
 
 
 NORM = "model.norm.weight"
+W2, UP = "model.layers.2.block_sparse_moe.experts.3.w2.weight", "model.layers.1.mlp.experts.4.up_proj.weight"
 F64 = b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}'
 IMPORTS = {  # (family, what is wrong, words of the message)
     "no config": ("llama", lambda d: (d / "config.json").unlink(), "cannot read .*config.json: No such file"),
@@ -134,6 +135,58 @@ IMPORTS = {  # (family, what is wrong, words of the message)
         "llama",
         lambda d: (change_config(d, vocab_size=60), rewrite(d, lambda a: cut_vocabulary(a, 60))),
         "has 64 tokens, but model llama knows 60",
+    ),
+    "no number of experts": (
+        "mixtral",
+        lambda d: change_config(d, num_local_experts=None),
+        "config.json has no num_local_experts",
+    ),
+    "no experts": (
+        "qwen3_moe",
+        lambda d: change_config(d, num_local_experts=0),
+        "num_local_experts = 0 is not supported",
+    ),
+    "more experts for a token than there are": (
+        "olmoe",
+        lambda d: change_config(d, num_experts_per_tok=6),
+        "not a legal model: experts_per_token = 6 is above experts = 5",
+    ),
+    "noise of the router": (
+        "mixtral",
+        lambda d: change_config(d, router_jitter_noise=0.1),
+        "router_jitter_noise = 0.1 is not supported",
+    ),
+    "dense layers": (
+        "qwen3_moe",
+        lambda d: change_config(d, mlp_only_layers=[0]),
+        r"mlp_only_layers = \[0\] is not supported",
+    ),
+    "every other layer dense": (
+        "qwen3_moe",
+        lambda d: change_config(d, decoder_sparse_step=2),
+        "decoder_sparse_step = 2 is not supported",
+    ),
+    "windows in some layers of experts": (
+        "qwen3_moe",
+        lambda d: change_config(d, use_sliding_window=True, sliding_window=4, max_window_layers=2),
+        "max_window_layers = 2 is not supported",
+    ),
+    "clipped queries": ("olmoe", lambda d: change_config(d, clip_qkv=8.0), "clip_qkv = 8.0 is not supported"),
+    "a norm of another size": ("olmoe", lambda d: change_config(d, head_dim=8), "head_dim = 8 is not supported"),
+    "one expert's tensor missing": (
+        "mixtral",
+        lambda d: rewrite(d, lambda a: a.pop(W2)),
+        f"has no tensor {W2}: did you mean",
+    ),
+    "one expert's tensor of another shape": (
+        "qwen3_moe",
+        lambda d: rewrite(d, lambda a: a.update({UP: np.zeros((8, 15), np.float32)})),
+        rf"{UP} has shape \(8, 15\), and this model's is \(8, 16\)",
+    ),
+    "one expert too many": (
+        "mixtral",
+        lambda d: change_config(d, num_local_experts=3),
+        r"gate.weight has shape \(4, 16\), and this model's is \(3, 16\)|has a tensor .*experts.3.* mixtral",
     ),
     "no tokenizer": ("llama", lambda d: (d / "tokenizer.json").unlink(), "neither tokenizer.json nor tokenizer.model"),
     "damaged tokenizer": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer .*tokenizer.json"),

@@ -111,6 +111,82 @@ RELEASED = {
         "tie_word_embeddings": False,
         "vocab_size": 32000,
     },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": QWEN
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "olmoe-1b-7b": {
+        "architectures": ["OlmoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False,
+        "vocab_size": 50304,
+    },
     "gpt2": {
         "activation_function": "gelu_new",
         "architectures": ["GPT2LMHeadModel"],
@@ -139,6 +215,7 @@ def test_a_released_config_is_the_preset(name, tmp_path):
     if preset.head_size is None and same.head_size == preset.head_dimension:
         same = dataclasses.replace(same, head_size=None)
     kept = {field: getattr(preset, field) for field in ("kv_heads", "feedforward")}  # None or the value it stands for
+    kept["balance_loss"] = preset.balance_loss  # not in the file
     assert (same.key_value_heads, same.feedforward_size) == (preset.key_value_heads, preset.feedforward_size)
     assert dataclasses.replace(same, **kept) == preset
     again, keys = family_of_model(model)
@@ -154,12 +231,53 @@ def test_a_released_config_is_the_preset(name, tmp_path):
         ({"rotary_fraction": 0.5}, "rotary_fraction = 0.5"),
         ({"activation": "gelu"}, "activation = gelu"),
         ({"query_key_norm": True, "qkv_biases": True}, "query_key_norm = True"),
+        ({"query_key_norm": True, "query_key_norm_over": "projection"}, "query_key_norm_over = projection"),
     ],
 )
 def test_a_model_of_no_family_names_the_field(fields, words):
     model = dataclasses.replace(PRESETS["llama3-8b"], **fields)
     with pytest.raises(ConfigError, match=f"{words} has no place in a config.json"):
         family_of_model(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("mixtral-8x7b", {"shared_feedforward": 1024}, "shared_feedforward = 1024"),
+        ("mixtral-8x7b", {"router_softmax": "before", "router_normalize": False}, "router_normalize = False"),
+        ("qwen3-30b-a3b", {"balance_bias_rate": 0.001}, "balance_bias_rate = 0.001"),
+        ("qwen3-30b-a3b", {"query_key_norm": False, "router_normalize": False}, "router_normalize = False"),
+        ("olmoe-1b-7b", {"head_size": 64}, "query_key_norm_over = projection"),  # the nearest is Qwen3's
+        ("olmoe-1b-7b", {"norm": "layernorm"}, "norm = layernorm"),
+    ],
+)
+def test_a_sparse_model_of_no_family_names_the_field(name, fields, words):
+    with pytest.raises(ConfigError, match=f"{words} has no place in a config.json"):
+        family_of_model(dataclasses.replace(PRESETS[name], **fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "family"),
+    [
+        ("mixtral-8x7b", {"router_softmax": "before"}, "mixtral"),  # normalized: the same weights
+        ("mixtral-8x7b", {"query_key_norm": True}, "qwen3_moe"),
+        ("mixtral-8x7b", {"balance_loss": 0.3, "router_z_loss": 0.1, "sliding_window": 4096}, "mixtral"),
+        ("qwen3-30b-a3b", {"router_softmax": "after", "router_normalize": False}, "qwen3_moe"),
+        ("qwen3-30b-a3b", {"sliding_window": 4096}, "qwen3_moe"),
+        ("olmoe-1b-7b", {"router_normalize": True, "kv_heads": 4}, "olmoe"),
+        ("llama3-8b", {"experts_per_token": 4, "router_softmax": "after"}, "llama"),  # without experts they do nothing
+    ],
+)
+def test_models_that_a_family_computes_too(name, fields, family):
+    assert family_of_model(dataclasses.replace(PRESETS[name], **fields))[0].name == family
+
+
+def test_the_name_of_the_number_of_experts_is_that_of_the_file():
+    """Released files of Qwen3 have num_experts; transformers 5 writes num_local_experts."""
+    keys = family_of_model(PRESETS["qwen3-30b-a3b"])[1]
+    assert keys["num_experts"] == 128 and "num_local_experts" not in keys
+    merged = merge_config({"model_type": "qwen3_moe", "num_local_experts": 128}, keys, "bfloat16")
+    assert merged["num_local_experts"] == 128 and "num_experts" not in merged
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if "gpt2" in name or name in RELEASED])

@@ -14,6 +14,7 @@ from megajax.interop.hugging_face_config import family_of_model, read_config
 from megajax.interop.safetensors import INDEX, open_tensors
 from tests.interop.hugging_face import (
     FAMILIES,
+    SPARSE,
     convert,
     golden,
     initial,
@@ -29,7 +30,13 @@ from tests.interop.make_golden import LENGTH
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@families
+def quick_sparse(*quick):
+    """Marks the sparse families but these as slow."""
+    mark = lambda family: pytest.mark.slow if family in SPARSE and family not in quick else ()  # noqa: E731
+    return pytest.mark.parametrize("family", [pytest.param(family, marks=mark(family)) for family in FAMILIES])
+
+
+@quick_sparse("mixtral")
 def test_logits_of_an_import_are_those_of_transformers(family, tmp_path):
     """Through the checkpoint of step 0, with a fresh optimizer state."""
     run_dir = tmp_path / "run"
@@ -52,7 +59,7 @@ LAYOUTS = {
     "ZeRO-3": dict(data=2, pipe=2, zero=3),
     "uneven": dict(pipe=3, tensor=2, zero=1),  # 1, 2 and 1 of 4 layers
 }
-QUICK = (("qwen3", "tensor 2 x pipe 2"), ("llama", "uneven"))
+QUICK = (("qwen3", "tensor 2 x pipe 2"), ("llama", "uneven"), ("olmoe", "tensor 2 x pipe 2"))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_logits_on_layouts_are_those_of_transformers(family, layout):
     np.testing.assert_allclose(logits_of(training, params), wanted_logits(family), rtol=0, atol=1e-5)
 
 
-@families
+@quick_sparse("mixtral", "qwen3_moe")
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_an_export_of_an_import_is_equal_bit_for_bit(family, size, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
@@ -101,7 +108,7 @@ def test_an_export_of_a_run_with_uneven_stages_is_equal_bit_for_bit(tmp_path):
         assert tensor.rows(0, tensor.shape[0]).tobytes() == found[name].rows(0, tensor.shape[0]).tobytes(), name
 
 
-@families
+@quick_sparse()
 def test_bf16_is_rounded_once_and_comes_back(family, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     assert convert("import", golden(family), "--run-dir", run_dir) == 0

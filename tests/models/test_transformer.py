@@ -49,7 +49,18 @@ def numpy_block(config: ModelConfig, w, x):
         kernel = w["attention"]["qkv"]["kernel"][:, head // share]  # [h, heads of the group + 2, d]
         added = w["attention"]["qkv"].get("bias", np.zeros((config.key_value_heads, share + 2, config.head_dimension)))
         query, key, value = (y @ kernel[:, i] + added[head // share, i] for i in (head % share, share, share + 1))
-        if config.query_key_norm:
+        if config.query_key_norm and config.query_key_norm_over == "projection":
+            of_queries, of_keys = (
+                w["attention"]["qkv"]["kernel"][..., :-2, :],
+                w["attention"]["qkv"]["kernel"][..., -2, :],
+            )
+            every = (np.tensordot(y, of_queries, 1), np.tensordot(y, of_keys, 1))  # of all heads
+            root = [
+                np.sqrt((each**2).reshape(len(x), -1).mean(-1, keepdims=True) + config.norm_epsilon) for each in every
+            ]
+            query = query / root[0] * w["attention"]["query_norm"]["scale"][head // share, head % share]
+            key = key / root[1] * w["attention"]["key_norm"]["scale"][head // share]
+        elif config.query_key_norm:
             query, key = (
                 numpy_norm(x, w["attention"][name], config.norm_epsilon, "rmsnorm")
                 for x, name in ((query, "query_norm"), (key, "key_norm"))
@@ -104,6 +115,7 @@ def test_forward_equals_a_numpy_reference(config):
             positions="rotary", rotary_scaling="yarn", rotary_factor=4.0, rotary_original_length=8, rotary_beta_fast=2.0
         ),
         dict(positions="rotary", rotary_scaling="linear", rotary_factor=2.0, query_key_norm=True),
+        dict(qkv_biases=False, kv_heads=2, query_key_norm=True, query_key_norm_over="projection"),
     ],
 )
 def test_options_can_be_combined(change):

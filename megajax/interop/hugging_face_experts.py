@@ -1,0 +1,103 @@
+"""The families mixtral, qwen3_moe and olmoe of transformers: keys of config.json to fields of `ModelConfig`, and back.
+
+The coefficient of transformers' auxiliary loss, router_aux_loss_coef, is neither read nor changed, because the loss is
+another one (docs/models.md): it is of the tokens of all layers and of the whole batch together.
+"""
+
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.interop.hugging_face_keys import Family, Keys
+from megajax.interop.hugging_face_llama import read_llama, write_llama, write_window
+
+__all__ = ["NAMES_OF_EXPERTS", "SPARSE_FAMILIES"]
+
+# The number of experts as released files have it, and as transformers 5 writes it for Qwen3.
+NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
+
+
+def _read_experts(keys: Keys, *names: str) -> dict[str, Any]:
+    """The numbers of experts; `names`: keys of their total."""
+    name = next((name for name in names if keys.values.get(name) is not None), names[0])
+    experts = keys.get(name, int)
+    if experts == 0:
+        keys.refuse(name)  # transformers has a dense MLP then
+    return {"experts": experts, "experts_per_token": keys.get("num_experts_per_tok", int)}
+
+
+def _normalizes(model: ModelConfig) -> bool:
+    """Whether the weights of a token's experts add up to 1: a softmax after the choice is one before it, normalized."""
+    return model.router_normalize or model.router_softmax == "after"
+
+
+def _read_mixtral(keys: Keys) -> dict[str, Any]:
+    keys.require("router_jitter_noise", 0.0)
+    fields = read_llama(keys, norm_epsilon=1e-5, rotary_base=1e6) | _read_experts(keys, "num_local_experts")
+    return fields | {"router_softmax": "after", "sliding_window": keys.get("sliding_window", int, None)}
+
+
+def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
+    return write_llama(model) | {
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "sliding_window": model.sliding_window,
+    }
+
+
+def _read_qwen3(keys: Keys) -> dict[str, Any]:
+    keys.require("attention_bias", False)
+    keys.require("decoder_sparse_step", 1)
+    keys.require("mlp_only_layers", [])
+    window = None
+    if keys.get("use_sliding_window", bool, False):
+        keys.require("max_window_layers", 0)  # read by transformers 4 only
+        window = keys.get("sliding_window", int, None)
+    fields = read_llama(keys, inner="moe_intermediate_size") | _read_experts(keys, *NAMES_OF_EXPERTS)
+    return fields | {
+        "query_key_norm": True,
+        "router_normalize": keys.get("norm_topk_prob", bool, False),
+        "sliding_window": window,
+    }
+
+
+def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    keys = write_llama(model) | write_window(model)
+    del keys["intermediate_size"]  # of dense layers, of which there are none
+    return keys | {
+        "head_dim": model.head_dimension,
+        "moe_intermediate_size": model.feedforward_size,
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "norm_topk_prob": _normalizes(model),
+    }
+
+
+def _read_olmoe(keys: Keys) -> dict[str, Any]:
+    keys.require("attention_bias", False)
+    keys.require("clip_qkv")
+    keys.require("sliding_window")
+    fields = read_llama(keys, kv_heads=None, norm_epsilon=1e-5) | _read_experts(keys, *NAMES_OF_EXPERTS)
+    if fields["head_size"] is not None and fields["head_size"] * fields["heads"] != fields["hidden"]:
+        keys.refuse("head_dim")  # in transformers the norm of queries has the hidden size
+    return fields | {
+        "query_key_norm": True,
+        "query_key_norm_over": "projection",
+        "router_normalize": keys.get("norm_topk_prob", bool, False),
+    }
+
+
+def _write_olmoe(model: ModelConfig) -> dict[str, Any]:
+    keys = write_llama(model)
+    keys.pop("head_dim", None)
+    return keys | {
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "norm_topk_prob": _normalizes(model),
+    }
+
+
+SPARSE_FAMILIES = (
+    Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, has_experts=True),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3, _write_qwen3, has_experts=True),
+    Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _write_olmoe, has_experts=True),
+)
