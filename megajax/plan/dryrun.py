@@ -39,7 +39,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_of, account_table, to_json
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
-from megajax.plan.report import LEGEND, memory_bar
+from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.schedules.arguments import number, plain_text
@@ -190,9 +190,8 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _title(run: RunConfig, gpu: Gpu) -> str:
     parallel = run.parallel
     context = f"context {parallel.context} x " if parallel.context > 1 else ""
-    parameters = model_costs(run.model).parameters
     return (
-        f"{run.model.name}: {parameters / 1e9:.1f}B parameters on data {parallel.data} x {context}pipe "
+        f"{run.model.name}: {shown_parameters(run.model)} on data {parallel.data} x {context}pipe "
         f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "
         f"{parallel.chunks} chunks, {run.microbatches} microbatches of {parallel.microbatch_size}, recompute "
         f"{parallel.recompute}, attention {parallel.attention}, {run.train.precision}"

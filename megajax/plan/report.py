@@ -22,6 +22,10 @@ PARTS = {
 LEGEND = (
     "memory: w weights, o optimizer, g gradients, h 16-bit weights, s stash, c copies, k kept for W, i inboxes, x work"
 )
+EXPERTS = (
+    "experts: times and FLOPs are those of the routed rows; XLA compiles this version's products to ones of every row with "
+    "all experts (docs/models.md)"
+)
 SHORT = {
     "interleaved_1f1b": "interleaved",
     "zb_1p_interleaved": "zb_1p",
@@ -59,15 +63,23 @@ def _row(number: int, one: Candidate, tokens: float) -> str:
     )
 
 
+def shown_parameters(model: Any) -> str:
+    """The number of a model's parameters, and of those that a token passes if it has experts."""
+    total = model_costs(model).parameters
+    active = getattr(model, "active_parameters", total)
+    return f"{total / 1e9:.1f}B parameters" + (f" ({active / 1e9:.1f}B for a token)" if active != total else "")
+
+
 def heading(question: Question, tokens: float, counted: int, fitting: int, seconds: float) -> str:
     """The question, and the size of the search."""
-    gpu, parameters = question.gpu, model_costs(question.model).parameters
+    gpu = question.gpu
+    experts = f"\n{EXPERTS}" if getattr(question.model, "experts", 0) else ""
     return (
-        f"{question.model.name}: {parameters / 1e9:.1f}B parameters on {question.gpus} {gpu.name} "
+        f"{question.model.name}: {shown_parameters(question.model)} on {question.gpus} {gpu.name} "
         f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable), global batch {question.global_batch}, "
         f"{question.precision}, attention {question.resolved_attention}, {tokens / 1e9:.0f}B tokens\n"
         f"{counted} legal layouts, {fitting} fit; {seconds:.1f} s. Times are of {question.software.name}'s program, "
-        f"predicted; each mesh with its fastest schedule:"
+        f"predicted; each mesh with its fastest schedule:{experts}"
     )
 
 

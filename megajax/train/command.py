@@ -145,10 +145,11 @@ def describe_shapes(run: RunConfig) -> str:
         "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
         for row in rows
     ]
+    active = f" ({run.model.active_parameters:,} for a token)" if getattr(run.model, "experts", 0) else ""
     mesh_shown = f"data {sizes[0]} x pipe {parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} devices"
     return "\n".join(
         [
-            f"{run.model.name}: {run.model.parameters:,} parameters on {mesh_shown}",
+            f"{run.model.name}: {run.model.parameters:,} parameters{active} on {mesh_shown}",
             *([where.describe()] if where.idle else []),
             *lines,
             f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "

@@ -199,3 +199,22 @@ def test_attention_counted_in_half():
     assert scores[0] == 3 * scores[2] // 4 and scores[1] == scores[3] == 2 * scores[2]
     with pytest.raises(ValueError, match="full or half"):
         forward_flops(model, "causal")
+
+
+@pytest.mark.parametrize(
+    ("name", "square_of_heads", "expert"),
+    [  # a layer's elements: queries, keys, values and output; an expert's three matrices
+        ("mixtral-8x7b", 4096 * (4096 + 2 * 1024) + 4096 * 4096, 3 * 4096 * 14336),
+        ("qwen3-30b-a3b", 2048 * (4096 + 2 * 512) + 4096 * 2048, 3 * 2048 * 768),
+        ("olmoe-1b-7b", 4 * 2048 * 2048, 3 * 2048 * 1024),
+    ],
+)
+def test_sparse_models_count_the_experts_of_a_token(name, square_of_heads, expert):
+    """Six operations for each weight of a matmul that a token passes, and those of attention's scores and values."""
+    model = preset(name)
+    layer = square_of_heads + model.hidden * model.experts + model.experts_per_token * expert
+    weights = model.layers * layer + model.hidden * model.vocabulary
+    scores = 2 * model.layers * model.sequence_length * model.heads * model.head_dimension
+    assert flops_per_token(transformer_costs(model)) == 6 * (weights + scores)
+    norms_and_input = model.active_parameters - weights
+    assert 0 < norms_and_input - model.hidden * model.vocabulary < model.layers * 20_000

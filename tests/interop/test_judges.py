@@ -11,7 +11,7 @@ from megajax.interop.hugging_face_import import initial_params
 from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
-from tests.interop.hugging_face import FAMILIES, convert, golden, model_of, training_of, wanted_logits
+from tests.interop.hugging_face import FAMILIES, SPARSE, convert, golden, initial, model_of, training_of, wanted_logits
 from tests.interop.hugging_face import logits_of as pipeline_logits
 from tests.interop.make_golden import COMMON, LENGTH, VOCABULARY, random_model, tokens, write_tokenizer
 
@@ -115,8 +115,28 @@ def test_training_from_imported_weights_is_torchs(family):
     np.testing.assert_allclose(losses, losses_of_torch(family, rates, run.train), rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", SPARSE)
+def test_the_balance_loss_is_transformers_of_one_layer_and_sample(family):
+    """Divided by k; transformers itself takes the tokens of all layers and samples together."""
+    training, params = initial(family, pipe=2)
+    drawn = batches()[0][: training.run.microbatches]
+    batch = {"tokens": drawn[:, None, :-1], "labels": drawn[:, None, 1:], "weights": np.ones((len(drawn), 1, LENGTH))}
+    batch |= {"weights": np.float32(batch["weights"]), "sample": np.arange(len(drawn), dtype=np.uint32)[:, None]}
+    state = dataclasses.replace(training.init_state(), params=params)
+    got = np.asarray(training.train_step(state, batch)[1]["router_losses"])[:, 0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(golden(family), attn_implementation="eager").eval()
+    with torch.no_grad():
+        layers = model(torch.from_numpy(drawn[:, :-1]).long(), output_router_logits=True).router_logits
+    experts, chosen = training.run.model.experts, training.run.model.experts_per_token
+    loss = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
+    samples = [layer.reshape(len(drawn), LENGTH, experts) for layer in layers]
+    wanted = [[loss((sample,), experts, chosen).item() / chosen for sample in layer] for layer in samples]
+    np.testing.assert_allclose(got, np.mean(wanted, axis=1), rtol=1e-5)
+
+
 SMALL = {"max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = SMALL | {"intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 3}
 VARIANTS = {
     "llama with biases": (
         "LlamaConfig",
@@ -137,6 +157,16 @@ VARIANTS = {
         "Qwen2Config",
         SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
     ),
+    "mixtral with a window and large heads": ("MixtralConfig", EXPERTS | {"head_dim": 12, "sliding_window": 5}),
+    "mixtral with one expert for a token": ("MixtralConfig", EXPERTS | {"num_experts_per_tok": 1}),
+    "mixtral tied": ("MixtralConfig", EXPERTS | {"tie_word_embeddings": True}),
+    "qwen3_moe as by default": ("Qwen3MoeConfig", EXPERTS | {"moe_intermediate_size": 12}),
+    "qwen3_moe with windows": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"moe_intermediate_size": 12, "use_sliding_window": True, "sliding_window": 4, "head_dim": 8},
+    ),
+    "olmoe normalized and tied": ("OlmoeConfig", EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True}),
+    "olmoe without grouped heads": ("OlmoeConfig", EXPERTS | {"num_key_value_heads": None}),
     "qwen3 tied": ("Qwen3Config", SMALL | {"head_dim": 8, "tie_word_embeddings": True}),
 }
 

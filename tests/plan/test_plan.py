@@ -49,6 +49,15 @@ def test_prints_the_best_layouts_and_writes_the_fastest(tmp_path, capsys):
     assert run.train.global_batch_size == 64 and f"--config {out}" in text
 
 
+def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
+    words = "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch 64 --schedules 1f1b --recompute full --top 1"
+    assert main([*words.split(), "--out", str(tmp_path / "plan.toml")]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("mixtral-8x7b: 46.7B parameters (12.9B for a token) on 64 h100-80gb")
+    assert rest[1].startswith("experts: times and FLOPs are those of the routed rows")
+    assert read(tmp_path / "plan.toml").model == preset("mixtral-8x7b")
+
+
 def test_a_changed_model_is_written_as_what_differs_from_its_preset(tmp_path):
     out = tmp_path / "plan.toml"
     words = "--model gpt3-175b --layers 32 --hidden 20480 --heads 128 --gpus 64 --gpu a100-80gb --global-batch 128"
