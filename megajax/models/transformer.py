@@ -106,7 +106,7 @@ class ProjectionNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., *heads, d]; the result has x's type."""
         wide = x.astype(jnp.float32)
-        mean = jnp.square(wide).mean(range(-self.axes, 0), keepdims=True)
+        mean = jnp.square(wide).mean(tuple(range(-self.axes, 0)), keepdims=True)
         return (wide * lax.rsqrt(mean + self.epsilon) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 

@@ -35,6 +35,7 @@ LLAMA = ModelConfig(
 QWEN = dataclasses.replace(
     LLAMA, head_size=6, query_key_norm=True, qkv_biases=True, activation="geglu", rotary_fraction=0.67, sliding_window=5
 )
+OVER_HEADS = dataclasses.replace(QWEN, qkv_biases=False, query_key_norm_over="projection")
 MANUAL = ("data", "pipe")
 SAMPLES = 4
 
@@ -108,8 +109,8 @@ def in_one_rank(model, *arguments):
 )
 @pytest.mark.parametrize(
     "config",
-    [GPT, *(pytest.param(config, marks=pytest.mark.slow) for config in (LLAMA, QWEN))],
-    ids=["gpt", "llama", "qwen"],
+    [GPT, *(pytest.param(config, marks=pytest.mark.slow) for config in (LLAMA, QWEN, OVER_HEADS))],
+    ids=["gpt", "llama", "qwen", "over heads"],
 )
 def test_values_and_gradients_inside_the_executors_shard_map(config, shape, sequence_parallel):
     """fp32, with dropout in the GPT: its masks must be the unsharded ones."""

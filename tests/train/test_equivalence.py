@@ -3,6 +3,7 @@
 The reference is the unpipelined model on one device in fp32, `mean_loss` through `jax.grad`.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -167,6 +168,23 @@ def test_llama_options_equal_the_unpipelined_model(model):
 )
 def test_the_options_of_later_families_equal_the_unpipelined_model(case, zero):
     check(*case, model=small.QWEN, zero=zero)
+
+
+OVER_HEADS = dataclasses.replace(small.LLAMA, query_key_norm=True, query_key_norm_over="projection")
+NORMS = [
+    ((2, 2, 2), "zb_v", 2, 4, {"zero": 1}),
+    ((1, 4, 2), "zb_h1", 1, 4, {"recompute": "full"}),
+    ((1, 2, 2), "interleaved_1f1b", 2, 4, {"context": 2, "recompute": "none"}),
+    ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "recompute": "none"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NORMS, ids=str)
+def test_a_norm_over_all_heads_equals_the_unpipelined_model(case):
+    """Its mean is a sum over the tensor ranks, inside the branches of mixed ticks too."""
+    *sizes, options = case
+    check(*sizes, True, model=OVER_HEADS, **{"recompute": "selective"} | options)
 
 
 @pytest.mark.slow
