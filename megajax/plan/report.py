@@ -23,8 +23,8 @@ LEGEND = (
     "memory: w weights, o optimizer, g gradients, h 16-bit weights, s stash, c copies, k kept for W, i inboxes, x work"
 )
 EXPERTS = (
-    "experts: times and FLOPs are those of the routed rows; XLA compiles this version's products to ones of every row with "
-    "all experts (docs/models.md)"
+    "experts: times, FLOPs and memory are those of the routed rows; XLA compiles this version's products to ones of every "
+    "row with all experts, which take more of each: compile the layout with megajax.plan.dryrun (docs/models.md)"
 )
 SHORT = {
     "interleaved_1f1b": "interleaved",

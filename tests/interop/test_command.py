@@ -98,7 +98,8 @@ def test_the_same_losses_from_init_from_on_any_mesh_and_from_an_import(tmp_path)
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(tmp_path):
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
+def test_two_processes_write_what_one_writes(family, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -109,9 +110,9 @@ def test_two_processes_write_what_one_writes(tmp_path):
         started = [subprocess.Popen([*command, str(number)], cwd=ROOT) for number in range(2)]
         assert [process.wait(120) for process in started] == [0, 0]
 
-    both("import", golden("gpt2"), "--run-dir", tmp_path / "run")
+    both("import", golden(family), "--run-dir", tmp_path / "run")
     both("export", tmp_path / "run", "--out", tmp_path / "out", "--max-shard-size", "20KB")
-    was, found = open_tensors(golden("gpt2")), open_tensors(tmp_path / "out")
+    was, found = open_tensors(golden(family)), open_tensors(tmp_path / "out")
     for name, tensor in was.items():
         assert tensor.rows(0, tensor.shape[0]).tobytes() == found[name].rows(0, tensor.shape[0]).tobytes()
 
