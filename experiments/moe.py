@@ -4,6 +4,7 @@ python -m experiments.moe                                              8 CPU dev
 python -m experiments.moe --balance-loss 0                             the log shows that the experts are used less evenly
 python -m experiments.moe --balance-loss 0 --balance-bias-rate 0.003   balanced without a loss (2408.15664)
 python -m experiments.moe --data 1 --pipe 4 --tensor 2 --schedule zb_v
+python -m experiments.moe --expert 4                                   groups of 4 replicas split the experts
 
 The log has the balance loss (1: the experts of each layer are used equally), the entropy of the experts' load as a fraction
 of its largest value, and the largest share that one expert has of its layer's choices (12.5% if even); --log-jsonl and

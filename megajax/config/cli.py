@@ -5,6 +5,7 @@ A mistake is a ConfigError of one line. Nothing here imports jax: the device cou
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,8 +117,9 @@ class Request:
 
     def mesh(self, device_count: int) -> dict[str, int]:
         """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
-        context = max(1, self.given.get("context", 1))
-        return mesh_for(device_count // context, {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given})
+        context, expert = (max(1, self.given.get(name, 1)) for name in ("context", "expert"))
+        given = {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given}
+        return mesh_for(device_count // context, given, expert // math.gcd(expert, context))
 
     @property
     def devices_needed(self) -> int | None:
@@ -187,17 +189,18 @@ class Request:
         return {name: getattr(self, name) for name in names}
 
 
-def mesh_for(device_count: int, given: Mapping[str, int]) -> dict[str, int]:
+def mesh_for(device_count: int, given: Mapping[str, int], replicas: int = 1) -> dict[str, int]:
     """Degrees of parallelism for a number of devices: those given, and defaults for the others.
 
-    If none is given, tensor and pipe are 2 where the count allows it. If one is given, the others are 1. `data`, if it
-    is not given, is the number of devices divided by the other degrees, as in Megatron-LM.
+    If none is given, tensor and pipe are 2 where the count allows it and leaves data a multiple of `replicas`. If one is
+    given, the others are 1. `data`, if it is not given, is the number of devices divided by the other degrees, as in
+    Megatron-LM.
     """
     if given:
         mesh = {"data": 1, "pipe": 1, "tensor": 1} | dict(given)
     else:
-        tensor = 2 if device_count % 2 == 0 else 1
-        mesh = {"data": 1, "pipe": 2 if device_count // tensor % 2 == 0 else 1, "tensor": tensor}
+        tensor = 2 if device_count % (2 * replicas) == 0 else 1
+        mesh = {"data": 1, "pipe": 2 if device_count // tensor % (2 * replicas) == 0 else 1, "tensor": tensor}
     rest = mesh["pipe"] * mesh["tensor"]
     if "data" not in given and 0 < rest <= device_count and device_count % rest == 0:
         mesh["data"] = device_count // rest

@@ -1,8 +1,8 @@
 """The rules between a model's fields of experts, and their numbers of parameters; `megajax/models/moe.py` computes them."""
 
-from megajax.config.errors import ConfigError, option
+from megajax.config.errors import ConfigError, divisors, either, multiples, one_of, option
 
-__all__ = ["check_experts", "expert_parameters"]
+__all__ = ["check_expert_parallel", "check_experts", "expert_parameters"]
 
 ONLY_WITH_EXPERTS = ("shared_feedforward", "balance_loss", "router_z_loss", "balance_bias_rate")
 
@@ -31,6 +31,22 @@ def check_experts(model) -> None:
         raise ConfigError(
             f"experts_per_token = {model.experts_per_token} is above experts = {model.experts}: pass "
             f"--experts-per-token {model.experts} or fewer."
+        )
+
+
+def check_expert_parallel(model, degree: int) -> None:
+    """Checks that the replicas of a group of `degree` (`--expert`) can have equal numbers of the model's experts.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if degree > 1 and not model.experts:
+        raise ConfigError(f"expert = {degree} splits experts, but {model.name} has none: pass --expert 1.")
+    if degree > 1 and model.experts % degree:
+        legal = one_of("expert", divisors(model.experts), degree)
+        raise ConfigError(
+            f"experts = {model.experts} cannot be split over expert = {degree} replicas: pass "
+            f"{either(legal, one_of('experts', multiples(degree, model.experts), model.experts))}."
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
-from megajax.config.experts import check_experts, expert_parameters
+from megajax.config.experts import check_expert_parallel, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
@@ -193,6 +193,7 @@ class ModelConfig:
         Raises:
             ConfigError: for the first size that cannot be split.
         """
+        check_expert_parallel(self, parallel.expert)
         if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
             legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
             raise ConfigError(

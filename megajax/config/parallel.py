@@ -1,8 +1,9 @@
 """The layout: how the model and its batch are split over devices, and which schedule runs the pipeline."""
 
+import math
 from dataclasses import dataclass
 
-from megajax.config.errors import ConfigError
+from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import check_fields, setting
 from megajax.config.schedule_rules import check_schedule
 from megajax.schedules.registry import names
@@ -23,6 +24,11 @@ class ParallelConfig:
     tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
     context: int = setting(
         1, "devices that share a sample's sequence (ring attention); neighbours on the mesh's data axis"
+    )
+    expert: int = setting(
+        1,
+        "replicas that split a layer's experts among them: a group of neighbours on the mesh's data axis; divides data * "
+        "context",
     )
     chunks: int = setting(
         1, "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, any number for interleaved schedules, else 1"
@@ -90,6 +96,17 @@ class ParallelConfig:
         return self.data * self.context * self.pipe * self.tensor
 
     @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The size of each mesh axis, in the mesh's order. Without expert parallelism there is no axis `expert`."""
+        return {**self.replica_sizes, "pipe": self.pipe, "tensor": self.tensor}
+
+    @property
+    def replica_sizes(self) -> dict[str, int]:
+        """The sizes of the mesh axes over which the devices have other tokens, in the mesh's order."""
+        replicas = self.data * self.context
+        return {"data": replicas // self.expert, "expert": self.expert} if self.expert > 1 else {"data": replicas}
+
+    @property
     def rings(self) -> tuple[str, ...]:
         """The options for which a block communicates round a ring of devices."""
         tensor = self.tensor_overlap == "ring" and self.tensor > 1
@@ -112,6 +129,13 @@ class ParallelConfig:
                 f"outermost first: pass --axis-order {','.join(MESH_AXES)}."
             )
         check_schedule(self)
+        if (replicas := self.data * self.context) % self.expert:
+            given = f"data * context = {self.data} * {self.context}" if self.context > 1 else "data"
+            data = multiples(self.expert // math.gcd(self.expert, self.context), self.data)
+            raise ConfigError(
+                f"expert = {self.expert} does not divide {given} = {replicas}, whose replicas split the experts: pass "
+                f"{either(one_of('expert', divisors(replicas), self.expert), one_of('data', data, self.data))}."
+            )
         if self.chunks > 1 and self.pipe == 1:
             raise ConfigError(
                 f"chunks = {self.chunks} interleaves pipeline stages, but pipe = 1 is a single stage: "

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megajax.config import RunConfig
+from megajax.config.parallel import MESH_AXES
 from megajax.config.run_schedule import run_schedule
 from megajax.estimate.hlo_parser import (
     BRANCHES,
@@ -39,7 +40,6 @@ from megajax.estimate.memory import Sharding
 from megajax.pipeline.ends import ENDS
 from megajax.pipeline.options import MERGED, embeds_ahead, is_merged, merged_schedule, merges
 from megajax.pipeline.slots import slot_tables
-from megajax.runtime.mesh import AXES
 from megajax.schedules.registry import find
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
@@ -95,7 +95,7 @@ class Collective:
         """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which the devices of a group differ."""
         places = np.indices(shape).reshape(len(shape), -1).T
         differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
-        return tuple(name for name, along in zip(AXES, differ, strict=True) if along)
+        return tuple(name for name, along in zip(MESH_AXES, differ, strict=True) if along)
 
     def sent(self) -> dict[int, float]:
         """Bytes that each device sends in all runs; devices that send nothing are omitted."""

@@ -38,8 +38,8 @@ PLAIN_ATTENTION = Choice("xla", "a block multiplies queries and cached keys itse
 def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunConfig:
     """The configuration with which a run's model generates text.
 
-    Of the layout it keeps data, context, pipe, tensor and the split of the vocabulary. Devices of a context group are
-    replicas here, each with its own samples. Dropped are options that only matter to training: chunks and schedule (one
+    Of the layout it keeps data, context, expert, pipe, tensor and the split of the vocabulary. Devices of a context group
+    are replicas here, each with its own samples. Dropped are options that only matter to training: chunks and schedule (one
     chunk of layers a rank keeps all ranks busy), ZeRO (weights are replicated over data), the split of the sequence over
     tensor (a new token is one), recomputation and offloading, rings and fp8.
 
@@ -50,6 +50,7 @@ def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunC
     given = parallel or run.parallel
     kept = ParallelConfig(
         data=given.data * given.context,
+        expert=given.expert,
         pipe=given.pipe,
         tensor=given.tensor,
         vocab_parallel=given.vocab_parallel,

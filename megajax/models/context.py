@@ -20,14 +20,15 @@ from megajax.ops.attention import (
 )
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
-from megajax.ops.linear import Operations, plain_operations
-from megajax.ops.ring_attention import ring_attention, ring_sum
+from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
+from megajax.ops.linear import RESIDUAL, Operations, plain_operations
+from megajax.ops.ring_attention import AxisName, ring_attention, ring_sum
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
 from megajax.runtime.compat import broken_host_offload
 from megajax.runtime.xla_flags import check_ring_flags
 from megajax.schedules.registry import find
 from megajax.schedules.schedule import Schedule
-from megajax.sharding.rules import AxisRules, default_rules
+from megajax.sharding.rules import AxisRules, default_rules, only
 
 __all__ = ["attention_choice", "check_offload", "model_context", "model_rules", "model_shapes", "vocabulary_shares"]
 
@@ -36,7 +37,11 @@ def model_rules(run: RunConfig, model: type[PipelineModel] | None = None) -> Axi
     """The sharding rules of a run whose user gives none; `model`: by default the one of the config's type."""
     model = model or model_class(run.model)
     over = model.vocabulary_over_pipe and run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
-    return default_rules(sequence_parallel=run.parallel.sequence_parallel, vocabulary_over_pipe=over)
+    return default_rules(
+        sequence_parallel=run.parallel.sequence_parallel,
+        vocabulary_over_pipe=over,
+        expert_parallel=run.parallel.expert > 1,
+    )
 
 
 def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineModel] | None = None) -> Choice:
@@ -88,8 +93,7 @@ def check_offload(run: RunConfig, device: jax.Device) -> None:
 
 def vocabulary_shares(parallel: ParallelConfig, rules: AxisRules) -> int:
     """Devices that the token tables' rows are split over."""
-    sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
-    return rules.shares("vocabulary", sizes)
+    return rules.shares("vocabulary", parallel.mesh_sizes)
 
 
 def model_shapes(
@@ -138,10 +142,29 @@ def model_context(
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
-        sum_over_sequence=partial(ring_sum, axis_name="data", ranks=run.parallel.context),
+        experts=_expert_group(run.parallel, rules),
+        sum_over_sequence=partial(ring_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
     )
+
+
+def _replica_axis(parallel: ParallelConfig) -> AxisName:
+    """The mesh axis whose neighbours share a sample's sequence: expert parallelism splits it in two."""
+    first, *others = parallel.replica_sizes
+    return (first, *others) if others else first
+
+
+def _expert_group(parallel: ParallelConfig, rules: AxisRules) -> ExpertGroup:
+    """The replicas that split the experts of a layer."""
+    if parallel.expert == 1:
+        return WHOLE_GROUP
+    if not rules.expert_parallel:
+        raise ConfigError(
+            f"expert = {parallel.expert}, but the rules do not shard experts and batch over the mesh axis expert: start "
+            "from default_rules(expert_parallel=True), or pass --expert 1."
+        )
+    return ExpertGroup(parallel.expert, only(rules.spec(RESIDUAL), ("tensor",)))
 
 
 def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: Choice) -> Operations:
@@ -161,7 +184,7 @@ def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention:
         operations = operations._replace(column=column, row=row_matmul)
     if parallel.context == 1 and attention.name not in FUSED:
         return operations
-    kernel = _kernel(attention, parallel.context)
+    kernel = _kernel(attention, parallel)
 
     def attend(query, key, value, document=None, padding=None, causal=True):
         return fused_attention(query, key, value, kernel, document, padding, causal)
@@ -169,14 +192,15 @@ def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention:
     return operations._replace(attend=attend)
 
 
-def _kernel(attention: Choice, context: int) -> Kernel:
-    """The kernel for a sequence that `context` ranks share."""
+def _kernel(attention: Choice, parallel: ParallelConfig) -> Kernel:
+    """The kernel for a sequence that `parallel.context` ranks share."""
+    context = parallel.context
     if attention.name == "cudnn" and context == 1 and attention.window is not None:
         return cudnn_kernel(attention.window)
     pallas = INTERPRETED if attention.interpreted else PALLAS
     kernel = {"cudnn": CUDNN, "pallas": pallas, "xla": XLA}[attention.name]
     if context > 1:
-        return ring_attention(kernel, "data", context, attention.window)
+        return ring_attention(kernel, _replica_axis(parallel), context, attention.window)
     return with_window(kernel, attention.window)
 
 

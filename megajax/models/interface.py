@@ -24,6 +24,7 @@ from megajax.config import ConfigError, RunConfig
 from megajax.models.costs import ModelCosts
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
+from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
 from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
 from megajax.ops.vocabulary import WHOLE_VOCABULARY, VocabularySharding, token_scores
 
@@ -51,6 +52,7 @@ class ModelContext:
       vocabulary: how the rows of token tables are sharded, with the matching lookup and collectives.
       dtype: type of activations and matmuls. `embed`, `block` and `head_loss` get weights of this type.
       recompute: "none", "selective" or "full", the values that a block's backward recomputes.
+      experts: the replicas that split the experts of a layer; by default each has all.
       sum_over_sequence: (array of [b, ...]) -> its sum over the context ranks, which have parts of the same samples.
       dropout_seed: the run's seed of dropout masks.
       training: False for evaluation and generation: no dropout.
@@ -61,6 +63,7 @@ class ModelContext:
     vocabulary: VocabularySharding = WHOLE_VOCABULARY
     dtype: Any = jnp.float32
     recompute: str = "selective"
+    experts: ExpertGroup = WHOLE_GROUP
     sum_over_sequence: Callable[[jax.Array], jax.Array] = identity
     dropout_seed: int = 0
     training: bool = True

@@ -5,8 +5,10 @@ Shapes: b samples, s tokens, h = hidden, E experts of inner width f, k experts f
     y [b, s, h] -> router, fp32 -> k experts and their weights for each token
                 -> dispatch [R, h], sorted by expert -> up, activation, weight -> down [R, h] -> combine [b, s, h]
 
-Every replica has all experts; their inner width is split over tensor, as a dense MLP's. The router runs on whole samples, so
-that a token's choice does not depend on the layout.
+The experts' inner width is split over tensor, as a dense MLP's. Every replica has all experts, or with expert parallelism
+E / N of them: then its rows are those of a group of N replicas (`ops/expert_group.py`), R = N b s min(k, E / N) of them, of
+which the last ones belong to other replicas' experts and are zero. The router runs on a replica's own whole samples, so that
+a token's choice does not depend on the layout.
 
 **Balance.** With p the softmax over all E scores, c_i the choices of expert i in a sample of S tokens,
 f_i = E c_i / (k S), and P_i the mean of p_i over the sample, `balance_loss` adds its coefficient times the sum over
@@ -104,7 +106,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         """Draws the weights of one layer from its key."""
-        self.config, self.constrain = config, context.constrain
+        self.config, self.constrain, self.group = config, context.constrain, context.experts
         self.router = Router(config, named_key(key, "router"), context)
         hidden, width, gates = config.hidden, config.feedforward_size, (2,) if config.is_gated else ()
         draw = lambda name, *shape: jax.random.normal(named_key(key, name), shape)  # noqa: E731
@@ -121,10 +123,15 @@ class Experts(nnx.Module):
         In training the microbatch may have the arrays of `balance_arrays`; without them nothing is balanced or reported.
         """
         tokens = self.constrain(y, *GATHERED)
-        weights, experts = self.router(tokens, microbatch)
+        weights, experts = map(self.group.gather_choices, self.router(tokens, microbatch))
+        if self.group.size > 1:
+            tokens = self.constrain(self.group.gather(y), *GATHERED)
+        experts, count = self.group.local_experts(experts, self.config.experts)
         flat = experts.reshape(-1)
         order, places = sort_by_group(flat)
-        sizes = group_sizes(flat, self.config.experts)
+        sizes = group_sizes(flat, count)
+        # A token chooses an expert once, so no more of its choices than this replica has experts can be here.
+        order = order[: flat.size // experts.shape[-1] * min(count, experts.shape[-1])]
         rows = self.constrain(dispatch(tokens.reshape(-1, y.shape[-1]), order, places), "batch", None)
         rows = checkpoint_name(rows, "dispatched")
         gates = (None,) if self.config.is_gated else ()
@@ -135,7 +142,7 @@ class Experts(nnx.Module):
         active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
         rows = self.constrain(grouped_matmul(active, self.down[...].astype(y.dtype), sizes), "batch", None)
         out = combine(rows, order, places, tokens.shape[0] * tokens.shape[1]).reshape(tokens.shape)
-        out = self.constrain(self.constrain(out, *GATHERED), *RESIDUAL)
+        out = self.group.sum_scatter(self.constrain(self.constrain(out, *GATHERED), *RESIDUAL))
         return out + self.shared(y) if self.config.shared_feedforward else out
 
 

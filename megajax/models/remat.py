@@ -20,7 +20,8 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
     output_residual      [b, s, h]          sequence        kept    kept              before the last norm, with post_norm
     the dropout masks    as what they mask  as that         kept                      1 byte; else drawn again
 
-With experts, `up` and `activation` have k rows for each token.
+With experts, `up` and `activation` have k rows for each token. With expert parallelism these rows, and `dispatched`, are
+those of all N replicas of a group that may be here: min(k, E/N) for each of their tokens.
 none recomputes no matmul, selective one (queries times keys), full five of the six (not the down projection).
 For a GPT without dropout "selective" is 20 sbh bytes, less than the paper's 34 sbh (its table 2):
 norms and the activation are cheap to recompute from `residual` and `up`, and a mask is drawn again from its key.

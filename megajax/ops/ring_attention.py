@@ -38,7 +38,9 @@ from megajax.config import ConfigError
 from megajax.ops.attention import Kernel, document_starts
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
-__all__ = ["ring_attention", "ring_sum", "split_batch", "zigzag"]
+__all__ = ["AxisName", "ring_attention", "ring_sum", "split_batch", "zigzag"]
+
+AxisName = str | tuple[str, ...]
 
 
 def zigzag(length: int, ranks: int) -> np.ndarray:
@@ -91,7 +93,7 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
     return {"positions": places, **{name: split(array) for name, array in batch.items()}, "places": places}
 
 
-def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | None = None) -> Kernel:
+def ring_attention(kernel: Kernel, axis_name: AxisName, ranks: int, window: int | None = None) -> Kernel:
     """The kernel for a sequence that `ranks` neighbours on a mesh axis share as `zigzag` says.
 
     Its `first` has places in the whole sample, of the local queries. Without a causal mask there is no window.
@@ -101,7 +103,7 @@ def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | Non
 
     Args:
       kernel: multiplies pieces: twice the samples, with half of a rank's sequence.
-      axis_name: the mesh axis.
+      axis_name: the mesh axis, or several as one, outermost first.
       ranks: C; not 1.
       window: keys that a query sees, the last ones, itself included; None: all.
     """
@@ -109,7 +111,7 @@ def ring_attention(kernel: Kernel, axis_name: str, ranks: int, window: int | Non
     return Kernel(partial(_forward, ring), partial(_backward, ring))
 
 
-def ring_sum(x: jax.Array, axis_name: str, ranks: int) -> jax.Array:
+def ring_sum(x: jax.Array, axis_name: AxisName, ranks: int) -> jax.Array:
     """The sum of a small array over `ranks` neighbours on a mesh axis, on all of them; called as `ring_attention` is."""
     total, sent = x, x
     for _ in range(ranks - 1):
@@ -118,7 +120,7 @@ def ring_sum(x: jax.Array, axis_name: str, ranks: int) -> jax.Array:
     return total
 
 
-def _route(axis_name: str, ranks: int) -> list[tuple[int, int]]:
+def _route(axis_name: AxisName, ranks: int) -> list[tuple[int, int]]:
     """(rank, the next one in its ring) of all ranks on the mesh axis, which is cut into rings of `ranks` neighbours."""
     return [(rank, rank // ranks * ranks + (rank + 1) % ranks) for rank in range(lax.axis_size(axis_name))]
 
@@ -126,7 +128,7 @@ def _route(axis_name: str, ranks: int) -> list[tuple[int, int]]:
 class _Ring:
     """The kernel of pieces, the routes of the sends (rings of `ranks` neighbours on a mesh axis), and the window."""
 
-    def __init__(self, kernel: Kernel, axis_name: str, ranks: int, window: int | None):
+    def __init__(self, kernel: Kernel, axis_name: AxisName, ranks: int, window: int | None):
         self.kernel, self.axis_name, self.ranks, self.window = kernel, axis_name, ranks, window
 
     def send(self, *arrays: jax.Array) -> list[jax.Array]:

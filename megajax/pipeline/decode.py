@@ -40,7 +40,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cached_attention import PADDING_POSITION, Cache
-from megajax.pipeline.layout import MANUAL_AXES, full_specs, is_spec, sum_over, vary
+from megajax.pipeline.layout import MANUAL_AXES, batch_spec, full_specs, is_spec, manual_axes_of, sum_over, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
 from megajax.pipeline.uneven import StageBlocks
 from megajax.sharding.rules import AxisRules, only
@@ -48,7 +48,6 @@ from megajax.sharding.rules import AxisRules, only
 __all__ = ["DecodeProgram", "Rows"]
 
 Tree = Any
-ROWS = P(None, "data")  # of arrays [groups, samples, ...]
 
 
 class Rows(NamedTuple):
@@ -121,7 +120,8 @@ class DecodeProgram:
             return cache, rank.from_last(drawn)
 
         cache_specs = self.cache_specs(len(weights["blocks"]))
-        mapped = self._mapped(run, weights, (ROWS, ROWS, P()), (_manual(cache_specs), ROWS))
+        of_rows = batch_spec(self.mesh)
+        mapped = self._mapped(run, weights, (of_rows, of_rows, P()), (_manual(cache_specs), of_rows))
         return mapped(weights, tokens, rows, chunks)
 
     def decode(self, weights: Tree, cache: Tree, tokens: jax.Array, rows: Rows, slot: jax.Array, count: int) -> tuple:
@@ -154,13 +154,15 @@ class DecodeProgram:
             return cache, rank.from_last(drawn)
 
         cache_specs = _manual(self.cache_specs(len(weights["blocks"])))
-        mapped = self._mapped(run, weights, (cache_specs, ROWS, ROWS, P()), (cache_specs, P(None, *ROWS)))
+        of_rows = batch_spec(self.mesh)
+        mapped = self._mapped(run, weights, (cache_specs, of_rows, of_rows, P()), (cache_specs, P(None, *of_rows)))
         return mapped(weights, cache, tokens, rows, slot)
 
     def _mapped(self, run: Callable, weights: Tree, in_specs: tuple, out_specs: tuple) -> Callable:
         of_weights = _manual(full_specs(self.weight_specs, weights))
+        axes = set(manual_axes_of(self.mesh))
         return jax.shard_map(
-            run, mesh=self.mesh, in_specs=(of_weights, *in_specs), out_specs=out_specs, axis_names=set(MANUAL_AXES)
+            run, mesh=self.mesh, in_specs=(of_weights, *in_specs), out_specs=out_specs, axis_names=axes
         )
 
 

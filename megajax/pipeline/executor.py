@@ -77,10 +77,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, reduce_gradients, sum_over, vary
+from megajax.pipeline.layout import batch_spec, manual_axes_of, reduce_gradients, sum_over, vary
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_schedule
 from megajax.pipeline.rank import Rank, local_rows
-from megajax.pipeline.records import RECORDS_SPEC
+from megajax.pipeline.records import records_spec
 from megajax.pipeline.slots import TickRow, slot_tables
 from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.schedule import Schedule
@@ -98,7 +98,7 @@ def gradient_function(
     Args:
       functions: the model's; see the module's docstring.
       schedule: a valid schedule with as many stages as the mesh has pipeline ranks.
-      mesh: with the axes data, pipe and tensor.
+      mesh: with the axes data, pipe and tensor; it may have an axis expert.
       options: how arrays are sharded and blocks are run.
 
     Returns:
@@ -121,16 +121,17 @@ def gradient_function(
         blocks = clear_empty_slots(blocks, options.block_counts, schedule)
         gradients = {"blocks": blocks, "shared": carry.shared_gradients}
         records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.per_chunk, *a.shape[1:]), carry.records)
-        return sum_over(carry.output, MANUAL_AXES), reduce_gradients(gradients, options.specs), records
+        return sum_over(carry.output, axes), reduce_gradients(gradients, options.specs), records
 
+    axes = manual_axes_of(mesh)
     runs = merged_schedule(schedule) if options.merged else schedule
     table = slot_tables(runs, share_ends=options.share_ends)
     mapped = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(options.specs.manual.weights, BATCH_SPEC, P(), P(None, "pipe")),
-        out_specs=(P(), options.specs.manual.gradients, RECORDS_SPEC),
-        axis_names=set(MANUAL_AXES),
+        in_specs=(options.specs.manual.weights, batch_spec(mesh), P(), P(None, "pipe")),
+        out_specs=(P(), options.specs.manual.gradients, records_spec(mesh)),
+        axis_names=set(axes),
     )
     return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.rows)
 
@@ -164,8 +165,8 @@ def forward_function(
     mapped = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(options.specs.manual.weights, BATCH_SPEC, P(None, "pipe")),
-        out_specs=BATCH_SPEC,
-        axis_names=set(MANUAL_AXES),
+        in_specs=(options.specs.manual.weights, batch_spec(mesh), P(None, "pipe")),
+        out_specs=batch_spec(mesh),
+        axis_names=set(manual_axes_of(mesh)),
     )
     return lambda params, batch: mapped(params, batch, table.rows)

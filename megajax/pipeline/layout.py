@@ -12,8 +12,8 @@ With "loop" the two layouts differ by a reshape alone; with "v" the ranks of the
 stages do not divide the layers, the last slot of some of them is empty (`schedules/stages.py`): it is zero in parameters
 and everything made like them, and no canonical layout has it.
 
-The executor is a `jax.shard_map` that is manual over the mesh axes `data` and `pipe` (`MANUAL_AXES`); the axis
-`tensor` is left to XLA's partitioner.
+The executor is a `jax.shard_map` that is manual over the mesh axes `data`, `pipe` and, if the mesh has it, `expert`
+(`MANUAL_AXES`); the axis `tensor` is left to XLA's partitioner.
 """
 
 import itertools
@@ -23,16 +23,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.runtime.compat import varying_axes
+from megajax.runtime.compat import manual_axes, varying_axes
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import only
 from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
-MANUAL_AXES = ("data", "pipe")
-BATCH_SPEC = P(None, "data")  # of a batch's leaves, [microbatches, samples, ...]
+REPLICAS = ("data", "expert")  # devices along them have other samples
+MANUAL_AXES = (*REPLICAS, "pipe")
+
+
+def batch_spec(mesh: Mesh) -> P:
+    """The PartitionSpec of a batch's leaves, [microbatches, samples, ...]."""
+    return only(P(None, REPLICAS), mesh.axis_names)
+
+
+def manual_axes_of(mesh: Mesh) -> tuple[str, ...]:
+    """Those of `MANUAL_AXES` that the mesh has."""
+    return tuple(axis for axis in MANUAL_AXES if axis in mesh.axis_names)
 
 
 def to_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
@@ -105,8 +116,9 @@ def pipeline_spec(spec: P) -> P:
 class Specs(NamedTuple):
     """Shardings of parameters and gradients: two pytrees of PartitionSpec, each like params or a prefix of it.
 
-    A gradient is summed over the manual axes that its weight is not sharded over. Where the gradient's spec has `data`
-    and the weight's has not (ZeRO-1), that sum is a reduce-scatter.
+    A gradient is summed over the manual axes that its weight is not sharded over: that of an expert which one replica of
+    a group has, over `data` alone. Where the gradient's spec has `data` and the weight's has not (ZeRO-1), that sum is a
+    reduce-scatter.
 
     Attributes:
       weights: of {"blocks": ..., "shared": ...}; blocks in pipeline layout.
@@ -137,14 +149,14 @@ def full_specs(specs: Tree, like: Tree) -> Tree:
 
 
 def vary(tree: Tree) -> Tree:
-    """Marks every leaf as varying over `MANUAL_AXES` (`lax.pcast(..., to="varying")`).
+    """Marks every leaf as varying over the executor's manual axes (`lax.pcast(..., to="varying")`).
 
     `jax.vjp` inserts a psum over each manual axis over which an argument is replicated. Without this call that psum
     would run in every tick instead of once per step.
     """
 
     def mark(leaf):
-        missing = tuple(axis for axis in MANUAL_AXES if axis not in varying_axes(leaf))
+        missing = tuple(axis for axis in manual_axes() if axis not in varying_axes(leaf))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
@@ -162,11 +174,11 @@ def in_row_major(tree: Tree) -> Tree:
 def sum_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """The sum of each leaf over manual mesh axes.
 
-    If both manual axes have size 1 the sum is the leaf itself. It is then written as an all-gather, because XLA
+    If all manual axes have size 1 the sum is the leaf itself. It is then written as an all-gather, because XLA
     rejects a psum next to a `tensor` axis that it partitions itself: "Cross-partition allreduce must be in (partial)
     manual partitioning mode" (jax 0.10.2).
     """
-    if all(lax.axis_size(axis) == 1 for axis in MANUAL_AXES):
+    if all(lax.axis_size(axis) == 1 for axis in manual_axes()):
         return jax.tree.map(lambda a: lax.all_gather(a[None], axes, axis=0, tiled=True, to="invarying")[0], tree)
     return lax.psum(tree, axes)
 
@@ -179,11 +191,12 @@ def reduce_gradients(gradients: Tree, specs: Specs) -> Tree:
     """
 
     def reduce(gradient, weight_spec: P, gradient_spec: P):
-        axes = [axis for axis in MANUAL_AXES if axis not in only(weight_spec, MANUAL_AXES)]
+        sharded = jax.tree.leaves(tuple(weight_spec))
+        axes = [axis for axis in manual_axes() if axis not in sharded]
         cut = ZeroSharding.from_spec(gradient_spec)
         if "data" in axes and cut.axis is not None:
             gradient = cut.scatter(gradient)
-            axes.remove("data")
+            axes = [axis for axis in axes if axis not in cut.over]
         return sum_over(gradient, tuple(axes)) if axes else gradient
 
     return jax.tree.map(reduce, gradients, *(full_specs(spec, gradients) for spec in specs))

@@ -25,8 +25,9 @@ class ParameterSpecs:
     """Trees of PartitionSpec like params, blocks in pipeline layout [chunks, pipe, slots of a stage, ...].
 
     Attributes:
-      stored: fp32 parameters, optimizer state and gradients. Sharded over `data` too with ZeRO.
-      computed: parameters in the type to compute with. Sharded over `data` only with ZeRO-3, and only blocks.
+      stored: fp32 parameters, optimizer state and gradients. Sharded over replicas too with ZeRO.
+      computed: parameters in the type to compute with. Sharded over replicas only with ZeRO-3, and only blocks; experts
+        over `expert` in any case.
     """
 
     stored: Tree
@@ -47,8 +48,8 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
     """
     specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
     whole = {**specs, "blocks": jax.tree.map(layout.pipeline_spec, specs["blocks"], is_leaf=is_spec)}
-    replicas = parallel.data * parallel.context
-    if parallel.zero == 0 or replicas == 1:
+    replicas = parallel.replica_sizes
+    if parallel.zero == 0 or parallel.data * parallel.context == 1:
         return ParameterSpecs(whole, whole)
     shapes = jax.eval_shape(lambda: initial_params(model, parallel, jax.random.key(0)))
 

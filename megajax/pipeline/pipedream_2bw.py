@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.pipeline.layout import BATCH_SPEC, MANUAL_AXES, is_spec, reduce_gradients, sum_over, vary
+from megajax.pipeline.layout import batch_spec, is_spec, manual_axes_of, reduce_gradients, sum_over, vary
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions
 from megajax.pipeline.rank import Carry, Rank, local_rows
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
@@ -48,7 +48,7 @@ class InFlight(NamedTuple):
     weights: Tree  # in the compute dtype: {"blocks": [2, pipe, layers / pipe, ...], "shared": [2, ...]}
     batch: Tree  # [2 * microbatches, data * samples, ...]
     cotangents: jax.Array  # fp32 [2 * microbatches]
-    carry: Carry  # each rank's, leaves [data, pipe, ...]
+    carry: Carry  # each rank's, leaves [data, pipe, ...], or [data, expert, pipe, ...]
 
 
 class VersionedFunctions(NamedTuple):
@@ -74,7 +74,7 @@ class PipeDream2BW:
 
         Of the options constrain, specs, share_ends and block_counts apply.
         """
-        self.mesh = mesh
+        self.mesh, self.axes = mesh, manual_axes_of(mesh)
         self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
         self.options = ExecutorOptions(
             options.constrain, options.specs, options.share_ends, block_counts=options.block_counts
@@ -96,8 +96,8 @@ class PipeDream2BW:
             "shared": jax.tree.map(lambda a: jnp.zeros((2, *a.shape), a.dtype), params["shared"]),
         }
         batches = jax.tree.map(double, batch)
-        make = lambda weights, batch: _with_mesh_axes(self._rank(weights, batch).start())  # noqa: E731
-        carry = self._map(make, (self.versioned_specs, BATCH_SPEC), P(*MANUAL_AXES))(
+        make = lambda weights, batch: self._with_mesh_axes(self._rank(weights, batch).start())  # noqa: E731
+        carry = self._map(make, (self.versioned_specs, batch_spec(self.mesh)), P(*self.axes))(
             weights, self._with_version(batches)
         )
         return InFlight(jnp.int32(0), weights, batches, jnp.zeros(count, jnp.float32), carry)
@@ -138,7 +138,7 @@ class PipeDream2BW:
 
         def run(weights, batch, cotangents, rows, newest, carry):
             rank = self._rank(weights, batch)
-            carry = jax.tree.map(lambda a: a[0, 0], carry)
+            carry = jax.tree.map(lambda a: a[(0,) * len(self.axes)], carry)
             carry = carry._replace(output=jnp.zeros_like(carry.output))
             carry = rank.run(local_rows(rows), carry, vary(cotangents))
             done = vary(1 - newest)  # the half of the previous batch, whose gradients are complete
@@ -156,11 +156,11 @@ class PipeDream2BW:
             blocks = jax.tree.map(lambda a: clear(a).reshape(-1, *a.shape[3:]), halves)
             shared = jax.tree.map(clear, carry.shared_gradients)
             carry = carry._replace(block_gradients=blocks, shared_gradients=shared)
-            losses = sum_over(carry.output, MANUAL_AXES)
-            return losses, reduce_gradients(gradients, self.options.specs), _with_mesh_axes(carry)
+            losses = sum_over(carry.output, self.axes)
+            return losses, reduce_gradients(gradients, self.options.specs), self._with_mesh_axes(carry)
 
-        in_specs = (self.versioned_specs, BATCH_SPEC, P(), P(None, "pipe"), P(), P(*MANUAL_AXES))
-        mapped = self._map(run, in_specs, (P(), self.options.specs.manual.gradients, P(*MANUAL_AXES)))
+        in_specs = (self.versioned_specs, batch_spec(self.mesh), P(), P(None, "pipe"), P(), P(*self.axes))
+        mapped = self._map(run, in_specs, (P(), self.options.specs.manual.gradients, P(*self.axes)))
         losses, gradients, carry = mapped(
             weights, self._with_version(batches), cotangents, rows, newest, in_flight.carry
         )
@@ -173,8 +173,12 @@ class PipeDream2BW:
 
     def _map(self, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES)
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes)
         )
+
+    def _with_mesh_axes(self, carry: Carry) -> Carry:
+        """Adds the manual axes in front of a rank's leaves, which are sharded over them outside the `shard_map`."""
+        return jax.tree.map(lambda a: a[(None,) * len(self.axes)], carry)
 
     def _with_version(self, batches: Tree) -> Tree:
         """Adds "version", int32 [2 * microbatches, data * samples]: the half of each microbatch and of its weights."""
@@ -223,11 +227,6 @@ class PipeDream2BW:
             gradient_arrivals=(is_last,) * len(self.table.routes[BACKWARD]),
         )
         return jax.tree.map(lambda column: jnp.broadcast_to(jnp.asarray(column, jnp.int32), (count, stages)), rows)
-
-
-def _with_mesh_axes(carry: Carry) -> Carry:
-    """Adds the leading axes [data, pipe] to a rank's leaves, over which they are sharded outside the `shard_map`."""
-    return jax.tree.map(lambda a: a[None, None], carry)
 
 
 def _versioned(functions) -> VersionedFunctions:

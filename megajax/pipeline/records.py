@@ -18,13 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from megajax.pipeline.layout import batch_spec
 
 Tree = Any
 RECORDED = ("input", "output", "output_gradient", "input_gradient")
-RECORDS_SPEC = P(
-    None, "pipe", None, None, "data"
-)  # of the executor's result, [chunks, pipe, blocks, microbatches, ...]
+
+
+def records_spec(mesh: Mesh) -> P:
+    """The PartitionSpec of the executor's result, [chunks, pipe, blocks, microbatches, samples, ...]."""
+    return P(None, "pipe", None, *batch_spec(mesh))
 
 
 def empty_records(statistics: Callable, x: jax.Array, microbatch: Tree, sizes: tuple[int, int]) -> dict[str, jax.Array]:

@@ -62,6 +62,11 @@ def _command(words: Sequence[str]) -> int:
     own, rest = _own(words)
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
+    if run.parallel.expert > 1:
+        raise ConfigError(
+            f"expert = {run.parallel.expert} is not known to the memory model, on which the dry run's report rests: pass "
+            "--expert 1."
+        )
     gpu = find_gpu(own.gpu)
     run = with_attention(run, gpu)
     if own.json:

@@ -1,4 +1,4 @@
-"""Devices: starts jax on the requested devices, and builds the mesh with axes ("data", "pipe", "tensor")."""
+"""Devices: starts jax on the requested devices, and builds the mesh with axes data, pipe, tensor, and at times expert."""
 
 import contextlib
 import glob
@@ -11,14 +11,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config import ConfigError, ParallelConfig
-from megajax.config.parallel import MOST_CPU_DEVICES
+from megajax.config.parallel import MESH_AXES, MOST_CPU_DEVICES
 from megajax.runtime.compat import PLUGIN_LOGGER, coordination_service
 from megajax.runtime.gpu_environment import set_gpu_environment
 from megajax.runtime.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
 from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
 
-AXES = ("data", "pipe", "tensor")
 # The CPU devices of a process share a pool of threads, and a device that waits in a collective keeps one. A device can wait
 # in several at once: the send of a tick, and an all-reduce in a loop over blocks. By default the pool has a thread for each
 # device or core; then all of them can wait, and the device that they wait for never runs (jaxlib 0.12.0).
@@ -141,7 +140,7 @@ def choose_devices(spec: str | None, count: int) -> list[jax.Device]:
 
 
 def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The device mesh of a run, with axes always named and ordered ("data", "pipe", "tensor").
+    """The device mesh of a run, with axes ("data", "pipe", "tensor"), or ("data", "expert", "pipe", "tensor").
 
     `parallel.axis_order` maps the axes to the list of devices, outermost first. jax lists GPUs host by host, so with
     tensor innermost a tensor group is consecutive devices: NVLink neighbours in one host, if tensor divides the number
@@ -149,7 +148,9 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     microbatch, then cross the network.) Pipeline neighbours, which exchange one activation per microbatch, come next
     and may be on different hosts. Data-parallel replicas, which communicate once per step, are farthest apart
     (2104.04473 section 3, takeaways 1 to 3). The `context` devices that share a sample's sequence are neighbours on the
-    data axis, whose size is data * context: outside attention they act as replicas with other tokens.
+    data axis, whose size is data * context: outside attention they act as replicas with other tokens. With expert above 1,
+    that axis is split in two: the `expert` neighbours that split the experts are the axis expert, and the data axis is
+    data * context / expert. A mesh without expert parallelism has no axis of that name.
 
         axis_order data, pipe, tensor with data=2 pipe=2 tensor=2:
                        tensor 0  tensor 1
@@ -159,11 +160,11 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
                 pipe 1     6         7
 
     Args:
-        parallel: sizes of the axes, and their order.
+        parallel: sizes of the axes, and their order, in which expert has no place of its own.
         devices: devices to use; the first data * context * pipe * tensor are taken. Default: jax.devices().
 
     Returns:
-        Mesh of shape [data * context, pipe, tensor], its axes of type Auto.
+        Mesh whose shape is `parallel.mesh_sizes`, its axes of type Auto.
 
     Raises:
         ConfigError: there are too few devices.
@@ -172,8 +173,9 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     _check_enough(devices, parallel.devices)
     sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
     ordered = np.array(devices[: parallel.devices], dtype=object).reshape([sizes[axis] for axis in parallel.axis_order])
-    grid = ordered.transpose([parallel.axis_order.index(axis) for axis in AXES])
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    grid = ordered.transpose([parallel.axis_order.index(axis) for axis in MESH_AXES])
+    axes, shape = zip(*parallel.mesh_sizes.items(), strict=True)
+    return Mesh(grid.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _check_enough(devices: Sequence[jax.Device], count: int) -> None:

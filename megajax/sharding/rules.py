@@ -21,14 +21,16 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
     "groups": "tensor",  # a group of heads and its key and value head: attention needs no data of another group
     "heads": "tensor",  # the same split, seen by the output projection
     "feedforward": "tensor",  # the activation is elementwise
-    "experts": None,  # every replica has all experts
+    "experts": None,  # every replica has all experts; with expert parallelism "expert"
     "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
     "positions": None,  # small, and read by all
     # Activations.
-    "batch": "data",  # replicas have different samples
+    "batch": "data",  # replicas have different samples; with expert parallelism ("data", "expert")
     "sequence": "tensor",  # where nothing mixes tokens: norm, dropout, addition (2205.05198 section 4.2)
     "whole_sequence": None,  # inside the matmul pairs, where heads or feedforward are split over tensor
 }
+
+EXPERT_PARALLEL: Mapping[str, MeshAxes] = {"experts": "expert", "batch": ("data", "expert")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,11 @@ class AxisRules:
     def vocabulary_over_pipe(self) -> bool:
         """Whether the token tables and the logits are split over pipe too, so that all stages hold equal shares."""
         return "pipe" in self.mesh_axes("vocabulary")
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether replicas split the experts of a layer, on a mesh that has an axis `expert`."""
+        return all(self.mesh_axis(name) == axes for name, axes in EXPERT_PARALLEL.items())
 
     def shares(self, name: str, mesh_sizes: Mapping[str, int]) -> int:
         """Devices that a logical axis is split over, on a mesh with these sizes by mesh axis."""
@@ -94,11 +101,14 @@ class AxisRules:
         return lax.with_sharding_constraint(x, without(self.spec(axes), manual_axes()))
 
 
-def default_rules(*, sequence_parallel: bool = True, vocabulary_over_pipe: bool = False) -> AxisRules:
-    """The rules of `--sequence-parallel` and `--vocab-parallel`; see the properties of `AxisRules`."""
+def default_rules(
+    *, sequence_parallel: bool = True, vocabulary_over_pipe: bool = False, expert_parallel: bool = False
+) -> AxisRules:
+    """The rules of `--sequence-parallel`, `--vocab-parallel` and `--expert`; see the properties of `AxisRules`."""
     return AxisRules(
         {
             **DEFAULT_TABLE,
+            **(EXPERT_PARALLEL if expert_parallel else {}),
             "vocabulary": ("pipe", "tensor") if vocabulary_over_pipe else "tensor",
             "sequence": "tensor" if sequence_parallel else None,
         }

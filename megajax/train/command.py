@@ -124,11 +124,10 @@ def describe_shapes(run: RunConfig) -> str:
 
     from megajax.models.context import model_rules, model_shapes
     from megajax.pipeline.parameters import initial_params, parameter_specs
-    from megajax.runtime.mesh import AXES
 
     parallel = run.parallel
-    sizes = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
-    mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    axes, sizes = zip(*parallel.mesh_sizes.items(), strict=True)
+    mesh = AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
     model = model_shapes(run)
     shapes = jax.eval_shape(lambda key: initial_params(model, parallel, key), jax.random.key(0))
     specs = parameter_specs(model, parallel, model_rules(run)).stored
@@ -146,7 +145,9 @@ def describe_shapes(run: RunConfig) -> str:
         for row in rows
     ]
     active = f" ({run.model.active_parameters:,} for a token)" if getattr(run.model, "experts", 0) else ""
-    mesh_shown = f"data {sizes[0]} x pipe {parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} devices"
+    mesh_shown = (
+        " x ".join(f"{axis} {size}" for axis, size in parallel.mesh_sizes.items()) + f" = {parallel.devices} devices"
+    )
     return "\n".join(
         [
             f"{run.model.name}: {run.model.parameters:,} parameters{active} on {mesh_shown}",

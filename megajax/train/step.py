@@ -27,7 +27,7 @@ from megajax.models.remat import grouped
 from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
-from megajax.pipeline.layout import from_pipeline_layout, is_spec
+from megajax.pipeline.layout import batch_spec, from_pipeline_layout, is_spec
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
@@ -112,7 +112,7 @@ class Training:
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
         # Context ranks share samples, so the program splits the batch, not the caller.
-        batch = self.batch_sharding = NamedSharding(mesh, P(None, "data") if run.parallel.context == 1 else P())
+        batch = self.batch_sharding = NamedSharding(mesh, batch_spec(mesh) if run.parallel.context == 1 else P())
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = jax.jit(

@@ -193,12 +193,13 @@ class Trainer:
             if model.experts:
                 size += f", {model.experts} experts, {model.active_parameters:,} parameters for a token"
         context = f"context {parallel.context} x " if parallel.context > 1 else ""
+        groups = f", experts split over groups of {parallel.expert} replicas" if parallel.expert > 1 else ""
         sequence_parallel = "on" if parallel.sequence_parallel and parallel.tensor > 1 else "off"
         return [
             f"model     {model.name}: {count_parameters(self.training):,} parameters, {model.layers} layers{size}",
             f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on {devices.size} "
             f"{devices.flat[0].device_kind} devices, {run.train.precision}, sequence parallel {sequence_parallel}, "
-            f"recompute {parallel.recompute}",
+            f"recompute {parallel.recompute}{groups}",
             f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
             f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
             f"{parallel.microbatch_size}: bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "

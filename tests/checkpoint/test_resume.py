@@ -9,10 +9,11 @@ import pytest
 
 from megajax.checkpoint import manager, reader
 from megajax.checkpoint.directory import choose
+from megajax.checkpoint.manager import Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.config import OutputConfig
 from megajax.train.sinks import JsonLines
-from tests import small
+from tests import dense_experts, small
 from tests.train import runs
 
 HALF = 20
@@ -114,3 +115,37 @@ def test_the_log_continues_at_the_checkpoint(tmp_path):
     log.write({"step": 3, "loss": 5.0})
     log.file.close()
     assert path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 5.0}\n'
+
+
+GROUPS = {"mesh": (4, 2, 1), "schedule": "1f1b", "expert": 4, "zero": 1}
+WHOLE = {"mesh": (1, 1, 2), "schedule": "1f1b", "microbatches": 1}
+
+
+def test_experts_are_restored_by_another_number_of_replicas(tmp_path):
+    """A state saved on expert 4 x pipe 2 is bitwise the same on expert 1 x tensor 2 x pipe 1."""
+    first, other = (small.training_of(runs.make_run(**how, model=dense_experts.PLAIN)) for how in (GROUPS, WHOLE))
+    state, meta = first.init_state(), run_meta(first.run, runs.Letters())
+    checkpoints = manager.Checkpoints(tmp_path, OutputConfig(), meta)
+    checkpoints.save(first.state_layout, state, Progress(3, 48))
+    checkpoints.close()
+    path, _ = choose(tmp_path, "auto")
+    loaded, at, _ = load(path, other, meta["tokenizer"])
+    up = state.params["blocks"]["feedforward"]["up"]
+    assert at.step == 3 and up.sharding.shard_shape(up.shape)[3] == dense_experts.PLAIN.experts // 4
+    got, want = small.canonical(loaded.params, other), small.canonical(state.params, first)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.slow
+def test_a_run_with_split_experts_resumes_with_all_on_each_replica(tmp_path):
+    """Expert 4 x pipe 2 to expert 1 x tensor 2 x pipe 1."""
+
+    def go(name, how, **more):
+        run = runs.make_run(**how, steps=20, model=dense_experts.PLAIN)
+        return runs.go(run, tmp_path / name, save_every=1000, **more)
+
+    whole = go("whole", GROUPS)
+    go("half", GROUPS, stop=runs.StopAfter(10))
+    result = go("half", WHOLE, resume="auto")
+    assert "resume    resharded: " in result.text and len(result.rows) == 20
+    np.testing.assert_allclose(result.losses, whole.losses, rtol=1e-5)

@@ -184,6 +184,13 @@ def test_the_mesh_uses_all_devices(devices, given, mesh):
 
 
 @pytest.mark.parametrize(
+    ("expert", "mesh"), [(1, (2, 2, 2)), (2, (2, 2, 2)), (4, (4, 1, 2)), (8, (8, 1, 1)), (3, (8, 1, 1))]
+)
+def test_the_mesh_has_replicas_for_the_groups_that_split_experts(expert, mesh):
+    assert tuple(mesh_for(8, {}, expert).values()) == mesh
+
+
+@pytest.mark.parametrize(
     ("words", "needed"),
     [("", None), ("--chunks 2", None), ("--tensor 4", 4), ("--data 3 --pipe 2 --tensor 2", 12), ("--data 0", 1)],
 )

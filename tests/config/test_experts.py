@@ -40,6 +40,32 @@ def test_the_shared_width_is_split_over_tensor():
         dataclasses.replace(UNEVEN, shared_feedforward=18).check_parallel(ParallelConfig(tensor=4))
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        (
+            UNEVEN,
+            {"data": 6, "expert": 4},
+            "expert = 4 does not divide data = 6, .*: pass --expert 1, 2, 3 or 6, or --data 4 or 8",
+        ),
+        (
+            UNEVEN,
+            {"data": 3, "context": 2, "expert": 4},
+            r"expert = 4 does not divide data \* context = 3 \* 2 = 6, .*: pass --expert 1, 2, 3 or 6, or --data 2 or 4",
+        ),
+        (
+            UNEVEN,
+            {"data": 4, "expert": 4},
+            "experts = 6 cannot be split over expert = 4 replicas: pass --expert 1, 2, 3 or 6",
+        ),
+        (small.MODEL, {"data": 4, "expert": 2}, "expert = 2 splits experts, but test has none: pass --expert 1"),
+    ],
+)
+def test_replicas_have_equal_numbers_of_experts(model, layout, message):
+    with pytest.raises(ConfigError, match=message):
+        small.make_run(schedule="1f1b", model=model, **{"mesh": (layout.pop("data"), 1, 1), "microbatches": 1} | layout)
+
+
 @pytest.mark.parametrize("config", [*dense_experts.MODELS.values(), PRESETS["moe-tiny"]])
 def test_parameters_are_those_of_the_arrays(config):
     """Without the biases and losses of the router, which are not trained by gradients."""

@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.layout import (
-    MANUAL_AXES,
     Specs,
     from_pipeline_layout,
     pipeline_spec,
@@ -70,10 +69,37 @@ def test_gradients_are_summed_over_the_axes_that_the_weight_is_not_sharded_over(
     x = jnp.arange(1 * pipe * 1 * 4, dtype=jnp.float32).reshape(1, pipe, 1, 4)
     with jax.set_mesh(mesh):
         out_specs = specs.manual.gradients
-        mapped = jax.shard_map(run, in_specs=P(None, "pipe"), out_specs=out_specs, axis_names=set(MANUAL_AXES))
+        mapped = jax.shard_map(run, in_specs=P(None, "pipe"), out_specs=out_specs, axis_names={"data", "pipe"})
         got = jax.tree.map(np.asarray, jax.jit(mapped)(x))
     factors = 1 + np.arange(data)[:, None] + 10 * np.arange(pipe)
     want = np.asarray(x) * factors.sum(0)[:, None, None]
     np.testing.assert_allclose(got["blocks"]["whole"], want)
     np.testing.assert_allclose(got["blocks"]["zero1"], want)
     np.testing.assert_allclose(got["shared"], (np.asarray(x)[0, :, 0] * factors.sum(0)[:, None]).sum(0))
+
+
+def test_an_experts_gradient_is_summed_over_its_own_replicas():
+    """On data 2 x expert 2 x pipe 2, replicated and with ZeRO-1; other gradients over all four replicas."""
+    mesh = jax.make_mesh((2, 2, 2, 1), ("data", "expert", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 4)
+    expert = P(None, "pipe", None, "expert")
+    weights = {"blocks": {"expert": expert, "expert_zero1": expert, "zero1": P(None, "pipe")}, "shared": P()}
+    sharded = {"expert_zero1": P(*expert, "data"), "zero1": P(None, "pipe", None, None, ("data", "expert"))}
+    specs = Specs(weights, {"blocks": {"expert": expert, **sharded}, "shared": P()})
+
+    def run(x):
+        data, member, pipe = (jax.lax.axis_index(axis) for axis in ("data", "expert", "pipe"))
+        one = {"blocks": {"expert": x, "expert_zero1": x, "zero1": x}, "shared": x[0, 0, 0]}
+        return reduce_gradients(jax.tree.map(lambda a: vary(a) * vary(1 + data + 10 * member + 100 * pipe), one), specs)
+
+    x = jnp.arange(2 * 3 * 4, dtype=jnp.float32).reshape(1, 2, 1, 3, 4)  # [chunks, pipe, slots, experts here, n]
+    with jax.set_mesh(mesh):
+        axes = {"data", "expert", "pipe"}
+        mapped = jax.shard_map(run, in_specs=P(None, "pipe"), out_specs=specs.manual.gradients, axis_names=axes)
+        got = jax.tree.map(np.asarray, jax.jit(mapped)(x))
+    factors = 1 + np.arange(2)[:, None, None] + 10 * np.arange(2)[:, None] + 100 * np.arange(2)  # [data, expert, pipe]
+    own = factors.sum(0)[:, :, None, None, None]  # [expert, pipe]
+    want = np.concatenate(list(np.asarray(x)[0] * own), 2)[None]  # both members' experts, one after the other
+    np.testing.assert_allclose(got["blocks"]["expert"], want)
+    np.testing.assert_allclose(got["blocks"]["expert_zero1"], want)
+    np.testing.assert_allclose(got["blocks"]["zero1"], np.asarray(x) * factors.sum((0, 1))[:, None, None, None])
+    np.testing.assert_allclose(got["shared"], (np.asarray(x)[0, :, 0] * factors.sum((0, 1))[:, None, None]).sum(0))

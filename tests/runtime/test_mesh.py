@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from megajax.config import ConfigError, ParallelConfig
-from megajax.runtime.mesh import AXES, CPU_FLAGS, choose_devices, make_mesh, start_devices
+from megajax.config.parallel import MESH_AXES as AXES
+from megajax.runtime.mesh import CPU_FLAGS, choose_devices, make_mesh, start_devices
 
 VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC")
 
@@ -115,3 +117,12 @@ def test_axis_order_says_which_axis_varies_slowest(sizes, order):
         for axis in order:
             expected = expected * shape[axis] + place[axis]
         assert device == jax.devices()[expected]
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "context": 2, "axis_order": ("pipe", "tensor", "data")}])
+def test_replicas_that_split_the_experts_are_neighbours_on_the_data_axis(sizes):
+    """The same devices in the same order as without `expert`."""
+    parallel = ParallelConfig(pipe=2, expert=2, **sizes)
+    mesh, whole = make_mesh(parallel), make_mesh(dataclasses.replace(parallel, expert=1))
+    assert mesh.axis_names == ("data", "expert", "pipe", "tensor") and mesh.devices.shape == (2, 2, 2, 1)
+    assert mesh.devices.reshape(4, 2, 1).tolist() == whole.devices.tolist()

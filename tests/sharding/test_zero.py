@@ -9,16 +9,21 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.sharding.zero import ZeroSharding, shard_over_data
 
+FOUR = {"data": 4}
+
 
 @pytest.mark.parametrize(
     ("spec", "shape", "replicas", "first", "want"),
     [
-        (P(None, "tensor"), (12, 8), 4, 0, P("data", "tensor")),
-        (P(), (6, 8), 4, 0, P(None, "data")),  # the longest that the replicas divide
-        (P(), (8, 4), 4, 0, P("data", None)),
-        (P("tensor"), (8,), 4, 0, P("tensor")),  # nothing is free
-        (P(), (6,), 4, 0, P()),  # the replicas divide nothing
-        (P(None, "pipe", None, None, "tensor"), (8, 2, 8, 4, 6), 4, 3, P(None, "pipe", None, "data", "tensor")),
+        (P(None, "tensor"), (12, 8), FOUR, 0, P("data", "tensor")),
+        (P(), (6, 8), FOUR, 0, P(None, "data")),  # the longest that the replicas divide
+        (P(), (8, 4), FOUR, 0, P("data", None)),
+        (P("tensor"), (8,), FOUR, 0, P("tensor")),  # nothing is free
+        (P(), (6,), FOUR, 0, P()),  # the replicas divide nothing
+        (P(None, "pipe", None, None, "tensor"), (8, 2, 8, 4, 6), FOUR, 3, P(None, "pipe", None, "data", "tensor")),
+        (P(), (6, 8), {"data": 2, "expert": 4}, 0, P(None, ("data", "expert"))),
+        (P("expert"), (8, 6), {"data": 2, "expert": 4}, 0, P("expert", "data")),  # an expert's own replicas
+        (P("expert"), (8, 6), {"data": 1, "expert": 4}, 0, P("expert")),
     ],
 )
 def test_the_longest_free_axis_is_sharded(spec, shape, replicas, first, want):

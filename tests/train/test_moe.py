@@ -45,6 +45,35 @@ GRID = [
     )
     if (schedule != "dualpipe_v" or 8 // mesh[0] >= 2 * mesh[1]) and (mesh[1] > 1 or chunks == 1)
 ]
+# With the experts split over replicas (`--expert`).
+EXPERT_QUICK = [(UNEVEN, ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "zero": 1}))]
+EXPERT_LONG = [
+    (UNEVEN, ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "zero": 3})),
+    (UNEVEN, ((4, 2, 1), "zb_v", 2, 4, {"expert": 2, "recompute": "full", "recompute_blocks": 2})),
+    (PLAIN, ((8, 1, 1), "1f1b", 1, 2, {"expert": 4, "zero": 3})),
+    (PLAIN, ((4, 2, 1), "gpipe", 1, 4, {"expert": 4, "vocab_parallel": "tensor"})),
+    (PLAIN, ((2, 1, 2), "interleaved_1f1b", 1, 2, {"expert": 4, "context": 2, "zero": 1})),
+    (PLAIN, ((1, 2, 1), "eager_1f1b", 1, 4, {"expert": 2, "context": 4})),
+    (PLAIN, ((2, 1, 4), "interleaved_1f1b", 1, 4, {"expert": 2, "tensor_overlap": "ring"})),
+    (PLAIN, ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2, "sequence_parallel": False})),
+]
+EXPERT_GRID = [
+    (
+        UNEVEN if expert == 2 and number % 2 else PLAIN,
+        (mesh, schedule, chunks, max(4, 2 * mesh[1]), {"expert": expert} | how),
+    )
+    for mesh, expert in [((2, 2, 2), 2), ((4, 2, 1), 4), ((4, 2, 1), 2), ((4, 1, 2), 4), ((2, 4, 1), 2)]
+    for number, (schedule, chunks, how) in enumerate(
+        [
+            ("1f1b", 1, {"recompute": "none"}),
+            ("interleaved_1f1b", 2, {"zero": 1}),
+            ("zb_h1", 1, {"zero": 3, "recompute": "full"}),
+            ("zb_v", 2, {}),
+            ("dualpipe_v", 2, {"zero": 1, "recompute": "none"}),
+        ]
+    )
+    if mesh[1] > 1 or chunks == 1
+]
 
 
 @functools.cache
@@ -75,12 +104,27 @@ def test_loss_gradients_and_measurements_long(config, case):
     check(config, case)
 
 
-@pytest.mark.parametrize("case", slow([*QUICK, *LONG[1:5]]), ids=str)
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [pytest.param(*case, id=str(case[1])) for case in EXPERT_QUICK]
+    + [pytest.param(*case, id=str(case[1]), marks=pytest.mark.slow) for case in EXPERT_LONG + EXPERT_GRID],
+)
+def test_replicas_that_split_the_experts(config, case):
+    check(config, case)
+
+
+@pytest.mark.parametrize("case", slow([*QUICK, *LONG[1:5], EXPERT_QUICK[0][1]]), ids=str)
 def test_bubbles_may_compute_nan(case):
     check(UNEVEN, case, poison_bubbles=True)
 
 
-CURVES = [((2, 2, 2), "zb_v", 2, 4, {"zero": 3}), ((1, 4, 2), "1f1b", 1, 4, {"recompute": "full"})]
+CURVES = [
+    ((2, 2, 2), "zb_v", 2, 4, {"zero": 3}),
+    ((1, 4, 2), "1f1b", 1, 4, {"recompute": "full"}),
+    ((4, 2, 1), "zb_v", 2, 4, {"expert": 2, "zero": 1}),
+    ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "zero": 3}),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2}),
+]
 
 
 @pytest.mark.slow

@@ -1,0 +1,114 @@
+"""Expert parallelism: N replicas, neighbours on the mesh axis `expert`, have E / N of a layer's E experts each.
+
+A token's experts may be on any of them. So each replica all-gathers the tokens of the group, passes those that chose one
+of its experts through it, and a reduce-scatter adds up what the replicas have computed for a token (Megatron-LM's
+dispatcher "allgather"). Both have static shapes and drop no token, whatever the router chose.
+
+    tokens [b, s, h] -> gather [N b, s, h] -> the replica's experts -> sum_scatter [b, s, h]
+
+Each direction sends (N - 1) b s h elements from a device, of its part of the sequence if tensor splits it. The replicas
+of a group are at the same pipeline stage, so all of them take the same branch of a tick, in which these collectives are
+legal under every schedule.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+__all__ = ["WHOLE_GROUP", "ExpertGroup"]
+
+AXIS = "expert"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroup:
+    """The replicas that split the experts of a layer.
+
+    Its functions are called inside a `shard_map` that is manual over `expert`, and not over tensor. With one replica they
+    return their argument.
+
+    Attributes:
+      size: N, replicas.
+      residual: the partition over tensor of the residual stream [b, s, h].
+    """
+
+    size: int = 1
+    residual: PartitionSpec = PartitionSpec()
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """All replicas' x of [b, s, h], sharded as `residual`: [N b, s, h]. The gradient is `sum_scatter`'s."""
+        return x if self.size == 1 else _gather(x, self.residual)
+
+    def gather_choices(self, x: jax.Array) -> jax.Array:
+        """`gather` of a small array, replicated over tensor; of integers, too."""
+        if self.size == 1:
+            return x
+        return _gather(x, PartitionSpec()) if jnp.issubdtype(x.dtype, jnp.floating) else _gathered(x, PartitionSpec())
+
+    def sum_scatter(self, x: jax.Array) -> jax.Array:
+        """From [N b, s, h], sharded as `residual`, to the sum over the replicas of this one's part: [b, s, h]."""
+        return x if self.size == 1 else _sum_scatter(x, self.residual)
+
+    def local_experts(self, experts: jax.Array, count: int) -> tuple[jax.Array, int]:
+        """(the numbers among this replica's experts of those in `experts`, how many it has); other experts: that number.
+
+        Args:
+          experts: int32, 0 to count - 1.
+          count: of all experts.
+        """
+        if self.size == 1:
+            return experts, count
+        here = count // self.size
+        local = experts - lax.axis_index(AXIS) * here
+        return jnp.where((local >= 0) & (local < here), local, here), here
+
+
+WHOLE_GROUP = ExpertGroup()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
+    return _gathered(x, tensor)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum_scatter(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
+    return _summed(x, tensor)
+
+
+_gather.defvjp(
+    lambda x, tensor: (_gathered(x, tensor), None),
+    lambda tensor, _, gradient: (_summed(gradient, tensor),),
+)
+_sum_scatter.defvjp(
+    lambda x, tensor: (_summed(x, tensor), None),
+    lambda tensor, _, gradient: (_gathered(gradient, tensor),),
+)
+
+
+def _gathered(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
+    return _per_shard(lambda x: lax.all_gather(x, AXIS, axis=0, tiled=True), tensor)(x)
+
+
+def _summed(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
+    """Reduce-scatter along axis 0, in fp32 whatever is sent: each part is sent as it is, and added where it arrives.
+
+    It sends as many bytes as `lax.psum_scatter`, which rounds N - 1 times in 16 bits, and aborts XLA's CPU compiler there.
+    """
+
+    def local(x):
+        parts = lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+        parts = parts.reshape(lax.axis_size(AXIS), -1, *x.shape[1:])
+        return parts.astype(jnp.float32).sum(0).astype(x.dtype)
+
+    return _per_shard(local, tensor)(x)
+
+
+def _per_shard(function: Callable, tensor: PartitionSpec) -> Callable:
+    """XLA's partitioner could gather an operand over tensor first (jax 0.10.2): so each device works on its own shard."""
+    return jax.shard_map(function, in_specs=tensor, out_specs=tensor, axis_names={"tensor"})
