@@ -117,9 +117,14 @@ class Request:
 
     def mesh(self, device_count: int) -> dict[str, int]:
         """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
-        context, expert = (max(1, self.given.get(name, 1)) for name in ("context", "expert"))
         given = {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given}
-        return mesh_for(device_count // context, given, expert // math.gcd(expert, context))
+        return mesh_for(device_count // max(1, self.given.get("context", 1)), given, self.fewest_replicas)
+
+    @property
+    def fewest_replicas(self) -> int:
+        """The number of which `data` must be a multiple, so that `expert` divides data * context."""
+        context, expert = (max(1, self.given.get(name, 1)) for name in ("context", "expert"))
+        return expert // math.gcd(expert, context)
 
     @property
     def devices_needed(self) -> int | None:
@@ -128,6 +133,7 @@ class Request:
         if not degrees:
             return None
         needed = max(1, self.given.get("context", 1))
+        needed *= 1 if "data" in self.given else self.fewest_replicas
         for degree in degrees:
             needed *= max(1, degree)
         return needed

@@ -166,7 +166,7 @@ class Replay:
             batch={name: _sample_checksums(a) for name, a in batch.items()},
             samples=samples,
             losses=losses,
-            metrics={name: float(value) for name, value in metrics.items()},
+            metrics={name: float(value) for name, value in metrics.items() if value.ndim == 0},  # not of layers
             blocks={name: self._canonical(record) for name, record in records.items()},
             group=parallel.recompute_blocks,
             tensors=tensors,

@@ -192,7 +192,16 @@ def test_the_mesh_has_replicas_for_the_groups_that_split_experts(expert, mesh):
 
 @pytest.mark.parametrize(
     ("words", "needed"),
-    [("", None), ("--chunks 2", None), ("--tensor 4", 4), ("--data 3 --pipe 2 --tensor 2", 12), ("--data 0", 1)],
+    [
+        ("", None),
+        ("--chunks 2", None),
+        ("--tensor 4", 4),
+        ("--data 3 --pipe 2 --tensor 2", 12),
+        ("--data 0", 1),
+        ("--pipe 2 --expert 4", 8),
+        ("--data 4 --pipe 2 --expert 4", 8),
+        ("--pipe 2 --context 2 --expert 4", 8),
+    ],
 )
 def test_the_device_count_is_known_before_jax_starts(words, needed):
     assert parse(words.split(), "", DEFAULTS).devices_needed == needed
