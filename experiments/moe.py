@@ -3,6 +3,7 @@
 python -m experiments.moe                                              8 CPU devices, or the GPUs there are
 python -m experiments.moe --balance-loss 0                             the log shows that the experts are used less evenly
 python -m experiments.moe --balance-loss 0 --balance-bias-rate 0.003   balanced without a loss (2408.15664)
+python -m experiments.moe --expert-capacity 1.25                       an expert takes at most 1.25 times its even share
 python -m experiments.moe --data 1 --pipe 4 --tensor 2 --schedule zb_v
 python -m experiments.moe --expert 4                                   groups of 4 replicas split the experts
 

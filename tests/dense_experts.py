@@ -36,7 +36,9 @@ UNEVEN = dataclasses.replace(
     balance_bias_rate=0.01,
     shared_feedforward=16,
 )
-MODELS = {"plain": PLAIN, "uneven": UNEVEN}
+# An expert takes 6 of a sample's 16 tokens; the others are dropped.
+DROPPING = dataclasses.replace(UNEVEN, expert_capacity=0.75)
+MODELS = {"plain": PLAIN, "uneven": UNEVEN, "dropping": DROPPING}
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def mlp(x, up, down):
 
 
 def experts(config, x, p):
-    """(result [b, s, h], choices [b, E] of each sample, losses of each sample [b, 2])."""
+    """(result [b, s, h], choices [b, E] of each sample, losses of each sample [b, 2], dropped choices [b])."""
     logits = x @ p["router"]["kernel"]
     scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
     ranking = scores + p["router"]["bias"] if config.balance_bias_rate else logits
@@ -83,17 +85,27 @@ def experts(config, x, p):
     weights = jnp.where(chosen, jnp.exp(logits) if config.router_softmax == "after" else scores, 0)
     if config.router_softmax == "after" or config.router_normalize:
         weights = weights / weights.sum(-1, keepdims=True)
+    dropped = jnp.zeros_like(chosen)
+    if config.expert_capacity:
+        most = math.ceil(config.expert_capacity * config.experts_per_token * x.shape[1] / config.experts)
+        earlier = jnp.stack([chosen[:, :token].sum(1) for token in range(x.shape[1])], 1)
+        dropped = chosen & (earlier >= most)
+        weights = jnp.where(dropped, 0, weights)
     out = sum(weights[..., e, None] * mlp(x, p["up"][e], p["down"][e]) for e in range(config.experts))
     if config.shared_feedforward:
         out = out + mlp(x, p["shared"]["up"]["kernel"], p["shared"]["down"]["kernel"])
     counts = chosen.sum(1)
     fraction = counts * config.experts / (config.experts_per_token * x.shape[1])
     balance = (fraction * scores.mean(1)).sum(-1)
-    return out, counts, jnp.stack([balance, (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean(-1)], -1)
+    losses = jnp.stack([balance, (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean(-1)], -1)
+    return out, counts, losses, dropped.sum((1, 2))
 
 
 def loss(config, params, batch):
-    """(mean loss with the balance losses, (without them, choices [layers, E], balance and z-loss [layers, 2]))."""
+    """(mean loss with the balance losses, (without them, choices [layers, E], balance and z-loss [layers, 2])).
+
+    With capacity the last one has a third column, the dropped choices.
+    """
     rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
     real = (rows["weights"].sum(-1) > 0).astype(jnp.float32)
     embedding = params["shared"]["embedding"]
@@ -101,14 +113,17 @@ def loss(config, params, batch):
 
     def block(x, p):
         x = x + attention(norm(x, p["attention_norm"]["scale"]), p["attention"])
-        out, counts, of_samples = experts(config, norm(x, p["feedforward_norm"]["scale"]), p["feedforward"])
-        return x + out, ((real[:, None] * counts).sum(0), (real[:, None] * of_samples).sum(0) / real.sum())
+        out, counts, of_samples, lost = experts(config, norm(x, p["feedforward_norm"]["scale"]), p["feedforward"])
+        losses = (real[:, None] * of_samples).sum(0) / real.sum()
+        return x + out, ((real[:, None] * counts).sum(0), losses, (real * lost).sum())
 
-    x, (loads, losses) = jax.lax.scan(block, x, params["blocks"])
+    x, (loads, losses, dropped) = jax.lax.scan(block, x, params["blocks"])
     logits = norm(x, params["shared"]["head"]["norm"]["scale"]) @ embedding["tokens"][: config.vocabulary].T
     likelihoods = jnp.take_along_axis(jax.nn.log_softmax(logits), rows["labels"][..., None], -1)[..., 0]
     mean = -(likelihoods * rows["weights"]).sum() / rows["weights"].sum()
     added = config.balance_loss * losses[:, 0].sum() + config.router_z_loss * losses[:, 1].sum()
+    if config.expert_capacity:
+        return mean + added, (mean, loads, jnp.concatenate([losses, dropped[:, None]], 1))
     return mean + added, (mean, loads, losses)
 
 

@@ -1,10 +1,12 @@
 """The rules between a model's fields of experts, and their numbers of parameters; `megajax/models/moe.py` computes them."""
 
+import math
+
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of, option
 
-__all__ = ["check_expert_parallel", "check_experts", "expert_parameters"]
+__all__ = ["check_expert_parallel", "check_experts", "expert_parameters", "expert_tokens"]
 
-ONLY_WITH_EXPERTS = ("shared_feedforward", "balance_loss", "router_z_loss", "balance_bias_rate")
+ONLY_WITH_EXPERTS = ("shared_feedforward", "balance_loss", "router_z_loss", "balance_bias_rate", "expert_capacity")
 
 
 def check_experts(model) -> None:
@@ -34,12 +36,18 @@ def check_experts(model) -> None:
         )
 
 
-def check_expert_parallel(model, degree: int) -> None:
-    """Checks that the replicas of a group of `degree` (`--expert`) can have equal numbers of the model's experts.
+def check_expert_parallel(model, parallel) -> None:
+    """Checks that the replicas of a group (`--expert`) can have equal numbers of the model's experts, and whole samples.
 
     Raises:
         ConfigError: they cannot.
     """
+    degree = parallel.expert
+    if model.expert_capacity and parallel.context > 1:
+        raise ConfigError(
+            f"expert_capacity = {model.expert_capacity} counts the choices of a sample, which context = {parallel.context} "
+            "splits: pass --context 1 or --expert-capacity 0."
+        )
     if degree > 1 and not model.experts:
         raise ConfigError(f"expert = {degree} splits experts, but {model.name} has none: pass --expert 1.")
     if degree > 1 and model.experts % degree:
@@ -48,6 +56,13 @@ def check_expert_parallel(model, degree: int) -> None:
             f"experts = {model.experts} cannot be split over expert = {degree} replicas: pass "
             f"{either(legal, one_of('experts', multiples(degree, model.experts), model.experts))}."
         )
+
+
+def expert_tokens(model, tokens: int) -> int:
+    """The most of a sample's `tokens` that one expert takes in training: all, or those of `expert_capacity`."""
+    if not model.expert_capacity:
+        return tokens
+    return min(tokens, math.ceil(model.expert_capacity * model.experts_per_token * tokens / model.experts))
 
 
 def expert_parameters(model, experts: int | None = None) -> int:

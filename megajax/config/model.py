@@ -75,6 +75,12 @@ class ModelConfig:
     balance_bias_rate: float = setting(
         0.0, "change per step of the biases that balance the experts without a loss (2408.15664)", low=0
     )
+    expert_capacity: float = setting(
+        0.0,
+        "in training each expert takes at most this many times its even share of a sample's choices, and drops the rest; "
+        "0: none is dropped",
+        low=0,
+    )
     query_key_norm: bool = setting(
         False, "RMS norm of queries and keys before they are rotated; query_key_norm_over says over which elements"
     )
@@ -193,7 +199,7 @@ class ModelConfig:
         Raises:
             ConfigError: for the first size that cannot be split.
         """
-        check_expert_parallel(self, parallel.expert)
+        check_expert_parallel(self, parallel)
         if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
             legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The mixture-of-experts MLP of a block: each token passes the k experts with the highest scores, and no token is dropped.
+"""The mixture-of-experts MLP of a block: each token passes the k experts with the highest scores.
 
 Shapes: b samples, s tokens, h = hidden, E experts of inner width f, k experts for a token, R = b s k rows.
 
@@ -21,6 +21,12 @@ so loss and gradient do not depend on microbatches, replicas or context ranks. `
 p for the choice alone, which after each step grows by the rate where an expert had fewer tokens than the mean of the global
 batch, and shrinks where it had more (2408.15664 algorithm 1).
 
+**Capacity.** With `expert_capacity` c an expert takes, in training, at most ceil(c k S / E) tokens of a sample, the first
+that choose it (GShard, 2006.16668 section 2.2, whose groups are samples here, so that the layout does not matter). The
+other choices are dropped: nothing is added for them, and a token's other weights stay as they are. A token without any
+experts left passes the block by its residual. There are then as many rows as the experts can take, which bounds the
+memory of expert parallelism.
+
 These losses leave the step in its gradients. `add_loss` gives them their gradient in the block's backward; `report`
 returns measured values as the gradients of small parameters (`Router.bias` and `Router.losses`), which the executor sums
 over microbatches and replicas like all others, and which the optimizer does not see (`take_measurements`).
@@ -35,6 +41,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.config.experts import expert_tokens
 from megajax.models.feedforward import FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
@@ -61,15 +68,19 @@ class Router(nnx.Module):
     """Chooses k experts for each token, in fp32. Ties go to the expert with the lower number."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
-        """Draws the weights. `losses` is never read: its gradient carries the layer's two losses (`report`)."""
+        """Draws the weights.
+
+        `losses` is never read: its gradient carries the layer's two losses and, with capacity, the dropped choices.
+        """
         self.config, self.context = config, context
         kernel = jax.random.normal(named_key(key, "kernel"), (config.hidden, config.experts)) * config.init_deviation
         self.kernel = parameter(kernel, "hidden", None, fp32=True)
         self.bias = parameter(jnp.zeros(config.experts), None, decay=False, fp32=True)
-        self.losses = parameter(jnp.zeros(len(LOSSES)), None, decay=False, fp32=True)
+        measured = len(LOSSES) + bool(config.expert_capacity)
+        self.losses = parameter(jnp.zeros(measured), None, decay=False, fp32=True)
 
     def __call__(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
-        """Weights fp32 [b, s, k] and experts int32 [b, s, k] of the tokens y [b, s, h]."""
+        """Weights fp32 [b, s, k] and experts int32 [b, s, k] of the tokens y [b, s, h]; a dropped choice has expert E."""
         config = self.config
         kernel = self.kernel[...].astype(jnp.float32)
         logits = jnp.matmul(y.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
@@ -84,12 +95,27 @@ class Router(nnx.Module):
         else:
             weights = pick(scores)
             weights = weights / weights.sum(-1, keepdims=True) if config.router_normalize else weights
-        if self.context.training and "sample_shares" in microbatch:
-            weights = self._balanced(weights, logits, scores, chosen.sum((1, 2), dtype=jnp.float32), microbatch)
+        if not self.context.training:
+            return weights, experts
+        if config.expert_capacity:
+            # [b, s, E]: whether the token chose it, and how many earlier tokens of the sample did.
+            taken = chosen.any(2)
+            earlier = jnp.cumsum(taken, 1, dtype=jnp.int32) - taken
+            experts = jnp.where(pick(earlier) < expert_tokens(config, y.shape[1]), experts, config.experts)
+        if "sample_shares" in microbatch:
+            weights = self._balanced(weights, logits, scores, chosen, experts == config.experts, microbatch)
         return weights, experts
 
-    def _balanced(self, weights, logits, scores, counts, microbatch: Microbatch) -> jax.Array:
-        """`weights`, with the gradients of the balance losses and the values to report; `counts` [b, E] of local tokens."""
+    def _balanced(self, weights, logits, scores, chosen, dropped, microbatch: Microbatch) -> jax.Array:
+        """`weights`, with the gradients of the balance losses and the values to report.
+
+        Args:
+          weights, logits, scores: of the tokens.
+          chosen: bool [b, s, k, E], their choices.
+          dropped: bool [b, s, k], the choices that are dropped.
+          microbatch: has the arrays of `balance_arrays`.
+        """
+        counts = chosen.sum((1, 2), dtype=jnp.float32)  # [b, E] of local tokens
         config, total = self.config, lax.stop_gradient(self.context.sum_over_sequence(counts))
         choices = total.sum(-1, keepdims=True)  # [b, 1], k S
         tokens = choices[:, 0] / config.experts_per_token
@@ -98,6 +124,9 @@ class Router(nnx.Module):
         losses = (microbatch["sample_shares"][:, None] * jnp.stack([balance, z_loss], axis=1)).sum(0)
         loads = (microbatch["counted_samples"][:, None] * counts).sum(0)
         weights = add_loss(weights, config.balance_loss * losses[0] + config.router_z_loss * losses[1])
+        if config.expert_capacity:
+            lost = dropped.sum((1, 2), dtype=jnp.float32)
+            losses = jnp.append(losses, (microbatch["counted_samples"] * lost).sum())
         return report(weights, (self.bias[...], self.losses[...]), lax.stop_gradient((loads, losses)))
 
 
@@ -107,6 +136,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         """Draws the weights of one layer from its key."""
         self.config, self.constrain, self.group = config, context.constrain, context.experts
+        self.training = context.training
         self.router = Router(config, named_key(key, "router"), context)
         hidden, width, gates = config.hidden, config.feedforward_size, (2,) if config.is_gated else ()
         draw = lambda name, *shape: jax.random.normal(named_key(key, name), shape)  # noqa: E731
@@ -130,8 +160,11 @@ class Experts(nnx.Module):
         flat = experts.reshape(-1)
         order, places = sort_by_group(flat)
         sizes = group_sizes(flat, count)
-        # A token chooses an expert once, so no more of its choices than this replica has experts can be here.
-        order = order[: flat.size // experts.shape[-1] * min(count, experts.shape[-1])]
+        # A token chooses an expert once, so no more of its choices than this replica has experts can be here; nor more of a
+        # sample's than these experts take.
+        samples, length, choices = experts.shape
+        at_most = expert_tokens(self.config, length) if self.training else length
+        order = order[: samples * min(length * min(count, choices), count * at_most)]
         rows = self.constrain(dispatch(tokens.reshape(-1, y.shape[-1]), order, places), "batch", None)
         rows = checkpoint_name(rows, "dispatched")
         gates = (None,) if self.config.is_gated else ()
@@ -173,11 +206,15 @@ def take_measurements(gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
 
     Returns:
       (the gradients, with zeros for the router's `bias` and `losses`; "expert_load" [..., E], the choices of each expert in
-      the global batch, and "router_losses" [..., 2], balance loss and z-loss without coefficients, of each layer).
+      the global batch, and "router_losses" [..., 2], balance loss and z-loss without coefficients, of each layer; with
+      capacity also "dropped_choices" [...], how many of them were dropped).
     """
     router = gradients["blocks"]["feedforward"]["router"]
     zeros = {name: jnp.zeros_like(router[name]) for name in ("bias", "losses")}
-    return _with_router(gradients, zeros), {"expert_load": router["bias"], "router_losses": router["losses"]}
+    measured = {"expert_load": router["bias"], "router_losses": router["losses"][..., : len(LOSSES)]}
+    if router["losses"].shape[-1] > len(LOSSES):
+        measured["dropped_choices"] = router["losses"][..., len(LOSSES)]
+    return _with_router(gradients, zeros), measured
 
 
 def move_biases(updates: Tree, loads: jax.Array, rate: float) -> Tree:

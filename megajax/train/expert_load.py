@@ -13,12 +13,13 @@ def load_record(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
 
     Args:
       metrics: of `Training.train_step`, with "expert_load" [layers, experts], choices of each expert in the global batch,
-        and "router_losses" [layers, 2].
+        and "router_losses" [layers, 2]; with `expert_capacity` also "dropped_choices" [layers].
 
     Returns:
       balance_loss (mean over layers; 1 if all experts are used equally), router_z_loss (mean), expert_entropy (mean over
       layers of the load's entropy, as a fraction of log(experts), its largest value) and worst_expert_share (the largest
-      part of a layer's choices that one expert has); then all but router_z_loss for each layer, as lists.
+      part of a layer's choices that one expert has); then all but router_z_loss for each layer, as lists. With
+      `expert_capacity` also dropped_choices (of all layers), dropped_share (of all choices), and the latter for each layer.
     """
     if "expert_load" not in metrics:
         return {}
@@ -27,11 +28,18 @@ def load_record(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
         share = load / load.sum(-1, keepdims=True)
     entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(-1) / np.log(load.shape[-1])
     layers = {"balance_loss": losses[:, 0], "expert_entropy": entropy, "worst_expert_share": share.max(-1)}
+    dropped = {}
+    if "dropped_choices" in metrics:
+        counts = np.asarray(metrics["dropped_choices"], np.float64)
+        with np.errstate(invalid="ignore"):
+            layers["dropped_share"] = counts / load.sum(-1)
+            dropped = {"dropped_choices": int(counts.sum()), "dropped_share": float(counts.sum() / load.sum())}
     return {
         "balance_loss": float(losses[:, 0].mean()),
         "router_z_loss": float(losses[:, 1].mean()),
         "expert_entropy": float(entropy.mean()),
         "worst_expert_share": float(share.max()),
+        **dropped,
         **{f"layer_{name}": values.tolist() for name, values in layers.items()},
     }
 
@@ -40,7 +48,8 @@ def describe_load(record: Mapping[str, Any]) -> str:
     """The part of a plain line about experts; empty without them."""
     if "balance_loss" not in record:
         return ""
+    dropped = f"  dropped choices {record['dropped_share']:.1%}" if "dropped_share" in record else ""
     return (
         f"  balance loss {record['balance_loss']:.3f}  expert entropy {record['expert_entropy']:.3f}  "
-        f"worst expert share {record['worst_expert_share']:.1%}"
+        f"worst expert share {record['worst_expert_share']:.1%}{dropped}"
     )

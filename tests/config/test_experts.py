@@ -18,6 +18,7 @@ UNEVEN = dense_experts.UNEVEN
     ("changes", "message"),
     [
         ({"experts": 0}, "shared_feedforward = 16 does nothing without experts: pass --shared-feedforward 0"),
+        ({"expert_capacity": -1.0}, "expert_capacity = -1.0 must be"),
         ({"experts": 1}, "experts = 1 leaves a router no choice: pass --experts 0"),
         ({"experts_per_token": 7}, "experts_per_token = 7 is above experts = 6: pass --experts-per-token 6 or fewer"),
         ({"experts": -1}, "experts = -1 must be"),
@@ -33,6 +34,11 @@ def test_bert_has_no_experts():
     fields = {field.name: getattr(small.BERT, field.name) for field in dataclasses.fields(small.BERT)}
     with pytest.raises(ConfigError, match="experts = 4 .* not by BERT: pass --experts 0"):
         BertConfig(**fields | {"experts": 4}).validate()
+
+
+def test_capacity_needs_whole_samples():
+    with pytest.raises(ConfigError, match="expert_capacity = 0.75 counts .* context = 2 splits: pass --context 1 or"):
+        dense_experts.DROPPING.check_parallel(ParallelConfig(context=2))
 
 
 def test_the_shared_width_is_split_over_tensor():

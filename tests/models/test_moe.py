@@ -8,9 +8,15 @@ from megajax.models.interface import mean_loss
 from tests import dense_experts, small
 
 
-@pytest.mark.parametrize("config", [dense_experts.UNEVEN, pytest.param(dense_experts.PLAIN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *map(pytest.param, (dense_experts.UNEVEN, dense_experts.DROPPING)),
+        pytest.param(dense_experts.PLAIN, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_gradients_and_measurements(config):
-    """With equal scores and an expert without tokens (UNEVEN)."""
+    """With equal scores and an expert without tokens (UNEVEN), and with tokens that are dropped."""
     model, params = small.build_model(config, recompute="none"), dense_experts.params_of(config)
     batch = small.make_batch(small.make_run(microbatches=2, model=config))
     value, gradients = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))(params)
@@ -19,5 +25,8 @@ def test_loss_gradients_and_measurements(config):
     small.assert_gradients_close(jax.tree.map(np.asarray, gradients), want_gradients, rtol=1e-5)
     loads = np.asarray(gradients["blocks"]["feedforward"]["router"]["bias"])
     np.testing.assert_array_equal(loads.sum(1), small.BATCH * config.sequence_length * config.experts_per_token)
+    if config.expert_capacity:  # an even share is 8 of 16 tokens, so with 6 at least a quarter is dropped
+        dropped = np.asarray(gradients["blocks"]["feedforward"]["router"]["losses"])[:, 2]
+        assert (dropped >= loads.sum(1) / 4).all() and (dropped == dropped.astype(int)).all()
     if config.balance_bias_rate:
         assert (loads[:, 5] == 0).all() and (loads[:, 1] >= loads[:, 2]).all() and (loads[:, 1] > 0).all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import dense_experts, small
-from tests.dense_experts import PLAIN, UNEVEN
+from tests.dense_experts import DROPPING, PLAIN, UNEVEN
 from tests.train.test_equivalence import slow
 
 # mesh (data, pipe, tensor), schedule, chunks, microbatches; options of the layout
@@ -56,6 +56,11 @@ EXPERT_LONG = [
     (PLAIN, ((1, 2, 1), "eager_1f1b", 1, 4, {"expert": 2, "context": 4})),
     (PLAIN, ((2, 1, 4), "interleaved_1f1b", 1, 4, {"expert": 2, "tensor_overlap": "ring"})),
     (PLAIN, ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2, "sequence_parallel": False})),
+]
+DROPPING_LONG = [
+    ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1}),
+    ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full"}),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {}),
 ]
 EXPERT_GRID = [
     (
@@ -111,6 +116,12 @@ def test_loss_gradients_and_measurements_long(config, case):
 )
 def test_replicas_that_split_the_experts(config, case):
     check(config, case)
+
+
+@pytest.mark.parametrize("case", slow(DROPPING_LONG), ids=str)
+def test_dropped_choices(case):
+    """Which ones depends on the sample alone; the rows that no expert takes are not computed."""
+    check(DROPPING, case)
 
 
 @pytest.mark.parametrize("case", slow([*QUICK, *LONG[1:5], EXPERT_QUICK[0][1]]), ids=str)
