@@ -73,6 +73,7 @@ class Gpu:
       host_bandwidth: NVLink to all other GPUs of the host together.
       network_bandwidth: the GPU's share of its host's InfiniBand.
       network_share: fraction of that which collectives reach when every GPU of the cluster participates in one.
+      pcie_bandwidth: to the host's memory.
       compute_capability: (major, minor).
       cores: streaming multiprocessors.
       clock: GHz, the boost clock.
@@ -89,6 +90,7 @@ class Gpu:
     host_bandwidth: float
     network_bandwidth: float
     network_share: float
+    pcie_bandwidth: float
     compute_capability: tuple[int, int]
     cores: int
     clock: float
@@ -117,18 +119,20 @@ class Gpu:
 # is both directions together, halved here). Network: DGX A100 has eight HDR 200 Gb/s adapters, DGX H100 and H200 eight NDR
 # 400 Gb/s (their datasheets): one for each GPU. Their share on A100s: 2104.04473 section 5.9 reports a bisection bandwidth
 # of 12.9 TB/s for the gradient all-reduce of 3,072 GPUs, 8.4 of 25 GB/s for each of 1,536 pairs. For H100s no training run
-# has published one; nccl-tests reach 0.8 to 0.95, and the lower is used. Cores, clocks, caches: NVIDIA's whitepapers.
+# has published one; nccl-tests reach 0.8 to 0.95, and the lower is used. PCIe
+# (version 4 of the A100, 5 of the others): 64 and 128 GB/s in both directions together, by the datasheets. Cores, clocks,
+# caches: NVIDIA's whitepapers.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1555 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB"),
+            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB"),
         Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2039 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB"),
+            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB"),
         Gpu("h100-80gb", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3352 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3"),
+            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3"),
         Gpu("h200-141gb", "NVIDIA H200", 150_121_545_728, 4800 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200"),
+            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200"),
     )
 }  # fmt: skip
 

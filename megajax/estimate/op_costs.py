@@ -39,6 +39,7 @@ class Software:
       data_overlap: the gradient reduction overlaps the last microbatch's backward.
       send_overlap: pipeline sends overlap the next chunk.
       scatter_gather: a tensor group sends each element once (2104.04473 section 4.1), without sequence parallelism too.
+      context_overlap: sends round the rings of context parallelism overlap attention.
       lockstep: all ranks start a tick together.
       gradient_bytes: bytes of a gradient element in the reduction over data-parallel replicas.
       logit_bytes: memory traffic of the loss for each logit, forward and backward.
@@ -57,6 +58,7 @@ class Software:
     data_overlap: bool = False
     send_overlap: bool = False
     scatter_gather: bool = False
+    context_overlap: bool = False
     lockstep: bool = False
     gradient_bytes: int = 4
     logit_bytes: int = 10
@@ -69,7 +71,7 @@ class Software:
 
 # 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
 # Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
-MEGAJAX = Software("megajax", lockstep=True, gathers_again=2, copies_stash=True)
+MEGAJAX = Software("megajax", lockstep=True, context_overlap=True, gathers_again=2, copies_stash=True)
 
 
 @dataclasses.dataclass(frozen=True)

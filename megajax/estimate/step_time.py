@@ -32,16 +32,20 @@ from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one block's forward or backward, for one microbatch on one device; `tensor` is exposed communication."""
+    """Seconds of one block's forward or backward, for one microbatch on one device.
+
+    `tensor` and `context` are exposed communication, within tensor groups and round the rings of context parallelism.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     tensor: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.elementwise + self.tensor
+        return sum(dataclasses.astuple(self))
 
     def __add__(self, other: "LayerTime") -> "LayerTime":
         return LayerTime(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -60,6 +64,8 @@ class StepTime:
       data: exposed gradient reduction over replicas, and gathering of weights.
       optimizer: reading gradients, moments and weights, and writing them.
       copies: transposing the stash, which a better compiled program would avoid.
+      context: exposed sends of keys and values round the rings of context parallelism.
+      offload: moving stashed activations to host memory and back.
     """
 
     blocks: float
@@ -70,6 +76,8 @@ class StepTime:
     data: float
     optimizer: float
     copies: float = 0.0
+    context: float = 0.0
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
@@ -77,12 +85,12 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        return self.tensor + self.sends + self.data
+        return self.tensor + self.context + self.sends + self.data
 
 
 def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[LayerTime, LayerTime]:
     """(forward, backward) of one block for one microbatch; the backward includes what it recomputes."""
-    rows, item, software = parallel.microbatch_size * model.sequence_length, ops.itemsize, ops.software
+    rows, item, software = rows_of(model, parallel), ops.itemsize, ops.software
     tensor, mode = parallel.tensor, parallel.recompute
     shapes = [
         (
@@ -109,13 +117,34 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tu
     exchange = 2 * model.matmul_pairs * one * (1 - software.tensor_overlap)
     kept_split = parallel.sequence_parallel and mode != "full"  # full gathers while it recomputes
     exchange_again = software.gathers_again * one if kept_split and model.matmul_pairs else 0.0
-    forward = LayerTime(matmul, attention, elementwise, exchange)
-    backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange + exchange_again)
+    rings = [_ring_time(model, parallel, ops, *ring) for ring in ((0, attention), (1, attention_backward))]
+    forward = LayerTime(matmul, attention, elementwise, exchange, rings[0])
+    backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange + exchange_again, rings[1])
     if mode == "full":
         return forward, backward + forward
     several = zip(model.matmuls, shapes, strict=True)
     matmul_again = sum(ops.matmul(rows, k, n) for one, (k, n) in several if mode in one.recomputed)
     return forward, backward + LayerTime(matmul=matmul_again, attention=again)
+
+
+def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
+    """Tokens of a microbatch on a device: context parallelism splits the sequence."""
+    return parallel.microbatch_size * model.sequence_length // parallel.context
+
+
+def _ring_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, gradients: int, attention: float) -> float:
+    """Exposed sends of a rank's keys and values round a ring of C ranks (`ops/ring_attention.py`), in one block.
+
+    They are sent C - 1 times in the forward and in the backward, and their gradients C times in the backward. Each send
+    overlaps the products of the pieces received before, a C-th of `attention`, the time of the pass.
+    """
+    ranks = parallel.context
+    if ranks == 1 or model.attention is None:
+        return 0.0
+    elements = 2 * rows_of(model, parallel) * model.attention.groups * model.attention.head_size / parallel.tensor
+    one = ops.send(elements * ops.itemsize, spread(parallel, "data"))
+    exposed = max(0.0, one - attention / ranks) if ops.software.context_overlap else one
+    return exposed * (ranks - 1 + gradients * ranks)
 
 
 def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[float, float, float]:
@@ -124,14 +153,15 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) 
         return 0.0, 0.0, 0.0
     item, software, head_size = ops.itemsize, ops.software, model.attention.head_size
     tokens, heads = model.sequence_length, parallel.microbatch_size * model.attention.heads / parallel.tensor
-    scores = heads * tokens * tokens
+    queries = tokens // parallel.context  # of one device, an equal share of the work (2407.21783 section 3.3.2)
+    scores = heads * queries * tokens
     if software.fused_attention or is_fused(parallel):
         window = min(tokens, model.attention.window or tokens)
         seen = window * (2 * tokens - window) / 2 if model.attention.causal else tokens * tokens  # scores of a head
-        forward = ops.fused_attention(8 * heads * seen * head_size)
+        forward = ops.fused_attention(8 * heads * seen * head_size / parallel.context)
         # A fused backward always computes the scores again.
         return forward, (PALLAS_BACKWARD if parallel.attention == "pallas" else ops.fused_backward) * forward, 0.0
-    products = 2 * ops.matmul(tokens, head_size, tokens, heads)
+    products = 2 * ops.matmul(queries, head_size, tokens, heads)
     # softmax reads and writes the scores; dropout reads and writes them and a mask of one byte
     passes = 2 * item + (2 * item + 1 if software.dropout else 0)
     forward = products + ops.traffic(scores * passes)
@@ -144,7 +174,7 @@ def head_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, shardin
     if not model.vocabulary:
         return 0.0
     parts = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
-    rows, columns = parallel.microbatch_size * model.sequence_length, model.vocabulary / parts
+    rows, columns = rows_of(model, parallel), model.vocabulary / parts
     products = 3 * ops.matmul(rows, model.hidden, columns)
     split = parallel.tensor if parallel.sequence_parallel else 1
     products += sum(3 * ops.matmul(rows / split, one.inputs, one.outputs) for one in model.head)
@@ -202,7 +232,7 @@ def step_time(
     else:
         data = _reduction_time(run, ops, sharding, backward.total * layers)
     return StepTime(
-        blocks=blocks - batches * layers * both.tensor,
+        blocks=blocks - batches * layers * (both.tensor + both.context),
         head=batches * head_time(model, parallel, ops, sharding),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
@@ -210,6 +240,8 @@ def step_time(
         data=data,
         optimizer=_optimizer_time(run, ops, sharding),
         copies=_copies_time(run, ops) if software.copies_stash else 0.0,
+        context=batches * layers * both.context,
+        offload=_offload_time(run, ops) if parallel.offload_activations else 0.0,
     )
 
 
@@ -222,13 +254,29 @@ def _copies_time(run: RunConfig, ops: OpCosts) -> float:
     return ticks * ops.traffic(2 * count)
 
 
+def _offload_time(run: RunConfig, ops: OpCosts) -> float:
+    """Moving what each block keeps to host memory and back; that the copies overlap kernels is not counted on."""
+    model, parallel = model_costs(run.model), run.parallel
+    kept = model.kept_bytes(
+        parallel.recompute,
+        samples=parallel.microbatch_size,
+        sequence=model.sequence_length // parallel.context,
+        tensor=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        itemsize=ops.itemsize,
+        fused_attention=is_fused(parallel),
+    )
+    blocks = run.microbatches * parallel.stage_layers(run.model.layers).rank_slots // parallel.recompute_blocks
+    return 2 * blocks * kept / ops.gpu.pcie_bandwidth
+
+
 def _sends_time(run: RunConfig, ops: OpCosts) -> float:
     """Exposed sends: one per tick and direction, or only in the fill and drain if sends overlap the next chunk."""
     model, parallel, software = model_costs(run.model), run.parallel, ops.software
     if parallel.pipe == 1:
         return 0.0
     split = parallel.tensor if parallel.sequence_parallel or software.scatter_gather else 1
-    count = parallel.microbatch_size * model.sequence_length * model.hidden * ops.itemsize / split
+    count = rows_of(model, parallel) * model.hidden * ops.itemsize / split
     exposed = 0 if software.send_overlap else run.microbatches * parallel.chunks
     return 2 * ops.send(count, spread(parallel, "pipe")) * (exposed + parallel.pipe - 1)
 
@@ -240,8 +288,9 @@ def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, backward: 
     """
     parallel, software = run.parallel, ops.software
     local, distance = parameters_per_device(run, sharding), spread(parallel, "data")
-    gradients = ops.collective(local * software.gradient_bytes, parallel.data, distance)
-    weights = ops.collective(local * ops.itemsize, parallel.data, distance)
+    replicas = parallel.data * parallel.context
+    gradients = ops.collective(local * software.gradient_bytes, replicas, distance)
+    weights = ops.collective(local * ops.itemsize, replicas, distance)
     times = gradients + (weights if sharding.zero else gradients)
     return max(0.0, times - backward) if software.data_overlap else times
 
@@ -257,7 +306,8 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float) -> float:
     local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
     pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
     share = fitted.gather_share if software.gathers_ahead else None
-    one = lambda bytes_each: ops.collective(local * bytes_each, parallel.data, distance, pieces, share)  # noqa: E731
+    replicas = parallel.data * parallel.context
+    one = lambda bytes_each: ops.collective(local * bytes_each, replicas, distance, pieces, share)  # noqa: E731
     gathers = 3 if parallel.recompute == "full" else 2
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
     return times - (fitted.gather_overlap * min(times, blocks) if software.gathers_ahead else 0.0)
@@ -265,7 +315,8 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float) -> float:
 
 def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
     """Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written."""
-    state = parameters_per_device(run, sharding) / (run.parallel.data if sharding.zero else 1)
+    replicas = run.parallel.data * run.parallel.context
+    state = parameters_per_device(run, sharding) / (replicas if sharding.zero else 1)
     return ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
 
 

@@ -23,7 +23,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -104,21 +104,22 @@ def dry_run(
     run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900, save_hlo: str | None = None
 ) -> int:
     """Compiles, prints the report, and returns the exit code; the run's attention is not auto (`with_attention`)."""
+    modelled = bytes_per_device(run)  # raises for sizes that the schedule's generator refuses
     print(_title(run, gpu))
     if (stages := run.parallel.stage_layers(model_costs(run.model).layers)).idle:
         print(stages.describe())
-    compiling_here = compiling and has_compiler()
+    compiling_here, keep = compiling and has_compiler(), ()
     if compiling_here and run.parallel.attention == "cudnn" and not cudnn_installed():
-        run, cudnns = _with_xlas_attention(run), sum(bytes_per_device(run).values())
-        print(_NO_CUDNN.format(saved=(sum(bytes_per_device(run).values()) - cudnns) / 1e9))
-    modelled = bytes_per_device(run)
+        run, cudnns, keep = _with_xlas_attention(run), sum(modelled.values()), ("attention",)
+        modelled = bytes_per_device(run)
+        print(_NO_CUDNN.format(saved=(sum(modelled.values()) - cudnns) / 1e9))
     if not compiling_here:
         if compiling:
             print(f"NOT COMPILED: {MISSING_PLUGIN}.")
         print("These are the MEMORY MODEL's figures, not the compiler's (docs/planning.md compares the two).")
         peak = sum(modelled.values())
         print(_memory(modelled, peak, gpu))
-        return _verdict(run, gpu, peak, 1.0, "model", 0)
+        return _verdict(run, gpu, peak, 1.0, "model", 0, keep)
     try:
         result = compile_for(run, gpu, timeout)
     except CompilerError as error:
@@ -133,7 +134,7 @@ def dry_run(
     print(_communication(run, result))
     print(account_table(account_of(run, gpu, result["hlo"])))
     print(f"compiled in {result['seconds']:.0f} s; nothing was run or autotuned")
-    return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout)
+    return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout, keep)
 
 
 def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -> int:
@@ -257,7 +258,9 @@ def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _verdict(run: RunConfig, gpu: Gpu, peak: int, correction: float, source: str, timeout: float) -> int:
+def _verdict(
+    run: RunConfig, gpu: Gpu, peak: int, correction: float, source: str, timeout: float, keep: Collection[str]
+) -> int:
     """Prints whether the run fits, and if not the smallest change that makes it fit; returns the exit code.
 
     Args:
@@ -267,15 +270,16 @@ def _verdict(run: RunConfig, gpu: Gpu, peak: int, correction: float, source: str
       correction: ratio of the compiled peak to the memory model's, a factor on the model's numbers for other runs.
       source: of the peak, "model" or "compiler".
       timeout: seconds, for compiling the changed run.
+      keep: fields of the layout that the change must not touch.
     """
     limit = usable_bytes(gpu)
     if peak <= limit:
         print(f"fits: {(limit - peak) / 1e9:.1f} GB to spare, by the {source}")
         return 0
     print(f"DOES NOT FIT: {(peak - limit) / 1e9:.1f} GB too much, by the {source}")
-    found = smallest_change(run, gpu, correction)
+    found = smallest_change(run, gpu, correction, keep)
     if found is None:
-        print("no change of schedule, recomputation, microbatch or mesh makes it fit on up to 16 times the GPUs")
+        print("no option of the layout, nor two of them, makes it fit, on up to 16 times the GPUs")
         return 1
     print(
         f"the smallest change that makes it fit: {found.options}  ({found.peak / 1e9:.1f} GB by the model, {found.cost})"

@@ -14,7 +14,7 @@ from megajax.estimate.op_costs import FITTED, OpCosts
 from megajax.estimate.step_time import layer_times
 from megajax.plan.search import Candidate, best_by
 
-PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies")
+PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies", "context", "offload")
 
 
 def explain(candidates: Sequence[Candidate]) -> str:

@@ -1,11 +1,12 @@
 """The planner's output, printed and drawn: the best layouts, with their memory and time part by part."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from megajax.config import ConfigError
 from megajax.estimate import model_costs
-from megajax.plan.search import Candidate, Question, best_by, usable_bytes
+from megajax.plan.search import Candidate, Question, best_by, fitting, usable_bytes
 
 # The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
 PARTS = {
@@ -84,7 +85,7 @@ def heading(question: Question, tokens: float, counted: int, fitting: int, secon
 
 
 def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
-    """For a search in which no layout fits: the smallest ones."""
+    """For a search in which no layout fits: the smallest ones, and what to pass for one that fits."""
     lines = ["nothing fits; the smallest:"]
     for one in candidates[:count]:
         parallel = one.run.parallel
@@ -93,7 +94,22 @@ def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
             f"  tensor {parallel.tensor} pipe {parallel.pipe} data {parallel.data}, {parallel.schedule}, recompute "
             f"{parallel.recompute}: {one.peak / 1e9:.1f} GB of {limit / 1e9:.1f}  {memory_bar(one.memory, limit)}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, _what_fits(candidates[0].question)])
+
+
+def _what_fits(question: Question) -> str:
+    """What else to pass: more of ZeRO, or more GPUs; layouts with the least activations are tried."""
+    schedule = "1f1b" if "1f1b" in question.schedules else question.schedules[0]
+    lean = {"microbatches": question.microbatches[:1], "recomputes": question.recomputes[-1:], "schedules": (schedule,)}
+    for growth in (1, 2, 4, 8, 16, 32, 64):
+        for zero in ((0,), (1, 3)):
+            wider = dataclasses.replace(question, gpus=question.gpus * growth, zero=zero, **lean)
+            fits = next(fitting(wider), None)
+            if fits is not None:
+                more = [f"--gpus {wider.gpus}"] if growth > 1 else []
+                more += [f"--zero {fits.parallel.zero}"] if fits.parallel.zero not in question.zero else []
+                return f"pass {' '.join(more)}"
+    return "no layout fits on up to 64 times the GPUs either: pass a smaller --model, or a --gpu with more memory"
 
 
 def new_figure(**options: Any) -> Any:

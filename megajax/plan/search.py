@@ -21,6 +21,7 @@ from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
 from megajax.schedules.registry import find, search_order
 
+NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
 MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
 
 
@@ -119,10 +120,7 @@ def search(question: Question) -> list[Candidate]:
     question.gpu.peak(question.precision)  # raises if the GPU does not support it
     found = [evaluate(question, run) for run in _runs(question)]
     if not found:
-        raise ConfigError(
-            f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of "
-            f"{question.global_batch}: pass a --gpus and a --global-batch with more divisors in common."
-        )
+        raise ConfigError(_no_layout(question))
     # Ties: less memory first, then the simpler schedule.
     order = question.schedules
     return sorted(
@@ -134,6 +132,48 @@ def search(question: Question) -> list[Candidate]:
             order.index(one.run.parallel.schedule),
         ),
     )
+
+
+# Fields of `Question` that narrow the search, and the options that set them.
+NARROWING = {
+    "microbatches": "--microbatch-sizes",
+    "schedules": "--schedules",
+    "recomputes": "--recompute",
+    "zero": "--zero",
+    "precision": "--precision",
+}
+
+
+def _no_layout(question: Question) -> str:
+    """Why no layout is legal, and what to pass instead: without a narrower choice, or for the nearest numbers of GPUs."""
+    text = (
+        f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of {question.global_batch}"
+    )
+    defaults = {field.name: field for field in dataclasses.fields(Question)}
+    for name, option in NARROWING.items():
+        field = defaults[name]
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if getattr(question, name) != usual and _has_layout(dataclasses.replace(question, **{name: usual})):
+            value = getattr(question, name)
+            shown = value if isinstance(value, str) else " ".join(map(str, value))
+            return f"{text} with {option} {shown}: omit {option}, or pass it other values."
+    counts = (question.gpus + sign * away for away in range(1, NEAREST + 1) for sign in (-1, 1))
+    legal = (count for count in counts if count > 0 and _has_layout(dataclasses.replace(question, gpus=count)))
+    near = sorted(itertools.islice(legal, 2))
+    if near:
+        return f"{text}: pass --gpus {' or '.join(map(str, near))}, or a --global-batch with more divisors in common."
+    return f"{text}: pass a --gpus and a --global-batch with more divisors in common."
+
+
+def _has_layout(question: Question) -> bool:
+    """Whether there is any legal layout."""
+    return next(iter(_runs(question)), None) is not None
+
+
+def fitting(question: Question) -> Iterable[RunConfig]:
+    """The legal runs that fit, in no order, found one by one and not timed."""
+    limit = usable_bytes(question.gpu)
+    return (run for run in _runs(question) if sum(bytes_per_device(run).values()) <= limit)
 
 
 def evaluate(question: Question, run: RunConfig) -> Candidate:
@@ -186,7 +226,7 @@ def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
         yield from ((spec.name, 1) for spec in [spec for spec in specs if spec.chunks != "two"][:1])
         return
     for spec in specs:
-        choices = {"one": [1], "two": [2], "any": _chunk_counts(pipe, question.model.layers)}[spec.chunks]
+        choices = {"one": [1], "two": [2], "any": chunk_counts(pipe, question.model.layers)}[spec.chunks]
         yield from ((spec.name, chunks) for chunks in choices if chunks > 1 or not spec.one_chunk)
 
 
@@ -199,7 +239,7 @@ def _pipe_sizes(gpus: int, layers: int) -> list[int]:
     return _fewest([pipe for pipe in divisors(gpus) if pipe <= layers], layers)
 
 
-def _chunk_counts(pipe: int, layers: int) -> list[int]:
+def chunk_counts(pipe: int, layers: int) -> list[int]:
     """The numbers of chunks to consider: the fewest for each size of the largest stage.
 
     More chunks of that size have the same bubble, and a rank more slots, of which some are empty.

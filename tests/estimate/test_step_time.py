@@ -181,6 +181,28 @@ def test_zero_3_by_hand():
     assert plain.data == pytest.approx(2 * 4 * one)
 
 
+def test_context_parallelism_splits_the_work_and_sends_keys_and_values_by_hand():
+    """Four ranks of one host: a quarter of every matmul and of attention; 3 sends forward, 3 and 4 backward."""
+    model = transformer_costs(preset("llama2-7b"))
+    ops = OpCosts(A100, "bf16", Software("ideal", fused_attention=True), IDEAL)
+    whole, split = (layer_times(model, ParallelConfig(data=1, context=size), ops) for size in (1, 4))
+    for one, part in zip(whole, split, strict=True):
+        assert part.attention == pytest.approx(one.attention / 4)
+        assert part.matmul < one.matmul / 2 and part.elementwise == pytest.approx(one.elementwise / 4)
+    one = 2 * 1024 * 4096 * 2 / (0.77 * 300e9) + 8.4e-6 + 3.4e-6  # keys and values of 1,024 tokens in 16 bit
+    assert split[0].context == pytest.approx(3 * one) and split[1].context == pytest.approx(7 * one)
+    overlapping = OpCosts(A100, "bf16", Software("ideal", fused_attention=True, context_overlap=True), IDEAL)
+    hidden = layer_times(model, ParallelConfig(data=1, context=4), overlapping)
+    assert hidden[0].context == pytest.approx(3 * max(0, one - split[0].attention / 4))
+
+
+def test_offloaded_activations_are_moved_twice():
+    parallel = ParallelConfig(pipe=2, chunks=1, schedule="1f1b", recompute="full", offload_activations=True)
+    run = RunConfig(preset("gpt3-1.3b"), parallel, TrainConfig(global_batch_size=4))
+    # four microbatches of the inputs of twelve blocks, 2,048 tokens of 2,048 in 16 bit, at 32 GB/s there and back
+    assert step_time(run, A100).offload == pytest.approx(2 * 4 * 12 * 2048 * 2048 * 2 / 32e9)
+
+
 def test_unknown_gpus_and_precisions_are_refused():
     with pytest.raises(ConfigError, match="did you mean a100-80gb"):
         find_gpu("a100-80g")

@@ -8,8 +8,10 @@ import pytest
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.toml import toml_text
+from megajax.estimate.gpus import find_gpu
 from megajax.plan.__main__ import config_sections, main
-from megajax.plan.report import PARTS, memory_bar
+from megajax.plan.report import PARTS, memory_bar, smallest
+from megajax.plan.search import Question, search
 
 SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64"
 
@@ -112,7 +114,16 @@ def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
 def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
     words = "--model gpt3-1t --gpus 8 --gpu a100-80gb --global-batch 64"
     assert main([*words.split(), "--out", str(tmp_path / "p")]) == 1
-    assert "nothing fits; the smallest:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing fits; the smallest:" in out and out.splitlines()[-1] == "pass --gpus 256"
+
+
+def test_it_says_that_zero_would_fit():
+    """Two layers on two stages, without tensor parallelism: only ZeRO splits them further."""
+    model = dataclasses.replace(preset("gpt3-175b"), layers=2)
+    question = Question(model, 8, find_gpu("a100-40gb"), 64, tensor_sizes=(1,))
+    assert smallest(search(question)).splitlines()[-1] == "pass --zero 1"
+    assert search(dataclasses.replace(question, zero=(1,)))[0].fits
 
 
 @pytest.mark.parametrize(
@@ -150,6 +161,24 @@ def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
             "layers = 100000 must be at most 1024",
         ),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out=", "--out: '' must not be empty"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 3 5",
+            "takes a global batch of 8 with --microbatch-sizes 3 5: omit --microbatch-sizes, or",
+        ),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --schedules pipedream_2bw --precision fp16",
+            "with --schedules pipedream_2bw: omit --schedules, or",
+        ),
+        (
+            "--model gpt2 --gpus 97 --gpu a100-80gb --global-batch 8",
+            "takes a global batch of 8: pass --gpus 88 or 96, or",
+        ),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --zero 2", "--zero: invalid choice: 2"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --precision fp8",
+            "--precision: invalid choice: 'fp8'",
+        ),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --plot x.jpg2", "plot = x.jpg2 cannot be written"),
     ],
 )
 def test_wrong_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):
