@@ -33,10 +33,12 @@ class Sharding:
       zero: 0, nothing; 1, fp32 weights and optimizer state over data-parallel replicas (ZeRO-1, 1910.02054); 3, gradients
         and 16-bit weights too, gathered block by block when needed.
       vocabulary_over_pipe: the token table and the head's matmul are split over pipe * tensor, not over tensor.
+      shards: replicas that ZeRO-3 shards over, and keeps as many copies as there are such groups; None: all replicas.
     """
 
     zero: int = 0
     vocabulary_over_pipe: bool = False
+    shards: int | None = None
 
     @classmethod
     def from_config(cls, run: RunConfig) -> "Sharding":

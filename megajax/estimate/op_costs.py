@@ -17,13 +17,17 @@ LINK_SHARE = 0.77
 # Fraction of a network adapter's rate that one point-to-point stream reaches: NCCL's send and receive over HDR, about 20 of
 # 25 GB/s.
 STREAM_SHARE = 0.8
+# The same of collectives of many megabytes in which all adapters of a host take part, one ring for each: nccl-tests reach
+# 0.8 to 0.95, and the lower is used.
+RINGS_SHARE = 0.8
 # Seconds to start a collective, and of a hop of its ring over NVLink and over the network: NCCL's own table for rings and
 # large messages (src/graph/tuning.cc: baseLat and hwLat, ring, Simple).
 START, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
-# Fused attention's fraction of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract), 35% on
-# H100 (2407.08608, abstract). A backward is five matmuls to the forward's two (2307.08691 section 3.1); Pallas's two
-# kernels (megajax/ops/flash_attention.py) compute seven.
-FUSED_ATTENTION_SHARE = {"a100": 0.6, "h100": 0.35, "h200": 0.35}
+# Fused attention's fraction of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract); cuDNN's
+# and FlashAttention-3's kernels 400 to 640 TFLOP/s on H100 for causal attention at head dimension 128 (2407.08608, figure
+# 5). A backward is five matmuls to the forward's two (2307.08691 section 3.1); Pallas's two kernels
+# (megajax/ops/flash_attention.py) compute seven.
+FUSED_ATTENTION_SHARE = {"a100": 0.6, "h100": 0.455, "h200": 0.455}
 FUSED_BACKWARD, PALLAS_BACKWARD = 2.5, 3.5
 
 
@@ -49,6 +53,9 @@ class Software:
         hides these).
       gathered_pieces: collectives in which ZeRO-3 gathers a block's weights.
       gathers_ahead: ZeRO-3's gathers and scatters overlap the blocks' compute, with the constants of `Fitted`.
+      gathers_hidden: they overlap all of it, at the rate of nccl-tests: of `gathers_ahead` and this at most one.
+      gathers_for_recompute: with full recompute, ZeRO-3 gathers a block for its second forward and for its backward;
+        otherwise once for both.
       copies_stash: XLA transposes some of the stash once for each chunk (`memory.stash_copies`).
     """
 
@@ -66,12 +73,16 @@ class Software:
     gathers_again: int = 0
     gathered_pieces: int = 12  # one for each tensor: four matrices, four biases, two norms of two tensors each
     gathers_ahead: bool = False
+    gathers_hidden: bool = False
+    gathers_for_recompute: bool = True
     copies_stash: bool = False
 
 
 # 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
 # Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
-MEGAJAX = Software("megajax", lockstep=True, context_overlap=True, gathers_again=2, copies_stash=True)
+MEGAJAX = Software(
+    "megajax", gathers_for_recompute=False, lockstep=True, context_overlap=True, gathers_again=2, copies_stash=True
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Fitted:
 
     Attributes:
       matmul_share: by chip, the fraction of the dense peak that a large matmul sustains with all GPUs at work (power limits
-        lower the clocks).
+        lower the clocks). The A100's is fitted; the others are `H100_MATMUL_SHARE`.
       memory_share: the fraction of the memory bandwidth that a streaming kernel reaches.
       gather_share: the fraction of the hosts' network bandwidth that ZeRO-3's gathers and scatters reach, block by block
         over all GPUs.
@@ -93,7 +104,11 @@ class Fitted:
     gather_overlap: float
 
 
-FITTED = Fitted({"a100": 0.812, "h100": 0.614, "h200": 0.614}, 0.704, 0.148, 0.464)  # the H200 is the H100's chip
+# About 700 TFLOP/s of large bf16 products in training, as `roofline.py` has it: a product alone was measured at 790, whole
+# steps of training at up to 544. The H200 is the H100's chip.
+H100_MATMUL_SHARE = 0.71
+CHIPS = {"h100": H100_MATMUL_SHARE, "h200": H100_MATMUL_SHARE}
+FITTED = Fitted({"a100": 0.784, **CHIPS}, 0.771, 0.147, 0.486)
 
 
 class OpCosts:

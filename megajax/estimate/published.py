@@ -8,11 +8,14 @@ import dataclasses
 from collections.abc import Iterable
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.error_bars import kind_of
 from megajax.estimate.flops import equation_3_flops, flops_per_step
+from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.memory import USABLE_SHARE, Sharding
 from megajax.estimate.op_costs import Software
 
 ZERO_3 = "2104 table 2, ZeRO-3"
+A100, H100 = find_gpu("a100-80gb"), find_gpu("h100-80gb")
 # 52 bytes a logit: the passes of Megatron-LM's vocab_parallel_cross_entropy, counted in tensor_parallel/cross_entropy.py:
 # to fp32, maximum, subtract, exponential, sum, divide; in the backward copy, scale, to 16 bit. Gradients are reduced in the
 # type of the weights for fp16 (accumulate_allreduce_grads_in_fp32 is set for bf16 only, arguments.py of v2.5).
@@ -44,7 +47,7 @@ class Row:
     Attributes:
       table: where it is printed.
       runs: the run, or several candidates if the table does not say.
-      gpu: name of the GPU.
+      gpu: the GPU and its network.
       software: the training program.
       teraflops: TFLOP/s per GPU, as printed or from the printed seconds.
       equation_3: whether that includes full recomputation (2104.04473) or not.
@@ -54,12 +57,22 @@ class Row:
 
     table: str
     runs: tuple[RunConfig, ...]
-    gpu: str
+    gpu: Gpu
     software: Software
     teraflops: float
     equation_3: bool = False
     sharding: Sharding = Sharding()
     fitted: bool = False
+
+    @property
+    def source(self) -> str:
+        """The publication: the first word of `table`."""
+        return self.table.split()[0]
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return kind_of(self.runs[0].parallel.context, self.sharding.zero)
 
     def flops(self) -> float:
         """FLOPs of a step, counted as in the table."""
@@ -67,7 +80,7 @@ class Row:
         return equation_3_flops(run.model, run.train.global_batch_size) if self.equation_3 else flops_per_step(run)
 
 
-def _run(model: ModelConfig, mesh: tuple[int, int, int], batch: int, microbatch: int, chunks: int, **options):
+def make_run(model: ModelConfig, mesh: tuple[int, int, int], batch: int, microbatch: int, chunks: int, **options):
     """A run on (tensor, pipe, data) = mesh."""
     tensor, pipe, data = mesh
     options = {"schedule": "interleaved_1f1b" if chunks > 1 or pipe == 1 else "1f1b"} | options
@@ -93,16 +106,16 @@ def _tables_2104() -> Iterable[Row]:
         ("megatron-529.6b", 8, 35, 9, 2520, 1, 3, 163, False),
         ("megatron-1008b", 8, 64, 6, 3072, 1, 1, 163, True),
     ):
-        run = _run(preset(name), (tensor, pipe, data), batch, microbatch, chunks, **old)
+        run = make_run(preset(name), (tensor, pipe, data), batch, microbatch, chunks, **old)
         software = MEGATRON_2021_DDP if pipe == 1 else MEGATRON_2021
-        yield Row("2104 table 1", (run,), "a100-80gb", software, teraflops, True, fitted=fitted)
+        yield Row("2104 table 1", (run,), A100, software, teraflops, True, fitted=fitted)
     for name, pipe, batch, choices, rows in (
         ("gpt3-175b", 12, 1536, (1, 2, 4, 8), ((4, 153), (8, 149), (16, 141))),
         ("megatron-529.6b", 35, 2240, (3,), ((2, 171), (4, 167), (8, 159))),
     ):
         for data, teraflops in rows:
-            runs = tuple(_run(preset(name), (8, pipe, data), batch, 1, chunks, **old) for chunks in choices)
-            yield Row("2104 table 2", runs, "a100-80gb", MEGATRON_2021, teraflops, True)
+            runs = tuple(make_run(preset(name), (8, pipe, data), batch, 1, chunks, **old) for chunks in choices)
+            yield Row("2104 table 2", runs, A100, MEGATRON_2021, teraflops, True)
 
 
 def _zero_3_2104() -> Iterable[Row]:
@@ -113,9 +126,9 @@ def _zero_3_2104() -> Iterable[Row]:
         ("megatron-529.6b", 2240, ((1120, 2, 98), (2240, 1, 48))),
     ):
         for gpus, microbatch, teraflops in rows:
-            run = _run(preset(name), (1, 1, gpus), batch, microbatch, 1, recompute="full", sequence_parallel=False)
+            run = make_run(preset(name), (1, 1, gpus), batch, microbatch, 1, recompute="full", sequence_parallel=False)
             fitted = name == "gpt3-175b"
-            yield Row(ZERO_3, (run,), "a100-80gb", DEEPSPEED_2021, teraflops, True, Sharding(zero=3), fitted)
+            yield Row(ZERO_3, (run,), A100, DEEPSPEED_2021, teraflops, True, Sharding(zero=3), fitted)
 
 
 def _table_2205() -> Iterable[Row]:
@@ -127,30 +140,30 @@ def _table_2205() -> Iterable[Row]:
         (preset("megatron-1008b"), 64, 1, 512, 1, 1, 71.49),
         (preset("megatron-529.6b"), 35, 8, 2240, 1, 3, 39.15),
     ):
-        run = _run(model, (8, pipe, data), batch, microbatch, chunks)
+        run = make_run(model, (8, pipe, data), batch, microbatch, chunks)
         teraflops = flops_per_step(run) / seconds / run.parallel.devices / 1e12
         table = "2205 table 5" if data == 1 else "2205 section 6.3"
-        yield Row(table, (run,), "a100-80gb", MEGATRON_2021, teraflops)
+        yield Row(table, (run,), A100, MEGATRON_2021, teraflops)
 
 
 def _table_h100() -> Iterable[Row]:
     """Megatron-LM's README, H100: 48 replicas, 4,096 tokens, a vocabulary of 131,072, distributed optimizer."""
-    for name, heads, hidden, layers, tensor, pipe, batch, teraflops, fitted in (
-        ("1.7b", 16, 2048, 24, 1, 1, 192, 408.8, True),
-        ("7.1b", 32, 4096, 30, 2, 1, 192, 465.9, False),
-        ("16b", 48, 6144, 32, 4, 1, 192, 489.1, False),
-        ("32b", 56, 7168, 48, 8, 1, 192, 459.6, False),
-        ("70b", 64, 8192, 84, 8, 2, 384, 419.7, True),
-        ("119b", 80, 10240, 92, 8, 4, 768, 420.5, False),
-        ("177b", 96, 12288, 96, 8, 6, 1152, 432.8, False),
-        ("314b", 128, 16384, 96, 8, 8, 1536, 474.4, False),
-        ("462b", 144, 18432, 112, 8, 16, 3072, 459.9, True),
+    for name, heads, hidden, layers, tensor, pipe, batch, teraflops in (
+        ("1.7b", 16, 2048, 24, 1, 1, 192, 408.8),
+        ("7.1b", 32, 4096, 30, 2, 1, 192, 465.9),
+        ("16b", 48, 6144, 32, 4, 1, 192, 489.1),
+        ("32b", 56, 7168, 48, 8, 1, 192, 459.6),
+        ("70b", 64, 8192, 84, 8, 2, 384, 419.7),
+        ("119b", 80, 10240, 92, 8, 4, 768, 420.5),
+        ("177b", 96, 12288, 96, 8, 6, 1152, 432.8),
+        ("314b", 128, 16384, 96, 8, 8, 1536, 474.4),
+        ("462b", 144, 18432, 112, 8, 16, 3072, 459.9),
     ):
         model = ModelConfig(
             name=name, layers=layers, hidden=hidden, heads=heads, vocabulary=131072, sequence_length=4096
         )
         runs = tuple(
-            _run(model, (tensor, pipe, 48), batch, microbatch, chunks, schedule="interleaved_1f1b")
+            make_run(model, (tensor, pipe, 48), batch, microbatch, chunks, schedule="interleaved_1f1b")
             for microbatch in (1, 2, 4)
             for chunks in range(1, layers // pipe + 1)
             if layers % (pipe * chunks) == 0 and (pipe > 1 or chunks == 1) and batch // 48 // microbatch % pipe == 0
@@ -159,11 +172,10 @@ def _table_h100() -> Iterable[Row]:
         yield Row(
             "Megatron-LM, H100",
             fitting,
-            "h100-80gb",
+            H100,
             MEGATRON_2024,
             teraflops,
             sharding=Sharding(zero=1),
-            fitted=fitted,
         )
 
 
@@ -183,4 +195,4 @@ def _megatron_bytes(run: RunConfig) -> float:
     return activations + logits + parameters * (6 + 12 / parallel.data)
 
 
-ROWS: tuple[Row, ...] = (*_tables_2104(), *_zero_3_2104(), *_table_2205(), *_table_h100())
+ROWS_TO_2024: tuple[Row, ...] = (*_tables_2104(), *_zero_3_2104(), *_table_2205(), *_table_h100())

@@ -1,7 +1,7 @@
 """Time of a step: the sum of matmuls by shape, memory traffic, collectives and the pipeline's bubble.
 
 It follows from the run, the model's costs, the GPU (`gpus.py`) and the constants in `op_costs.py`, each with its source.
-Five are fitted, on ten rows of published tables that `python -m megajax.estimate.validate` marks; no other number was
+Four are fitted, on seven rows of published tables that `python -m megajax.estimate.validate` marks; no other number was
 chosen to fit. With m microbatches, p ranks and v chunks a rank,
 
     step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
@@ -23,7 +23,7 @@ from megajax.estimate.memory import (
     slots_of,
     stash_copies,
 )
-from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, Fitted, OpCosts, Software, spread
+from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, RINGS_SHARE, Fitted, OpCosts, Software, spread
 from megajax.models.costs import ModelCosts
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import Schedule
@@ -228,9 +228,9 @@ def step_time(
     bubble = bubble_time(run, Costs(forward.total * chunk, whole, whole - weight, weight), software.lockstep)
     blocks = batches * layers * both.total
     if sharding.zero == 3:
-        data = _gathers_time(run, ops, blocks)
+        data = _gathers_time(run, ops, blocks, sharding.shards)
     else:
-        data = _reduction_time(run, ops, sharding, backward.total * layers)
+        data = _reduction_time(run, ops, sharding, forward.total * layers, backward.total * layers)
     return StepTime(
         blocks=blocks - batches * layers * (both.tensor + both.context),
         head=batches * head_time(model, parallel, ops, sharding),
@@ -281,36 +281,46 @@ def _sends_time(run: RunConfig, ops: OpCosts) -> float:
     return 2 * ops.send(count, spread(parallel, "pipe")) * (exposed + parallel.pipe - 1)
 
 
-def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, backward: float) -> float:
-    """Exposed gradient reduction over replicas, once a step; `backward` is the time of one microbatch's backward.
+def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: float, backward: float) -> float:
+    """Exposed gradient reduction over replicas, once a step; `forward` and `backward` are those of one microbatch.
 
-    With ZeRO-1 it is a reduce-scatter, and the new weights are gathered.
+    With ZeRO-1 it is a reduce-scatter, and the new weights are gathered. Where the program overlaps them, gradients are
+    reduced during the last backwards and weights gathered during the first forwards: those of one microbatch, or with
+    several chunks, which finish one after the other, of a group of p microbatches, except the last (or first) chunk's.
     """
     parallel, software = run.parallel, ops.software
     local, distance = parameters_per_device(run, sharding), spread(parallel, "data")
     replicas = parallel.data * parallel.context
     gradients = ops.collective(local * software.gradient_bytes, replicas, distance)
     weights = ops.collective(local * ops.itemsize, replicas, distance)
-    times = gradients + (weights if sharding.zero else gradients)
-    return max(0.0, times - backward) if software.data_overlap else times
+    if not software.data_overlap:
+        return gradients + (weights if sharding.zero else gradients)
+    window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
+    if not sharding.zero:
+        return max(0.0, 2 * gradients - window * backward)
+    return max(0.0, gradients - window * backward) + max(0.0, weights - window * forward)
 
 
-def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float) -> float:
+def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | None) -> float:
     """Exposed part of ZeRO-3's communication (1910.02054 section 5.3, 2104.07857), all microbatches.
 
-    A block's weights are gathered for its forward, for recomputing that, and for its backward; its gradients are
-    scattered. Where the program gathers ahead, this overlaps the compute of the blocks, `blocks` seconds in all, for
-    `gather_overlap` of the shorter of the two.
+    A block's weights are gathered for its forward and for its backward, and by some programs once more for recomputing the
+    forward; its gradients are scattered. Where the program gathers ahead, this overlaps the compute of the blocks, `blocks`
+    seconds in all: for `gather_overlap` of the shorter of the two, or entirely. With fewer `shards` than replicas the
+    shards' gradients are summed over the copies, once a step.
     """
     parallel, software, fitted = run.parallel, ops.software, ops.fitted
     local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
-    pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
-    share = fitted.gather_share if software.gathers_ahead else None
     replicas = parallel.data * parallel.context
-    one = lambda bytes_each: ops.collective(local * bytes_each, replicas, distance, pieces, share)  # noqa: E731
-    gathers = 3 if parallel.recompute == "full" else 2
+    shards = shards or replicas
+    pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
+    share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
+    one = lambda bytes_each: ops.collective(local * bytes_each, shards, distance, pieces, share)  # noqa: E731
+    gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
-    return times - (fitted.gather_overlap * min(times, blocks) if software.gathers_ahead else 0.0)
+    overlap = fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
+    copies = 2 * ops.collective(local / shards * software.gradient_bytes, replicas // shards, distance * shards)
+    return times - overlap * min(times, blocks) + copies
 
 
 def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:

@@ -1,19 +1,25 @@
 """Predicted against published throughput, row by row.
 
-python -m megajax.estimate.validate          the table, with errors; rows that the constants are fitted on are marked
+python -m megajax.estimate.validate          the table, with errors by kind, of fitted and of tested sources apart
 python -m megajax.estimate.validate --fit    finds the fitted constants again, from the marked rows only
+
+A source is fitted if a constant was fitted to any of its rows, which are marked; no constant has seen a tested source.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 
 from megajax.config import RunConfig
-from megajax.estimate.gpus import find_gpu
-from megajax.estimate.op_costs import FITTED, Fitted
-from megajax.estimate.published import ROWS, ZERO_3, Row
+from megajax.estimate.error_bars import KINDS, ErrorBar
+from megajax.estimate.op_costs import CHIPS, FITTED, Fitted
+from megajax.estimate.published import ROWS_TO_2024, ZERO_3, Row
+from megajax.estimate.published_recent import RECENT_ROWS
 from megajax.estimate.step_time import StepTime, step_time
 from megajax.schedules.arguments import CommandParser
+
+ROWS = ROWS_TO_2024 + RECENT_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Check:
 
 def check(row: Row, fitted: Fitted = FITTED) -> Check:
     """Predicts a row; of several candidate runs, the fastest."""
-    of = lambda run: step_time(run, find_gpu(row.gpu), row.software, sharding=row.sharding, fitted=fitted)  # noqa: E731
+    of = lambda run: step_time(run, row.gpu, row.software, sharding=row.sharding, fitted=fitted)  # noqa: E731
     run, time = min(((run, of(run)) for run in row.runs), key=lambda pair: pair[1].total)
     return Check(row, run, time, row.flops() / time.total / run.parallel.devices / 1e12)
 
@@ -43,10 +49,8 @@ def fit() -> Fitted:
     First those that all runs depend on; then, with these fixed, those of ZeRO-3, on its rows.
     """
     whole = _least(
-        lambda a100, h100, memory: dataclasses.replace(
-            FITTED, matmul_share={"a100": a100, "h100": h100, "h200": h100}, memory_share=memory
-        ),
-        (0.8, 0.7, 0.8),
+        lambda a100, memory: dataclasses.replace(FITTED, matmul_share={"a100": a100, **CHIPS}, memory_share=memory),
+        (0.8, 0.8),
         [row for row in ROWS if row.fitted and row.table != ZERO_3],
     )
     return _least(
@@ -64,28 +68,55 @@ def _least(constants: Callable[..., Fitted], start: Sequence[float], rows: Seque
     return constants(*map(float, minimize(squares, start, method="Nelder-Mead").x))
 
 
+def is_tested(row: Row) -> bool:
+    """Whether no constant was fitted to any row of the row's source."""
+    return not any(other.fitted and other.source == row.source for other in ROWS)
+
+
+def error_bar(checks: Sequence[Check]) -> ErrorBar:
+    """Of rows of one kind: the root mean square error, and the spread within a source around the source's mean error."""
+    within = []
+    for source in {one.row.source for one in checks}:
+        errors = [one.error for one in checks if one.row.source == source]
+        within += [(error - sum(errors) / len(errors)) ** 2 for error in errors]
+    square = sum(one.error**2 for one in checks)
+    sources = len({one.row.source for one in checks})
+    return ErrorBar(math.sqrt(square / len(checks)), math.sqrt(sum(within) / (len(checks) - sources)))
+
+
 def report(checks: Sequence[Check]) -> str:
     """The table as text."""
     lines = [
-        f"{'table':<22}{'model':<16}{'t':>2}{'p':>4}{'d':>5}{'b':>4}{'v':>4}{'GPUs':>6}"
+        f"{'table':<22}{'model':<17}{'t':>2}{'c':>3}{'p':>4}{'d':>5}{'b':>4}{'v':>4}{'GPUs':>6}"
         f"{'published':>11}{'predicted':>11}{'error':>8}"
     ]
     for one in checks:
         parallel = one.run.parallel
+        mark = "  fitted" if one.row.fitted else "" if is_tested(one.row) else "  of a fitted source"
         lines.append(
-            f"{one.row.table:<22}{one.run.model.name:<16}{parallel.tensor:>2}{parallel.pipe:>4}{parallel.data:>5}"
-            f"{parallel.microbatch_size:>4}{parallel.chunks:>4}{parallel.devices:>6}{one.row.teraflops:>11.1f}"
-            f"{one.teraflops:>11.1f}{one.error:>+8.1%}{'  fitted' if one.row.fitted else ''}"
+            f"{one.row.table:<22}{one.run.model.name:<17}{parallel.tensor:>2}{parallel.context:>3}{parallel.pipe:>4}"
+            f"{parallel.data:>5}{parallel.microbatch_size:>4}{parallel.chunks:>4}{parallel.devices:>6}"
+            f"{one.row.teraflops:>11.1f}{one.teraflops:>11.1f}{one.error:>+8.1%}{mark}"
         )
-    for name, some in (
-        ("all rows", checks),
-        ("rows not fitted on", [one for one in checks if not one.row.fitted]),
-    ):
-        errors = [abs(one.error) for one in some]
-        lines.append(
-            f"{name}: {len(errors)}, mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}"
-        )
+    lines += [summary(name, some) for name, some in groups(checks).items()]
     return "\n".join(lines)
+
+
+def groups(checks: Sequence[Check]) -> dict[str, list[Check]]:
+    """The rows by what they say: of fitted sources, of tested ones, and those by kind."""
+    tested = [one for one in checks if is_tested(one.row)]
+    found = {"fitted sources": [one for one in checks if not is_tested(one.row)], "tested sources": tested}
+    return found | {f"tested, {kind}": [one for one in tested if one.row.kind == kind] for kind in KINDS}
+
+
+def summary(name: str, checks: Sequence[Check]) -> str:
+    """A group's errors in one line."""
+    errors = [abs(one.error) for one in checks]
+    bar = error_bar(checks)
+    return (
+        f"{name}: {len(errors)} rows, mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}; "
+        f"root mean square {bar.total:.1%}, within a source {bar.within:.1%}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

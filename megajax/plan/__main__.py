@@ -19,8 +19,9 @@ from megajax.config.options import Parser, add_options, option_names
 from megajax.config.toml import save_config, toml_text
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.explain import explain
-from megajax.plan.report import LEGEND, heading, plot, smallest, table
+from megajax.plan.report import LEGEND, accuracy, heading, plot, smallest, table
 from megajax.plan.search import Candidate, Question, best_by, search
+from megajax.plan.ties import simplest_first
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import exit_code
 from megajax.schedules.registry import import_user_files, names, search_order
@@ -53,15 +54,17 @@ def _plan(args: argparse.Namespace) -> int:
     question = question_of(args)
     start = time.perf_counter()
     candidates = search(question)
-    fitting = [one for one in candidates if one.fits]
+    fastest = [one for one in candidates if one.fits]
+    fitting = simplest_first(fastest)
     seconds = time.perf_counter() - start
     print(heading(question, args.tokens, len(candidates), len(fitting), seconds))
     if not fitting:
         print(smallest(candidates))
         return 1
     shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
-    print(table(shown, args.tokens))
+    print(table(shown, args.tokens, fastest[0]))
     print(LEGEND)
+    print(accuracy(fitting[0]))
     print(explain(fitting + candidates[len(fitting) :]))
     if args.plot:
         plot(candidates, args.plot)

@@ -41,7 +41,7 @@ def slower(one: Candidate, best: Candidate) -> str:
     lost = {part: getattr(one.time, part) - getattr(best.time, part) for part in PARTS}
     part = max(lost, key=lost.get)
     return (
-        f"{one.time.total:.2f} s (+{one.time.total / best.time.total - 1:.0%}, most of it {part} {lost[part]:+.2f} s)"
+        f"{one.time.total:.2f} s ({one.time.total / best.time.total - 1:+.0%}, most of it {part} {lost[part]:+.2f} s)"
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from megajax.config import ConfigError
 from megajax.estimate import model_costs
+from megajax.estimate.error_bars import bar_of
 from megajax.plan.search import Candidate, Question, best_by, fitting, usable_bytes
+from megajax.plan.ties import is_tie
 
 # The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
 PARTS = {
@@ -43,13 +45,15 @@ def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
     return text.ljust(width, ".") if len(text) <= width else f"{text[:width]}|{text[width:][:width]}"
 
 
-def table(candidates: Sequence[Candidate], tokens: float) -> str:
-    """The candidates as rows; all must have been timed."""
+def table(candidates: Sequence[Candidate], tokens: float, fastest: Candidate) -> str:
+    """The candidates as rows, ties of the fastest marked; all must have been timed."""
     head = (
         f"{'':>3} {'t':>3} {'p':>3} {'d':>4} {'v':>2} {'b':>2} {'m':>4}  {'schedule':<12}{'recompute':<10}{'zero':>4}"
         f"{'step s':>9}{'TFLOP/s':>8}{'MFU':>7}{'days':>7}{'bubble':>8}{'comm':>6}{'GB':>7}  memory"
     )
-    return "\n".join([head, *(_row(index + 1, one, tokens) for index, one in enumerate(candidates))])
+    return "\n".join(
+        [head, *(_row(index + 1, one, tokens) + "  =" * is_tie(one, fastest) for index, one in enumerate(candidates))]
+    )
 
 
 def _row(number: int, one: Candidate, tokens: float) -> str:
@@ -71,6 +75,15 @@ def shown_parameters(model: Any) -> str:
     return f"{total / 1e9:.1f}B parameters" + (f" ({active / 1e9:.1f}B for a token)" if active != total else "")
 
 
+def accuracy(best: Candidate) -> str:
+    """How far the predictions are off, by the published runs that no constant was fitted to."""
+    bar = bar_of(best.run.parallel)
+    return (
+        f"=: within {bar.within:.0%} of the fastest, which is what comparisons were off by; such ties are sorted by "
+        f"simplicity. Predicted times of published runs were off by {bar.total:.0%} (megajax.estimate.validate)."
+    )
+
+
 def heading(question: Question, tokens: float, counted: int, fitting: int, seconds: float) -> str:
     """The question, and the size of the search."""
     gpu = question.gpu
@@ -80,7 +93,7 @@ def heading(question: Question, tokens: float, counted: int, fitting: int, secon
         f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable), global batch {question.global_batch}, "
         f"{question.precision}, attention {question.resolved_attention}, {tokens / 1e9:.0f}B tokens\n"
         f"{counted} legal layouts, {fitting} fit; {seconds:.1f} s. Times are of {question.software.name}'s program, "
-        f"predicted; each mesh with its fastest schedule:{experts}"
+        f"predicted; each mesh with its fastest schedule, of ties the simplest:{experts}"
     )
 
 

@@ -7,10 +7,12 @@ import time
 import pytest
 
 from megajax.config import ConfigError, ModelConfig, preset
+from megajax.estimate.error_bars import bar_of
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import find_gpu
 from megajax.plan.explain import explain
 from megajax.plan.search import Question, best_by, search, usable_bytes
+from megajax.plan.ties import simplest_first
 
 # 2104.04473 section 5.4: the models of figures 13 (162.2B) and 14 and 15 (5.9B).
 MODEL_162B = ModelConfig(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence_length=2048)
@@ -136,3 +138,17 @@ def test_takeaways_are_not_claimed_if_the_estimates_contradict_them():
     fast = dataclasses.replace(A100, network_bandwidth=A100.host_bandwidth, network_share=1.0)
     question = Question(MODEL_162B, 64, fast, 32, tensor_sizes=(16, 32))
     assert "not confirmed here: t=" in explain(search(question))
+
+
+def test_ties_are_sorted_by_simplicity():
+    """Layouts slower than the fastest by less than comparisons are off by; all others stay in order of time."""
+    found = [one for one in search(Question(preset("gpt3-13b"), 32, A100, 64)) if one.fits]
+    ordered = simplest_first(found)
+    bar = bar_of(found[0].run.parallel).within
+    ties = [one for one in found if one.time.total <= (1 + bar) * found[0].time.total]
+    assert 1 < len(ties) < len(found) and set(map(id, ordered[: len(ties)])) == set(map(id, ties))
+    assert ordered[len(ties) :] == found[len(ties) :]
+    used = [sum(size > 1 for size in one.mesh) - (one.mesh[2] > 1) + (one.run.parallel.chunks > 1) for one in ties]
+    first = ordered[0]
+    assert sum(n > 1 for n in first.mesh[:2]) + (first.run.parallel.chunks > 1) == min(used)
+    assert simplest_first([]) == []

@@ -1,0 +1,37 @@
+"""How far the time model is off, from the published rows that no constant was fitted to (`validate.py`), by kind of run."""
+
+import dataclasses
+
+from megajax.config import ParallelConfig
+
+__all__ = ["ERROR_BARS", "ErrorBar", "bar_of", "kind_of"]
+
+KINDS = MEGATRON, FSDP, CONTEXT = "Megatron-style", "FSDP/ZeRO-3", "context"
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorBar:
+    """Relative errors of predicted step times.
+
+    Attributes:
+      total: root mean square; what a prediction may be off by.
+      within: standard deviation within a source, around its mean error; what a comparison of two layouts of the same program
+        on the same cluster may be off by.
+    """
+
+    total: float
+    within: float
+
+
+# The last lines of `python -m megajax.estimate.validate`; a test compares them.
+ERROR_BARS = {MEGATRON: ErrorBar(0.117, 0.030), FSDP: ErrorBar(0.133, 0.098), CONTEXT: ErrorBar(0.014, 0.010)}
+
+
+def kind_of(context: int, zero: int) -> str:
+    """The kind of run that its error bar depends on."""
+    return CONTEXT if context > 1 else FSDP if zero == 3 else MEGATRON
+
+
+def bar_of(parallel: ParallelConfig) -> ErrorBar:
+    """The error bar of a layout's predicted time."""
+    return ERROR_BARS[kind_of(parallel.context, parallel.zero)]
