@@ -1,27 +1,30 @@
-r"""Fine-tune a BERT on one of GLUE's tasks (1804.07461): MNLI, QQP, SST-2, MRPC or RTE.
+r"""Fine-tune a BERT on one of GLUE's tasks (1804.07461), MNLI, QQP, SST-2, MRPC or RTE, or on SQuAD 1.1 or 2.0.
 
 python -m experiments.finetune_bert --init-from DIR --task mrpc --task-data train.tsv --dev-data dev.tsv --epochs 3 \
     --run-dir runs/mrpc
 python -m experiments.finetune_bert --init-from DIR --task mrpc --task-data train.jsonl --dev-data dev.jsonl \
     --seeds 1,2,3,4,5 --run-dir runs/mrpc                     one run each in runs/mrpc/seed_1, ..., and the median
+python -m experiments.finetune_bert --init-from DIR --task squad2 --task-data train-v2.0.json --dev-data dev-v2.0.json \
+    --run-dir runs/squad2
 python -m megajax.interop.hugging_face export runs/mrpc --out tuned               for transformers
 
-DIR is a Hugging Face BERT with its tokenizer. A file is JSON lines with the columns of Hugging Face's glue dataset, or
-GLUE's .tsv. After each epoch the dev samples are scored; RUN_DIR/best.json has the best step, whose checkpoint is kept.
---epochs E sets --steps to E times the steps of an epoch, and --save-every to one epoch. Every mesh, schedule and option of
-bert is legal. Defaults are those of 1810.04805 section 4.1; 1909.08053 table 6 has Megatron-LM's.
+DIR is a Hugging Face BERT with its tokenizer. A file is SQuAD's .json; GLUE's .tsv, or JSON lines with the columns of
+Hugging Face's glue dataset. After each epoch the dev samples are scored; RUN_DIR/best.json has the best step, whose
+checkpoint is kept. --epochs E sets --steps to E times the steps of an epoch, and --save-every to one epoch. Every mesh,
+schedule and option of bert is legal. Defaults are those of 1810.04805 section 4; 1909.08053 table 6 has Megatron-LM's.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import pathlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megajax.config import ConfigError, near
+from megajax.config import ConfigError, near, option
 from megajax.config.cli import Experiment, Request, parse
 from megajax.config.tasks import TASKS, Task
 from megajax.interop.init_from import HUGGING_FACE
@@ -53,6 +56,7 @@ EXPERIMENT = Experiment(
     importer=HUGGING_FACE,
     defaults_for_imports=True,
 )
+FILES = f"--task {'|'.join(TASKS)}, --task-data FILE and --dev-data FILE"
 WARMUP = 0.1  # share of the steps
 
 
@@ -73,12 +77,14 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"{error.argument_name} {error.message}.") from None
     if {"-h", "--help"} & set(rest):
         return command.main(EXPERIMENT, rest)
-    request = parse(rest, EXPERIMENT)
-    task, steps = task_of(request), steps_of_epoch(request)
+    task = task_of(parse(rest, EXPERIMENT))
+    experiment = dataclasses.replace(EXPERIMENT, defaults=DEFAULTS | task.recipe)
     given = {word.partition("=")[0] for word in rest}
     if "--output-heads" not in given:
-        rest += ["--output-heads", "classification", "--classes", str(len(task.labels))]
-    epochs = found.epochs or (None if {"--steps", "--config"} & given else 3)
+        rest += [word for name, value in task.model.items() for word in (option(name), str(value))]
+    request = parse(rest, experiment)
+    steps = steps_of_epoch(request)
+    epochs = found.epochs or (None if {"--steps", "--config"} & given else task.epochs)
     if epochs:
         rest += ["--steps", str(epochs * steps)]
         rest += [] if "--warmup-steps" in given else ["--warmup-steps", str(round(WARMUP * epochs * steps))]
@@ -90,10 +96,15 @@ def run(words: Sequence[str]) -> int:
         )
     rest += ["--save-every", str(save_every)]
     if found.seeds is None:
-        return train(rest, steps)
+        return train(experiment, rest, steps)
     if request.output.run_dir is None:
         raise ConfigError("--seeds has nowhere to write its runs: pass --run-dir DIR too.")
-    return train_all(rest, steps, found.seeds, pathlib.Path(request.output.run_dir))
+    directories = {seed: pathlib.Path(request.output.run_dir) / f"seed_{seed}" for seed in found.seeds}
+    for seed, directory in directories.items():
+        code = train(experiment, [*rest, "--seed", str(seed), "--run-dir", str(directory)], steps)
+        if code:
+            return code
+    return report(directories, task.criterion)
 
 
 def seeds(text: str) -> list[int]:
@@ -114,53 +125,47 @@ def task_of(request: Request) -> Task:
     if task is not None and task not in TASKS:
         raise ConfigError(f"task = {task} is not known: {near(task, TASKS)} Pass --task {'|'.join(TASKS)}.")
     if not (task and request.given.get("task_data") and request.given.get("dev_data")):
-        raise ConfigError(
-            f"there is nothing to fine-tune on: pass --task {'|'.join(TASKS)}, --task-data FILE and --dev-data FILE."
-        )
+        raise ConfigError(f"there is nothing to fine-tune on: pass {FILES}.")
     return TASKS[task]
 
 
 def steps_of_epoch(request: Request) -> int:
     """Steps in which every sample of --task-data is trained on; the last one may begin the next epoch."""
-    from megajax.data.classification import read_labelled
+    from megajax.data.task_samples import task_samples
+    from megajax.data.tokenizers import load_tokenizer
 
-    samples = len(read_labelled(request.given["task"], request.given["task_data"]).classes)
-    return math.ceil(samples / request.given["global_batch_size"])
+    run = request.run(request.devices_needed or 1, "fp32")
+    run.data.validate()
+    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
+    samples = task_samples(run, run.data.task_data, tokenizer, run.train.seed)
+    return math.ceil(samples.count / run.train.global_batch_size)
 
 
-def train(words: Sequence[str], steps: int) -> int:
+def train(experiment: Experiment, words: Sequence[str], steps: int) -> int:
     """One training; `steps` are those of an epoch."""
 
     def evaluations(trainer: Any, request: Request) -> list[Any]:
-        from megajax.evaluate.classification import DevScore
+        from megajax.evaluate.dev_score import DevScore
 
         if request.evaluate:
             raise ConfigError("--evaluate-every is of models that write text: omit it.")
         return [DevScore(trainer, steps)]
 
-    return command.main(EXPERIMENT, words, evaluator=evaluations)
+    return command.main(experiment, words, evaluator=evaluations)
 
 
-def train_all(words: Sequence[str], steps: int, chosen: Sequence[int], directory: pathlib.Path) -> int:
-    """A training for each seed, and the median of their best dev scores, as 1909.08053 reports it."""
-    for seed in chosen:
-        code = train([*words, "--seed", str(seed), "--run-dir", str(directory / f"seed_{seed}")], steps)
-        if code:
-            return code
-    return report(chosen, directory)
-
-
-def report(chosen: Sequence[int], directory: pathlib.Path) -> int:
-    """Prints the seeds' best dev scores and their median."""
-    from megajax.evaluate.classification import BEST
+def report(directories: Mapping[int, pathlib.Path], criterion: str) -> int:
+    """Prints the best dev scores of each seed's run, and their median, as 1909.08053 reports it."""
+    from megajax.evaluate.dev_score import BEST
     from megajax.runtime.processes import is_first_process
 
     if not is_first_process():
         return 0
-    scores = [json.loads((directory / f"seed_{seed}" / BEST).read_text(encoding="utf-8")) for seed in chosen]
-    for seed, score in zip(chosen, scores, strict=True):
-        print(f"seed {seed}: best dev accuracy {score['accuracy']:.4f} at step {score['step']}")
-    print(f"median of {len(scores)} seeds: dev accuracy {statistics.median(score['accuracy'] for score in scores):.4f}")
+    scores = {seed: json.loads((path / BEST).read_text(encoding="utf-8")) for seed, path in directories.items()}
+    for seed, score in scores.items():
+        print(f"seed {seed}: best dev {criterion} {score[criterion]:.4f} at step {score['step']}")
+    median = statistics.median(score[criterion] for score in scores.values())
+    print(f"median of {len(scores)} seeds: dev {criterion} {median:.4f}")
     return 0
 
 

@@ -65,9 +65,11 @@ def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
         batch["swapped"] = random.integers(0, 2, BATCH, dtype=np.int32)
         real = np.arange(run.model.sequence_length) < run.model.sequence_length - batch["padding"][:, None]
         batch["weights"] *= real & (random.random(real.shape) > 0.6)
-        if run.model.has_classifier:
+        if run.model.has_task:
             del batch["labels"], batch["swapped"]
-            batch["class"] = random.integers(0, run.model.classes, BATCH, dtype=np.int32)
+            targets = {"start": run.model.sequence_length // 2, "end": run.model.sequence_length // 2}
+            targets = targets if run.model.has_spans else {"class": run.model.classes}
+            batch |= {name: random.integers(0, most, BATCH, dtype=np.int32) for name, most in targets.items()}
             batch["weights"] = (random.random(BATCH) > 0.3).astype(np.float32)
     return {name: a.reshape(run.microbatches, -1, *a.shape[1:]) for name, a in batch.items()}
 

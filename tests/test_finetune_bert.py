@@ -1,13 +1,16 @@
 """`python -m experiments.finetune_bert`: it learns, resumes exactly, reports the median of seeds, and names mistakes."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 
 from experiments import finetune_bert
+from megajax.evaluate import squad
 from megajax.evaluate.classification import metrics
+from tests.data.squad_files import question, write_squad
 
 SMALL = (
     "--layers 2 --hidden 64 --heads 4 --feedforward 128 --sequence-length 16 --global-batch-size 6 --microbatch-size 1 "
@@ -59,6 +62,42 @@ def test_it_learns_and_resumes_exactly(files, tmp_path, capsys):
     np.testing.assert_allclose([one["loss"] for one in log], [one["loss"] for one in whole], rtol=1e-4)
 
 
+@pytest.fixture
+def squad_files(tmp_path):
+    """The answer is the word "good" and the noun after it; a third of the contexts have none."""
+    draw, paths = np.random.default_rng(0), {}
+    for name, count in {"train": 60, "dev": 21}.items():
+        paragraphs = []
+        for number in range(count):
+            words, answers = draw.choice(["a", "day", "night", "bad"], draw.integers(6, 14)).tolist(), []
+            if number % 3:
+                place = int(draw.integers(0, len(words)))
+                words[place] = f"good {draw.choice(['king', 'queen'])}"
+                answers = [(words[place], sum(len(word) + 1 for word in words[:place]))]
+            paragraphs.append((" ".join(words), [question(f"{name}{number}", "what", *answers)]))
+        paths[name] = write_squad(tmp_path / f"{name}.json", paragraphs, "v2.0")
+    return ["--task", "squad2", "--task-data", paths["train"], "--dev-data", paths["dev"]]
+
+
+def test_it_learns_spans(squad_files, tmp_path, capsys):
+    """On pipe 2 x context 2; predictions.json has the score of best.json."""
+    run_dir = tmp_path / "run"
+    words = [*SMALL.split(), *squad_files, "--doc-stride", "6", "--epochs", "4", "--run-dir", str(run_dir)]
+    assert finetune_bert.main([*words, "--pipe", "2", "--context", "2", "--schedule", "1f1b"]) == 2
+    assert "pass --schedule interleaved_1f1b" in capsys.readouterr().err
+    assert finetune_bert.main([*words, "--pipe", "2", "--context", "2"]) == 0
+    out = capsys.readouterr().out
+    windows = int(re.search(r"60 questions in (\d+) windows of 16 tokens", out)[1])
+    steps = -(-windows // 6)
+    assert windows > 60 and "of 21 questions" in out
+    log, best = records(run_dir / "log.jsonl"), json.loads((run_dir / "best.json").read_text())
+    assert len(log) == 4 * steps and best["f1"] == max(log[epoch * steps - 1]["dev/f1"] for epoch in (1, 2, 3, 4)) > 90
+    files = ["--data", squad_files[-1], "--predictions", str(run_dir / "predictions.json")]
+    files += ["--no-answer", str(run_dir / "null_odds.json"), "--threshold", "0"]
+    assert squad.main(files) == 0
+    assert json.loads(capsys.readouterr().out)["f1"] == pytest.approx(best["f1"])
+
+
 @pytest.mark.slow
 def test_the_median_of_seeds(files, tmp_path, capsys):
     words = [*SMALL.split(), *files, "--epochs", "1", "--run-dir", str(tmp_path / "runs"), "--seeds", "1,2,3"]
@@ -78,11 +117,18 @@ def test_metrics_by_hand():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "there is nothing to fine-tune on: pass --task mnli|qqp|sst2|mrpc|rte, --task-data FILE"),
+        ("", "there is nothing to fine-tune on: pass --task mnli|qqp|sst2|mrpc|rte|squad|squad2, --task-data FILE"),
         ("--task cola --task-data a --dev-data b", "task"),
         ("--task sst2 --task-data missing.jsonl --dev-data b", "cannot read missing.jsonl"),
         ("FILES --seeds 1,2", "--seeds has nowhere to write its runs: pass --run-dir DIR too."),
         ("FILES --seeds one", "'one' are not seeds: pass --seeds 1,2,3"),
+        ("--task squad --task-data missing.json --dev-data b", "cannot read missing.json"),
+        ("SQUAD --task squad", "has no answer, which SQuAD 1.1 requires: pass --task squad2"),
+        ("SQUAD --doc-stride 0", "--doc-stride"),
+        (
+            "SQUAD --output-heads none",
+            "--task squad2 needs a BERT with its head: pass --output-heads spans --classes 2",
+        ),
         ("FILES --save-every 5", "save_every = 5 does not divide the 2 steps of an epoch"),
         ("FILES --tokenizer byte", "tokenizer byte has no [CLS]"),
         (
@@ -91,8 +137,9 @@ def test_metrics_by_hand():
         ),
     ],
 )
-def test_a_mistake_is_one_line(words, message, files, capsys):
-    words = [word for part in words.split() for word in (files if part == "FILES" else [part])]
+def test_a_mistake_is_one_line(words, message, files, squad_files, capsys):
+    known = {"FILES": files, "SQUAD": squad_files}
+    words = [word for part in words.split() for word in known.get(part, [part])]
     assert finetune_bert.main([*words, "--devices", "cpu:1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error

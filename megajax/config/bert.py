@@ -7,7 +7,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.fields import setting
 from megajax.config.model import ModelConfig
 
-HEADS = ("masked_lm_and_order", "masked_lm", "classification", "none")
+HEADS = ("masked_lm_and_order", "masked_lm", "classification", "spans", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class BertConfig(ModelConfig):
     )
     output_heads: str = setting(
         "masked_lm_and_order",
-        "heads: masked words and the order of two segments; masked words only; classes of a sample; none",
+        "heads: masked words and the order of two segments; masked words only; classes of a sample; first and last token of "
+        "an answer; none",
         HEADS,
     )
     classes: int = setting(2, "number of classes of --output-heads classification")
@@ -35,8 +36,8 @@ class BertConfig(ModelConfig):
 
     @property
     def has_pooler(self) -> bool:
-        """Whether it has a layer on the first token's output, as `transformers` decides it: not for masked words only."""
-        return self.output_heads != "masked_lm"
+        """Whether it has a layer on the first token's output, as `transformers` decides it: not for tokens only."""
+        return self.output_heads not in ("masked_lm", "spans")
 
     @property
     def has_order(self) -> bool:
@@ -48,9 +49,19 @@ class BertConfig(ModelConfig):
         """Whether it has the head that tells the class of a sample."""
         return self.output_heads == "classification"
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether it has the head that scores each token as the first and as the last one of an answer."""
+        return self.output_heads == "spans"
+
+    @property
+    def has_task(self) -> bool:
+        """Whether its head is trained on the samples of a task (`megajax.config.tasks`)."""
+        return self.has_classifier or self.has_spans
+
     def require_loss(self) -> None:
         """Raises ConfigError if it has no head with a loss."""
-        if not (self.has_masked_lm or self.has_classifier):
+        if not (self.has_masked_lm or self.has_task):
             raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
 
     @property
@@ -63,9 +74,9 @@ class BertConfig(ModelConfig):
         norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
         square = (self.hidden + bias) * self.hidden
         masked_lm = square + norm + bias * self.vocabulary
-        order, classifier = 2 * (self.hidden + bias), self.classes * (self.hidden + bias)
         heads = self.has_masked_lm * masked_lm + self.has_pooler * square
-        heads += self.has_order * order + self.has_classifier * classifier
+        scores = 2 * self.has_order + self.classes * self.has_classifier + 2 * self.has_spans
+        heads += scores * (self.hidden + bias)
         return super().parameters + self.token_types * self.hidden + heads
 
     def validate(self) -> None:

@@ -6,6 +6,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
 from megajax.config.tasks import TASKS
 from megajax.config.validation_sets import validation_sets
+from megajax.schedules.arguments import FLOAT32
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 BLEND = "PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ... (without weights: in proportion to size)"
@@ -50,13 +51,24 @@ class DataConfig:
         "cut", "samples of --sft-data that are longer than the sequence: cut their ends, or drop them", ("cut", "drop")
     )
     task: str | None = setting(
-        None, "GLUE's task that a BERT is fine-tuned on", tuple(TASKS), metavar="NAME", shown_default="none"
+        None, "task that a BERT is fine-tuned on", tuple(TASKS), metavar="NAME", shown_default="none"
     )
     task_data: tuple[str, ...] | None = setting(
-        None, "labelled samples of --task to train on: JSON lines, or GLUE's .tsv", metavar="FILE", list_style="words"
+        None,
+        "samples of --task to train on: JSON lines, GLUE's .tsv, or SQuAD's .json",
+        metavar="FILE",
+        list_style="words",
     )
     dev_data: tuple[str, ...] | None = setting(
-        None, "labelled samples of --task that are scored after each epoch", metavar="FILE", list_style="words"
+        None, "samples of --task that are scored after each epoch", metavar="FILE", list_style="words"
+    )
+    doc_stride: int = setting(128, "SQuAD: tokens between the beginnings of two windows of a context")
+    max_query_length: int = setting(64, "SQuAD: most tokens of a question; the rest is cut off")
+    max_answer_length: int = setting(30, "SQuAD: most tokens of a predicted answer")
+    null_threshold: float = setting(
+        0.0,
+        "SQuAD 2.0: a question has no answer if its score without one exceeds that of its best answer by more than this",
+        low=-FLOAT32,
     )
     split: str | None = setting(
         None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default=DEFAULT_SPLIT
@@ -105,7 +117,7 @@ class DataConfig:
             if value and not self.task_data:
                 raise ConfigError(f"{name} has no samples to train on: pass --task-data FILE.")
         if self.task_data and not self.task:
-            raise ConfigError(f"--task-data is of one of GLUE's tasks: pass --task {', '.join(TASKS)}.")
+            raise ConfigError(f"--task-data is of a task: pass --task {', '.join(TASKS)}.")
         for name, value in {"--valid-sft-data": self.valid_sft_data, "--chat-template": self.chat_template}.items():
             if value and not self.sft_data:
                 raise ConfigError(

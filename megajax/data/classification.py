@@ -16,6 +16,7 @@ from megajax.config import ConfigError
 from megajax.config.tasks import TASKS, Task
 from megajax.data.bert import WordPieces
 from megajax.data.loader import EpochOrder
+from megajax.data.sentence_rows import cut, sentence_row
 from megajax.data.text import numbered_lines
 from megajax.data.tokenizers import Tokenizer
 
@@ -134,7 +135,7 @@ class ClassificationSamples:
                 f"sequence_length = {sequence_length} has no room for a sample: pass --sequence-length 128, for example."
             )
         encoded = [tokenizer.encode_all(texts) for texts in found.texts]
-        self._ids = [_cut([ids[row] for ids in encoded], room) for row in range(len(found.classes))]
+        self._ids = [cut([ids[row] for ids in encoded], room) for row in range(len(found.classes))]
         self.cut = sum(sum(len(ids[row]) for ids in encoded) > room for row in range(len(found.classes)))
         self.classes, self.count, self.undecided, self.name = found.classes, len(found.classes), found.undecided, name
         self._order = EpochOrder(self.count, seed)
@@ -144,30 +145,13 @@ class ClassificationSamples:
 
         Without a seed, samples after the last one have weight 0.
         """
-        place, tokens, types = self._order.row(index), [self.pieces.begin], [0]
-        for number, ids in enumerate(self._ids[place]):
-            tokens += [*ids, self.pieces.separator]
-            types += [number] * (len(ids) + 1)
-        row = {"tokens": np.full(self.sequence_length, self.pieces.padding, np.int32)}
-        row["types"] = np.zeros(self.sequence_length, np.int32)
-        row["tokens"][: len(tokens)], row["types"][: len(types)] = tokens, types
+        place = self._order.row(index)
+        row = sentence_row(self.pieces, self._ids[place], self.sequence_length)
         counts = self.seed is not None or index < self.count
-        return row | {
-            "padding": np.int32(self.sequence_length - len(tokens)),
-            "class": self.classes[place],
-            "weights": np.float32(counts),
-        }
+        return row | {"class": self.classes[place], "weights": np.float32(counts)}
 
     def describe(self, needed: int) -> str:
         """One line: the samples, those that are cut or left out, and the number of epochs in a run of `needed` samples."""
         parts = [f"{self.count:,} samples", f"{self.cut:,} of them cut to {self.sequence_length} tokens"]
         parts += [f"{self.undecided:,} without a label left out"] if self.undecided else []
         return f"{self.name}: {', '.join(parts)}, {needed / self.count:.3g} epochs of them"
-
-
-def _cut(sentences: list[np.ndarray], room: int) -> list[list[int]]:
-    """At most `room` tokens: without the last ones of the longest sentence, as often as needed."""
-    lengths = [len(ids) for ids in sentences]
-    while sum(lengths) > room:
-        lengths[lengths.index(max(lengths))] -= 1
-    return [ids[:length].tolist() for ids, length in zip(sentences, lengths, strict=True)]

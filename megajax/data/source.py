@@ -5,16 +5,15 @@ from typing import Any
 
 from megajax.config import BertConfig, ConfigError, DataConfig, RunConfig, option
 from megajax.config.data import DEFAULT_SPLIT
-from megajax.config.tasks import TASKS
 from megajax.config.validation_sets import DEFAULT_SET, validation_sets
 from megajax.data.bert import BertLoader, BertSamples, Masking, WordPieces
 from megajax.data.bert_text import BertTextSamples
 from megajax.data.blending import Blend, BlendedSamples, gpt_samples, split_bounds
-from megajax.data.classification import ClassificationSamples, read_labelled
 from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.loader import Boundaries, Loader, RowLoader, TokenSamples
 from megajax.data.packing import PackedSamples
 from megajax.data.sft import load_answers
+from megajax.data.task_samples import TaskSamples, task_loader
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import Tokenizer
 
@@ -79,8 +78,8 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[str
       ConfigError: see `make_samples`; or a blend by size, which is not repeated, has too few samples.
     """
     train, data, needed = run.train, run.data, run.total_samples
-    if data.task_data or getattr(run.model, "has_classifier", False):
-        return _classification_loader(run, tokenizer), {}
+    if data.task_data or getattr(run.model, "has_task", False):
+        return task_loader(run, tokenizer), {}
     masking = _masking(run)
     if data.sft_data:
         return _packed_loaders(run, tokenizer)
@@ -128,34 +127,6 @@ def _bert_samples(pieces: WordPieces, masking: Masking) -> Callable[..., BertSam
     return make
 
 
-def classification_samples(run: RunConfig, files: tuple[str, ...], tokenizer: Tokenizer, seed: int | None):
-    """The samples of --task-data (with a seed) or --dev-data (without).
-
-    Raises:
-      ConfigError: see `read_labelled` and `ClassificationSamples`.
-    """
-    found = read_labelled(run.data.task, files)
-    return ClassificationSamples(found, tokenizer, run.model.sequence_length, seed, ", ".join(files))
-
-
-def _classification_loader(run: RunConfig, tokenizer: Tokenizer) -> RowLoader:
-    """The training batches of --task-data.
-
-    Raises:
-      ConfigError: the model is no classifier, or of another number of classes than the task; see `classification_samples`.
-    """
-    task, model = run.data.task, run.model
-    if not run.data.task_data:
-        raise ConfigError("output_heads = classification has nothing to train on: pass --task NAME --task-data FILE.")
-    if not getattr(model, "has_classifier", False) or model.classes != len(TASKS[task].labels):
-        raise ConfigError(
-            f"--task {task} has {len(TASKS[task].labels)} classes: pass --output-heads classification --classes "
-            f"{len(TASKS[task].labels)} with the model of a BERT, as experiments.finetune_bert does."
-        )
-    samples = classification_samples(run, run.data.task_data, tokenizer, run.train.seed)
-    return RowLoader(samples, run.train.global_batch_size, run.microbatches, None, model.vocabulary)
-
-
 def packed_samples(
     data: DataConfig, files: tuple[str, ...], tokenizer: Tokenizer, sequence_length: int, seed: int | None
 ) -> PackedSamples:
@@ -181,7 +152,7 @@ def _packed_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[
 
 def describe(samples: Samples, needed: int) -> list[str]:
     """One line per dataset: its tokens, and the number of epochs in a run of `needed` samples."""
-    if isinstance(samples, PackedSamples | ClassificationSamples):
+    if isinstance(samples, PackedSamples | TaskSamples):
         return [samples.describe(needed)]
     if isinstance(samples, TokenSamples):
         return [_token_count(len(samples.tokens), needed, samples)]

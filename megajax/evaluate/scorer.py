@@ -213,13 +213,14 @@ class Scorer:
 
 
 def sum_over_context(parallel: ParallelConfig, collected: Tree) -> Tree:
-    """Traced: rows [microbatches, samples * context] to [microbatches, samples].
+    """Traced: rows [microbatches, samples * context, ...] to [microbatches, samples, ...].
 
     The ranks of a context group have one row of a sample each, of their tokens.
     """
 
     def summed(rows: jax.Array) -> jax.Array:
-        return rows.reshape(len(rows), parallel.data, parallel.context, -1).sum(2).reshape(len(rows), -1)
+        split = rows.reshape(len(rows), parallel.data, parallel.context, -1, *rows.shape[2:])
+        return split.sum(2).reshape(len(rows), -1, *rows.shape[2:])
 
     return jax.tree.map(summed, collected)
 

@@ -21,15 +21,15 @@ import collections
 import dataclasses
 import json
 import math
-import pathlib
 import re
 import string
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError
 from megajax.config.options import Parser
+from megajax.data.squad import questions_in, read_json, value_of
 from megajax.evaluate.results import describe_numbers
 from megajax.interop.output_file import OutputFile
 from megajax.schedules.arguments import FLOAT32, number, plain_text
@@ -38,6 +38,7 @@ from megajax.schedules.errors import exit_code, shown
 __all__ = ["RULES", "Questions", "exact_match", "f1", "main", "normalize", "read_questions", "score"]
 
 RULES = ("1.1", "2.0")
+FORMAT = "pass --data a file in SQuAD's format"
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -94,7 +95,7 @@ def read_questions(path: str, rules: str | None = None) -> Questions:
       ConfigError: the file cannot be read, is not as above, has no question, has one twice or, by the rules 1.1, has one
         without an answer; or there are no `rules`, and its version is not known.
     """
-    content = _read_json(path, "--data")
+    content = read_json(path, "pass --data a JSON file")
     if rules is None:
         version = str(content.get("version")).removeprefix("v")
         rules = {"1": "1.1", "2": "2.0"}.get(version.partition(".")[0])
@@ -103,10 +104,10 @@ def read_questions(path: str, rules: str | None = None) -> Questions:
                 f"{path} has version {shown(content.get('version'))}, not 1.1 or v2.0: pass --rules {' or '.join(RULES)}."
             )
     answers: dict[str, list[str]] = {}
-    for place, question in _questions(path, content):
-        name = _field(place, question, "id", str)
-        items = enumerate(_field(place, question, "answers", list))
-        texts = [_field(f"{place}, answers[{index}]", answer, "text", str) for index, answer in items]
+    for place, _, question in questions_in(path, content, FORMAT):
+        name = value_of(place, question, "id", str, FORMAT)
+        items = enumerate(value_of(place, question, "answers", list, FORMAT))
+        texts = [value_of(f"{place}, answers[{index}]", answer, "text", str, FORMAT) for index, answer in items]
         if name in answers:
             raise ConfigError(
                 f"{place}: the id {shown(name)} occurs twice; pass --data a file with each question once."
@@ -210,37 +211,8 @@ def _require_all(option: str, missing: Sequence[str], answers: Mapping[str, Any]
         )
 
 
-def _questions(path: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each question of the file, and its place for messages."""
-    for i, article in enumerate(_field(path, content, "data", list)):
-        for j, paragraph in enumerate(_field(f"{path}: data[{i}]", article, "paragraphs", list)):
-            place = f"{path}: data[{i}], paragraphs[{j}]"
-            for k, question in enumerate(_field(place, paragraph, "qas", list)):
-                yield f"{place}, qas[{k}]", question
-
-
-def _field(place: str, item: Any, name: str, kind: type) -> Any:
-    value = item.get(name) if isinstance(item, dict) else None
-    if not isinstance(value, kind):
-        wanted = {str: "a text", list: "a list"}[kind]
-        raise ConfigError(f"{place} has no {name!r} that is {wanted}: pass --data a file in SQuAD's format.")
-    return value
-
-
-def _read_json(path: str, option: str) -> dict[str, Any]:
-    """The JSON object of a file."""
-    try:
-        content = json.loads(pathlib.Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}; pass {option} a JSON file.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} has {shown(content)}, not a JSON object: pass {option} another file.")
-    return content
-
-
 def _read_predictions(path: str) -> dict[str, str]:
-    predictions = _read_json(path, "--predictions")
+    predictions = read_json(path, "pass --predictions a JSON file")
     for name, text in predictions.items():
         if not isinstance(text, str):
             raise ConfigError(
@@ -250,7 +222,7 @@ def _read_predictions(path: str) -> dict[str, str]:
 
 
 def _read_no_answer(path: str) -> dict[str, float]:
-    values = _read_json(path, "--no-answer")
+    values = read_json(path, "pass --no-answer a JSON file")
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(

@@ -65,6 +65,7 @@ BERT_HEADS = {
     "ForPreTraining": "masked_lm_and_order",
     "ForMaskedLM": "masked_lm",
     "ForSequenceClassification": "classification",
+    "ForQuestionAnswering": "spans",
     "Model": "none",
 }
 
@@ -104,7 +105,8 @@ def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
 
 def _write_bert(model: BertConfig, prefix: str) -> dict[str, Any]:
     rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model.dropout)
-    labels = {"id2label": {str(number): f"LABEL_{number}" for number in range(model.classes)}}
+    count = {"classification": model.classes, "spans": 2}.get(model.output_heads, 0)  # outputs of transformers' head
+    labels = {"id2label": {str(number): f"LABEL_{number}" for number in range(count)}}
     keys = rates | {
         "architectures": [prefix + name for name, heads in BERT_HEADS.items() if heads == model.output_heads],
         "num_hidden_layers": model.layers,
@@ -119,7 +121,7 @@ def _write_bert(model: BertConfig, prefix: str) -> dict[str, Any]:
         "initializer_range": model.init_deviation,
         "layer_norm_eps": model.norm_epsilon,
     }
-    return keys | labels if model.has_classifier else keys
+    return keys | labels if count else keys
 
 
 def _bert(name: str, prefix: str, post_norm: bool) -> Family:

@@ -214,6 +214,7 @@ BERT_HEADS = (
     "pooler.dense",
     "seq_relationship",
     "classifier",
+    "qa_outputs",
     "predictions.transform.dense",
     "predictions.transform.LayerNorm",
 )
@@ -252,6 +253,7 @@ def _bert(norms: Mapping[str, str]) -> Table:
             "shared/head/bias": (Piece(head + "bias", "v", "v"),),
             **linear("shared/head/order", "cls.seq_relationship", "o h", "ho"),
             **linear("shared/head/classifier", "classifier", "c h", "hc"),
+            **linear("shared/head/spans", "qa_outputs", "o h", "ho"),
             **{name: piece for ours, theirs in norms.items() for name, piece in _norm(ours, theirs).items()},
         },
         prefix="bert.",

@@ -41,7 +41,7 @@ __all__ = [
     "stacked_indices",
 ]
 
-NEW_HEADS = ("shared/head/classifier", "shared/head/pooler")  # that fine-tuning may begin without
+NEW_HEADS = ("shared/head/classifier", "shared/head/spans", "shared/head/pooler")  # that fine-tuning may begin without
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
 
 

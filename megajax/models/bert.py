@@ -1,9 +1,11 @@
 """BERT: masked words and the order of two segments, predicted by blocks that attend in both directions (1810.04805).
 
-With `output_heads` = classification it classifies the sample instead (the same paper, section 4.1).
+With `output_heads` = classification it classifies the sample instead, and with spans it points at an answer's first and
+last token (the same paper, sections 4.1 and 4.2).
 
     params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions", "types", "norm"},
-              "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order", "classifier"}}}
+              "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order", "classifier",
+                       "spans"}}}
 
 The blocks are those of `megajax.models.transformer` without a causal mask. Of the two norms outside of them a model has one:
 the head's with norms before attention and MLP (Megatron's order, 1909.08053 figure 7b), the embedding's with norms after
@@ -73,6 +75,9 @@ class BertHead(nnx.Module):
         if config.has_classifier:
             classes = {"hidden": config.hidden}, {"_classes": config.classes}, config.init_deviation, config.biases
             self.classifier = Linear(named_key(key, "classifier"), *classes)
+        if config.has_spans:
+            ends = {"hidden": config.hidden}, {"_ends": 2}, config.init_deviation, config.biases
+            self.spans = Linear(named_key(key, "spans"), *ends)
 
     def states(self, y: jax.Array) -> jax.Array:
         """The last block's output [b, split s, h], normed."""
@@ -105,6 +110,11 @@ class BertHead(nnx.Module):
         pooled = dropout(self.pooled(states, is_first), "pooled", "batch", "hidden")
         return self.classifier(pooled, jnp.tensordot, 1).astype(jnp.float32)
 
+    def span_logits(self, states: jax.Array) -> jax.Array:
+        """Scores of each local token as the first and the last one of the answer, fp32 [b, s, 2]."""
+        ends = self.constrain(self.spans(states, jnp.tensordot, 1), *RESIDUAL[:2], None)
+        return self.constrain(ends, *GATHERED[:2], None).astype(jnp.float32)
+
 
 class BertShared(nnx.Module):
     """The embedding, which the first stage uses, and the heads, which the last one does."""
@@ -121,9 +131,12 @@ class BertShared(nnx.Module):
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Sum of "weights" * cross entropy with "labels", and of "order_weights" * cross entropy with "swapped"; fp32.
 
-        For a classifier: of "weights" * cross entropy with "class".
+        For a classifier: of "weights" * cross entropy with "class"; for spans: of "weights" * the mean of the tokens' cross
+        entropies with "start" and "end".
         """
         self.config.require_loss()
+        if self.config.has_spans:
+            return self.span_losses(self.span_logits(y), microbatch).sum()
         if self.config.has_classifier:
             return self.class_losses(self.class_logits(y, microbatch), microbatch).sum()
         states, ranks = self.head.states(y), self.context.vocabulary.ranks
@@ -147,6 +160,16 @@ class BertShared(nnx.Module):
         """Scores of the classes, fp32 [b, classes]."""
         dropout = Dropout(self.config.dropout, self.context, microbatch, self.config.layers + 1)  # past the embedding's
         return self.head.class_logits(self.head.states(y), first_places(microbatch), dropout)
+
+    def span_logits(self, y: jax.Array) -> jax.Array:
+        """Scores of all tokens of the samples as the first and the last one, fp32 [b, s, 2], on all context ranks."""
+        return self.context.gather_sequence(self.head.span_logits(self.head.states(y)))
+
+    def span_losses(self, logits: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """Mean of the cross entropies with "start" and "end", times "weights": fp32 [b]; 0 on the other context ranks."""
+        places = jnp.stack([microbatch["start"], microbatch["end"]], axis=1)[:, None]  # [b, 1, 2]
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits, axis=1), places, axis=1).mean((1, 2))
+        return jnp.where(first_places(microbatch).any(-1), losses * microbatch["weights"].astype(jnp.float32), 0.0)
 
     def logits(self, y: jax.Array) -> jax.Array:
         """fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT."""
@@ -172,7 +195,8 @@ class BERT(NNXModel):
     have any, on any layout.
 
     A classifier's batches: "tokens", "types", "padding" and "sample" likewise; "class" int32 [b], and "weights" fp32 [b], 0
-    for samples that do not count. Its loss is the mean over the samples that count.
+    for samples that do not count. Its loss is the mean over the samples that count. A model of spans has "start" and "end"
+    int32 [b], the places of the answer's first and last token, instead of "class".
     """
 
     block_module = Block
@@ -189,13 +213,10 @@ class BERT(NNXModel):
         of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
         length = self.config.sequence_length
         batch = {name: of(np.int32, length) for name in ("tokens", "types")}
-        if self.config.has_classifier:
-            return batch | {
-                "padding": of(np.int32),
-                "class": of(np.int32),
-                "weights": of(np.float32),
-                "sample": of(np.uint32),
-            }
+        if self.config.has_task:
+            targets = ("start", "end") if self.config.has_spans else ("class",)
+            batch |= {name: of(np.int32) for name in ("padding", *targets)}
+            return batch | {"weights": of(np.float32), "sample": of(np.uint32)}
         batch["labels"] = of(np.int32, length)
         batch["weights"] = of(np.float32, length)
         return batch | {"padding": of(np.int32), "swapped": of(np.int32), "sample": of(np.uint32)}
@@ -224,8 +245,14 @@ class BERT(NNXModel):
         best = logits.argmax(-1).astype(jnp.int32)
         return modules.class_losses(logits, microbatch), jnp.where(first_places(microbatch).any(-1), best, 0)
 
+    def span_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        """Losses, fp32 [b], and scores of the first and the last token, fp32 [b, s, 2]; 0 on the other context ranks."""
+        modules = nnx.merge(self._shared, shared)
+        logits, counts = modules.span_logits(y), first_places(microbatch).any(-1)
+        return modules.span_losses(logits, microbatch), jnp.where(counts[:, None, None], logits, 0)
+
     def costs(self) -> ModelCosts:
-        """By formula; the pooler and a classifier, which one token of a sample passes, have no FLOPs."""
+        """By formula; pooler, classifier and spans, of one token of a sample or with two columns, have no FLOPs."""
         config, costs = self.config, transformer_costs(self.config)
         split = costs.vocabulary_width + int(config.has_masked_lm and config.biases)
         rest = config.parameters - config.vocabulary * split - costs.layers * costs.block.total

@@ -22,7 +22,7 @@ from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
-from megajax.ops.ring_attention import AxisName, ring_attention, ring_sum
+from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, ring_sum
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
 from megajax.runtime.compat import broken_host_offload
 from megajax.runtime.xla_flags import check_ring_flags
@@ -144,6 +144,7 @@ def model_context(
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
         experts=_expert_group(run.parallel, rules),
         sum_over_sequence=partial(ring_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
+        gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
     )

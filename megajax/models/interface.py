@@ -54,6 +54,7 @@ class ModelContext:
       recompute: "none", "selective" or "full", the values that a block's backward recomputes.
       experts: the replicas that split the experts of a layer; by default each has all.
       sum_over_sequence: (array of [b, ...]) -> its sum over the context ranks, which have parts of the same samples.
+      gather_sequence: (array of [b, local s, ...]) -> the whole samples' [b, s, ...], on all context ranks.
       dropout_seed: the run's seed of dropout masks.
       training: False for evaluation and generation: no dropout.
     """
@@ -65,6 +66,7 @@ class ModelContext:
     recompute: str = "selective"
     experts: ExpertGroup = WHOLE_GROUP
     sum_over_sequence: Callable[[jax.Array], jax.Array] = identity
+    gather_sequence: Callable[[jax.Array], jax.Array] = identity
     dropout_seed: int = 0
     training: bool = True
 

@@ -38,7 +38,7 @@ from megajax.config import ConfigError
 from megajax.ops.attention import Kernel, document_starts
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
-__all__ = ["AxisName", "ring_attention", "ring_sum", "split_batch", "zigzag"]
+__all__ = ["AxisName", "gather_sequence", "ring_attention", "ring_sum", "split_batch", "zigzag"]
 
 AxisName = str | tuple[str, ...]
 
@@ -118,6 +118,19 @@ def ring_sum(x: jax.Array, axis_name: AxisName, ranks: int) -> jax.Array:
         sent = lax.ppermute(sent, axis_name, _route(axis_name, ranks))
         total = total + sent
     return total
+
+
+def gather_sequence(x: jax.Array, axis_name: AxisName, ranks: int) -> jax.Array:
+    """The whole samples' [b, s, ...] from each of `ranks` neighbours' [b, s / ranks, ...], in the order of the sequence.
+
+    For small arrays: all of the mesh axis is gathered. Unlike `ring_sum`, only the ranks of a mesh axis have to reach it.
+    """
+    if ranks == 1:
+        return x
+    first = lax.axis_index(axis_name) // ranks * ranks
+    parts = lax.dynamic_slice_in_dim(lax.all_gather(x, axis_name), first, ranks)
+    whole = jnp.moveaxis(parts, 0, 1).reshape(len(x), -1, *x.shape[2:])
+    return whole[:, zigzag(whole.shape[1], ranks).ravel().argsort()]
 
 
 def _route(axis_name: AxisName, ranks: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.config.tasks import TASKS
+from megajax.config.tasks import GLUE
 from megajax.data.classification import ClassificationSamples, Labelled, read_labelled
 from megajax.data.loader import PADDING, RowLoader
 from megajax.data.tokenizers import load_tokenizer
@@ -34,12 +34,12 @@ def written(tmp_path, name, text):
     return str(path)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", GLUE)
 def test_the_public_files_of_a_task(task, tmp_path):
     """GLUE's TSV, and the same sample as a row of Hugging Face's dataset."""
     text, (first, second, label) = TSV[task]
     texts = (first,) if second is None else (first, second)
-    columns = TASKS[task].columns[0]
+    columns = GLUE[task].columns[0]
     row = dict(zip(columns, (*(one[0] for one in texts), label), strict=True)) | {"idx": 3}
     for path in (written(tmp_path, "a.tsv", text), written(tmp_path, "a.jsonl", json.dumps(row) + "\n")):
         found = read_labelled(task, [path])

@@ -12,6 +12,7 @@ import zipfile
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from megajax.config import BertConfig, ConfigError
 from megajax.config.cli import parse
@@ -140,9 +141,23 @@ def test_heads_are_those_of_the_class(tmp_path):
     change_config(directory, tie_word_embeddings=False)
     with pytest.raises(ConfigError, match="tie_word_embeddings = False is not supported"):
         read_config(directory)
-    change_config(directory, tie_word_embeddings=True, architectures=["BertForQuestionAnswering"])
-    with pytest.raises(ConfigError, match=r"architectures = \['BertForQuestionAnswering'\] is not supported"):
+    change_config(directory, tie_word_embeddings=True, architectures=["BertForTokenClassification"])
+    with pytest.raises(ConfigError, match=r"architectures = \['BertForTokenClassification'\] is not supported"):
         read_config(directory)
+
+
+@pytest.mark.parametrize("heads", ["spans", "classification"])
+def test_a_head_that_is_missing_is_new(heads, capsys):
+    """The rest is read; the new head's values are those of a training from scratch."""
+    model = dataclasses.replace(model_of(golden("bert")), output_heads=heads)
+    training = training_of(model, pipe=2)
+    params = jax.tree.map(np.asarray, initial_params(str(golden("bert")), training))
+    leaf = {"spans": "spans", "classification": "classifier"}[heads]
+    assert f"has no shared/head/{leaf}/bias and no shared/head/{leaf}/kernel: initialized" in capsys.readouterr().out
+    fresh = jax.tree.map(np.asarray, training.init_state().params)["shared"]
+    np.testing.assert_array_equal(params["shared"]["head"][leaf]["kernel"], fresh["head"][leaf]["kernel"])
+    stored = open_tensors(golden("bert"))["bert.embeddings.LayerNorm.bias"].rows(0, 16)
+    np.testing.assert_array_equal(params["shared"]["embedding"]["norm"]["bias"], stored)
 
 
 def test_old_files_have_other_names_of_norms():
@@ -157,7 +172,7 @@ def test_old_files_have_other_names_of_norms():
         old,
         "bert",
         model_of(golden("bert")),
-        [name for name in TABLES["bert"].leaves if "classifier" not in name],
+        [name for name in TABLES["bert"].leaves if not any(head in name for head in ("classifier", "spans"))],
     )
     stored = open_tensors(golden("bert"))["bert.embeddings.LayerNorm.bias"].rows(0, 16)
     np.testing.assert_array_equal(weights.region("shared/embedding/norm/bias", (slice(0, 16),), (16,)), stored)
@@ -180,6 +195,76 @@ def test_transformers_computes_the_same_from_an_export(family, tmp_path):
     found = outputs(kind.from_pretrained(tmp_path / "out", attn_implementation="eager").eval())
     for name, wanted in np.load(golden(family) / "outputs.npz").items():
         np.testing.assert_allclose(found[name], wanted, rtol=0, atol=1e-5)
+
+
+# Heads of fine-tuning: output_heads -> transformers' class, and what differs in its configuration.
+HEADS = {
+    "classification": ("ForSequenceClassification", {"num_labels": 3}),
+    "spans": ("ForQuestionAnswering", {}),
+}
+
+
+def head_logits(training, params, rows) -> np.ndarray:
+    """Logits of a model's head of fine-tuning, through the run's pipeline: of classes [b, n], of spans [b, s, 2]."""
+    model, functions = training.evaluation()
+    parallel, count = training.run.parallel, len(rows["tokens"])
+    rows = rows | {"weights": np.ones(count, np.float32), "sample": np.zeros(count, np.uint32)}
+    rows |= {name: np.zeros(count, np.int32) for name in ("class", "start", "end")}
+    pad = lambda a: np.pad(a, [(0, -count % parallel.data)] + [(0, 0)] * (a.ndim - 1), mode="edge")  # noqa: E731
+
+    def collect(shared, y, microbatch):
+        modules = nnx.merge(model._shared, shared)
+        if model.config.has_spans:
+            return modules.span_logits(y)
+        return modules.class_logits(y, microbatch)
+
+    def run(params, batch):
+        found = training.forward(functions, collect, params, batch)
+        return found[0].reshape(parallel.data, parallel.context, -1, *found.shape[2:])[:, 0]  # the first token's ranks
+
+    with jax.set_mesh(training.mesh):
+        found = jax.jit(run)(params, training.place({name: pad(array)[None] for name, array in rows.items()}))
+    return np.asarray(found).reshape(-1, *found.shape[2:])[:count]
+
+
+def judged_logits(model) -> np.ndarray:
+    """The same as transformers computes it."""
+    import torch
+
+    attended = np.arange(LENGTH) < LENGTH - inputs()["padding"][:, None]
+    tokens, types = (torch.from_numpy(inputs()[name]).long() for name in ("tokens", "types"))
+    with torch.no_grad():
+        out = model(tokens, attention_mask=torch.from_numpy(attended.astype(np.int64)), token_type_ids=types)
+    if "logits" in out:
+        return out["logits"].numpy()
+    return np.stack([out["start_logits"].numpy(), out["end_logits"].numpy()], axis=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS)
+@families
+def test_heads_of_fine_tuning(heads, family, tmp_path):
+    """Logits on three layouts are those of transformers, and it computes the same from an export."""
+    transformers = pytest.importorskip("transformers")
+    from tests.interop.make_bert_golden import random_bert
+
+    name, settings = HEADS[heads]
+    judge = random_bert(FAMILIES[family], name, **settings)
+    judge.save_pretrained(tmp_path / "in")
+    wanted, model = judged_logits(judge), model_of(tmp_path / "in")
+    assert model.output_heads == heads
+    for layout in ("tensor 2 x pipe 2", "context 2", "ZeRO-3"):
+        training = training_of(model, **LAYOUTS[layout])
+        got = head_logits(training, initial_params(str(tmp_path / "in"), training), inputs())
+        print(f"{family} {heads} {layout}: largest difference {np.abs(got - wanted).max():.2g}")
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+    words = ("--tokenizer", golden(family) / "vocab.txt")
+    assert convert("import", tmp_path / "in", "--run-dir", tmp_path / "run", *words) == 0
+    (tmp_path / "run" / "hugging_face" / "config.json").unlink()  # config.json is then written from the model alone
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    kind = getattr(transformers, FAMILIES[family] + name)
+    found = judged_logits(kind.from_pretrained(tmp_path / "out", attn_implementation="eager").eval())
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

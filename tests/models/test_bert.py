@@ -175,6 +175,34 @@ def test_classes_of_samples(config):
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
 
 
+@MODELS
+def test_first_and_last_token_of_an_answer(config):
+    """The loss is the mean over samples of weight 1 of the mean of two cross entropies over all places, padding too."""
+    config = dataclasses.replace(config, output_heads="spans")
+    model, params = small.build_model(config), small.busy_params(config)
+    assert "pooler" not in params["shared"]["head"]
+    batch = small.make_batch(small.make_run(microbatches=1, model=config))
+    rows, head, losses, scores = (
+        {name: array[0] for name, array in batch.items()},
+        wide(params)["shared"]["head"],
+        [],
+        [],
+    )
+    for row in range(len(rows["tokens"])):
+        length = config.sequence_length - rows["padding"][row]
+        states = encode(config, wide(params), rows["tokens"][row], rows["types"][row], length)
+        scores.append(states @ head["spans"]["kernel"] + head["spans"]["bias"])
+        first, last = (softmax(scores[-1][:, side]) for side in (0, 1))
+        losses.append(-(math.log(first[rows["start"][row]]) + math.log(last[rows["end"][row]])) / 2)
+    want = np.average(losses, weights=rows["weights"])
+    np.testing.assert_allclose(jax.jit(lambda p: mean_loss(model, p, batch))(params), want, rtol=1e-5)
+
+    run = jax.jit(lambda params: model.span_scores(params["shared"], encoder_output(model, params, rows), rows))
+    got, found = run(params)
+    np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
+    np.testing.assert_allclose(found, scores, rtol=1e-4, atol=1e-5)
+
+
 def test_samples_without_masked_words_do_not_count():
     """Padding of a smaller batch has no weights: neither head's mean counts it."""
     model, params = small.build_model(PRE), small.busy_params(PRE)
@@ -187,9 +215,13 @@ def test_samples_without_masked_words_do_not_count():
 
 @pytest.mark.parametrize(
     "config",
-    [PRE, POST, *(dataclasses.replace(PRE, output_heads=name) for name in ("masked_lm", "classification", "none"))]
+    [
+        PRE,
+        POST,
+        *(dataclasses.replace(PRE, output_heads=name) for name in ("masked_lm", "classification", "spans", "none")),
+    ]
     + [dataclasses.replace(PRE, biases=False, norm="rmsnorm", activation="swiglu", positions="rotary", kv_heads=2)],
-    ids=["pre", "post", "masked_lm", "classification", "none", "llama"],
+    ids=["pre", "post", "masked_lm", "classification", "spans", "none", "llama"],
 )
 def test_parameters_are_counted(config):
     """By the shapes of `init`, without the vocabulary's padding."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from tests import small
@@ -47,6 +48,40 @@ def test_classes(case):
     options = {"sequence_parallel": True, "recompute": "selective"} | options
     model = dataclasses.replace(small.BERT, output_heads="classification", classes=3)
     check(*sizes, options.pop("sequence_parallel"), model=model, **options)
+
+
+# The ranks of a context group have parts of the samples; with --vocab-parallel tensor only the last stage runs the head.
+SPANS = [
+    ((1, 2, 2), "interleaved_1f1b", 1, 4, {"context": 2}),
+    ((2, 2, 1), "eager_1f1b", 1, 4, {"context": 2, "vocab_parallel": "tensor", "zero": 1}),
+    ((2, 2, 2), "zb_v", 2, 4, {"recompute": "full"}),
+    ((1, 2, 2), "1f1b", 1, 4, {"vocab_parallel": "tensor"}),
+    ((1, 1, 2), "gpipe", 1, 4, {"context": 4}),
+]
+
+
+def without_zeros(gradients):
+    """Without the biases that are added to all of a sample's scores, of which only differences count."""
+    head = gradients["shared"]["head"]
+    kept = {
+        layer: {"rest": [leaf for name, leaf in head[layer].items() if name != "bias"]} for layer in ("norm", "spans")
+    }
+    for layer in kept:
+        np.testing.assert_allclose(head[layer]["bias"], 0, atol=1e-7)
+    return gradients | {"shared": gradients["shared"] | {"head": head | kept}}
+
+
+@pytest.mark.parametrize("case", [SPANS[1], *slow([SPANS[0], *SPANS[2:]])], ids=str)
+def test_spans(case):
+    mesh, schedule, chunks, microbatches, options = case
+    model = dataclasses.replace(small.BERT, output_heads="spans")
+    sizes = {"schedule": schedule, "chunks": chunks, "microbatches": microbatches}
+    training = small.training_of(small.make_run(mesh, model=model, **sizes, **options))
+    params = small.place(training, small.busy_params(model))
+    loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))
+    gradients, (want_loss, want) = small.canonical(gradients, training), small.expected(model)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    small.assert_gradients_close(without_zeros(gradients), without_zeros(want), rtol=1e-5)
 
 
 @pytest.mark.slow
