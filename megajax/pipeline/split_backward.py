@@ -14,18 +14,22 @@ For y = tanh(x @ up + bias) @ down, with stash {x, h = tanh(...)}:
     I:  dh = dy @ down.T;  da = dh * (1 - h * h);  dx = da @ up.T;  dbias = da.sum(...)     keeps dy, da
     W:  dup = x.T @ da;  ddown = h.T @ dy
 
-No matmul runs twice.
+No matmul runs twice. An `optimization_barrier` orders the operations of a backward that is not split; each part keeps it
+for those of its operands that the part has.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read
 from megajax.runtime.compat import Literal
 
 Tree = Any
+BARRIER = "optimization_barrier"
+PASSED_THROUGH = ("sharding_constraint", BARRIER)
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "custom_call", "pallas_call", "shard_map")
 
 
@@ -72,7 +76,7 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
         values = dict(inputs)
         values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for index in sorted(indices):
-            bind(jaxpr.eqns[index], values)
+            _run(jaxpr.eqns[index], values)
         return [read(values, var) for var in outputs]
 
     def input_part(residuals, weights, x, dy):
@@ -89,18 +93,35 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
     return Split(input_part, weight_part, is_late, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept])
 
 
-def _inputs(eqn) -> list:
-    return [var for var in eqn.invars if not isinstance(var, Literal)]
+def _run(eqn, values: dict) -> None:
+    """Evaluates an equation; a barrier for the operands that `values` has."""
+    if eqn.primitive.name != BARRIER:
+        bind(eqn, values)
+        return
+    found = [
+        (out, var)
+        for out, var in zip(eqn.outvars, eqn.invars, strict=True)
+        if isinstance(var, Literal) or var in values
+    ]
+    results = lax.optimization_barrier([read(values, var) for _, var in found])
+    values |= dict(zip((out for out, _ in found), results, strict=True))
+
+
+def _inputs(eqn, var) -> list:
+    """The variables that an equation computes `var` from: of a barrier one, of others all."""
+    operands = [eqn.invars[eqn.outvars.index(var)]] if eqn.primitive.name == BARRIER else eqn.invars
+    return [operand for operand in operands if not isinstance(operand, Literal)]
 
 
 def _needed(jaxpr, makers: dict, variables: list) -> set[int]:
     """Indices of the equations on which the variables depend."""
-    found, todo = set(), [var for var in variables if not isinstance(var, Literal)]
+    found, seen, todo = set(), set(), [var for var in variables if not isinstance(var, Literal)]
     while todo:
-        index = makers.get(todo.pop())
-        if index is not None and index not in found:
+        index = makers.get(var := todo.pop())
+        if index is not None and var not in seen:
+            seen.add(var)
             found.add(index)
-            todo += _inputs(jaxpr.eqns[index])
+            todo += _inputs(jaxpr.eqns[index], var)
     return found
 
 
@@ -108,8 +129,8 @@ def _without_matmul(jaxpr, stashed: set) -> set:
     """The variables that can be computed from stashed ones without a matmul."""
     cheap = set(stashed)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in MATMULS and all(var in cheap for var in _inputs(eqn)):
-            cheap |= set(eqn.outvars)
+        if eqn.primitive.name not in MATMULS:
+            cheap |= {out for out in eqn.outvars if all(var in cheap for var in _inputs(eqn, out))}
     return cheap
 
 
@@ -128,10 +149,10 @@ def _partition(jaxpr, makers, late_vars, for_input, stashed, cheap) -> tuple[lis
             continue
         seen.add(var)
         index = makers.get(var)
-        is_constraint = index is not None and jaxpr.eqns[index].primitive.name == "sharding_constraint"
-        if index is None or (index in for_input and var not in cheap and not is_constraint):
+        passed = index is not None and jaxpr.eqns[index].primitive.name in PASSED_THROUGH
+        if index is None or (index in for_input and var not in cheap and not passed):
             kept.append(var)  # dy, or a result of I; before a sharding constraint, which may all-gather it
         else:
             for_weight.add(index)
-            todo += _inputs(jaxpr.eqns[index])
+            todo += _inputs(jaxpr.eqns[index], var)
     return kept, for_weight
