@@ -1,4 +1,4 @@
-r"""Fine-tune a BERT on one of GLUE's tasks (1804.07461), MNLI, QQP, SST-2, MRPC or RTE, or on SQuAD 1.1 or 2.0.
+r"""Fine-tune a BERT on one of GLUE's tasks (MNLI, QQP, SST-2, MRPC, RTE), on SQuAD 1.1 or 2.0, or on RACE.
 
 python -m experiments.finetune_bert --init-from DIR --task mrpc --task-data train.tsv --dev-data dev.tsv --epochs 3 \
     --run-dir runs/mrpc
@@ -6,12 +6,14 @@ python -m experiments.finetune_bert --init-from DIR --task mrpc --task-data trai
     --seeds 1,2,3,4,5 --run-dir runs/mrpc                     one run each in runs/mrpc/seed_1, ..., and the median
 python -m experiments.finetune_bert --init-from DIR --task squad2 --task-data train-v2.0.json --dev-data dev-v2.0.json \
     --run-dir runs/squad2
+python -m experiments.finetune_bert --init-from DIR --task race --task-data RACE/train --dev-data RACE/dev \
+    --run-dir runs/race
 python -m megajax.interop.hugging_face export runs/mrpc --out tuned               for transformers
 
-DIR is a Hugging Face BERT with its tokenizer. A file is SQuAD's .json; GLUE's .tsv, or JSON lines with the columns of
-Hugging Face's glue dataset. After each epoch the dev samples are scored; RUN_DIR/best.json has the best step, whose
-checkpoint is kept. --epochs E sets --steps to E times the steps of an epoch, and --save-every to one epoch. Every mesh,
-schedule and option of bert is legal. Defaults are those of 1810.04805 section 4; 1909.08053 table 6 has Megatron-LM's.
+DIR is a Hugging Face BERT with its tokenizer. Data are SQuAD's .json; RACE's folders; GLUE's .tsv, or JSON lines with the
+columns of Hugging Face's glue dataset. After each epoch the dev samples are scored; RUN_DIR/best.json has the best step,
+whose checkpoint is kept. --epochs E sets --steps to E times the steps of an epoch, and --save-every to one epoch. Every
+mesh, schedule and option of bert is legal. Defaults are those of 1810.04805 section 4, and Megatron-LM's for RACE.
 """
 
 import argparse
@@ -57,7 +59,6 @@ EXPERIMENT = Experiment(
     defaults_for_imports=True,
 )
 FILES = f"--task {'|'.join(TASKS)}, --task-data FILE and --dev-data FILE"
-WARMUP = 0.1  # share of the steps
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +88,7 @@ def run(words: Sequence[str]) -> int:
     epochs = found.epochs or (None if {"--steps", "--config"} & given else task.epochs)
     if epochs:
         rest += ["--steps", str(epochs * steps)]
-        rest += [] if "--warmup-steps" in given else ["--warmup-steps", str(round(WARMUP * epochs * steps))]
+        rest += [] if "--warmup-steps" in given else ["--warmup-steps", str(round(task.warmup * epochs * steps))]
     save_every = request.passed.get("save_every", steps)
     if save_every < 1 or steps % save_every:
         raise ConfigError(

@@ -67,10 +67,13 @@ def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
         batch["weights"] *= real & (random.random(real.shape) > 0.6)
         if run.model.has_task:
             del batch["labels"], batch["swapped"]
-            targets = {"start": run.model.sequence_length // 2, "end": run.model.sequence_length // 2}
-            targets = targets if run.model.has_spans else {"class": run.model.classes}
+            targets = {"class": run.model.choices if run.model.has_choices else run.model.classes}
+            if run.model.has_spans:
+                targets = dict.fromkeys(("start", "end"), run.model.sequence_length // 2)
             batch |= {name: random.integers(0, most, BATCH, dtype=np.int32) for name, most in targets.items()}
             batch["weights"] = (random.random(BATCH) > 0.3).astype(np.float32)
+            if run.model.has_choices:  # a question has the class and the weight of its first sample
+                batch["weights"] *= np.arange(BATCH) % run.model.choices == 0
     return {name: a.reshape(run.microbatches, -1, *a.shape[1:]) for name, a in batch.items()}
 
 

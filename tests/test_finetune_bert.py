@@ -98,6 +98,33 @@ def test_it_learns_spans(squad_files, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["f1"] == pytest.approx(best["f1"])
 
 
+@pytest.fixture
+def race_folders(tmp_path):
+    """The right answer is "king", wherever it is among the four."""
+    draw = np.random.default_rng(0)
+    for name, count in {"train": 60, "dev": 13}.items():
+        (tmp_path / name / "high").mkdir(parents=True)
+        for number in range(count):
+            words = draw.permutation(["king", "queen", "day", "night"]).tolist()
+            item = {"article": "a good day", "questions": ["a _ ?"]}
+            item |= {"options": [words], "answers": ["ABCD"[words.index("king")]]}
+            (tmp_path / name / "high" / f"{number}.txt").write_text(json.dumps(item))
+    return ["--task", "race", "--task-data", str(tmp_path / "train"), "--dev-data", str(tmp_path / "dev")]
+
+
+def test_it_learns_choices(race_folders, tmp_path, capsys):
+    """On data 2 x pipe 2, a question in a microbatch of a replica."""
+    run_dir = tmp_path / "run"
+    words = [*SMALL.split(), *race_folders, "--epochs", "3", "--run-dir", str(run_dir), "--global-batch-size", "16"]
+    words += ["--microbatch-size", "4", "--data", "2", "--pipe", "2", "--learning-rate", "0.002"]
+    assert finetune_bert.main(words) == 0
+    out = capsys.readouterr().out
+    assert "60 questions with 4 answers each: 240 samples, 0 of them with an article cut" in out
+    assert "dev accuracy" in out and "of 13 questions" in out
+    log, best = records(run_dir / "log.jsonl"), json.loads((run_dir / "best.json").read_text())
+    assert len(log) == 45 and abs(log[0]["loss"] - np.log(4)) < 0.3 and best["accuracy"] > 0.9
+
+
 @pytest.mark.slow
 def test_the_median_of_seeds(files, tmp_path, capsys):
     words = [*SMALL.split(), *files, "--epochs", "1", "--run-dir", str(tmp_path / "runs"), "--seeds", "1,2,3"]
@@ -117,7 +144,10 @@ def test_metrics_by_hand():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "there is nothing to fine-tune on: pass --task mnli|qqp|sst2|mrpc|rte|squad|squad2, --task-data FILE"),
+        (
+            "",
+            "there is nothing to fine-tune on: pass --task mnli|qqp|sst2|mrpc|rte|squad|squad2|race, --task-data FILE",
+        ),
         ("--task cola --task-data a --dev-data b", "task"),
         ("--task sst2 --task-data missing.jsonl --dev-data b", "cannot read missing.jsonl"),
         ("FILES --seeds 1,2", "--seeds has nowhere to write its runs: pass --run-dir DIR too."),
@@ -129,6 +159,8 @@ def test_metrics_by_hand():
             "SQUAD --output-heads none",
             "--task squad2 needs a BERT with its head: pass --output-heads spans --classes 2",
         ),
+        ("RACE --microbatch-size 2", "microbatch_size = 2 is not a multiple of choices = 4, the samples of a question"),
+        ("RACE --microbatch-size 4 --choices 3", "options[0] has 4 answers, and choices = 3"),
         ("FILES --save-every 5", "save_every = 5 does not divide the 2 steps of an epoch"),
         ("FILES --tokenizer byte", "tokenizer byte has no [CLS]"),
         (
@@ -137,8 +169,8 @@ def test_metrics_by_hand():
         ),
     ],
 )
-def test_a_mistake_is_one_line(words, message, files, squad_files, capsys):
-    known = {"FILES": files, "SQUAD": squad_files}
+def test_a_mistake_is_one_line(words, message, files, squad_files, race_folders, capsys):
+    known = {"FILES": files, "SQUAD": squad_files, "RACE": race_folders}
     words = [word for part in words.split() for word in known.get(part, [part])]
     assert finetune_bert.main([*words, "--devices", "cpu:1"]) == 2
     error = capsys.readouterr().err

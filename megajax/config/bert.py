@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megajax.config.errors import ConfigError
+from megajax.config.errors import ConfigError, multiples, one_of
 from megajax.config.fields import setting
 from megajax.config.model import ModelConfig
 
-HEADS = ("masked_lm_and_order", "masked_lm", "classification", "spans", "none")
+HEADS = ("masked_lm_and_order", "masked_lm", "classification", "multiple_choice", "spans", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,12 @@ class BertConfig(ModelConfig):
     )
     output_heads: str = setting(
         "masked_lm_and_order",
-        "heads: masked words and the order of two segments; masked words only; classes of a sample; first and last token of "
-        "an answer; none",
+        "heads: masked words and the order of two segments; masked words only; classes of a sample; the right one of "
+        "several samples; first and last token of an answer; none",
         HEADS,
     )
     classes: int = setting(2, "number of classes of --output-heads classification")
+    choices: int = setting(4, "samples of a question, one for each answer, of --output-heads multiple_choice")
 
     @property
     def has_masked_lm(self) -> bool:
@@ -46,8 +47,18 @@ class BertConfig(ModelConfig):
 
     @property
     def has_classifier(self) -> bool:
-        """Whether it has the head that tells the class of a sample."""
-        return self.output_heads == "classification"
+        """Whether it has the head that scores the pooled first token: the classes of a sample, or the sample as a choice."""
+        return self.output_heads == "classification" or self.has_choices
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether samples are compared: `choices` samples that follow one another are the answers to one question."""
+        return self.output_heads == "multiple_choice"
+
+    @property
+    def scores(self) -> int:
+        """Scores of a sample by the head of `has_classifier`."""
+        return 1 if self.has_choices else self.classes
 
     @property
     def has_spans(self) -> bool:
@@ -64,6 +75,15 @@ class BertConfig(ModelConfig):
         if not (self.has_masked_lm or self.has_task):
             raise ConfigError("output_heads = none has no loss to train on: pass --output-heads masked_lm_and_order.")
 
+    def require_whole_questions(self, rows: int) -> None:
+        """Raises ConfigError if `rows`, the samples in a microbatch of a replica, are not all choices of their questions."""
+        if self.has_choices and rows % self.choices:
+            sizes = one_of("microbatch_size", multiples(self.choices, rows), rows)
+            raise ConfigError(
+                f"microbatch_size = {rows} is not a multiple of choices = {self.choices}, the samples of a question, which "
+                f"are compared in one microbatch: pass {sizes}."
+            )
+
     @property
     def parameters(self) -> int:
         """Exact number of trainable parameters, with the vocabulary unpadded.
@@ -75,7 +95,7 @@ class BertConfig(ModelConfig):
         square = (self.hidden + bias) * self.hidden
         masked_lm = square + norm + bias * self.vocabulary
         heads = self.has_masked_lm * masked_lm + self.has_pooler * square
-        scores = 2 * self.has_order + self.classes * self.has_classifier + 2 * self.has_spans
+        scores = 2 * self.has_order + self.scores * self.has_classifier + 2 * self.has_spans
         heads += scores * (self.hidden + bias)
         return super().parameters + self.token_types * self.hidden + heads
 

@@ -55,7 +55,7 @@ class DataConfig:
     )
     task_data: tuple[str, ...] | None = setting(
         None,
-        "samples of --task to train on: JSON lines, GLUE's .tsv, or SQuAD's .json",
+        "samples of --task to train on: JSON lines, GLUE's .tsv, SQuAD's .json, or RACE's folders",
         metavar="FILE",
         list_style="words",
     )
@@ -63,7 +63,9 @@ class DataConfig:
         None, "samples of --task that are scored after each epoch", metavar="FILE", list_style="words"
     )
     doc_stride: int = setting(128, "SQuAD: tokens between the beginnings of two windows of a context")
-    max_query_length: int = setting(64, "SQuAD: most tokens of a question; the rest is cut off")
+    max_query_length: int = setting(
+        64, "most tokens of SQuAD's questions, or RACE's with an answer; the rest is cut off"
+    )
     max_answer_length: int = setting(30, "SQuAD: most tokens of a predicted answer")
     null_threshold: float = setting(
         0.0,

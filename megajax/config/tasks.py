@@ -1,4 +1,4 @@
-"""The tasks that BERT is fine-tuned on: GLUE's (1804.07461) classes of sentences and SQuAD's spans (1606.05250)."""
+"""Tasks that BERT is fine-tuned on: GLUE's classes (1804.07461), SQuAD's spans (1606.05250), RACE's choices (1704.04683)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ class Task:
       rules: of SQuAD's scores, "1.1" or "2.0".
       recipe: defaults of options, where they differ from the experiment's.
       epochs: default of --epochs.
+      warmup: share of the steps in which the learning rate rises.
     """
 
     columns: tuple[tuple[str, ...], ...] = ()
@@ -29,6 +30,7 @@ class Task:
     rules: str = ""
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     epochs: int = 3
+    warmup: float = 0.1
 
     @property
     def model(self) -> dict[str, Any]:
@@ -61,7 +63,16 @@ GLUE = {
 }
 # 1810.04805 sections 4.2 and 4.3, and the sizes of run_squad.py.
 SQUAD = {"sequence_length": 384, "learning_rate": 5e-5}
+# Megatron-LM's example: 32 questions a step, each of four samples.
+RACE = {
+    "sequence_length": 512,
+    "max_query_length": 128,
+    "global_batch_size": 128,
+    "learning_rate": 1e-5,
+    "weight_decay": 0.1,
+}
 TASKS = GLUE | {
     "squad": Task(output_heads="spans", rules="1.1", recipe=SQUAD),
     "squad2": Task(output_heads="spans", rules="2.0", recipe=SQUAD | {"global_batch_size": 48}, epochs=2),
+    "race": Task(output_heads="multiple_choice", recipe=RACE, warmup=0.06),
 }

@@ -5,18 +5,16 @@
 """
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.data.json_values import read_json, value_of
 from megajax.schedules.errors import shown
 
-__all__ = ["Question", "Squad", "questions_in", "read_json", "read_squad", "value_of"]
+__all__ = ["Question", "Squad", "questions_in", "read_squad"]
 
 REMEDY = "give a file in SQuAD's format"
-KINDS = {str: "a text", list: "a list", int: "a whole number", bool: "true or false"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,31 +114,3 @@ def questions_in(path: str, content: Mapping[str, Any], remedy: str) -> Iterator
             place = f"{path}: data[{i}], paragraphs[{j}]"
             for k, question in enumerate(value_of(place, paragraph, "qas", list, remedy)):
                 yield f"{place}, qas[{k}]", paragraph, question
-
-
-def value_of(place: str, item: Any, name: str, kind: type, remedy: str) -> Any:
-    """The value of a key of a JSON object.
-
-    Raises:
-      ConfigError: there is none of that kind.
-    """
-    value = item.get(name) if isinstance(item, dict) else None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{place} has no {name!r} that is {KINDS[kind]}: {remedy}.")
-    return value
-
-
-def read_json(path: str, remedy: str) -> dict[str, Any]:
-    """The JSON object of a file.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    try:
-        content = json.loads(pathlib.Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}; {remedy}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} has {shown(content)}, not a JSON object: {remedy}.")
-    return content

@@ -4,13 +4,14 @@ from megajax.config import ConfigError, RunConfig, option
 from megajax.config.tasks import TASKS
 from megajax.data.classification import ClassificationSamples, read_labelled
 from megajax.data.loader import RowLoader
+from megajax.data.race import RaceSamples, read_race
 from megajax.data.squad import read_squad
 from megajax.data.squad_windows import SpanSamples, WindowSizes
 from megajax.data.tokenizers import Tokenizer
 
 __all__ = ["TaskSamples", "task_loader", "task_samples"]
 
-TaskSamples = ClassificationSamples | SpanSamples
+TaskSamples = ClassificationSamples | RaceSamples | SpanSamples
 
 
 def task_samples(run: RunConfig, files: tuple[str, ...], tokenizer: Tokenizer, seed: int | None) -> TaskSamples:
@@ -24,6 +25,9 @@ def task_samples(run: RunConfig, files: tuple[str, ...], tokenizer: Tokenizer, s
     if task.output_heads == "spans":
         sizes = WindowSizes(length, data.doc_stride, data.max_query_length)
         return SpanSamples(read_squad(files, task.rules), tokenizer, sizes, seed, name)
+    if task.output_heads == "multiple_choice":
+        found = read_race(files, run.model.choices)
+        return RaceSamples(found, tokenizer, length, data.max_query_length, seed, name)
     return ClassificationSamples(read_labelled(data.task, files), tokenizer, length, seed, name)
 
 
@@ -44,5 +48,6 @@ def task_loader(run: RunConfig, tokenizer: Tokenizer) -> RowLoader:
         raise ConfigError(
             f"--task {data.task} needs a BERT with its head: pass {words}, as experiments.finetune_bert does."
         )
+    model.require_whole_questions(run.parallel.microbatch_size)
     samples = task_samples(run, data.task_data, tokenizer, run.train.seed)
     return RowLoader(samples, run.train.global_batch_size, run.microbatches, None, model.vocabulary)

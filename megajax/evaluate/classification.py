@@ -1,4 +1,4 @@
-"""The dev score of classes of sentences: accuracy, and F1 where the task has it."""
+"""The dev score of classes of sentences, or of choices: accuracy, and F1 where the task has it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 from megajax.config import DataConfig
 from megajax.config.tasks import TASKS
 from megajax.data.classification import ClassificationSamples
+from megajax.data.race import RaceSamples
 
 __all__ = ["ClassScores", "metrics"]
 
@@ -27,19 +28,19 @@ def metrics(predicted: np.ndarray, classes: np.ndarray, f1: bool) -> dict[str, f
 
 
 class ClassScores:
-    """The scores of `DevScore` for classes of samples.
+    """The scores of `DevScore` for classes of samples, or the right choices of questions.
 
     Attributes:
       described: what is scored.
     """
 
-    def __init__(self, samples: ClassificationSamples, data: DataConfig):
+    def __init__(self, samples: ClassificationSamples | RaceSamples, data: DataConfig):
         """`samples`: in the order of their files."""
         self.classes, self.f1 = samples.classes, TASKS[data.task].f1
-        self.described = f"{samples.count:,} samples"
+        self.described = f"{len(samples.classes):,} {'questions' if isinstance(samples, RaceSamples) else 'samples'}"
 
     def collect(self, model: Any) -> Callable:
-        """The model's outputs for a microbatch: losses fp32 [b], and predicted classes int32 [b]."""
+        """The model's outputs for a microbatch: losses fp32 [n], and predicted classes int32 [n]."""
         return model.class_scores
 
     def results(self, losses: np.ndarray, predicted: np.ndarray) -> tuple[dict[str, float], dict[str, Any]]:

@@ -29,7 +29,8 @@ from typing import Any
 
 from megajax.config import ConfigError
 from megajax.config.options import Parser
-from megajax.data.squad import questions_in, read_json, value_of
+from megajax.data.json_values import read_json, value_of
+from megajax.data.squad import questions_in
 from megajax.evaluate.results import describe_numbers
 from megajax.interop.output_file import OutputFile
 from megajax.schedules.arguments import FLOAT32, number, plain_text

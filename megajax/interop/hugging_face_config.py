@@ -20,7 +20,7 @@ from megajax.schedules.errors import shown
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
-FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss")
+FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

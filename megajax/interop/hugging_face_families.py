@@ -65,6 +65,7 @@ BERT_HEADS = {
     "ForPreTraining": "masked_lm_and_order",
     "ForMaskedLM": "masked_lm",
     "ForSequenceClassification": "classification",
+    "ForMultipleChoice": "multiple_choice",
     "ForQuestionAnswering": "spans",
     "Model": "none",
 }

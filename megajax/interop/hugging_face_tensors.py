@@ -309,7 +309,7 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "e": model.hidden,
         "t": getattr(model, "token_types", 0),
         "o": 2,
-        "c": getattr(model, "classes", 0),
+        "c": getattr(model, "scores", 0),
         "l": model.layers,
         "x": model.experts,
     }

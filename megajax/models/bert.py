@@ -1,7 +1,7 @@
 """BERT: masked words and the order of two segments, predicted by blocks that attend in both directions (1810.04805).
 
-With `output_heads` = classification it classifies the sample instead, and with spans it points at an answer's first and
-last token (the same paper, sections 4.1 and 4.2).
+With `output_heads` = classification it classifies the sample instead, with spans it points at an answer's first and last
+token, and with multiple_choice it chooses one of several samples (the same paper, sections 4.1, 4.2 and 4.4).
 
     params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions", "types", "norm"},
               "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order", "classifier",
@@ -73,7 +73,7 @@ class BertHead(nnx.Module):
             orders = {"hidden": config.hidden}, {"_orders": 2}, config.init_deviation, config.biases
             self.order = Linear(named_key(key, "order"), *orders)
         if config.has_classifier:
-            classes = {"hidden": config.hidden}, {"_classes": config.classes}, config.init_deviation, config.biases
+            classes = {"hidden": config.hidden}, {"_classes": config.scores}, config.init_deviation, config.biases
             self.classifier = Linear(named_key(key, "classifier"), *classes)
         if config.has_spans:
             ends = {"hidden": config.hidden}, {"_ends": 2}, config.init_deviation, config.biases
@@ -106,7 +106,7 @@ class BertHead(nnx.Module):
         return self.order(self.pooled(states, is_first), jnp.tensordot, 1).astype(jnp.float32)
 
     def class_logits(self, states: jax.Array, is_first: jax.Array, dropout: Dropout) -> jax.Array:
-        """Scores of the classes, fp32 [b, classes]."""
+        """Scores of the classes, fp32 [b, classes]; with choices, of the samples [b, 1]."""
         pooled = dropout(self.pooled(states, is_first), "pooled", "batch", "hidden")
         return self.classifier(pooled, jnp.tensordot, 1).astype(jnp.float32)
 
@@ -131,10 +131,11 @@ class BertShared(nnx.Module):
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Sum of "weights" * cross entropy with "labels", and of "order_weights" * cross entropy with "swapped"; fp32.
 
-        For a classifier: of "weights" * cross entropy with "class"; for spans: of "weights" * the mean of the tokens' cross
-        entropies with "start" and "end".
+        For a classifier or choices: of "weights" * cross entropy with "class"; for spans: of "weights" * the mean of the
+        tokens' cross entropies with "start" and "end".
         """
         self.config.require_loss()
+        self.config.require_whole_questions(len(y))
         if self.config.has_spans:
             return self.span_losses(self.span_logits(y), microbatch).sum()
         if self.config.has_classifier:
@@ -151,15 +152,24 @@ class BertShared(nnx.Module):
         return total + (losses * microbatch["order_weights"].astype(jnp.float32) * is_first.any(-1)).sum()
 
     def class_losses(self, logits: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """Cross entropy with "class", times "weights": fp32 [b]; 0 on context ranks without the first token."""
-        scores = jax.nn.log_softmax(logits)
-        losses = -jnp.take_along_axis(scores, microbatch["class"][:, None], axis=1)[:, 0]
-        return jnp.where(first_places(microbatch).any(-1), losses * microbatch["weights"].astype(jnp.float32), 0.0)
+        """Cross entropy with "class", times "weights": fp32 [n]; 0 on context ranks without the first token."""
+        classes, weights, counts = self.per_choice(microbatch)
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), classes[:, None], axis=1)[:, 0]
+        return jnp.where(counts, losses * weights.astype(jnp.float32), 0.0)
 
     def class_logits(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """Scores of the classes, fp32 [b, classes]."""
+        """Scores of the classes, fp32 [b, classes]; or of the choices, [b / choices, choices]."""
         dropout = Dropout(self.config.dropout, self.context, microbatch, self.config.layers + 1)  # past the embedding's
-        return self.head.class_logits(self.head.states(y), first_places(microbatch), dropout)
+        logits = self.head.class_logits(self.head.states(y), first_places(microbatch), dropout)
+        return logits.reshape(-1, self.config.choices) if self.config.has_choices else logits
+
+    def per_choice(self, microbatch: Microbatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The arrays "class" and "weights" [n], and whether this context rank has the first token, of samples or questions.
+
+        A question has those of its first sample.
+        """
+        rows = (microbatch["class"], microbatch["weights"], first_places(microbatch).any(-1))
+        return tuple(array[:: self.config.choices] for array in rows) if self.config.has_choices else rows
 
     def span_logits(self, y: jax.Array) -> jax.Array:
         """Scores of all tokens of the samples as the first and the last one, fp32 [b, s, 2], on all context ranks."""
@@ -196,7 +206,9 @@ class BERT(NNXModel):
 
     A classifier's batches: "tokens", "types", "padding" and "sample" likewise; "class" int32 [b], and "weights" fp32 [b], 0
     for samples that do not count. Its loss is the mean over the samples that count. A model of spans has "start" and "end"
-    int32 [b], the places of the answer's first and last token, instead of "class".
+    int32 [b], the places of the answer's first and last token, instead of "class". Of choices, as many samples as there are
+    choices follow one another and are a question: "class" is the right one's number, and the first sample has the weight of
+    the question, the others 0.
     """
 
     block_module = Block
@@ -239,11 +251,14 @@ class BERT(NNXModel):
         return head.order_logits(head.states(y), first_places(microbatch))
 
     def class_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
-        """A classifier's losses, fp32 [b], and predicted classes, int32 [b]; 0 on context ranks without the first token."""
+        """Losses, fp32 [n], and predicted classes or choices, int32 [n], of n samples or questions.
+
+        0 on context ranks without the first token.
+        """
         modules = nnx.merge(self._shared, shared)
         logits = modules.class_logits(y, microbatch)
         best = logits.argmax(-1).astype(jnp.int32)
-        return modules.class_losses(logits, microbatch), jnp.where(first_places(microbatch).any(-1), best, 0)
+        return modules.class_losses(logits, microbatch), jnp.where(modules.per_choice(microbatch)[2], best, 0)
 
     def span_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """Losses, fp32 [b], and scores of the first and the last token, fp32 [b, s, 2]; 0 on the other context ranks."""

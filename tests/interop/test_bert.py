@@ -200,17 +200,18 @@ def test_transformers_computes_the_same_from_an_export(family, tmp_path):
 # Heads of fine-tuning: output_heads -> transformers' class, and what differs in its configuration.
 HEADS = {
     "classification": ("ForSequenceClassification", {"num_labels": 3}),
+    "multiple_choice": ("ForMultipleChoice", {}),
     "spans": ("ForQuestionAnswering", {}),
 }
 
 
 def head_logits(training, params, rows) -> np.ndarray:
-    """Logits of a model's head of fine-tuning, through the run's pipeline: of classes [b, n], of spans [b, s, 2]."""
+    """Logits of a model's head, through the run's pipeline: of classes [b, n], spans [b, s, 2] or choices [1, b]."""
     model, functions = training.evaluation()
     parallel, count = training.run.parallel, len(rows["tokens"])
     rows = rows | {"weights": np.ones(count, np.float32), "sample": np.zeros(count, np.uint32)}
     rows |= {name: np.zeros(count, np.int32) for name in ("class", "start", "end")}
-    pad = lambda a: np.pad(a, [(0, -count % parallel.data)] + [(0, 0)] * (a.ndim - 1), mode="edge")  # noqa: E731
+    each = lambda a: np.concatenate([a] * parallel.data)  # noqa: E731  (every replica gets all samples)
 
     def collect(shared, y, microbatch):
         modules = nnx.merge(model._shared, shared)
@@ -223,8 +224,8 @@ def head_logits(training, params, rows) -> np.ndarray:
         return found[0].reshape(parallel.data, parallel.context, -1, *found.shape[2:])[:, 0]  # the first token's ranks
 
     with jax.set_mesh(training.mesh):
-        found = jax.jit(run)(params, training.place({name: pad(array)[None] for name, array in rows.items()}))
-    return np.asarray(found).reshape(-1, *found.shape[2:])[:count]
+        found = jax.jit(run)(params, training.place({name: each(array)[None] for name, array in rows.items()}))
+    return np.asarray(found)[0]
 
 
 def judged_logits(model) -> np.ndarray:
@@ -233,8 +234,11 @@ def judged_logits(model) -> np.ndarray:
 
     attended = np.arange(LENGTH) < LENGTH - inputs()["padding"][:, None]
     tokens, types = (torch.from_numpy(inputs()[name]).long() for name in ("tokens", "types"))
+    mask = torch.from_numpy(attended.astype(np.int64))
+    if type(model).__name__.endswith("ForMultipleChoice"):  # both samples are choices of one question
+        tokens, types, mask = tokens[None], types[None], mask[None]
     with torch.no_grad():
-        out = model(tokens, attention_mask=torch.from_numpy(attended.astype(np.int64)), token_type_ids=types)
+        out = model(tokens, attention_mask=mask, token_type_ids=types)
     if "logits" in out:
         return out["logits"].numpy()
     return np.stack([out["start_logits"].numpy(), out["end_logits"].numpy()], axis=-1)
@@ -251,7 +255,7 @@ def test_heads_of_fine_tuning(heads, family, tmp_path):
     name, settings = HEADS[heads]
     judge = random_bert(FAMILIES[family], name, **settings)
     judge.save_pretrained(tmp_path / "in")
-    wanted, model = judged_logits(judge), model_of(tmp_path / "in")
+    wanted, model = judged_logits(judge), dataclasses.replace(model_of(tmp_path / "in"), choices=2)
     assert model.output_heads == heads
     for layout in ("tensor 2 x pipe 2", "context 2", "ZeRO-3"):
         training = training_of(model, **LAYOUTS[layout])

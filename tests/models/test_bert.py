@@ -176,6 +176,36 @@ def test_classes_of_samples(config):
 
 
 @MODELS
+def test_choices(config):
+    """The cross entropy over the four samples of each question, a mean over the questions whose first sample counts."""
+    config = dataclasses.replace(config, output_heads="multiple_choice", choices=4)
+    model, params = small.build_model(config), small.busy_params(config)
+    batch = small.make_batch(small.make_run(microbatches=1, model=config))
+    batch["weights"][0, 4] = 0  # of the second question
+    rows, head, scores = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"], []
+    for row in range(len(rows["tokens"])):
+        length = config.sequence_length - rows["padding"][row]
+        states = encode(config, wide(params), rows["tokens"][row], rows["types"][row], length)
+        pooled = np.tanh(states[0] @ head["pooler"]["kernel"] + head["pooler"]["bias"])
+        scores.append((pooled @ head["classifier"]["kernel"] + head["classifier"]["bias"]).item())
+    scores, classes, weights = np.reshape(scores, (-1, 4)), rows["class"][::4], rows["weights"][::4]
+    losses = [-math.log(softmax(score)[label]) for score, label in zip(scores, classes, strict=True)]
+    assert weights.tolist() == [1, 0, 1, 1]
+    value = jax.jit(lambda p: mean_loss(model, p, batch))(params)
+    np.testing.assert_allclose(value, np.average(losses, weights=weights), rtol=1e-5)
+
+    run = jax.jit(lambda params: model.class_scores(params["shared"], encoder_output(model, params, rows), rows))
+    got, best = run(params)
+    np.testing.assert_allclose(got, losses * weights, rtol=1e-4)
+    np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
+    halves = {name: array.reshape(8, 2, *array.shape[2:]) for name, array in batch.items()}
+    with pytest.raises(
+        ConfigError, match="microbatch_size = 2 is not a multiple of choices = 4.*pass --microbatch-size 4"
+    ):
+        jax.eval_shape(lambda p: mean_loss(model, p, halves), params)
+
+
+@MODELS
 def test_first_and_last_token_of_an_answer(config):
     """The loss is the mean over samples of weight 1 of the mean of two cross entropies over all places, padding too."""
     config = dataclasses.replace(config, output_heads="spans")
@@ -218,10 +248,13 @@ def test_samples_without_masked_words_do_not_count():
     [
         PRE,
         POST,
-        *(dataclasses.replace(PRE, output_heads=name) for name in ("masked_lm", "classification", "spans", "none")),
+        *(
+            dataclasses.replace(PRE, output_heads=name)
+            for name in ("masked_lm", "classification", "multiple_choice", "spans", "none")
+        ),
     ]
     + [dataclasses.replace(PRE, biases=False, norm="rmsnorm", activation="swiglu", positions="rotary", kv_heads=2)],
-    ids=["pre", "post", "masked_lm", "classification", "spans", "none", "llama"],
+    ids=["pre", "post", "masked_lm", "classification", "multiple_choice", "spans", "none", "llama"],
 )
 def test_parameters_are_counted(config):
     """By the shapes of `init`, without the vocabulary's padding."""

@@ -1,0 +1,40 @@
+"""JSON objects in files of data, and their values, checked."""
+
+import json
+import pathlib
+from typing import Any
+
+from megajax.config import ConfigError
+from megajax.schedules.errors import shown
+
+__all__ = ["read_json", "value_of"]
+
+KINDS = {str: "a text", list: "a list", int: "a whole number", bool: "true or false"}
+
+
+def value_of(place: str, item: Any, name: str, kind: type, remedy: str) -> Any:
+    """The value of a key of a JSON object.
+
+    Raises:
+      ConfigError: there is none of that kind.
+    """
+    value = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{place} has no {name!r} that is {KINDS[kind]}: {remedy}.")
+    return value
+
+
+def read_json(path: str, remedy: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        content = json.loads(pathlib.Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}; {remedy}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} has {shown(content)}, not a JSON object: {remedy}.")
+    return content
