@@ -74,7 +74,7 @@ def is_tested(row: Row) -> bool:
 
 
 def error_bar(checks: Sequence[Check]) -> ErrorBar:
-    """Of rows of one kind: the root mean square error, and the spread within a source around the source's mean error."""
+    """Of rows of one kind: the rms error, and the spread within a source around the source's mean error."""
     within = []
     for source in {one.row.source for one in checks}:
         errors = [one.error for one in checks if one.row.source == source]
@@ -92,7 +92,7 @@ def report(checks: Sequence[Check]) -> str:
     ]
     for one in checks:
         parallel = one.run.parallel
-        mark = "  fitted" if one.row.fitted else "" if is_tested(one.row) else "  of a fitted source"
+        mark = "  fitted" if one.row.fitted else "" if is_tested(one.row) else "  fitted source"
         lines.append(
             f"{one.row.table:<22}{one.run.model.name:<17}{parallel.tensor:>2}{parallel.context:>3}{parallel.pipe:>4}"
             f"{parallel.data:>5}{parallel.microbatch_size:>4}{parallel.chunks:>4}{parallel.devices:>6}"
@@ -115,7 +115,7 @@ def summary(name: str, checks: Sequence[Check]) -> str:
     bar = error_bar(checks)
     return (
         f"{name}: {len(errors)} rows, mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}; "
-        f"root mean square {bar.total:.1%}, within a source {bar.within:.1%}"
+        f"rms {bar.total:.1%}, within a source {bar.within:.1%}"
     )
 
 
