@@ -25,6 +25,7 @@ from megajax.plan.as_json import answer
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
 from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
+from megajax.plan.html_report import write_page
 from megajax.plan.nearest import better_counts, nearest_counts
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.report import LEGEND, accuracy, heading, plot, smallest, table
@@ -96,6 +97,8 @@ def _plan(args: argparse.Namespace, cluster: Cluster, question: Question, tokens
     fitting = simplest_first(fastest)
     seconds = time.perf_counter() - start
     shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
+    if args.html and fitting:
+        write_page(args.html, cluster=cluster, tokens=tokens, candidates=candidates, shown=shown, fitting=fitting)
     if args.json:
         remedy = "" if fitting else smallest(candidates).splitlines()[-1]
         found = answer(question, cluster, tokens, len(candidates), shown, fastest[0] if fastest else None, remedy)
@@ -114,6 +117,8 @@ def _plan(args: argparse.Namespace, cluster: Cluster, question: Question, tokens
     print(f"{tokens / 1e9:,.0f}B tokens take {cluster.describe(cluster.cost(question.gpus, fitting[0].days(tokens)))}")
     print(accuracy(fitting[0]))
     print(explain(fitting + candidates[len(fitting) :]))
+    if args.html:
+        print(f"page: {args.html}")
     if args.plot:
         plot(candidates, args.plot)
         print(f"drawn: {args.plot}")

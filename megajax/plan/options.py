@@ -127,6 +127,7 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         help="where the fastest layout is written (default: plan.toml)",
     )
     add("--json", action="store_true", help="print the answer as JSON")
+    add("--html", type=plain_text, metavar="FILE", help="write the answer as a page for a browser")
     add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
     searched = search_order()
     add(

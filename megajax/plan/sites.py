@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
-from megajax.estimate.gpus import GPUS, find_gpu, with_attention
+from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
 from megajax.estimate.step_time import layer_times, rows_of
 from megajax.plan.report import new_figure, save_figure
@@ -62,9 +62,9 @@ class Row:
     live: float
 
 
-def chunk_costs(run: RunConfig, gpu: str) -> Costs:
+def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:
     """Seconds of each operation on one chunk of a validated run."""
-    gpu, model, parallel = find_gpu(gpu), model_costs(run.model), run.parallel
+    model, parallel = model_costs(run.model), run.parallel
     ops = OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)
     forward, backward = layer_times(model, with_attention(run, gpu).parallel, ops)
     slots = parallel.stage_layers(model.layers).slots
@@ -107,8 +107,8 @@ def rows(run: RunConfig, gpu: str, names: Sequence[str], latencies: Sequence[flo
         one = dataclasses.replace(run, parallel=parallel)
         one.validate()
         sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
-        found.append(_row(make_schedule(name, **sizes), chunk_costs(one, gpu), latencies, sites))
-    costs = chunk_costs(run, gpu)
+        found.append(_row(make_schedule(name, **sizes), chunk_costs(one, find_gpu(gpu)), latencies, sites))
+    costs = chunk_costs(run, find_gpu(gpu))
     made = longer_1f1b(run.parallel.pipe, run.microbatches, sites, latencies[-1], costs.forward + costs.backward)
     return [*found, _row(made, costs, latencies, sites)]
 
@@ -190,7 +190,7 @@ def _command(args: argparse.Namespace) -> int:
     sites = Sites(args.sites, transfer=sent / (args.gbps * GIGABIT), jitter=args.jitter * MILLI, seed=args.seed)
     latencies = [time * MILLI for time in sorted(args.latency)]
     found = rows(run, args.gpu, args.schedules, latencies, sites)
-    costs = chunk_costs(run, args.gpu)
+    costs = chunk_costs(run, find_gpu(args.gpu))
     title = (
         f"{run.model.name}, {args.pipe} stages of {args.data} x {args.tensor} {args.gpu} on {args.sites} sites, "
         f"{args.microbatches} microbatches"
