@@ -15,6 +15,7 @@ from megajax.estimate.hlo_parser import (
     array_bytes,
     arrays,
     called_by,
+    is_grouped,
     is_matmul,
     kernel_name,
     matmul_flops,
@@ -26,6 +27,7 @@ __all__ = ["CLASSES", "Kernel", "kernel_of"]
 # In the order of the report.
 CLASSES = {
     "matmul": "matmuls, with what is fused into them",
+    "experts": "grouped matmuls of experts",
     "attention": "fused attention",
     "accumulation": "adding to an accumulator in place, outside a matmul",
     "copy": "slices cut out of arrays, copies and transposes: nothing is computed",
@@ -67,7 +69,8 @@ class Kernel:
       name: XLA's.
       kind: of CLASSES.
       read, written: bytes.
-      flops: of its matmuls; of attention twice those of a causal mask's half, see `_attention_flops`.
+      flops: of its matmuls; of attention twice those of a causal mask's half, see `_attention_flops`; of experts those of
+        all rows.
     """
 
     name: str
@@ -119,9 +122,8 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
     if _is_attention(line):
         return Kernel(line.name, "attention", read, written, _attention_flops(line, types))
-    return Kernel(
-        line.name, "matmul" if is_matmul(line) else "elementwise", read, written, matmul_flops(line, dict(types))
-    )
+    kind = "experts" if is_grouped(line) else "matmul" if is_matmul(line) else "elementwise"
+    return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)))
 
 
 def _is_attention(line: Line) -> bool:
@@ -158,6 +160,8 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     flops = sum(matmul_flops(one, types) for one in inner)
     if fused := [one for one in inner if _is_attention(one)]:
         kind, flops = "attention", sum(_attention_flops(one, types) for one in fused)
+    elif any(is_grouped(one) for one in inner):
+        kind = "experts"
     elif any(is_matmul(one) for one in inner):
         kind = "matmul"
     else:

@@ -49,6 +49,7 @@ class Rates:
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
       attention_part: of the square of scores, the part that attention kernels compute: half under a causal mask, else 1.
+      routed_part: of the rows that a device has for experts, those that balanced routing gives it (`routed_part`).
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
     """
@@ -60,6 +61,7 @@ class Rates:
     network: float
     host_size: int
     attention_part: float = 0.5
+    routed_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
 
@@ -200,7 +202,8 @@ class _Reader:
         kernel = kernel_of(line, types, self.modules)
         if kernel is None:
             return None
-        flops = kernel.flops * (self.rates.attention_part if kernel.kind == "attention" else 1)
+        parts = {"attention": self.rates.attention_part, "experts": self.rates.routed_part}
+        flops = kernel.flops * parts.get(kernel.kind, 1)
         rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)

@@ -134,6 +134,7 @@ def question_of(args: argparse.Namespace) -> Question:
         recomputes=tuple(args.recompute),
         microbatches=tuple(args.microbatch_sizes),
         zero=tuple(args.zero),
+        expert=tuple(args.expert) if args.expert else None,
         vocab_parallel=args.vocab_parallel,
         attention=args.attention,
     )
@@ -204,6 +205,13 @@ def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=(0,),
         choices=(0, 1, 3),
         help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
+    )
+    add(
+        "--expert",
+        nargs="+",
+        type=whole(),
+        metavar="COUNT",
+        help="degrees of expert parallelism to choose from (default: all that divide the model's experts)",
     )
     add(
         "--attention",
