@@ -164,9 +164,8 @@ class _Reader:
     def __init__(self, modules: Mapping[str, list[Line]], each: Mapping[str, float], rates: Rates):
         self.modules, self.each, self.rates = modules, each, rates
         self._read: dict[str, Account] = {}
-        self._parts: dict[
-            tuple[int, bool | None], Account | None
-        ] = {}  # by the line's id, and whether its branch works
+        # By the line's id, and whether its branch works.
+        self._parts: dict[tuple[int, bool | None], Account | None] = {}
 
     def computation(self, name: str) -> Account:
         """The account of an average execution of a computation.
@@ -190,12 +189,8 @@ class _Reader:
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""
         types = {line.name: line.type for line in lines}
-        total, parts, now, free = (
-            _nothing(),
-            [],
-            0.0,
-            0.0,
-        )  # `free`: when the collectives started so far will have ended
+        total, parts = _nothing(), []
+        now = free = 0.0  # `free`: when the collectives started so far will have ended
         pending: dict[str, float] = {}  # by the name of the start: its end
         queue: list[tuple[float, float, str]] = []  # begin, end and kind of each collective, one after the other
         for line in lines:
