@@ -11,7 +11,7 @@ from tests.models.configs import MODELS
 
 
 @MODELS
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_values_kept_by_a_transformer_are_the_formulas(config, mode, tensor):
     traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)
