@@ -129,7 +129,14 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
-    searched = search_order()
+    _add_choices(parser)
+    add_options(parser, ModelConfig, "model (default: the preset's)")
+    return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """The options of a layout that the search chooses from."""
+    add, searched = parser.add_argument, search_order()
     add(
         "--schedules",
         nargs="+",
@@ -167,5 +174,3 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         choices=("auto", "xla", "cudnn", "pallas"),
         help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
     )
-    add_options(parser, ModelConfig, "model (default: the preset's)")
-    return parser
