@@ -159,7 +159,6 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
+    # No GPU is used; without one, the CUDA plugin prints errors when jax starts.
+    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

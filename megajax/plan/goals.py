@@ -182,7 +182,7 @@ def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> s
     lines = [
         f"{question.model.name}, global batch {question.global_batch}, {tokens / 1e9:.0f}B tokens; predicted:",
         f"{'cluster':<14}{'GPU':<12}{'GPUs':>6}{'t':>4}{'p':>4}{'d':>5}  {'schedule':<17}"
-        f"{'step s':>8}{'TFLOP/s':>8}{'MFU':>7}{'days':>7}{'MWh':>8}{'money':>14}",
+        f"{'step s':>8}{'TFLOP/s':>9}{'MFU':>7}{'days':>7}{'MWh':>8}{'money':>13}",
     ]
     for cluster in clusters:
         gpus = cluster.gpus or question.gpus
@@ -199,6 +199,6 @@ def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> s
         money = "" if cost.money is None else f"{cost.money:,.0f} {cluster.currency}"
         lines.append(
             f"{head}{parallel.tensor:>4}{parallel.pipe:>4}{parallel.data:>5}  {parallel.schedule:<17}{best.time.total:>8.2f}"
-            f"{best.teraflops:>8.0f}{best.utilisation:>7.1%}{best.days(tokens):>7.1f}{cost.megawatt_hours:>8,.1f}{money:>14}"
+            f"{best.teraflops:>9.0f}{best.utilisation:>7.1%}{best.days(tokens):>7.1f}{cost.megawatt_hours:>8,.1f}{money:>13}"
         )
     return "\n".join(lines)

@@ -65,6 +65,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
         recomputes=tuple(args.recompute),
         microbatches=tuple(args.microbatch_sizes),
         zero=tuple(args.zero),
+        expert=tuple(args.expert) if args.expert else None,
         vocab_parallel=args.vocab_parallel,
         attention=args.attention,
     )
@@ -129,7 +130,14 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     add("--json", action="store_true", help="print the answer as JSON")
     add("--html", type=plain_text, metavar="FILE", help="write the answer as a page for a browser")
     add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
-    searched = search_order()
+    _add_choices(parser)
+    add_options(parser, ModelConfig, "model (default: the preset's)")
+    return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """The options of a layout that the search chooses from."""
+    add, searched = parser.add_argument, search_order()
     add(
         "--schedules",
         nargs="+",
@@ -155,10 +163,15 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
     )
     add(
+        "--expert",
+        nargs="+",
+        type=whole(),
+        metavar="COUNT",
+        help="degrees of expert parallelism to choose from (default: all that divide the model's experts)",
+    )
+    add(
         "--attention",
         default="auto",
         choices=("auto", "xla", "cudnn", "pallas"),
         help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
     )
-    add_options(parser, ModelConfig, "model (default: the preset's)")
-    return parser

@@ -1,9 +1,9 @@
 """Every layout of a model on a cluster, with its memory and time: which fit, and which is fastest.
 
-The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, chunks, microbatch sizes,
-schedules, recompute modes, and levels of ZeRO. Layouts that `RunConfig.validate` refuses are left out, memory is counted
-(`estimate/memory.py`), and layouts that fit are timed (`estimate/step_time.py`). There are no heuristics: 2104.04473's
-takeaways must follow from the estimates, and `explain.py` shows whether they do.
+The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, degrees of expert parallelism,
+chunks, microbatch sizes, schedules, recompute modes, and levels of ZeRO. Layouts that `RunConfig.validate` refuses are
+left out, memory is counted (`estimate/memory.py`), and layouts that fit are timed (`estimate/step_time.py`). There are no
+heuristics: 2104.04473's takeaways must follow from the estimates, and `explain.py` shows whether they do.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ class Question:
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
+      expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor".
       attention: auto, xla, cudnn or pallas, as for a run.
     """
@@ -52,6 +53,7 @@ class Question:
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sequence_parallel: bool = True
     zero: Sequence[int] = (0,)
+    expert: Sequence[int] | None = None
     vocab_parallel: str = "pipe"
     attention: str = "auto"
 
@@ -151,6 +153,7 @@ NARROWING = {
     "schedules": "--schedules",
     "recomputes": "--recompute",
     "zero": "--zero",
+    "expert": "--expert",
     "precision": "--precision",
 }
 
@@ -211,7 +214,9 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                 if question.global_batch % (data * samples):
                     continue
                 for schedule, chunks in _orders(question, pipe):
-                    for recompute, zero in itertools.product(question.recomputes, question.zero):
+                    for recompute, zero, expert in itertools.product(
+                        question.recomputes, question.zero, _expert_degrees(question, data)
+                    ):
                         if zero and data == 1:
                             continue  # no replicas to shard over
                         parallel = ParallelConfig(
@@ -223,6 +228,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                             microbatch_size=samples,
                             recompute=recompute,
                             zero=zero,
+                            expert=expert,
                             vocab_parallel=question.vocab_parallel,
                             attention=attention,
                             sequence_parallel=question.sequence_parallel,
@@ -241,6 +247,13 @@ def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
     for spec in specs:
         choices = {"one": [1], "two": [2], "any": chunk_counts(pipe, question.model.layers)}[spec.chunks]
         yield from ((spec.name, chunks) for chunks in choices if chunks > 1 or not spec.one_chunk)
+
+
+def _expert_degrees(question: Question, data: int) -> list[int]:
+    """The degrees of expert parallelism to consider with this many replicas; 1 for a model without experts."""
+    experts = model_costs(question.model).experts
+    degrees = divisors(experts.count if experts else 1)
+    return [size for size in degrees if data % size == 0 and (question.expert is None or size in question.expert)]
 
 
 def _pipe_sizes(gpus: int, layers: int) -> list[int]:
