@@ -170,11 +170,8 @@ def _gradient_kernel(tile: _Tile, size: tuple[int, int], *refs):
 
     steps = lax.div(stop - start + tile.step - 1, tile.step)
     total = lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
-    masks = [
-        mask for mask in (None if here[0] is None else here[0][:, None], None if here[1] is None else here[1][None])
-    ]
-    found = [mask for mask in masks if mask is not None]
-    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, found), total.shape) if found else None
+    masks = [jnp.expand_dims(one, 1 - axis) for axis, one in enumerate(here) if one is not None]
+    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), total.shape) if masks else None
     pallas().store(out_ref.at[(group, *places)], total, mask=mask)
 
 

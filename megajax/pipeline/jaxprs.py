@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from megajax.runtime.compat import Literal, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-# What may stand between a weight gradient's matmul and the gradient: only the order of its elements changes, or its type.
 KERNELS = ("shard_map", "pallas_call")  # compute a gradient in fp32 if their result is
+# What may stand between a weight gradient's matmul and the gradient: only the order of its elements changes, or its type.
 VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "pvary")
 
 

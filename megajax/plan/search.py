@@ -113,16 +113,27 @@ def usable_bytes(gpu: Gpu) -> float:
     return gpu.memory * USABLE_SHARE
 
 
+class NoLayout(ConfigError):
+    """No layout is legal; the message says what to change.
+
+    `narrowed`: one would be, without an option that narrows the search.
+    """
+
+    def __init__(self, message: str, narrowed: bool):
+        super().__init__(message)
+        self.narrowed = narrowed
+
+
 def search(question: Question) -> list[Candidate]:
     """All legal layouts, those that fit first, fastest first; then those that do not, smallest first.
 
     Raises:
-      ConfigError: there is no legal layout at all; the message says what to change.
+      NoLayout: there is no legal layout at all.
     """
     question.gpu.peak(question.precision)  # raises if the GPU does not support it
     found = [evaluate(question, run) for run in _runs(question)]
     if not found:
-        raise ConfigError(_no_layout(question))
+        raise _no_layout(question)
     # Ties: less memory first, then the simpler schedule.
     order = question.schedules
     return sorted(
@@ -147,7 +158,7 @@ NARROWING = {
 }
 
 
-def _no_layout(question: Question) -> str:
+def _no_layout(question: Question) -> NoLayout:
     """Why no layout is legal, and what to pass instead: without a narrower choice, or for the nearest numbers of GPUs."""
     text = (
         f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of {question.global_batch}"
@@ -159,13 +170,15 @@ def _no_layout(question: Question) -> str:
         if getattr(question, name) != usual and _has_layout(dataclasses.replace(question, **{name: usual})):
             value = getattr(question, name)
             shown = value if isinstance(value, str) else " ".join(map(str, value))
-            return f"{text} with {option} {shown}: omit {option}, or pass it other values."
+            return NoLayout(f"{text} with {option} {shown}: omit {option}, or pass it other values.", narrowed=True)
     counts = (question.gpus + sign * away for away in range(1, NEAREST + 1) for sign in (-1, 1))
     legal = (count for count in counts if count > 0 and _has_layout(dataclasses.replace(question, gpus=count)))
     near = sorted(itertools.islice(legal, 2))
     if near:
-        return f"{text}: pass --gpus {' or '.join(map(str, near))}, or a --global-batch with more divisors in common."
-    return f"{text}: pass a --gpus and a --global-batch with more divisors in common."
+        text += f": pass --gpus {' or '.join(map(str, near))}, or a --global-batch with more divisors in common."
+    else:
+        text += ": pass a --gpus and a --global-batch with more divisors in common."
+    return NoLayout(text, narrowed=False)
 
 
 def _has_layout(question: Question) -> bool:
