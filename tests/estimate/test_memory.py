@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots
@@ -152,7 +152,7 @@ def test_pricing_a_layout_starts_no_device():
     """On a machine with GPUs the planner would take their memory."""
     code = """
 from experiments import own_model
-from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.memory import bytes_per_device
 from megajax.runtime.compat import devices_started
@@ -163,3 +163,46 @@ print(devices_started())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr[-2000:]
+
+
+SPARSE = ModelConfig(
+    layers=2,
+    hidden=8,
+    heads=2,
+    vocabulary=128,
+    sequence_length=16,
+    feedforward=6,
+    experts=4,
+    experts_per_token=3,
+    activation="swiglu",
+    biases=False,
+    positions="rotary",
+    norm="rmsnorm",
+)
+
+
+def bytes_of_sparse(part, model=SPARSE, **parallel):
+    run = RunConfig(model, ParallelConfig(data=4, **parallel), TrainConfig(global_batch_size=4))
+    run.validate()
+    return bytes_per_device(run)[part]
+
+
+def test_experts_are_split_over_their_replicas():
+    """By hand: 4 experts of three matrices in each of two layers; ZeRO-1 shards each part over its own replicas."""
+    own, common = 2 * 4 * 3 * 8 * 6, 2 * (4 * 8 * 8 + 2 * 8 + 8 * 4) + 8 + 128 * 8
+    assert bytes_of_sparse("gradients") == 4 * (own + common)
+    assert bytes_of_sparse("gradients", expert=2) == 4 * (own // 2 + common)
+    for expert in (1, 2, 4):
+        assert bytes_of_sparse("optimizer", zero=1, expert=expert) == 8 * ((own + common) // 4)
+
+
+def test_there_is_room_for_all_rows_of_experts_that_can_be_on_a_device():
+    """Of a token's 3 choices 2 can be on a replica that has 2 of 4 experts; its group has 2 replicas, so twice 16 tokens."""
+    dropping = dataclasses.replace(SPARSE, expert_capacity=0.75)  # an expert takes 9 of a sample's 16 tokens
+    each = 2 * 2 * 6  # bytes of a row before the activation
+    one, split, bounded = (
+        bytes_of_sparse("stash", model, pipe=2, schedule="1f1b", expert=expert)
+        for model, expert in ((SPARSE, 1), (SPARSE, 2), (dropping, 2))
+    )
+    assert split - one == each * (2 * 16 * 2 - 16 * 3)
+    assert bounded - one == each * (2 * 2 * 9 - 16 * 3)

@@ -1,5 +1,9 @@
-"""Matmuls of groups: Pallas's kernels in their interpreter and XLA's, against loops over the groups in numpy, in fp64."""
+"""Matmuls of groups: Pallas's kernels in their interpreter and XLA's, against loops over the groups in numpy, in fp64.
 
+And compiled for H100s, where no loop over groups is left.
+"""
+
+import dataclasses
 from functools import partial
 
 import jax
@@ -9,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megajax.estimate import communication, hlo
 from megajax.ops.grouped_matmul import INTERPRETED, XLA
+from tests import gpu
 
 # Tiles have at most 64 rows and columns of fp32, and contract 32 elements in a step; no size here is a multiple of them.
 ROWS, INTO, OUT = 150, 40, 70
@@ -90,3 +96,46 @@ def test_rows_that_overflow_stay_in_their_group():
     for value, expected in zip(got, in_numpy(rows[:70], kernels, slopes[:70], (30, 40, 0, 0)), strict=True):
         np.testing.assert_allclose(value[: len(expected)], expected, rtol=1e-5, atol=1e-4)
     assert not got[0][70:].any() and not got[1][70:].any()
+
+
+SPARSE = dataclasses.replace(
+    gpu.LARGE, norm="rmsnorm", activation="swiglu", biases=False, feedforward=1536, experts=8, experts_per_token=2
+)
+MICROBATCHES = 4
+BLOCKS = MICROBATCHES * SPARSE.layers
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "tensor": 2, "expert": 2}], ids=str)
+def test_compiled_for_h100s_the_flops_are_those_of_the_rows(layout):
+    """Each product is a kernel: two in a forward, and two of each kind in a backward. No array has a row's every expert."""
+    text, _ = gpu.compile_step(SPARSE, MICROBATCHES, attention="xla", **layout)
+    module = hlo.read(text)
+    assert module.kernels["grouped_matmul_product"] == 4 * BLOCKS
+    assert module.kernels["grouped_matmul_gradient"] == 2 * BLOCKS
+    degree = layout.get("expert", 1)
+    rows = 2 * SPARSE.sequence_length * degree  # the choices of a group's tokens that may be here: min(2, 8 / degree)
+    matrices = 3 * SPARSE.hidden * SPARSE.feedforward // 2
+    found = sum(one.flops for one in module.matmuls if one.grouped)
+    assert found == 3 * BLOCKS * 2 * rows * matrices
+    assert "ragged" not in text
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_compiled_for_h100s_expert_groups_send_what_the_formula_says():
+    layout = {"data": 4, "expert": 2, "attention": "xla"}
+    text, _ = gpu.compile_step(SPARSE, MICROBATCHES, **layout)
+    found = hlo.read(text).collectives
+    sent = hlo.most_sent(one for one in found if one.axes((2, 2, 1, 1)) == ("expert",))
+    run = gpu.run_of(SPARSE, MICROBATCHES, **layout)
+    (line,) = (line for line in communication.expected(run) if line.axis == "expert")
+    assert sent == pytest.approx(line.bytes, rel=0.05)
+
+
+@pytest.mark.slow
+@gpu.needs_compiler
+def test_compiled_for_h100s_memory_does_not_grow_with_microbatches():
+    peaks = [gpu.compile_step(SPARSE, count, attention="xla", pipe=2, data=2, expert=2)[1] for count in (4, 16)]
+    assert peaks[1] < 1.01 * peaks[0]

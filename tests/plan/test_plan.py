@@ -56,7 +56,10 @@ def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
     assert main([*words.split(), "--out", str(tmp_path / "plan.toml")]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("mixtral-8x7b: 46.7B parameters (12.9B for a token) on 64 h100-80gb")
-    assert rest[1].startswith("experts: times, FLOPs and memory are those of the routed rows")
+    assert rest[1].startswith("experts: FLOPs and times are those of balanced routing")
+    best = read(tmp_path / "plan.toml").parallel
+    (row,) = (line for line in rest if line.startswith(" 1."))
+    assert best.expert > 1 and f"  expert {best.expert}" in row
     assert read(tmp_path / "plan.toml").model == preset("mixtral-8x7b")
 
 

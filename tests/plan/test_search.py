@@ -115,6 +115,17 @@ def test_zero_frees_memory():
     assert on_replicas < fits(split)
 
 
+def test_degrees_of_expert_parallelism_divide_experts_and_replicas():
+    model, h100 = preset("mixtral-8x7b"), find_gpu("h100-80gb")
+    question = Question(model, 16, h100, 16, microbatches=(1,), recomputes=("full",), schedules=("1f1b",))
+    runs = [one.run.parallel for one in search(question)]
+    for data in {one.data for one in runs}:
+        assert {one.expert for one in runs if one.data == data} == {n for n in (1, 2, 4, 8) if data % n == 0}
+    assert {one.run.parallel.expert for one in search(dataclasses.replace(question, expert=(4, 16)))} == {4}
+    with pytest.raises(ConfigError, match="with --expert 16: omit --expert"):
+        search(dataclasses.replace(question, expert=(16,)))
+
+
 def test_nothing_legal_and_nothing_that_fits():
     with pytest.raises(ConfigError, match="no layout of gpt3-175b over 97 GPUs takes a global batch of 3"):
         search(Question(preset("gpt3-175b"), 97, A100, 3))
