@@ -51,6 +51,7 @@ MOVES = {
     "reverse",
 }
 VIEWS = {"bitcast", "reshape"}
+MASK = re.compile(r'"mask_type": ?"(\w+)"')
 WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 # Matmuls in the two kernels of the backward in megajax/ops/flash_attention.py.
 OWN_PRODUCTS = {"flash_attention_backward_query": 3, "flash_attention_backward_key_value": 4}
@@ -67,7 +68,8 @@ class Kernel:
       name: XLA's.
       kind: of CLASSES.
       read, written: bytes.
-      flops: of its matmuls; of attention twice those of a causal mask's half, see `_attention_flops`.
+      flops: of its matmuls; of attention those of the whole square of scores, see `_attention_flops`.
+      part: of the square of scores, the part that attention computes; None: the program does not say.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Kernel:
     read: int
     written: int
     flops: float = 0.0
+    part: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -118,7 +121,7 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     results = [array for array in arrays(line.type) if array[0] != "s8"]
     read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
     if _is_attention(line):
-        return Kernel(line.name, "attention", read, written, _attention_flops(line, types))
+        return Kernel(line.name, "attention", read, written, _attention_flops(line, types), _attention_part(line))
     return Kernel(
         line.name, "matmul" if is_matmul(line) else "elementwise", read, written, matmul_flops(line, dict(types))
     )
@@ -145,6 +148,12 @@ def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
     return products * 2.0 * batch * heads * (queries * keys - (keys - size) ** 2) * width
 
 
+def _attention_part(line: Line) -> float | None:
+    """Half under cuDNN's causal mask, else 1; ring attention calls both. megajax's kernels do not say."""
+    mask = MASK.search(line.rest)
+    return mask and (0.5 if "CAUSAL" in mask[1] else 1.0)
+
+
 def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     lines = {one.name: one for one in inner}
     users: dict[str, list[Line]] = {}
@@ -157,8 +166,9 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     types = {name: other.type for name, other in lines.items()}
     flops = sum(matmul_flops(one, types) for one in inner)
     if fused := [one for one in inner if _is_attention(one)]:
-        kind, flops = "attention", sum(_attention_flops(one, types) for one in fused)
-    elif any(is_matmul(one) for one in inner):
+        flops = sum(_attention_flops(one, types) for one in fused)
+        return Kernel(line.name, "attention", read, written, flops, _attention_part(fused[0]))
+    if any(is_matmul(one) for one in inner):
         kind = "matmul"
     else:
         kind = _class_of(roots, inner, lines, users)

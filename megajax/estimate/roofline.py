@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import SENT, collective_groups
@@ -36,6 +36,7 @@ from megajax.estimate.kernels import kernel_of
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
 
+COMBINED = 4  # conditionals of a computation; a tick that is not in a loop over ticks has its own
 GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
 
 
@@ -48,7 +49,8 @@ class Rates:
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
-      attention_part: of the square of scores, the part that attention kernels compute: half under a causal mask, else 1.
+      attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
+        under a causal mask, else 1.
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
     """
@@ -62,6 +64,13 @@ class Rates:
     attention_part: float = 0.5
     gap: float = 2e-6
     synchronisation: float = 25e-6
+
+    def link(self, group: int, here: int) -> float:
+        """Bytes/s at which a device sends in a ring of `group` devices, at most `here` of them in one host.
+
+        Between hosts each of these contributes its network adapter.
+        """
+        return self.host if here >= group else min(self.host, here * self.network)
 
 
 # Shares of the published peaks. Matmul: large bf16 products reach about 700 TFLOP/s on H100s in training (MaxText and NeMo
@@ -127,6 +136,16 @@ def _nothing() -> Account:
     return Account(*(Counter() for _ in range(5)), 0.0, Counter(), Counter())
 
 
+def _sum(parts: Sequence[Account]) -> Account:
+    """As `sum`, which would make an account for each addition."""
+    total = _nothing()
+    for part in parts:
+        for field in dataclasses.fields(Account):
+            if isinstance(value := getattr(part, field.name), Counter):
+                getattr(total, field.name).update(value)
+    return dataclasses.replace(total, synchronisations=sum(part.synchronisations for part in parts))
+
+
 def account(text: str, trip_counts: Mapping[str, float], rates: Rates) -> Account:
     """The account of one run of a module.
 
@@ -145,17 +164,21 @@ class _Reader:
     def __init__(self, modules: Mapping[str, list[Line]], each: Mapping[str, float], rates: Rates):
         self.modules, self.each, self.rates = modules, each, rates
         self._read: dict[str, Account] = {}
+        self._parts: dict[
+            tuple[int, bool | None], Account | None
+        ] = {}  # by the line's id, and whether its branch works
 
     def computation(self, name: str) -> Account:
         """The account of an average execution of a computation.
 
-        What a collective overlaps depends on which conditionals do something, so that each combination is accounted for.
+        What a collective overlaps depends on which conditionals do something, so that each combination is accounted for, of
+        the first COMBINED of them; the others take their average time.
         """
         if name not in self._read:
             lines, shares = self.modules[name], {}
             for line in lines:
                 share = working_share(line, self.each) if line.op == "conditional" else None
-                if share is not None and 0 < share < 1:
+                if share is not None and 0 < share < 1 and len(shares) < COMBINED:
                     shares[line.name] = share
             total = _nothing()
             for works in itertools.product((True, False), repeat=len(shares)):
@@ -167,7 +190,12 @@ class _Reader:
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""
         types = {line.name: line.type for line in lines}
-        total, now, free = _nothing(), 0.0, 0.0  # `free`: when the collectives started so far will have ended
+        total, parts, now, free = (
+            _nothing(),
+            [],
+            0.0,
+            0.0,
+        )  # `free`: when the collectives started so far will have ended
         pending: dict[str, float] = {}  # by the name of the start: its end
         queue: list[tuple[float, float, str]] = []  # begin, end and kind of each collective, one after the other
         for line in lines:
@@ -191,16 +219,24 @@ class _Reader:
                 total.seconds[EXPOSED] += max(0.0, end - now)
                 now = max(now, end)
                 continue
-            part = self._called(line, works.get(line.name)) or self._kernel(line, types)
+            part = self._part(line, works.get(line.name), types)
             if part is not None:
-                total, now = total + part, now + part.total
-        return total
+                parts.append(part)
+                now += part.total
+        return _sum([total, *parts])
+
+    def _part(self, line: Line, works: bool | None, types: Mapping[str, str]) -> Account | None:
+        """The account of one line that is no collective; None if it takes nothing. `works`: see `_called`."""
+        if (id(line), works) not in self._parts:
+            self._parts[id(line), works] = self._called(line, works) or self._kernel(line, types)
+        return self._parts[id(line), works]
 
     def _kernel(self, line: Line, types: Mapping[str, str]) -> Account | None:
         kernel = kernel_of(line, types, self.modules)
         if kernel is None:
             return None
-        flops = kernel.flops * (self.rates.attention_part if kernel.kind == "attention" else 1)
+        part = self.rates.attention_part if kernel.part is None else kernel.part
+        flops = kernel.flops * (part if kernel.kind == "attention" else 1)
         rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
@@ -245,9 +281,15 @@ class _Reader:
         with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
         size = sum(map(array_bytes, arrays(second_part(line.type) if with_operands else line.type)))
         groups = collective_groups(line.rest)
-        one_host = all(len({device // self.rates.host_size for device in group}) == 1 for group in groups)
         sent = SENT[kind](len(groups[0])) * size
-        return sent / (self.rates.host if one_host else self.rates.network) + self.rates.gap
+        return sent / self._link(kind, groups) + self.rates.gap
+
+    def _link(self, kind: str, groups: Sequence[Sequence[int]]) -> float:
+        """Bytes/s at which a device sends to its group, the slowest of all; a pair of a permute has one adapter."""
+        hosts = [Counter(device // self.rates.host_size for device in group) for group in groups]
+        if kind == "collective-permute":
+            return self.rates.host if all(len(one) == 1 for one in hosts) else self.rates.network
+        return min(self.rates.link(len(group), min(one.values())) for group, one in zip(groups, hosts, strict=True))
 
 
 def _attribute(line: Line, name: str) -> str:
