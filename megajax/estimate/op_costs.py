@@ -56,7 +56,6 @@ class Software:
       gathers_hidden: they overlap all of it, at the rate of nccl-tests: of `gathers_ahead` and this at most one.
       gathers_for_recompute: with full recompute, ZeRO-3 gathers a block for its second forward and for its backward;
         otherwise once for both.
-      copies_stash: XLA transposes some of the stash once for each chunk (`memory.stash_copies`).
     """
 
     name: str
@@ -75,14 +74,10 @@ class Software:
     gathers_ahead: bool = False
     gathers_hidden: bool = False
     gathers_for_recompute: bool = True
-    copies_stash: bool = False
 
 
-# 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
-# Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
-MEGAJAX = Software(
-    "megajax", gathers_for_recompute=False, lockstep=True, context_overlap=True, gathers_again=2, copies_stash=True
-)
+# `step_time` prices it as the program that XLA compiles (`program_time.py`), to which none of these properties apply.
+MEGAJAX = Software("megajax")
 
 
 @dataclasses.dataclass(frozen=True)
