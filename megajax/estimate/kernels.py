@@ -15,6 +15,7 @@ from megajax.estimate.hlo_parser import (
     array_bytes,
     arrays,
     called_by,
+    is_grouped,
     is_matmul,
     kernel_name,
     matmul_flops,
@@ -26,6 +27,7 @@ __all__ = ["CLASSES", "Kernel", "kernel_of"]
 # In the order of the report.
 CLASSES = {
     "matmul": "matmuls, with what is fused into them",
+    "experts": "grouped matmuls of experts",
     "attention": "fused attention",
     "accumulation": "adding to an accumulator in place, outside a matmul",
     "copy": "slices cut out of arrays, copies and transposes: nothing is computed",
@@ -68,7 +70,8 @@ class Kernel:
       name: XLA's.
       kind: of CLASSES.
       read, written: bytes.
-      flops: of its matmuls; of attention those of the whole square of scores, see `_attention_flops`.
+      flops: of its matmuls; of attention those of the whole square of scores, see `_attention_flops`; of experts those of
+        all rows.
       fp8: whether its matmuls multiply 8-bit floats.
       part: of the square of scores, the part that attention computes; None: the program does not say.
     """
@@ -124,8 +127,8 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
     if _is_attention(line):
         return Kernel(line.name, "attention", read, written, _attention_flops(line, types), _attention_part(line))
-    kind, flops = "matmul" if is_matmul(line) else "elementwise", matmul_flops(line, dict(types))
-    return Kernel(line.name, kind, read, written, flops, fp8=_is_fp8(line, types))
+    kind = "experts" if is_grouped(line) else "matmul" if is_matmul(line) else "elementwise"
+    return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)), fp8=_is_fp8(line, types))
 
 
 def _is_fp8(line: Line, types: Mapping[str, str]) -> bool:
@@ -174,7 +177,9 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     if fused := [one for one in inner if _is_attention(one)]:
         flops = sum(_attention_flops(one, types) for one in fused)
         return Kernel(line.name, "attention", read, written, flops, _attention_part(fused[0]))
-    if any(is_matmul(one) for one in inner):
+    if any(is_grouped(one) for one in inner):
+        kind = "experts"
+    elif any(is_matmul(one) for one in inner):
         kind = "matmul"
     else:
         kind = _class_of(roots, inner, lines, users)

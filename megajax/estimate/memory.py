@@ -81,6 +81,36 @@ def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Shard
     return tables + model.shared.on_device(tensor)
 
 
+def block_parameters(run: RunConfig) -> tuple[int, int]:
+    """Parameters of one block on one device, before ZeRO: those outside its experts, and its experts'."""
+    model, parallel = model_costs(run.model), run.parallel
+    block = model.block.on_device(parallel.tensor)
+    if model.experts is None:
+        return block, 0
+    return block - model.experts.on_device(parallel.tensor, 1), model.experts.on_device(
+        parallel.tensor, parallel.expert
+    )
+
+
+def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
+    """Parameters of a rank on one device, before ZeRO: those outside the experts, and the experts'.
+
+    The first have d C replicas, the others d C / N.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    slots = parallel.stage_layers(model.layers).rank_slots  # one without a layer takes as much memory as another
+    common, experts = block_parameters(run)
+    return slots * common + shared_parameters(model, parallel.tensor, parallel.pipe, sharding), slots * experts
+
+
+def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
+    """Parameters of a rank on one device, sharded over their replicas or not."""
+    (common, experts), replicas = rank_parameters(run, sharding), run.parallel.data * run.parallel.context
+    if not is_sharded:
+        return common + experts
+    return common // replicas + experts // (replicas // run.parallel.expert)
+
+
 def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Slots | None = None) -> dict[str, int]:
     """Bytes of a step at its peak on the device that holds most; their sum is the peak.
 
@@ -97,12 +127,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
     sharding, slots = sharding or Sharding.from_config(run), slots or program_slots(run)
-    stage, block = parallel.stage_layers(model.layers), model.block.on_device(parallel.tensor)
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    parameters = stage.rank_slots * block + shared  # a slot without a layer takes as much memory as another
-    replicas, tokens = parallel.data * parallel.context, model.sequence_length // parallel.context
-    state = replicas if sharding.zero >= 1 else 1
-    work = replicas if sharding.zero >= 3 else 1
+    stage, tokens = parallel.stage_layers(model.layers), model.sequence_length // parallel.context
+    state = sharded_parameters(run, sharding, sharding.zero >= 1)
+    work = sharded_parameters(run, sharding, sharding.zero >= 3)
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
     per_chunk = stage.slots
     activation = parallel.microbatch_size * tokens * model.hidden * item
@@ -115,16 +142,19 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
         fused_attention=is_fused(parallel),
+        expert=parallel.expert,
     )
     layer //= parallel.recompute_blocks  # blocks that are recomputed together keep one input
     stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
     workspace, copies = _workspace(run, item), stashed * stash_copies(run, item)
-    gathered = 2 * block * item if sharding.zero >= 3 else 0  # the current block's and the next one's
+    gathered = (
+        2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
+    )  # the current block's and the next one's
     return {
-        "weights": 4 * parameters // state,
-        "optimizer": 8 * parameters // state,
-        "gradients": versions * 4 * parameters // work,
-        "16-bit weights": (versions * item * parameters // work if item < 4 or versions > 1 else 0) + gathered,
+        "weights": 4 * state,
+        "optimizer": 8 * state,
+        "gradients": versions * 4 * work,
+        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered,
         "stash": stashed * layer,
         "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
         "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
@@ -149,6 +179,7 @@ def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int) -> int:
             itemsize=item,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
+            rows=model_costs(run.model).expert_rows(parallel.expert),
         )
         for value in values
     )
@@ -182,9 +213,23 @@ def _workspace(run: RunConfig, item: int) -> int:
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
-    gradients = item * model.block.on_device(tensor)
+    gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
     if parallel.attention in FUSED:
         return gradients + logits + item * samples * tokens * model.hidden
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
+
+
+def _expert_workspace(run: RunConfig, item: int) -> int:
+    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32, and the experts' rows.
+
+    Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    common, experts = block_parameters(run)
+    routed = [one for one in model.matmuls if one.name.startswith("experts")]
+    widths = sum(max(one.inputs, one.outputs) for one in routed if one.split) / model.experts.chosen
+    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
+    rows = tokens * model.experts.chosen * model.expert_rows(parallel.expert)
+    return item * common + 4 * experts + int(rows * item * (2 * model.hidden + 2 * widths / parallel.tensor))

@@ -56,6 +56,9 @@ class Software:
       gathers_hidden: they overlap all of it, at the rate of nccl-tests: of `gathers_ahead` and this at most one.
       gathers_for_recompute: with full recompute, ZeRO-3 gathers a block for its second forward and for its backward;
         otherwise once for both.
+      routed_dispatch: of experts on other replicas, only the routed tokens are sent (all-to-all), not all tokens to all.
+      expert_gradient_bytes: traffic of a microbatch's gradients of experts, for each parameter: 8 if a matmul adds them to
+        the fp32 sum, 16 if it writes them, in fp32, and another kernel adds.
     """
 
     name: str
@@ -74,10 +77,20 @@ class Software:
     gathers_ahead: bool = False
     gathers_hidden: bool = False
     gathers_for_recompute: bool = True
+    routed_dispatch: bool = False
+    expert_gradient_bytes: int = 8
 
 
-# `step_time` prices it as the program that XLA compiles (`program_time.py`), to which none of these properties apply.
-MEGAJAX = Software("megajax")
+# 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
+# These properties price models with experts; others are priced as the program that XLA compiles (`program_time.py`).
+MEGAJAX = Software(
+    "megajax",
+    gathers_for_recompute=False,
+    lockstep=True,
+    context_overlap=True,
+    gathers_again=2,
+    expert_gradient_bytes=16,
+)
 
 
 @dataclasses.dataclass(frozen=True)

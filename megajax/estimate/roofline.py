@@ -55,6 +55,7 @@ class Rates:
       attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
         under a causal mask, else 1.
       pcie: bytes/s to and from the host's memory.
+      routed_part: of the rows that a device has for experts, those that balanced routing gives it.
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
     """
@@ -67,6 +68,7 @@ class Rates:
     host_size: int
     attention_part: float = 0.5
     pcie: float = 64e9
+    routed_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
 
@@ -169,9 +171,8 @@ class _Reader:
     def __init__(self, modules: Mapping[str, list[Line]], each: Mapping[str, float], rates: Rates):
         self.modules, self.each, self.rates = modules, each, rates
         self._read: dict[str, Account] = {}
-        self._parts: dict[
-            tuple[int, bool | None], Account | None
-        ] = {}  # by the line's id, and whether its branch works
+        # By the line's id, and whether its branch works.
+        self._parts: dict[tuple[int, bool | None], Account | None] = {}
 
     def computation(self, name: str) -> Account:
         """The account of an average execution of a computation.
@@ -195,12 +196,8 @@ class _Reader:
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""
         types = {line.name: line.type for line in lines}
-        total, parts, now, free = (
-            _nothing(),
-            [],
-            0.0,
-            0.0,
-        )  # `free`: when the collectives started so far will have ended
+        total, parts = _nothing(), []
+        now = free = 0.0  # `free`: when the collectives started so far will have ended
         ends, transferred = {}, 0.0  # of transfers to host memory, by the name of the start, and of the last one
         pending: dict[str, float] = {}  # by the name of the start: its end
         queue: list[tuple[float, float, str]] = []  # begin, end and kind of each collective, one after the other
@@ -260,8 +257,8 @@ class _Reader:
         kernel = kernel_of(line, types, self.modules)
         if kernel is None:
             return None
-        part = self.rates.attention_part if kernel.part is None else kernel.part
-        flops = kernel.flops * (part if kernel.kind == "attention" else 1)
+        attention = self.rates.attention_part if kernel.part is None else kernel.part
+        flops = kernel.flops * {"attention": attention, "experts": self.rates.routed_part}.get(kernel.kind, 1)
         rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul * (2 if kernel.fp8 else 1)
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)

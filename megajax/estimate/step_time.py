@@ -19,11 +19,13 @@ import functools
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate import model_costs
+from megajax.estimate.expert_time import expert_times
 from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
-    shared_parameters,
+    rank_parameters,
+    sharded_parameters,
 )
 from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, RINGS_SHARE, Fitted, OpCosts, Software, spread
 from megajax.estimate.program_time import Program
@@ -37,7 +39,8 @@ from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 class LayerTime:
     """Seconds of one block's forward or backward, for one microbatch on one device.
 
-    `tensor` and `context` are exposed communication, within tensor groups and round the rings of context parallelism.
+    `tensor`, `context` and `expert` are exposed communication, within tensor groups, round the rings of context parallelism
+    and within the groups that split experts.
     """
 
     matmul: float = 0.0
@@ -45,6 +48,7 @@ class LayerTime:
     elementwise: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -71,6 +75,7 @@ class StepTime:
       ends: exposed communication over `pipe` of embedding and head, where all stages share them.
       gaps: between kernels, which take time to launch.
       waits: for the host, which reads conditions that are known at run time only.
+      expert: exposed communication within the groups of replicas that split experts.
     """
 
     blocks: float
@@ -85,6 +90,7 @@ class StepTime:
     ends: float = 0.0
     gaps: float = 0.0
     waits: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -92,7 +98,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        return self.tensor + self.context + self.sends + self.data + self.ends
+        return self.tensor + self.context + self.expert + self.sends + self.data + self.ends
 
 
 def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[LayerTime, LayerTime]:
@@ -127,6 +133,10 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tu
     rings = [_ring_time(model, parallel, ops, *ring) for ring in ((0, attention), (1, attention_backward))]
     forward = LayerTime(matmul, attention, elementwise, exchange, rings[0])
     backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange + exchange_again, rings[1])
+    forward, backward = (
+        one + LayerTime(elementwise=more.traffic, expert=more.communication)
+        for one, more in zip((forward, backward), expert_times(model, parallel, ops), strict=True)
+    )
     if mode == "full":
         return forward, backward + forward
     several = zip(model.matmuls, shapes, strict=True)
@@ -224,7 +234,7 @@ def step_time(
       ConfigError: the GPU has no peak for the run's precision.
     """
     sharding = sharding or Sharding.from_config(run)
-    if software is MEGAJAX:
+    if software is MEGAJAX and not model_costs(run.model).experts:
         return _program_time(run, gpu, sharding)
     model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
     ops = OpCosts(gpu, run.train.precision, software, fitted)
@@ -241,7 +251,7 @@ def step_time(
     else:
         data = _reduction_time(run, ops, sharding, forward.total * layers, backward.total * layers)
     return StepTime(
-        blocks=blocks - batches * layers * (both.tensor + both.context),
+        blocks=blocks - batches * layers * (both.tensor + both.context + both.expert),
         head=batches * head_time(model, parallel, ops, sharding),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
@@ -250,6 +260,7 @@ def step_time(
         optimizer=_optimizer_time(run, ops, sharding),
         context=batches * layers * both.context,
         offload=_offload_time(run, ops) if parallel.offload_activations else 0.0,
+        expert=batches * layers * both.expert,
     )
 
 
@@ -309,10 +320,8 @@ def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: f
     several chunks, which finish one after the other, of a group of p microbatches, except the last (or first) chunk's.
     """
     parallel, software = run.parallel, ops.software
-    local, distance = parameters_per_device(run, sharding), spread(parallel, "data")
-    replicas = parallel.data * parallel.context
-    gradients = ops.collective(local * software.gradient_bytes, replicas, distance)
-    weights = ops.collective(local * ops.itemsize, replicas, distance)
+    gradients = over_replicas(run, ops, sharding, software.gradient_bytes)
+    weights = over_replicas(run, ops, sharding, ops.itemsize)
     if not software.data_overlap:
         return gradients + (weights if sharding.zero else gradients)
     window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
@@ -330,12 +339,17 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | Non
     shards' gradients are summed over the copies, once a step.
     """
     parallel, software, fitted = run.parallel, ops.software, ops.fitted
-    local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
-    replicas = parallel.data * parallel.context
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    local, experts = rank_parameters(run, Sharding(zero=3))
     shards = shards or replicas
     pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
     share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
-    one = lambda bytes_each: ops.collective(local * bytes_each, shards, distance, pieces, share)  # noqa: E731
+
+    def one(bytes_each):
+        own = experts * bytes_each, replicas // parallel.expert, distance * parallel.expert
+        of_experts = ops.collective(*own, pieces, share) if experts else 0.0
+        return ops.collective(local * bytes_each, shards, distance, pieces, share) + of_experts
+
     gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
     overlap = fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
@@ -345,13 +359,18 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | Non
 
 def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
     """Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written."""
-    replicas = run.parallel.data * run.parallel.context
-    state = parameters_per_device(run, sharding) / (replicas if sharding.zero else 1)
+    state = sharded_parameters(run, sharding, sharding.zero > 0)
     return ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
+
+
+def over_replicas(run: RunConfig, ops: OpCosts, sharding: Sharding, bytes_each: int) -> float:
+    """A reduce-scatter or an all-gather of a rank's parameters over their replicas; experts have fewer of them."""
+    parallel, (common, experts) = run.parallel, rank_parameters(run, sharding)
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    of_experts = ops.collective(experts * bytes_each, replicas // parallel.expert, distance * parallel.expert)
+    return ops.collective(common * bytes_each, replicas, distance) + (of_experts if experts else 0.0)
 
 
 def parameters_per_device(run: RunConfig, sharding: Sharding) -> int:
     """Parameters on a device, before ZeRO."""
-    model, parallel = model_costs(run.model), run.parallel
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    return parallel.stage_layers(model.layers).rank_slots * model.block.on_device(parallel.tensor) + shared
+    return sum(rank_parameters(run, sharding))

@@ -22,11 +22,12 @@ from jax import lax
 
 from megajax.config import BertConfig
 from megajax.models import remat
-from megajax.models.costs import Matmul, ModelCosts, Parameters, transformer_costs
+from megajax.models.costs import Matmul, ModelCosts, Parameters
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm, with_rotary_table
+from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
 from megajax.ops.vocabulary import cross_entropy, mask_padding
 

@@ -14,7 +14,7 @@ from megajax.estimate.op_costs import FITTED, OpCosts
 from megajax.estimate.step_time import layer_times
 from megajax.plan.search import Candidate, best_by
 
-PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies", "context", "offload")
+PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies", "context", "offload", "expert")
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
@@ -30,6 +30,7 @@ def explain(candidates: Sequence[Candidate]) -> str:
     for name, of in (
         ("schedule", lambda one: f"{one.run.parallel.schedule} v{one.run.parallel.chunks}"),
         ("recompute", lambda one: one.run.parallel.recompute),
+        ("expert", lambda one: f"expert {one.run.parallel.expert}"),
     ):
         lines += [f"  {line}" for line in _alternatives(name, of, best, fitting, candidates)]
     lines += [f"  {line}" for line in (*_equation_1(best), *_checkpoints(best))]

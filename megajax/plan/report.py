@@ -165,7 +165,16 @@ def plot(candidates: Sequence[Candidate], path: str) -> None:
         f"{question.model.name} on {question.gpus} {question.gpu.name}, global batch {question.global_batch}: "
         "the fastest layout of each shape"
     )
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Writes a figure to `path` (.png, .svg or .pdf).
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
     try:
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plot = {path} cannot be written: {error}; pass --plot with a .svg or .png path.") from error

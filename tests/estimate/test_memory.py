@@ -16,7 +16,7 @@ from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots
 from megajax.models.context import model_rules, model_shapes
-from megajax.models.costs import transformer_costs
+from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.plan.compiler import run_from_json
 from megajax.schedules.registry import SPECS, check_sizes, find

@@ -13,7 +13,7 @@ from megajax.estimate.op_costs import FITTED, MEGAJAX, Fitted, OpCosts, Software
 from megajax.estimate.published import DEEPSPEED_2021, MEGATRON_2021, MODEL_22B
 from megajax.estimate.published_recent import RECENT_ROWS
 from megajax.estimate.step_time import bubble_time, layer_times, parameters_per_device, step_time
-from megajax.models.costs import transformer_costs
+from megajax.models.transformer_costs import transformer_costs
 from megajax.schedules.registry import SPECS, find, make_schedule
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 

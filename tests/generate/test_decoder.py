@@ -77,7 +77,7 @@ def expected(model, new: int) -> np.ndarray:
     return np.stack([text[row, end : end + new] for row, end in enumerate(ends)])
 
 
-@MODELS
+@pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
 @pytest.mark.parametrize("mesh", [(1, 2, 2)], ids=str)
 def test_greedy_text_equals_recomputed_text_for_64_tokens(model, mesh):
     """Prompts of 1 to 30 tokens in one batch, in chunks of 8."""
@@ -87,9 +87,8 @@ def test_greedy_text_equals_recomputed_text_for_64_tokens(model, mesh):
     np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, model), PROMPTS), wanted)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "model"), [((1, 3, 1), GPT), pytest.param((2, 3, 1), LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "model"), [((1, 3, 1), GPT), ((2, 3, 1), LLAMA)], ids=["gpt", "llama"])
 def test_greedy_text_with_uneven_stages(mesh, model):
     """4 layers on 3 stages: 1, 2 and 1."""
     decoder = decoder_on(mesh, model, DecodeSizes(len(PROMPTS), 30, 16, chunk=16), vocab_parallel="tensor")

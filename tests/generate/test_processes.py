@@ -80,6 +80,7 @@ def test_the_text_after_a_training_of_two_processes_is_that_of_one(tmp_path):
     assert sample.startswith("\nThe ") and found[0].out.endswith(sample) and found[1].out == ""
 
 
+@pytest.mark.slow
 def test_lines_typed_at_process_0_are_continued_by_both(tmp_path, capsys, monkeypatch):
     lines = "w1 w5 w7\n\nw3\n"
     monkeypatch.setattr(

@@ -3,14 +3,15 @@
 import pytest
 
 from experiments import own_model
-from megajax.models.costs import Parameters, transformer_costs
+from megajax.models.costs import Parameters
 from megajax.models.traced_costs import traced_costs
+from megajax.models.transformer_costs import transformer_costs
 from tests import small
 from tests.models.configs import MODELS
 
 
 @MODELS
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_values_kept_by_a_transformer_are_the_formulas(config, mode, tensor):
     traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)

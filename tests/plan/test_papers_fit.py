@@ -47,6 +47,7 @@ def gpt3(data: int) -> int:
     return peak("gpt3-175b", 64, data=data, **GPT3)
 
 
+@pytest.mark.slow
 def test_175b_fits_on_128_gpus():
     """With AdamW's state and selective recompute; two replicas shard the 33 GB of fp32 weights and moments."""
     assert gpt3(2) < (72 - 15) * GB

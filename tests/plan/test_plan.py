@@ -171,7 +171,7 @@ def test_it_says_that_zero_would_fit():
         ),
         (
             "--model gpt2 --gpus 97 --gpu a100-80gb --global-batch 8",
-            "takes a global batch of 8: pass --gpus 88 or 96, or",
+            "takes a global batch of 8; the nearest with good layouts: pass --gpus 96 (",
         ),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --zero 2", "--zero: invalid choice: 2"),
         (

@@ -160,7 +160,7 @@ def test_bf16_compiles_and_stays_close():
     np.testing.assert_allclose(loss, expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "gathers"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize(("sequence_parallel", "gathers"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 2)])
 @pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
 def test_collectives_of_a_blocks_forward(config, sequence_parallel, gathers):
     """Two all-reduces per block (1909.08053); with sequence parallelism two gathers and two reduce-scatters (2205.05198).
