@@ -39,6 +39,8 @@ class Program(Blocks):
     @functools.cached_property
     def embed(self) -> Work:
         """The embedding of a microbatch: rows of the table, which are summed over `tensor`, and over `pipe`."""
+        if not self.model.vocabulary:
+            return Work()
         whole = self.rows * self.model.hidden * self.item
         moved = self._table * self.model.hidden * self.item + whole + 4 * self.residual
         exposed = Work(tensor=self._collective, pipe=2 * self._over_pipe)
@@ -63,6 +65,8 @@ class Program(Blocks):
     @functools.cached_property
     def embed_backward(self) -> Work:
         """The gradient of the embedding: rows added to those of the table, all of which are added to the sums."""
+        if not self.model.vocabulary:
+            return Work()
         whole = self.rows * self.model.hidden * self.item
         moved = TABLE * self._table * self.model.hidden + 3 * whole + 6 * self.residual
         exposed = Work(tensor=self._collective, pipe=2 * self._over_pipe)

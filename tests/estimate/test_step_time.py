@@ -187,7 +187,8 @@ def test_the_parts_sum_to_the_step_time_and_zero_1_moves_less_than_it_updates():
     plain, split = (step_time(run, A100, MEGAJAX, sharding=Sharding(zero=level)) for level in (0, 1))
     parts = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "ends", "gaps", "waits")
     assert plain.total == pytest.approx(sum(getattr(plain, part) for part in parts))
-    assert split.optimizer == pytest.approx(plain.optimizer / 8)
+    # eight replicas share the cast, the norm and AdamW, and each sets its sums and its stash to zero
+    assert plain.optimizer / 8 < split.optimizer < plain.optimizer / 2
     assert split.data < plain.data
 
 
