@@ -25,6 +25,7 @@ __all__ = [
     "Peak",
     "device_peak",
     "find_gpu",
+    "gpu_of",
     "is_fused",
     "measured_peak",
     "published_peak",
@@ -175,6 +176,12 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu {'|'.join(GPUS)}.")
     return GPUS[name]
+
+
+def gpu_of(device: jax.Device) -> Gpu:
+    """The GPU that a device is, as far as the estimates know it: an H100 where they do not, and for CPU devices."""
+    found = (gpu for gpu in GPUS.values() if gpu.device_kind == device.device_kind)
+    return next(found, GPUS["h100-80gb"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 BRANCHES = "/cond"  # ends the keys of conditionals, by scope
 SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
+MOVES = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant", "transpose", "reshape")
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 SCALAR_CODE = ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS)  # call it per element
 
@@ -135,10 +136,14 @@ def working_share(line: Line, each: Mapping[str, float]) -> float | None:
 
 
 def working_branches(line: Line, computations: Mapping[str, list[Line]]) -> list[str]:
-    """The branches of a conditional that do more than return their operands."""
-    moves = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant")
+    """The branches of a conditional that do more than return their operands, perhaps in another layout."""
+
+    def moves(one: Line) -> bool:
+        inner = called_by(one.rest) if one.op == "fusion" else []
+        return one.op in MOVES or (bool(inner) and all(other.op in MOVES for other in computations[inner[0]]))
+
     names = [name for name in called_by(line.rest) if name in computations]
-    return [name for name in names if any(other.op not in moves for other in computations[name])]
+    return [name for name in names if not all(map(moves, computations[name]))]
 
 
 def known_trip_count(line: Line) -> int | None:

@@ -72,6 +72,7 @@ class Kernel:
       read, written: bytes.
       flops: of its matmuls; of attention those of the whole square of scores, see `_attention_flops`; of experts those of
         all rows.
+      fp8: whether its matmuls multiply 8-bit floats.
       part: of the square of scores, the part that attention computes; None: the program does not say.
     """
 
@@ -81,6 +82,7 @@ class Kernel:
     written: int
     flops: float = 0.0
     part: float | None = None
+    fp8: bool = False
 
     @property
     def bytes(self) -> int:
@@ -126,7 +128,12 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     if _is_attention(line):
         return Kernel(line.name, "attention", read, written, _attention_flops(line, types), _attention_part(line))
     kind = "experts" if is_grouped(line) else "matmul" if is_matmul(line) else "elementwise"
-    return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)))
+    return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)), fp8=_is_fp8(line, types))
+
+
+def _is_fp8(line: Line, types: Mapping[str, str]) -> bool:
+    """Whether a line multiplies 8-bit floats."""
+    return is_matmul(line) and all(types.get(name, "").startswith("f8") for name in operands(line)[:2])
 
 
 def _is_attention(line: Line) -> bool:
@@ -176,7 +183,7 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
         kind = "matmul"
     else:
         kind = _class_of(roots, inner, lines, users)
-    return Kernel(line.name, kind, read, written, flops)
+    return Kernel(line.name, kind, read, written, flops, fp8=any(_is_fp8(one, types) for one in inner))
 
 
 def _uses(name: str, users: Mapping[str, Sequence[Line]]) -> Iterator[tuple[str, Line]]:

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Iterable
 
 from megajax.config import RunConfig, padded_vocabulary
-from megajax.config.run_schedule import schedule_arguments
+from megajax.config.run_schedule import run_schedule, schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
-from megajax.pipeline.options import unrolls
+from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
@@ -52,6 +52,19 @@ def slots_of(run: RunConfig) -> Slots:
     spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
     closed = spec.slots(**arguments) if spec.slots else None
     return closed or counted_slots(spec, **arguments)
+
+
+def program_slots(run: RunConfig) -> Slots:
+    """Buffers of the run's program: where ticks are merged, backwards run one tick later, with one chunk more in flight."""
+    slots, parallel = slots_of(run), run.parallel
+    merged = merges(parallel) and is_paired(run) and run.microbatches * parallel.chunks > slots.stash
+    return slots._replace(stash=slots.stash + 1, inbox=slots.inbox + 2) if merged else slots
+
+
+def is_paired(run: RunConfig) -> bool:
+    """Whether the ticks of the run's schedule are a forward and a backward on every rank."""
+    paired = find(run.parallel.schedule).paired
+    return run_schedule(run).paired if paired is None else paired
 
 
 @functools.lru_cache(maxsize=256)  # a search repeats the call for each recompute mode and microbatch size
@@ -103,7 +116,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
     Args:
       sharding: what is sharded; the run's own if not given.
-      slots: of the schedule; by formula or from its table if not given.
+      slots: of the program; `program_slots` if not given.
 
     Returns:
       "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" those that the step
@@ -113,7 +126,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     """
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
-    sharding, slots = sharding or Sharding.from_config(run), slots or slots_of(run)
+    sharding, slots = sharding or Sharding.from_config(run), slots or program_slots(run)
     stage, tokens = parallel.stage_layers(model.layers), model.sequence_length // parallel.context
     state = sharded_parameters(run, sharding, sharding.zero >= 1)
     work = sharded_parameters(run, sharding, sharding.zero >= 3)
@@ -144,13 +157,13 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered,
         "stash": stashed * layer,
         "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
-        "input to weight gradients": slots.kept * per_chunk * _kept_for_weights(run, item),
+        "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
         "inboxes": slots.inbox * residual,
         "workspace": workspace,
     }
 
 
-def _kept_for_weights(run: RunConfig, item: int) -> int:
+def kept_for_weights(run: RunConfig, item: int) -> int:
     """Bytes that I keeps for W of one block."""
     kept = model_costs(run.model).kept_for_weights
     return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)

@@ -2,7 +2,7 @@
 
     kernel       max(FLOPs / rate of its class, bytes / HBM bandwidth) + the gap before the next kernel
     collective   bytes sent by a ring / bandwidth of the slowest link; runs beside the kernels between its start and its
-                 done, one collective at a time; what is left at its done is exposed
+                 done, one collective at a time; what is left at its done is exposed. So for transfers to host memory
     loop         its body times its trip count; where the trip count is dynamic, the host waits for the device before each
                  iteration and at the end (and at each branch)
 
@@ -27,15 +27,18 @@ from megajax.estimate.hlo_parser import (
     called_by,
     computations,
     known_trip_count,
+    operands,
     scope_of,
     second_part,
     working_branches,
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
+from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RINGS_SHARE
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
 
+HOST_MEMORY, TRANSFER = "S(5)", "host transfer"
 COMBINED = 4  # conditionals of a computation; a tick that is not in a loop over ticks has its own
 GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
 
@@ -45,12 +48,13 @@ class Rates:
     """What kernels reach on a GPU.
 
     Attributes:
-      matmul, attention: FLOP/s. Attention's are of the scores that are computed.
+      matmul, attention: FLOP/s, of matmuls in 8 bits twice as many. Attention's are of the scores that are computed.
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
       attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
         under a causal mask, else 1.
+      pcie: bytes/s to and from the host's memory.
       routed_part: of the rows that a device has for experts, those that balanced routing gives it.
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
@@ -63,38 +67,39 @@ class Rates:
     network: float
     host_size: int
     attention_part: float = 0.5
+    pcie: float = 64e9
     routed_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
 
     def link(self, group: int, here: int) -> float:
-        """Bytes/s at which a device sends in a ring of `group` devices, at most `here` of them in one host.
+        """Bytes/s at which a device sends in a ring of `group` devices, `here` of them in each host.
 
         Between hosts each of these contributes its network adapter.
         """
         return self.host if here >= group else min(self.host, here * self.network)
 
 
-# Shares of the published peaks. Matmul: large bf16 products reach about 700 TFLOP/s on H100s in training (MaxText and NeMo
-# train at 460 to 544 TFLOP/s in all, with a ceiling of 790 measured for a product alone). Attention: FlashAttention-3
-# (2407.08608, figure 5) reports 400 to 640 TFLOP/s for causal attention at head dimension 128. HBM: copy kernels reach 0.9.
-MATMUL, ATTENTION, MEMORY = 0.71, 0.455, 0.9
+MEMORY = 0.9  # of the HBM's bandwidth: what copy kernels reach
 
 
 def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU in "bf16", "fp16" or "fp32".
+    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention the shares of the peak in `op_costs.py`.
+
+    Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests.
 
     Raises:
       ConfigError: the GPU has no tensor cores for that type.
     """
     peak = gpu.peak(precision)
     return Rates(
-        matmul=MATMUL * peak,
-        attention=ATTENTION * peak,
+        matmul=FITTED.matmul_share[gpu.family] * peak,
+        attention=FUSED_ATTENTION_SHARE[gpu.family] * peak,
         memory=MEMORY * gpu.memory_bandwidth,
         host=gpu.host_bandwidth,
-        network=gpu.network_bandwidth,
+        network=gpu.network_bandwidth * min(1.0, gpu.network_share / RINGS_SHARE),
         host_size=gpu.host_size,
+        pcie=gpu.pcie_bandwidth,
     )
 
 
@@ -193,6 +198,7 @@ class _Reader:
         types = {line.name: line.type for line in lines}
         total, parts = _nothing(), []
         now = free = 0.0  # `free`: when the collectives started so far will have ended
+        ends, transferred = {}, 0.0  # of transfers to host memory, by the name of the start, and of the last one
         pending: dict[str, float] = {}  # by the name of the start: its end
         queue: list[tuple[float, float, str]] = []  # begin, end and kind of each collective, one after the other
         for line in lines:
@@ -216,11 +222,30 @@ class _Reader:
                 total.seconds[EXPOSED] += max(0.0, end - now)
                 now = max(now, end)
                 continue
+            if (seconds := self._transfer_seconds(line, types)) is not None:
+                ends[line.name] = transferred = max(now, transferred) + seconds
+                total.hidden[TRANSFER] += seconds
+                continue
+            if line.op == "fusion-done" and (name := operands(line)[0]) in ends:
+                waited = max(0.0, ends[name] - now)
+                total.exposed[TRANSFER] += waited
+                total.hidden[TRANSFER] -= waited
+                total.seconds[EXPOSED] += waited
+                now += waited
+                continue
             part = self._part(line, works.get(line.name), types)
             if part is not None:
                 parts.append(part)
                 now += part.total
         return _sum([total, *parts])
+
+    def _transfer_seconds(self, line: Line, types: Mapping[str, str]) -> float | None:
+        """Seconds of a transfer to or from host memory that starts here; None if none does."""
+        if line.op != "fusion-start":
+            return None
+        on_host = HOST_MEMORY in line.type or any(HOST_MEMORY in types.get(name, "") for name in operands(line))
+        kernel = kernel_of(line, types, self.modules) if on_host else None
+        return kernel and max(kernel.read, kernel.written) / self.rates.pcie
 
     def _part(self, line: Line, works: bool | None, types: Mapping[str, str]) -> Account | None:
         """The account of one line that is no collective; None if it takes nothing. `works`: see `_called`."""
@@ -234,7 +259,7 @@ class _Reader:
             return None
         attention = self.rates.attention_part if kernel.part is None else kernel.part
         flops = kernel.flops * {"attention": attention, "experts": self.rates.routed_part}.get(kernel.kind, 1)
-        rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul
+        rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul * (2 if kernel.fp8 else 1)
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
         part.seconds[GAPS] = self.rates.gap

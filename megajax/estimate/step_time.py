@@ -1,12 +1,16 @@
 """Time of a step: the sum of matmuls by shape, memory traffic, collectives and the pipeline's bubble.
 
+Two kinds of programs are priced: megajax's own, kernel by kernel as XLA compiles it (`program_time.py`), and published ones,
+to validate what both share, in this file.
+
 It follows from the run, the model's costs, the GPU (`gpus.py`) and the constants in `op_costs.py`, each with its source.
 Four are fitted, on seven rows of published tables that `python -m megajax.estimate.validate` marks; no other number was
 chosen to fit. With m microbatches, p ranks and v chunks a rank,
 
     step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
 
-What is left out: launching kernels, loading data, stragglers, contention between communication and compute.
+What is left out: loading data, stragglers, contention between communication and compute; of published programs also
+launching kernels.
 """
 
 import dataclasses
@@ -22,10 +26,9 @@ from megajax.estimate.memory import (
     Sharding,
     rank_parameters,
     sharded_parameters,
-    slots_of,
-    stash_copies,
 )
 from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, RINGS_SHARE, Fitted, OpCosts, Software, spread
+from megajax.estimate.program_time import Program
 from megajax.models.costs import ModelCosts
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import Schedule
@@ -67,9 +70,11 @@ class StepTime:
       sends: exposed communication between stages.
       data: exposed gradient reduction over replicas, and gathering of weights.
       optimizer: reading gradients, moments and weights, and writing them.
-      copies: transposing the stash, which a better compiled program would avoid.
       context: exposed sends of keys and values round the rings of context parallelism.
       offload: moving stashed activations to host memory and back.
+      ends: exposed communication over `pipe` of embedding and head, where all stages share them.
+      gaps: between kernels, which take time to launch.
+      waits: for the host, which reads conditions that are known at run time only.
       expert: exposed communication within the groups of replicas that split experts.
     """
 
@@ -80,9 +85,11 @@ class StepTime:
     sends: float
     data: float
     optimizer: float
-    copies: float = 0.0
     context: float = 0.0
     offload: float = 0.0
+    ends: float = 0.0
+    gaps: float = 0.0
+    waits: float = 0.0
     expert: float = 0.0
 
     @property
@@ -91,7 +98,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        return self.tensor + self.context + self.expert + self.sends + self.data
+        return self.tensor + self.context + self.expert + self.sends + self.data + self.ends
 
 
 def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[LayerTime, LayerTime]:
@@ -227,6 +234,8 @@ def step_time(
       ConfigError: the GPU has no peak for the run's precision.
     """
     sharding = sharding or Sharding.from_config(run)
+    if software is MEGAJAX and not model_costs(run.model).experts:
+        return _program_time(run, gpu, sharding)
     model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
     ops = OpCosts(gpu, run.train.precision, software, fitted)
     forward, backward = layer_times(model, parallel, ops)
@@ -249,20 +258,31 @@ def step_time(
         sends=_sends_time(run, ops),
         data=data,
         optimizer=_optimizer_time(run, ops, sharding),
-        copies=_copies_time(run, ops) if software.copies_stash else 0.0,
         context=batches * layers * both.context,
         offload=_offload_time(run, ops) if parallel.offload_activations else 0.0,
         expert=batches * layers * both.expert,
     )
 
 
-def _copies_time(run: RunConfig, ops: OpCosts) -> float:
-    """Reading and writing the transposed part of the stash, once for each chunk's backward, bubbles included."""
-    parallel = run.parallel
-    blocks = slots_of(run).stash * parallel.stage_layers(run.model.layers).slots
-    count = blocks * stash_copies(run, ops.itemsize)
-    ticks = run.microbatches * parallel.chunks + parallel.pipe - 1
-    return ticks * ops.traffic(2 * count)
+def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
+    """The time of megajax's own program (`program_time.py`), from the same parts as that of published ones."""
+    program = Program(run, gpu, sharding)
+    blocks, ends, ticks, once, whole = program.blocks, program.ends, program.ticks, program.once, program.parts
+    compute = lambda work: work.matmul + work.attention + work.traffic  # noqa: E731
+    return StepTime(
+        blocks=compute(blocks) + compute(ticks),
+        head=compute(ends),
+        tensor=whole.tensor,
+        bubble=bubble_time(run, program.costs, lockstep=True) if run.parallel.pipe > 1 else 0.0,
+        sends=ticks.pipe,
+        data=whole.data + once.pipe,
+        optimizer=compute(once),
+        context=whole.context,
+        offload=whole.offload,
+        ends=ends.pipe,
+        gaps=whole.gaps,
+        waits=whole.waits,
+    )
 
 
 def _offload_time(run: RunConfig, ops: OpCosts) -> float:

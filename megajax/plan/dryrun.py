@@ -36,6 +36,7 @@ from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_of, account_table, routed_part, to_json
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
@@ -63,7 +64,7 @@ def _command(words: Sequence[str]) -> int:
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
     gpu = find_gpu(own.gpu)
-    run = with_attention(run, gpu)
+    run = with_attention(with_vocabulary(run, gpu), gpu)
     if own.json:
         return print_json(run, gpu, own.save_hlo, own.timeout)
     return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)

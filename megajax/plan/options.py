@@ -151,8 +151,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add(
         "--vocab-parallel",
         default="pipe",
-        choices=("pipe", "tensor"),
-        help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group (default: pipe)",
+        choices=("pipe", "tensor", "auto"),
+        help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group; auto: the better one "
+        "for each layout (default: pipe)",
     )
     add(
         "--zero",

@@ -19,6 +19,7 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.estimate.vocabulary import with_vocabulary
 from megajax.schedules.registry import find, search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
@@ -37,7 +38,8 @@ class Question:
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
       expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
-      vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor".
+      vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
+        for each layout.
       attention: auto, xla, cudnn or pallas, as for a run.
     """
 
@@ -235,7 +237,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                         )
                         run = RunConfig(model, parallel, train)
                         if _is_legal(run):
-                            yield run
+                            yield with_vocabulary(run, question.gpu)
 
 
 def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
-from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots
+from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots, slots_of
 from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
@@ -87,11 +87,11 @@ def test_vocabulary_over_pipe_shards_the_table():
 
 
 def test_stash_is_2205s_interleaving_factor():
-    """Section 4.2.3: L (1 + (p-1)/(pv)) layers; paired ticks hold up to 2(p-1) microbatches more than 1F1B's p."""
+    """Section 4.2.3: L (1 + (p-1)/(pv)) layers, and a chunk of four, whose backward runs one tick later; 1F1B's L."""
     run = run_of(pipe=8, tensor=8, chunks=3)
     layer = transformer_costs(run.model).kept_bytes("selective", samples=1, tensor=8)
     layers = bytes_per_device(run)["stash"] / layer
-    assert layers == 96 * (1 + (8 - 1) / (8 * 3))
+    assert layers == 96 * (1 + (8 - 1) / (8 * 3)) + 4
     strict = run_of(pipe=8, tensor=8, schedule="1f1b")
     assert bytes_per_device(strict)["stash"] == 96 * layer  # "L layers' worth, for any p"
 
@@ -108,7 +108,7 @@ def test_compiled_programs_agree_within_five_percent():
     assert {"gpt3-175b", "megatron-529.6b", "megatron-1008b"} <= {row["run"]["model"]["name"] for row in rows}
     for row in rows:
         run, peak = run_from_json(row["run"]), row["memory"]["peak"]
-        parts = bytes_per_device(run)
+        parts = bytes_per_device(run, slots=slots_of(run))  # jax 0.10.2 merges no ticks
         assert sum(parts.values()) == pytest.approx(peak, rel=0.05), run
         assert parts["weights"] == row["arguments"]["weights"]
         assert parts["optimizer"] == pytest.approx(row["arguments"]["optimizer"], rel=1e-6)
@@ -135,8 +135,9 @@ def test_context_ranks_split_a_samples_tokens():
     once = run_of("llama2-7b", 16, pipe=4, tensor=2, chunks=2, attention="cudnn")
     model = dataclasses.replace(once.model, sequence_length=2 * once.model.sequence_length)
     twice = RunConfig(model, dataclasses.replace(once.parallel, context=2), once.train)
+    of = lambda run: bytes_per_device(run, slots=slots_of(run))  # noqa: E731  (rings merge no ticks)
     for part in ("stash", "inboxes", "weights"):
-        assert bytes_per_device(twice)[part] == bytes_per_device(once)[part]
+        assert of(twice)[part] == of(once)[part]
     ring = RunConfig(model, dataclasses.replace(once.parallel, context=2, attention="xla"), once.train)
     assert bytes_per_device(ring)["stash"] == bytes_per_device(twice)["stash"]
 

@@ -186,9 +186,10 @@ def test_the_parts_sum_to_the_step_time_and_zero_1_moves_less_than_it_updates():
         preset("gpt3-13b"), ParallelConfig(data=8, pipe=2, tensor=4, chunks=2), TrainConfig(global_batch_size=64)
     )
     plain, split = (step_time(run, A100, MEGAJAX, sharding=Sharding(zero=level)) for level in (0, 1))
-    parts = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies")
+    parts = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "ends", "gaps", "waits")
     assert plain.total == pytest.approx(sum(getattr(plain, part) for part in parts))
-    assert split.optimizer == pytest.approx(plain.optimizer / 8)
+    # eight replicas share the cast, the norm and AdamW, and each sets its sums and its stash to zero
+    assert plain.optimizer / 8 < split.optimizer < plain.optimizer / 2
     assert split.data < plain.data
 
 
@@ -249,11 +250,11 @@ def test_context_parallelism_splits_the_work_and_sends_keys_and_values_by_hand()
     assert hidden[0].context == pytest.approx(3 * max(0, one - split[0].attention / 4))
 
 
-def test_offloaded_activations_are_moved_twice():
+def test_backwards_wait_for_offloaded_activations():
     parallel = ParallelConfig(pipe=2, chunks=1, schedule="1f1b", recompute="full", offload_activations=True)
     run = RunConfig(preset("gpt3-1.3b"), parallel, TrainConfig(global_batch_size=4))
-    # four microbatches of the inputs of twelve blocks, 2,048 tokens of 2,048 in 16 bit, at 32 GB/s there and back
-    assert step_time(run, A100).offload == pytest.approx(2 * 4 * 12 * 2048 * 2048 * 2 / 32e9)
+    # four microbatches of the inputs of twelve blocks, 2,048 tokens of 2,048 in 16 bit, at 32 GB/s; sends are hidden
+    assert step_time(run, A100).offload == pytest.approx(4 * 12 * 2048 * 2048 * 2 / 32e9)
 
 
 def test_unknown_gpus_and_precisions_are_refused():
