@@ -15,6 +15,7 @@ besides the matmuls', and which collectives overlap what.
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megajax.config import RunConfig
@@ -127,12 +128,19 @@ class Blocks:
         """Bytes read or written by kernels without matmuls."""
         return Work(traffic=count / self.rates.memory, gaps=kernels * self.rates.gap)
 
-    def matmul(self, rows: float, inner: float, columns: float, *, sums: bool = False, block: bool = True) -> Work:
-        """A product of [rows, inner] and [inner, columns]; `sums`: added to fp32 sums in memory; `block`: of a block."""
+    def matmul(self, rows: float, inner: float, columns: float, *, sums: bool = False) -> Work:
+        """A product of [rows, inner] and [inner, columns]; `sums`: added to fp32 sums in memory."""
+        return Work(matmul=self._seconds(rows, inner, columns, self.rates.matmul, sums), gaps=self.rates.gap)
+
+    def _matmuls(self, sizes: Iterable[tuple[float, float, float]], *, sums: bool = False) -> Work:
+        """The products of these sizes of a block, which with fp8 have twice the rate."""
+        rate = self.rates.matmul * (2 if self.fp8 else 1)
+        seconds = [self._seconds(*size, rate, sums) for size in sizes]
+        return Work(matmul=sum(seconds), gaps=len(seconds) * self.rates.gap)
+
+    def _seconds(self, rows: float, inner: float, columns: float, rate: float, sums: bool) -> float:
         moved = self.item * (rows * inner + inner * columns) + rows * columns * (8 if sums else self.item)
-        rate = self.rates.matmul * (2 if block and self.fp8 else 1)
-        seconds = max(2 * rows * inner * columns / rate, moved / self.rates.memory)
-        return Work(matmul=seconds, gaps=self.rates.gap)
+        return max(2 * rows * inner * columns / rate, moved / self.rates.memory)
 
     def ring(self, count: float, group: int, axis: str) -> float:
         """Seconds of an all-gather or a reduce-scatter of `count` bytes in all; an all-reduce sends twice as much."""
@@ -235,16 +243,17 @@ class Blocks:
     @functools.cached_property
     def _forward_kernels(self) -> Work:
         """A forward without its communication and the stash."""
-        products = sum((self.matmul(self.rows, k, n) for k, n, _ in self._products), Work())
+        products = self._matmuls((self.rows, k, n) for k, n, _ in self._products)
         return products + self._attention[0] + self.traffic(self._elementwise, FORWARD) + self._repeated(0)
 
     @functools.cached_property
     def _weight_kernels(self) -> Work:
         """The matmuls of the weights' gradients, added in place; round a tensor group a part of the rows at a time."""
         if self._parts == 1:
-            return sum((self.matmul(k, self.rows, n, sums=True) for k, n, _ in self._products), Work())
-        of = lambda sums: [self.matmul(k, self.rows / self._parts, n, sums=sums) for k, n, _ in self._products]  # noqa: E731
-        part = lambda sums: sum(of(sums), Work())  # noqa: E731
+            return self._matmuls(((k, self.rows, n) for k, n, _ in self._products), sums=True)
+        part = lambda sums: self._matmuls(  # noqa: E731
+            ((k, self.rows / self._parts, n) for k, n, _ in self._products), sums=sums
+        )
         products = part(False) + part(True) * (self._parts - 1)
         sums = 3 * (self._parts - 1) * sum(k * n for k, n, _ in self._products) * self.item
         return products + self.traffic(sums, RING_MATMUL * (self._parts - 1))
@@ -257,8 +266,8 @@ class Blocks:
     @functools.cached_property
     def _input_kernels(self) -> Work:
         """The gradient of a block's input and of its biases, with what is recomputed, but for the communication."""
-        products = sum((self.matmul(self.rows, n, k) for k, n, _ in self._products), Work())
-        again = sum((self.matmul(self.rows, k, n) for k, n, repeated in self._products if repeated), Work())
+        products = self._matmuls((self.rows, n, k) for k, n, _ in self._products)
+        again = self._matmuls((self.rows, k, n) for k, n, repeated in self._products if repeated)
         if self.parallel.recompute == "full":
             again += self._attention[0] + self.traffic(self._elementwise, FORWARD)
         else:

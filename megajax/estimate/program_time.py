@@ -52,10 +52,10 @@ class Program(Blocks):
         if not self.model.vocabulary:
             return Work()
         rows, hidden, item = self.rows, self.model.hidden, self.item
-        work = self.matmul(rows, hidden, self._table, block=False) + self.matmul(rows, self._table, hidden, block=False)
-        work += self.matmul(hidden, rows, self._table, sums=True, block=False)
+        work = self.matmul(rows, hidden, self._table) + self.matmul(rows, self._table, hidden)
+        work += self.matmul(hidden, rows, self._table, sums=True)
         for one in self.model.head:
-            work += self.matmul(rows / self.split, one.inputs, one.outputs, block=False) * 3
+            work += self.matmul(rows / self.split, one.inputs, one.outputs) * 3
         moved = 4 * rows * self._table * item + 10 * self.residual
         exposed = Work(
             tensor=2 * self._collective, pipe=4 * self._over_pipe
