@@ -107,10 +107,10 @@ class Gpu:
     def family(self) -> str:
         """The chip whose measured shares of the peak the time model takes (`op_costs.py`): "a100", "h100" or "h200".
 
-        Of other chips no training run was fitted: Ampere's take the A100's, all newer ones the H100's.
+        Of other chips no training run was fitted: Volta's and Ampere's take the A100's, all newer ones the H100's.
         """
         chip = self.name.split("-")[0]
-        return chip if chip in ("a100", "h100", "h200") else "a100" if chip == "a10g" else "h100"
+        return chip if chip in ("a100", "h100", "h200") else "a100" if chip in ("v100", "a10g") else "h100"
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in "bf16", "fp16" or "fp32".
