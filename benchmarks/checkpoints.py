@@ -1,10 +1,11 @@
-"""The cost of saving a checkpoint: seconds until it is on disk, and seconds for which training waits.
+"""The cost of a checkpoint: seconds until it is on disk, seconds for which training waits, and seconds to read it.
 
     python -m benchmarks.checkpoints                          about 100 MB and 1 GB of state on one CPU device
     python -m benchmarks.checkpoints --devices cpu:4 --steps  on four, with training continuing during the saves
 
 The fastest of several saves of each size is shown, and the shortest wait: a slow phase of the machine affects either. The
-first save, which compiles the copies, is shown separately.
+first save, which compiles the copies, is shown separately. "read" restores the newest and verifies its checksums; its files
+may be in the system's memory. `megajax.plan.failures` takes "waited" as --save, "save" as --write and "read" in --restart.
 """
 
 import argparse
@@ -29,10 +30,13 @@ MODELS = {
 
 
 def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, steps: bool) -> dict:
-    """Seconds of `saves` saves of a model's state: until it is on disk, and until `save` returned."""
+    """Seconds of `saves` saves of a model's state, until it is on disk and until `save` returned; of reading the last."""
     import jax
 
+    from megajax.checkpoint import reader
+    from megajax.checkpoint.directory import NAME
     from megajax.checkpoint.manager import Checkpoints, Progress
+    from megajax.checkpoint.metadata import run_meta
     from megajax.train.step import make_training
 
     parallel = ParallelConfig(data=len(devices))
@@ -47,7 +51,8 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
     batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32), "sample": sample}
     if steps:
         state, _ = training.train_step(state, batch)  # compiles
-    keep = Checkpoints(directory, OutputConfig(max_to_keep=1), {})
+    meta = run_meta(run, None)
+    keep = Checkpoints(directory, OutputConfig(max_to_keep=1), meta)
     rows = []
     for step in range(1, saves + 1):
         begin = time.perf_counter()
@@ -62,7 +67,9 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
         rows.append((time.perf_counter() - begin, waited, taken_steps))
     keep.close()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    return {"bytes": size, "first": rows[0], "rest": rows[1:]}
+    begin = time.perf_counter()
+    jax.block_until_ready(reader.load(directory / NAME.format(saves), run, training.state_layout, meta["tokenizer"])[0])
+    return {"bytes": size, "first": rows[0], "rest": rows[1:], "read": time.perf_counter() - begin}
 
 
 def _busy(state):
@@ -93,7 +100,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     devices = start_devices(options.devices)
-    print(f"{'state':>9} {'first save':>11} {'waited':>7} | {'save':>7} {'waited':>7} {'share':>6}  steps meanwhile")
+    print(f"{'state':>9} {'first save':>11} {'waited':>7} | {'save':>7} {'waited':>7} {'share':>6} {'read':>7}  steps")
     worst = 0.0
     for megabytes in options.megabytes:
         directory = pathlib.Path(tempfile.mkdtemp(dir=options.directory))
@@ -106,7 +113,7 @@ def main() -> None:
         first, first_waited, _ = found["first"]
         print(
             f"{found['bytes'] / 1e6:>6.0f} MB {first:>9.2f} s {first_waited:>5.2f} s | {taken:>5.2f} s {waited:>5.3f} s "
-            f"{waited / taken:>6.1%}  {steps}",
+            f"{waited / taken:>6.1%} {found['read']:>5.2f} s  {steps}",
             flush=True,
         )
         worst = max(worst, waited / taken)

@@ -78,22 +78,20 @@ def field_problem(field: dataclasses.Field, value: Any) -> Problem | None:
     """Why a field cannot have a value; None if it can. Fields that were not declared with `setting` take any."""
     if not field.metadata or (value is None and field.type in OPTIONAL):
         return None
-    name = option(field.name)
     if field.metadata["choices"]:
         return _choice_problem(field, value)
     if field.type in NUMBERS:
         whole = field.type in (int, int | None)
         rule = _number_rule(value, whole, field.metadata["low"], field.metadata["below"])
-        return Problem(rule, f"{name} with such a value") if rule else None
-    if field.type in (bool, bool | None):
-        rule, remedy = "" if isinstance(value, bool) else "must be True or False", f"{name} or --no-{name[2:]}"
+        remedy = "with such a value"
+    elif field.type in (bool, bool | None):
+        rule, remedy = "" if isinstance(value, bool) else "must be True or False", f"or --no-{option(field.name)[2:]}"
     elif field.type in (str, str | None):
         legal = isinstance(value, str)
-        rule = text_problem(value, field.metadata["may_be_empty"]) if legal else "must be a text"
-        remedy = f"{name} {metavar(field)}"
+        rule, remedy = text_problem(value, field.metadata["may_be_empty"]) if legal else "must be a text", None
     else:
-        rule, remedy = _tuple_rule(field, value), f"{name} {metavar(field)}"
-    return Problem(rule, remedy) if rule else None
+        rule, remedy = _tuple_rule(field, value), None
+    return Problem(rule, f"{option(field.name)} {remedy or metavar(field)}") if rule else None
 
 
 def metavar(field: dataclasses.Field) -> str:

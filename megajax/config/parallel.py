@@ -49,8 +49,8 @@ class ParallelConfig:
     vocab_parallel: str = setting(
         "pipe",
         "devices that share embedding and head: all of pipe * tensor, or, as in Megatron-LM, the tensor group of the first "
-        "and last stage",
-        ("pipe", "tensor"),
+        "and last stage; auto: what fits and is faster by the time model",
+        ("pipe", "tensor", "auto"),
     )
     zero: int = setting(
         0,
@@ -87,7 +87,7 @@ class ParallelConfig:
 
     @property
     def vocabulary_shares(self) -> int:
-        """Devices that the token tables' rows are split over."""
+        """Devices that the token tables' rows are split over. "auto" counts as tensor until it is resolved."""
         return self.tensor * (self.pipe if self.vocab_parallel == "pipe" else 1)
 
     @property

@@ -1,14 +1,14 @@
 """Formulas for the bytes that a device sends per step and mesh axis (2104.04473 section 3, 2205.05198 section 4.2).
 
-b samples a microbatch, s tokens, h hidden, m microbatches, v chunks a rank; d, C, p, t the degrees of data, context, pipe
-and tensor parallelism. Bytes are those of ring algorithms, which are the fewest possible.
+b samples a microbatch, s tokens, h hidden, m microbatches, v chunks a rank; d, C, p, t, N the degrees of data, context,
+pipe, tensor and expert parallelism. Bytes are those of ring algorithms, which are the fewest possible.
 """
 
 import dataclasses
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
-from megajax.estimate.memory import ITEMSIZE, Sharding, shared_parameters
+from megajax.estimate.memory import ITEMSIZE, Sharding, block_parameters, shared_parameters
 
 __all__ = ["Sent", "expected"]
 
@@ -16,6 +16,8 @@ GRADIENT = 4  # bytes: gradients are summed in fp32
 # Collectives of a pair of matmuls and a microbatch, each of b s h (t - 1) / t elements: an all-gather and a reduce-scatter
 # in the forward, and again in the backward.
 PAIR = 4
+# Of a layer with experts: an all-gather and a reduce-scatter in each direction.
+EXPERT_COLLECTIVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ def expected(run: RunConfig) -> list[Sent]:
     """Bytes that a step of a validated run sends, by the formulas."""
     lines = _tensor(run) if run.parallel.tensor > 1 else []
     lines += _pipe(run) if run.parallel.pipe > 1 else []
+    lines += _expert(run) if run.parallel.expert > 1 else []
     return lines + (_data(run) if run.parallel.data * run.parallel.context > 1 else [])
 
 
@@ -88,10 +91,22 @@ def _pipe(run: RunConfig) -> list[Sent]:
     return [*lines, Sent("pipe", "gradients of what all stages hold", "2 (p-1)/p of them, once", rest)]
 
 
+def _expert(run: RunConfig) -> list[Sent]:
+    """Tokens gathered by their experts' replicas, and results scattered (`ops/expert_group.py`)."""
+    parallel, model, degree = run.parallel, model_costs(run.model), run.parallel.expert
+    part = _activation(run) / (parallel.tensor if parallel.sequence_parallel else 1)
+    one = run.microbatches * parallel.stage_layers(model.layers).rank_slots * part * (degree - 1)
+    count = EXPERT_COLLECTIVES + (parallel.recompute != "none")  # tokens again, for the weights' gradients
+    return [Sent("expert", "tokens and experts' results", f"{count} (N-1) bsh/t per layer and microbatch", count * one)]
+
+
 def _data(run: RunConfig) -> list[Sent]:
     parallel, replicas, model = run.parallel, _replicas(run), model_costs(run.model)
-    blocks = parallel.stage_layers(model.layers).rank_slots * model.block.on_device(parallel.tensor)
+    slots, (common, experts) = parallel.stage_layers(model.layers).rank_slots, block_parameters(run)
     ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
+    # What is sent of a block's parameters, as a number of them to which the ring's factor applies. Experts have dC/N
+    # replicas, which are on the data axis alone.
+    blocks = slots * (common + experts * (1 - parallel.expert / replicas) / ring)
     lines = []
     if parallel.context > 1:
         around = _context_sends(run) * item

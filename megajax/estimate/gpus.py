@@ -25,6 +25,7 @@ __all__ = [
     "Peak",
     "device_peak",
     "find_gpu",
+    "gpu_of",
     "is_fused",
     "measured_peak",
     "published_peak",
@@ -54,6 +55,8 @@ PEAKS: list[tuple[str, float, float]] = [
     ("L40S", 362.05, 183.0),  # NVIDIA L40S datasheet: 733 and 366 with sparsity
     ("L40", 181.05, 90.5),  # NVIDIA L40 datasheet: 362.1 and 181 with sparsity
     ("L4", 121.0, 60.0),  # NVIDIA L4 datasheet: 242 and 120 with sparsity
+    ("A10G", 70.0, 35.0),  # NVIDIA's A10G datasheet for AWS: 140 and 70 with sparsity
+    ("MI300X", 1307.4, 653.7),  # AMD Instinct MI300X datasheet: 2,614.9 and 1,307.4 with sparsity
     ("RTX 4090", 165.2, 82.6),  # NVIDIA Ada architecture whitepaper, appendix A, 16-bit with fp32 accumulate
 ]
 # A MIG slice or a laptop GPU has the GPU's name but not its peak.
@@ -74,12 +77,13 @@ class Gpu:
       network_bandwidth: the GPU's share of its host's InfiniBand.
       network_share: fraction of that which collectives reach when every GPU of the cluster participates in one.
       pcie_bandwidth: to the host's memory.
-      compute_capability: (major, minor).
+      compute_capability: (major, minor); None: not NVIDIA's, for which nothing is compiled.
       cores: streaming multiprocessors.
       clock: GHz, the boost clock.
       cache: bytes of L2.
       shared_memory: bytes of one multiprocessor's shared memory.
       description: the device description passed to the XLA compiler.
+      watts: of the board at full load, without its share of the host.
     """
 
     name: str
@@ -91,17 +95,22 @@ class Gpu:
     network_bandwidth: float
     network_share: float
     pcie_bandwidth: float
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
     cores: int
     clock: float
     cache: int
     shared_memory: int
     description: str
+    watts: float = 0.0
 
     @property
     def family(self) -> str:
-        """The chip: "a100", "h100" or "h200"."""
-        return self.name.split("-")[0]
+        """The chip whose measured shares of the peak the time model takes (`op_costs.py`): "a100", "h100" or "h200".
+
+        Of other chips no training run was fitted: Volta's and Ampere's take the A100's, all newer ones the H100's.
+        """
+        chip = self.name.split("-")[0]
+        return chip if chip in ("a100", "h100", "h200") else "a100" if chip in ("v100", "a10g") else "h100"
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in "bf16", "fp16" or "fp32".
@@ -121,18 +130,39 @@ class Gpu:
 # of 12.9 TB/s for the gradient all-reduce of 3,072 GPUs, 8.4 of 25 GB/s for each of 1,536 pairs. For H100s no training run
 # has published one; nccl-tests reach 0.8 to 0.95, and the lower is used. PCIe
 # (version 4 of the A100, 5 of the others): 64 and 128 GB/s in both directions together, by the datasheets. Cores, clocks,
-# caches: NVIDIA's whitepapers.
+# caches: NVIDIA's whitepapers. Watts: the datasheets' maximum power.
+#
+# H100 PCIe, B200, GB200: cores, clocks, caches and memory as XLA's descriptions have them
+# (xla/backends/gpu/target_config/specs). H100 PCIe and NVL have NVLink to one neighbour only: their host's link is PCIe, and
+# two share a 400 Gb/s adapter (NVIDIA's reference configurations for PCIe servers). B200: DGX B200's datasheet. GB200 NVL72:
+# 72 GPUs share NVLink, one 400 Gb/s adapter each; two share a CPU's NVLink-C2C of 900 GB/s. L40S, A10G: AWS's g6e.48xlarge
+# (400 Gb/s) and g5.48xlarge (100 Gb/s), eight GPUs on PCIe 4. MI300X: AMD's datasheet, seven links of 64 GB/s each way;
+# memory as its driver reports.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1555 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB"),
+            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB", 400),
         Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2039 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB"),
+            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB", 400),
         Gpu("h100-80gb", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3352 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3"),
+            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3", 700),
+        Gpu("h100-pcie", "NVIDIA H100 PCIe", 84_942_979_072, 2039 * GIGA, 8, 64 * GIGA, 25 * GIGA, 0.8,
+            64 * GIGA, (9, 0), 114, 1.755, 50 << 20, 228 << 10, "NVIDIA H100 PCIe", 350),
+        Gpu("h100-nvl", "NVIDIA H100 NVL", 99_456_909_312, 3938 * GIGA, 8, 64 * GIGA, 25 * GIGA, 0.8,
+            64 * GIGA, (9, 0), 132, 1.785, 50 << 20, 228 << 10, "NVIDIA H100 NVL", 400),
         Gpu("h200-141gb", "NVIDIA H200", 150_121_545_728, 4800 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200"),
+            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200", 700),
+        Gpu("b200", "NVIDIA B200", 191_514_411_008, 7672 * GIGA, 8, 900 * GIGA, 50 * GIGA, 0.8,
+            64 * GIGA, (10, 0), 148, 1.965, 132_644_864, 228 << 10, "NVIDIA B200", 1000),
+        Gpu("gb200-nvl72", "NVIDIA GB200", 197_897_748_480, 7928 * GIGA, 72, 900 * GIGA, 50 * GIGA, 0.8,
+            225 * GIGA, (10, 0), 152, 2.062, 135_528_448, 228 << 10, "NVIDIA GB200", 1200),
+        Gpu("l40s", "NVIDIA L40S", 47_675_604_992, 864 * GIGA, 8, 32 * GIGA, 6.25 * GIGA, 0.8,
+            32 * GIGA, (8, 9), 142, 2.52, 96 << 20, 100 << 10, "NVIDIA L40S", 350),
+        Gpu("a10g", "NVIDIA A10G", 23_684_186_112, 600 * GIGA, 8, 32 * GIGA, 1.5625 * GIGA, 0.8,
+            32 * GIGA, (8, 6), 80, 1.71, 6 << 20, 100 << 10, "NVIDIA A10G", 300),
+        Gpu("mi300x", "AMD Instinct MI300X", 206_141_652_992, 5300 * GIGA, 8, 448 * GIGA, 50 * GIGA, 0.8,
+            64 * GIGA, None, 304, 2.1, 4 << 20, 64 << 10, "MI300X", 750),
     )
 }  # fmt: skip
 
@@ -146,6 +176,12 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu {'|'.join(GPUS)}.")
     return GPUS[name]
+
+
+def gpu_of(device: jax.Device) -> Gpu:
+    """The GPU that a device is, as far as the estimates know it: an H100 where they do not, and for CPU devices."""
+    found = (gpu for gpu in GPUS.values() if gpu.device_kind == device.device_kind)
+    return next(found, GPUS["h100-80gb"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +260,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     device = SimpleNamespace(
         platform="gpu",
         device_kind=gpu.device_kind,
-        compute_capability=".".join(map(str, gpu.compute_capability)),
+        compute_capability=".".join(map(str, gpu.compute_capability or ())),
     )
     choice = choose_attention(
         run.parallel.attention,

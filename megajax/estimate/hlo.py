@@ -27,6 +27,7 @@ from megajax.estimate.hlo_parser import (
     average_trip_counts,
     called_by,
     computations,
+    is_grouped,
     is_matmul,
     kernel_name,
     known_trip_count,
@@ -92,10 +93,15 @@ class Collective:
     overlapped: int
 
     def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """Axes of a mesh of sizes `shape`, [data, pipe, tensor], along which the devices of a group differ."""
+        """Axes of a mesh along which the devices of a group differ.
+
+        Args:
+          shape: sizes of data, pipe and tensor, or of data, expert, pipe and tensor.
+        """
+        names = MESH_AXES if len(shape) == len(MESH_AXES) else (MESH_AXES[0], "expert", *MESH_AXES[1:])
         places = np.indices(shape).reshape(len(shape), -1).T
         differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
-        return tuple(name for name, along in zip(MESH_AXES, differ, strict=True) if along)
+        return tuple(name for name, along in zip(names, differ, strict=True) if along)
 
     def sent(self) -> dict[int, float]:
         """Bytes that each device sends in all runs; devices that send nothing are omitted."""
@@ -115,11 +121,13 @@ class Matmul:
       shape: of the result, on one device.
       flops: of all its runs, two for each multiply-add.
       scope: as for a `Collective`.
+      grouped: whether it is one of experts, whose FLOPs are of all rows that a device has for them.
     """
 
     shape: tuple[int, ...]
     flops: float
     scope: str
+    grouped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +147,15 @@ class HloModule:
     kernels: dict[str, float]
     sliced: float
 
-    def flops(self, *scopes: str) -> float:
-        """FLOPs of the matmuls in these scopes; of all matmuls if none is given."""
-        return sum(one.flops for one in self.matmuls if not scopes or one.scope in scopes)
+    def flops(self, *scopes: str, routed_part: float = 1.0) -> float:
+        """FLOPs of the matmuls in these scopes; of all matmuls if none is given.
+
+        Args:
+          scopes: names of loops.
+          routed_part: of the rows of grouped matmuls, the part that has experts (`roofline.Rates`).
+        """
+        chosen = (one for one in self.matmuls if not scopes or one.scope in scopes)
+        return sum(one.flops * (routed_part if one.grouped else 1) for one in chosen)
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
@@ -215,7 +229,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
             if kind in KINDS:
                 found.append(_collective(lines, place, kind, heavy, visit))
             if flops := matmul_flops(line, types):
-                matmuls.append(Matmul(arrays(line.type)[0][1], visit.times * flops, visit.scope))
+                matmuls.append(Matmul(arrays(line.type)[0][1], visit.times * flops, visit.scope, is_grouped(line)))
             if line.op == "fusion" and modules[called_by(line.rest)[0]][-1].op == "dynamic-slice":
                 sliced += visit.times * sum(map(array_bytes, arrays(line.type)))
             if line.op == "custom-call":

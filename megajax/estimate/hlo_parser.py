@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-FLASH = re.compile(r"/(flash_attention_\w+)/pallas_call")  # the kernels of megajax/ops/flash_attention.py, by op name
+# The kernels of megajax/ops/flash_attention.py and grouped_kernels.py, by op name.
+OWN = re.compile(r"/((?:flash_attention|grouped_matmul)_\w+)/pallas_call")
+GROUPED = "grouped_matmul"  # their names begin so
 # Custom calls, attention's included.
-MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{FLASH.pattern}")
+MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
 NAME = re.compile(r"%?([\w.\-]+)")
 OPERAND = re.compile(r"%([\w.\-]+)")
@@ -21,6 +23,7 @@ LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 BRANCHES = "/cond"  # ends the keys of conditionals, by scope
 SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
+MOVES = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant", "transpose", "reshape")
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 SCALAR_CODE = ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS)  # call it per element
 
@@ -133,10 +136,14 @@ def working_share(line: Line, each: Mapping[str, float]) -> float | None:
 
 
 def working_branches(line: Line, computations: Mapping[str, list[Line]]) -> list[str]:
-    """The branches of a conditional that do more than return their operands."""
-    moves = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant")
+    """The branches of a conditional that do more than return their operands, perhaps in another layout."""
+
+    def moves(one: Line) -> bool:
+        inner = called_by(one.rest) if one.op == "fusion" else []
+        return one.op in MOVES or (bool(inner) and all(other.op in MOVES for other in computations[inner[0]]))
+
     names = [name for name in called_by(line.rest) if name in computations]
-    return [name for name in names if any(other.op not in moves for other in computations[name])]
+    return [name for name in names if not all(map(moves, computations[name]))]
 
 
 def known_trip_count(line: Line) -> int | None:
@@ -185,13 +192,21 @@ def is_matmul(line: Line) -> bool:
 
 def kernel_name(line: Line) -> str:
     """The target of a custom call, or the name of megajax's own kernel: Triton's all have one target."""
-    return (FLASH.search(line.rest) or TARGET.search(line.rest))[1]
+    return (OWN.search(line.rest) or TARGET.search(line.rest))[1]
+
+
+def is_grouped(line: Line) -> bool:
+    """Whether a line is one of megajax's grouped matmuls."""
+    return line.op == "custom-call" and kernel_name(line).startswith(GROUPED)
 
 
 def matmul_flops(line: Line, types: dict[str, str]) -> float:
-    """2 for each multiply-add; 0 if the line is not a matmul."""
+    """2 for each multiply-add; 0 if the line is not a matmul. Of a grouped matmul: of all rows, those of no group too."""
     if not is_matmul(line):
         return 0.0
+    if is_grouped(line):
+        matrices = [shape for name in operands(line) for _, shape in arrays(types.get(name, "")) if len(shape) == 2]
+        return 2.0 * math.prod(matrices[0]) * arrays(line.type)[0][1][-1]  # rows [R, i], and a result [.., o]
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', line.rest)
     operand = ARRAY.search(line.rest.split("%")[0]) or ARRAY.search(types.get(NAME.search(line.rest)[1], ""))
     if not contracted or not operand:

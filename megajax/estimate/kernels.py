@@ -15,6 +15,7 @@ from megajax.estimate.hlo_parser import (
     array_bytes,
     arrays,
     called_by,
+    is_grouped,
     is_matmul,
     kernel_name,
     matmul_flops,
@@ -26,6 +27,7 @@ __all__ = ["CLASSES", "Kernel", "kernel_of"]
 # In the order of the report.
 CLASSES = {
     "matmul": "matmuls, with what is fused into them",
+    "experts": "grouped matmuls of experts",
     "attention": "fused attention",
     "accumulation": "adding to an accumulator in place, outside a matmul",
     "copy": "slices cut out of arrays, copies and transposes: nothing is computed",
@@ -51,6 +53,7 @@ MOVES = {
     "reverse",
 }
 VIEWS = {"bitcast", "reshape"}
+MASK = re.compile(r'"mask_type": ?"(\w+)"')
 WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 # Matmuls in the two kernels of the backward in megajax/ops/flash_attention.py.
 OWN_PRODUCTS = {"flash_attention_backward_query": 3, "flash_attention_backward_key_value": 4}
@@ -67,7 +70,10 @@ class Kernel:
       name: XLA's.
       kind: of CLASSES.
       read, written: bytes.
-      flops: of its matmuls; of attention twice those of a causal mask's half, see `_attention_flops`.
+      flops: of its matmuls; of attention those of the whole square of scores, see `_attention_flops`; of experts those of
+        all rows.
+      fp8: whether its matmuls multiply 8-bit floats.
+      part: of the square of scores, the part that attention computes; None: the program does not say.
     """
 
     name: str
@@ -75,6 +81,8 @@ class Kernel:
     read: int
     written: int
     flops: float = 0.0
+    part: float | None = None
+    fp8: bool = False
 
     @property
     def bytes(self) -> int:
@@ -118,10 +126,14 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     results = [array for array in arrays(line.type) if array[0] != "s8"]
     read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
     if _is_attention(line):
-        return Kernel(line.name, "attention", read, written, _attention_flops(line, types))
-    return Kernel(
-        line.name, "matmul" if is_matmul(line) else "elementwise", read, written, matmul_flops(line, dict(types))
-    )
+        return Kernel(line.name, "attention", read, written, _attention_flops(line, types), _attention_part(line))
+    kind = "experts" if is_grouped(line) else "matmul" if is_matmul(line) else "elementwise"
+    return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)), fp8=_is_fp8(line, types))
+
+
+def _is_fp8(line: Line, types: Mapping[str, str]) -> bool:
+    """Whether a line multiplies 8-bit floats."""
+    return is_matmul(line) and all(types.get(name, "").startswith("f8") for name in operands(line)[:2])
 
 
 def _is_attention(line: Line) -> bool:
@@ -145,6 +157,12 @@ def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
     return products * 2.0 * batch * heads * (queries * keys - (keys - size) ** 2) * width
 
 
+def _attention_part(line: Line) -> float | None:
+    """Half under cuDNN's causal mask, else 1; ring attention calls both. megajax's kernels do not say."""
+    mask = MASK.search(line.rest)
+    return mask and (0.5 if "CAUSAL" in mask[1] else 1.0)
+
+
 def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     lines = {one.name: one for one in inner}
     users: dict[str, list[Line]] = {}
@@ -157,12 +175,15 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     types = {name: other.type for name, other in lines.items()}
     flops = sum(matmul_flops(one, types) for one in inner)
     if fused := [one for one in inner if _is_attention(one)]:
-        kind, flops = "attention", sum(_attention_flops(one, types) for one in fused)
+        flops = sum(_attention_flops(one, types) for one in fused)
+        return Kernel(line.name, "attention", read, written, flops, _attention_part(fused[0]))
+    if any(is_grouped(one) for one in inner):
+        kind = "experts"
     elif any(is_matmul(one) for one in inner):
         kind = "matmul"
     else:
         kind = _class_of(roots, inner, lines, users)
-    return Kernel(line.name, kind, read, written, flops)
+    return Kernel(line.name, kind, read, written, flops, fp8=any(_is_fp8(one, types) for one in inner))
 
 
 def _uses(name: str, users: Mapping[str, Sequence[Line]]) -> Iterator[tuple[str, Line]]:

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Iterable
 
 from megajax.config import RunConfig, padded_vocabulary
-from megajax.config.run_schedule import schedule_arguments
+from megajax.config.run_schedule import run_schedule, schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
-from megajax.pipeline.options import unrolls
+from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
@@ -54,6 +54,19 @@ def slots_of(run: RunConfig) -> Slots:
     return closed or counted_slots(spec, **arguments)
 
 
+def program_slots(run: RunConfig) -> Slots:
+    """Buffers of the run's program: where ticks are merged, backwards run one tick later, with one chunk more in flight."""
+    slots, parallel = slots_of(run), run.parallel
+    merged = merges(parallel) and is_paired(run) and run.microbatches * parallel.chunks > slots.stash
+    return slots._replace(stash=slots.stash + 1, inbox=slots.inbox + 2) if merged else slots
+
+
+def is_paired(run: RunConfig) -> bool:
+    """Whether the ticks of the run's schedule are a forward and a backward on every rank."""
+    paired = find(run.parallel.schedule).paired
+    return run_schedule(run).paired if paired is None else paired
+
+
 @functools.lru_cache(maxsize=256)  # a search repeats the call for each recompute mode and microbatch size
 def counted_slots(spec: ScheduleSpec, **arguments) -> Slots:
     """Buffers counted in the schedule's table, which takes seconds for hundreds of ranks and microbatches."""
@@ -68,12 +81,42 @@ def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Shard
     return tables + model.shared.on_device(tensor)
 
 
+def block_parameters(run: RunConfig) -> tuple[int, int]:
+    """Parameters of one block on one device, before ZeRO: those outside its experts, and its experts'."""
+    model, parallel = model_costs(run.model), run.parallel
+    block = model.block.on_device(parallel.tensor)
+    if model.experts is None:
+        return block, 0
+    return block - model.experts.on_device(parallel.tensor, 1), model.experts.on_device(
+        parallel.tensor, parallel.expert
+    )
+
+
+def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
+    """Parameters of a rank on one device, before ZeRO: those outside the experts, and the experts'.
+
+    The first have d C replicas, the others d C / N.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    slots = parallel.stage_layers(model.layers).rank_slots  # one without a layer takes as much memory as another
+    common, experts = block_parameters(run)
+    return slots * common + shared_parameters(model, parallel.tensor, parallel.pipe, sharding), slots * experts
+
+
+def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
+    """Parameters of a rank on one device, sharded over their replicas or not."""
+    (common, experts), replicas = rank_parameters(run, sharding), run.parallel.data * run.parallel.context
+    if not is_sharded:
+        return common + experts
+    return common // replicas + experts // (replicas // run.parallel.expert)
+
+
 def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Slots | None = None) -> dict[str, int]:
     """Bytes of a step at its peak on the device that holds most; their sum is the peak.
 
     Args:
       sharding: what is sharded; the run's own if not given.
-      slots: of the schedule; by formula or from its table if not given.
+      slots: of the program; `program_slots` if not given.
 
     Returns:
       "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" those that the step
@@ -83,13 +126,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     """
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
-    sharding, slots = sharding or Sharding.from_config(run), slots or slots_of(run)
-    stage, block = parallel.stage_layers(model.layers), model.block.on_device(parallel.tensor)
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    parameters = stage.rank_slots * block + shared  # a slot without a layer takes as much memory as another
-    replicas, tokens = parallel.data * parallel.context, model.sequence_length // parallel.context
-    state = replicas if sharding.zero >= 1 else 1
-    work = replicas if sharding.zero >= 3 else 1
+    sharding, slots = sharding or Sharding.from_config(run), slots or program_slots(run)
+    stage, tokens = parallel.stage_layers(model.layers), model.sequence_length // parallel.context
+    state = sharded_parameters(run, sharding, sharding.zero >= 1)
+    work = sharded_parameters(run, sharding, sharding.zero >= 3)
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
     per_chunk = stage.slots
     activation = parallel.microbatch_size * tokens * model.hidden * item
@@ -102,25 +142,28 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
         fused_attention=is_fused(parallel),
+        expert=parallel.expert,
     )
     layer //= parallel.recompute_blocks  # blocks that are recomputed together keep one input
     stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
     workspace, copies = _workspace(run, item), stashed * stash_copies(run, item)
-    gathered = 2 * block * item if sharding.zero >= 3 else 0  # the current block's and the next one's
+    gathered = (
+        2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
+    )  # the current block's and the next one's
     return {
-        "weights": 4 * parameters // state,
-        "optimizer": 8 * parameters // state,
-        "gradients": versions * 4 * parameters // work,
-        "16-bit weights": (versions * item * parameters // work if item < 4 or versions > 1 else 0) + gathered,
+        "weights": 4 * state,
+        "optimizer": 8 * state,
+        "gradients": versions * 4 * work,
+        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered,
         "stash": stashed * layer,
         "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
-        "input to weight gradients": slots.kept * per_chunk * _kept_for_weights(run, item),
+        "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
         "inboxes": slots.inbox * residual,
         "workspace": workspace,
     }
 
 
-def _kept_for_weights(run: RunConfig, item: int) -> int:
+def kept_for_weights(run: RunConfig, item: int) -> int:
     """Bytes that I keeps for W of one block."""
     kept = model_costs(run.model).kept_for_weights
     return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
@@ -136,6 +179,7 @@ def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int) -> int:
             itemsize=item,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
+            rows=model_costs(run.model).expert_rows(parallel.expert),
         )
         for value in values
     )
@@ -169,9 +213,23 @@ def _workspace(run: RunConfig, item: int) -> int:
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
-    gradients = item * model.block.on_device(tensor)
+    gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
     if parallel.attention in FUSED:
         return gradients + logits + item * samples * tokens * model.hidden
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
+
+
+def _expert_workspace(run: RunConfig, item: int) -> int:
+    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32, and the experts' rows.
+
+    Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    common, experts = block_parameters(run)
+    routed = [one for one in model.matmuls if one.name.startswith("experts")]
+    widths = sum(max(one.inputs, one.outputs) for one in routed if one.split) / model.experts.chosen
+    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
+    rows = tokens * model.experts.chosen * model.expert_rows(parallel.expert)
+    return item * common + 4 * experts + int(rows * item * (2 * model.hidden + 2 * widths / parallel.tensor))

@@ -56,7 +56,9 @@ class Software:
       gathers_hidden: they overlap all of it, at the rate of nccl-tests: of `gathers_ahead` and this at most one.
       gathers_for_recompute: with full recompute, ZeRO-3 gathers a block for its second forward and for its backward;
         otherwise once for both.
-      copies_stash: XLA transposes some of the stash once for each chunk (`memory.stash_copies`).
+      routed_dispatch: of experts on other replicas, only the routed tokens are sent (all-to-all), not all tokens to all.
+      expert_gradient_bytes: traffic of a microbatch's gradients of experts, for each parameter: 8 if a matmul adds them to
+        the fp32 sum, 16 if it writes them, in fp32, and another kernel adds.
     """
 
     name: str
@@ -75,13 +77,19 @@ class Software:
     gathers_ahead: bool = False
     gathers_hidden: bool = False
     gathers_for_recompute: bool = True
-    copies_stash: bool = False
+    routed_dispatch: bool = False
+    expert_gradient_bytes: int = 8
 
 
 # 10 bytes a logit: read in 16 bit for the maximum, the sum and the label, again in the backward, and the gradient written.
-# Two gathers more and the copies are what the step compiled for H100s has (`python -m megajax.plan.dryrun` counts).
+# These properties price models with experts; others are priced as the program that XLA compiles (`program_time.py`).
 MEGAJAX = Software(
-    "megajax", gathers_for_recompute=False, lockstep=True, context_overlap=True, gathers_again=2, copies_stash=True
+    "megajax",
+    gathers_for_recompute=False,
+    lockstep=True,
+    context_overlap=True,
+    gathers_again=2,
+    expert_gradient_bytes=16,
 )
 
 

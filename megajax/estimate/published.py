@@ -72,7 +72,7 @@ class Row:
     @property
     def kind(self) -> str:
         """One of `KINDS`."""
-        return kind_of(self.runs[0].parallel.context, self.sharding.zero)
+        return kind_of(self.runs[0].parallel.context, self.sharding.zero, experts=self.runs[0].model.experts > 0)
 
     def flops(self) -> float:
         """FLOPs of a step, counted as in the table."""

@@ -3,8 +3,10 @@
 Sources, each read: NVIDIA's DGX Cloud benchmarking recipes (github.com/NVIDIA/dgxc-benchmarking, README files of
 nemo_megatron, nemotron, llama3.1 and maxtext, bf16 tables); MosaicML's LLM Foundry (github.com/mosaicml/llm-foundry,
 scripts/train/benchmarking/README.md); JAX-Toolbox's README for PAX; BLOOM's training notes (github.com/bigscience-workshop/
-bigscience, train/tr11-176B-ml/README.md); MT-NLG, 2201.11990 section 2.4; Llama 3, 2407.21783 table 4. The FLOPs are this
-project's count for the model and the printed seconds or tokens per second, where a table prints either.
+bigscience, train/tr11-176B-ml/README.md); MT-NLG, 2201.11990 section 2.4; Llama 3, 2407.21783 table 4. With experts: the
+README of Megatron-Core's MoE (github.com/NVIDIA/Megatron-LM, megatron/core/transformer/moe; the throughput of v0.9, the
+layout of v0.8), and NeMo AutoModel's (github.com/NVIDIA-NeMo/Automodel, docs/performance-summary.md, bf16). The FLOPs are
+this project's count for the model and the printed seconds or tokens per second, where a table prints either.
 """
 
 import dataclasses
@@ -33,6 +35,10 @@ FSDP = Software(
 FSDP_PURE = dataclasses.replace(FSDP, name="PyTorch FSDP, 16-bit gradients", gradient_bytes=2)
 # XLA gathers each of a block's tensors, which its combiner joins, and reduces gradients in the type of the weights.
 JAX_FSDP = dataclasses.replace(FSDP, name="JAX FSDP", gradient_bytes=2)
+
+# Only routed tokens are sent, and a GPU has memory for those only.
+MEGATRON_MOE = dataclasses.replace(NEMO_2024, name="Megatron-Core v0.9", routed_dispatch=True)
+AUTOMODEL = dataclasses.replace(FSDP, name="NeMo AutoModel", routed_dispatch=True)
 
 A100_40GB = find_gpu("a100-40gb")
 # Jean Zay: four Omni-Path links of 100 Gb/s for the eight GPUs of a node (the notes' "Hardware").
@@ -195,4 +201,19 @@ def _mpt(
     return Row("MPT, FSDP", (run,), gpu, software, teraflops, sharding=FULL_SHARD)
 
 
-RECENT_ROWS: tuple[Row, ...] = (*_nemo(), *_megatron_style(), *_nemo_context(), *_fsdp())
+def _experts() -> Iterable[Row]:
+    """Mixtral 8x7B on 64 H100s and Qwen3-30B-A3B on 8, at 4,096 tokens without dropping; tokens are spread evenly in both.
+
+    Expert groups are neighbours in a host. AutoModel's configuration recomputes blocks. NVIDIA's other tables of sparse
+    models on H100s (Megatron Bridge: DeepSeek-V3, Qwen3) are of fp8, or drop tokens.
+    """
+    options = {"attention": "cudnn", "expert": 8}
+    mixtral = dataclasses.replace(preset("mixtral-8x7b"), sequence_length=4096)
+    run = make_run(mixtral, (1, 4, 16), 256, 1, 8, zero=1, axis_order=("pipe", "data", "tensor"), **options)
+    yield Row("Megatron-Core, MoE", (run,), H100, MEGATRON_MOE, 468, sharding=ZERO_1)
+    qwen = dataclasses.replace(preset("qwen3-30b-a3b"), sequence_length=4096)
+    run = make_run(qwen, (1, 1, 8), 512, 4, 1, zero=3, recompute="full", sequence_parallel=False, **options)
+    yield _timed("AutoModel, MoE", (run,), H100, AUTOMODEL, 21.773, FULL_SHARD)
+
+
+RECENT_ROWS: tuple[Row, ...] = (*_nemo(), *_megatron_style(), *_nemo_context(), *_fsdp(), *_experts())

@@ -2,7 +2,7 @@
 
     kernel       max(FLOPs / rate of its class, bytes / HBM bandwidth) + the gap before the next kernel
     collective   bytes sent by a ring / bandwidth of the slowest link; runs beside the kernels between its start and its
-                 done, one collective at a time; what is left at its done is exposed
+                 done, one collective at a time; what is left at its done is exposed. So for transfers to host memory
     loop         its body times its trip count; where the trip count is dynamic, the host waits for the device before each
                  iteration and at the end (and at each branch)
 
@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import SENT, collective_groups
@@ -27,15 +27,19 @@ from megajax.estimate.hlo_parser import (
     called_by,
     computations,
     known_trip_count,
+    operands,
     scope_of,
     second_part,
     working_branches,
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
+from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RINGS_SHARE
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
 
+HOST_MEMORY, TRANSFER = "S(5)", "host transfer"
+COMBINED = 4  # conditionals of a computation; a tick that is not in a loop over ticks has its own
 GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
 
 
@@ -44,11 +48,14 @@ class Rates:
     """What kernels reach on a GPU.
 
     Attributes:
-      matmul, attention: FLOP/s. Attention's are of the scores that are computed.
+      matmul, attention: FLOP/s, of matmuls in 8 bits twice as many. Attention's are of the scores that are computed.
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
-      attention_part: of the square of scores, the part that attention kernels compute: half under a causal mask, else 1.
+      attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
+        under a causal mask, else 1.
+      pcie: bytes/s to and from the host's memory.
+      routed_part: of the rows that a device has for experts, those that balanced routing gives it.
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
     """
@@ -60,30 +67,39 @@ class Rates:
     network: float
     host_size: int
     attention_part: float = 0.5
+    pcie: float = 64e9
+    routed_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
 
+    def link(self, group: int, here: int) -> float:
+        """Bytes/s at which a device sends in a ring of `group` devices, `here` of them in each host.
 
-# Shares of the published peaks. Matmul: large bf16 products reach about 700 TFLOP/s on H100s in training (MaxText and NeMo
-# train at 460 to 544 TFLOP/s in all, with a ceiling of 790 measured for a product alone). Attention: FlashAttention-3
-# (2407.08608, figure 5) reports 400 to 640 TFLOP/s for causal attention at head dimension 128. HBM: copy kernels reach 0.9.
-MATMUL, ATTENTION, MEMORY = 0.71, 0.455, 0.9
+        Between hosts each of these contributes its network adapter.
+        """
+        return self.host if here >= group else min(self.host, here * self.network)
+
+
+MEMORY = 0.9  # of the HBM's bandwidth: what copy kernels reach
 
 
 def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU in "bf16", "fp16" or "fp32".
+    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention the shares of the peak in `op_costs.py`.
+
+    Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests.
 
     Raises:
       ConfigError: the GPU has no tensor cores for that type.
     """
     peak = gpu.peak(precision)
     return Rates(
-        matmul=MATMUL * peak,
-        attention=ATTENTION * peak,
+        matmul=FITTED.matmul_share[gpu.family] * peak,
+        attention=FUSED_ATTENTION_SHARE[gpu.family] * peak,
         memory=MEMORY * gpu.memory_bandwidth,
         host=gpu.host_bandwidth,
-        network=gpu.network_bandwidth,
+        network=gpu.network_bandwidth * min(1.0, gpu.network_share / RINGS_SHARE),
         host_size=gpu.host_size,
+        pcie=gpu.pcie_bandwidth,
     )
 
 
@@ -127,6 +143,16 @@ def _nothing() -> Account:
     return Account(*(Counter() for _ in range(5)), 0.0, Counter(), Counter())
 
 
+def _sum(parts: Sequence[Account]) -> Account:
+    """As `sum`, which would make an account for each addition."""
+    total = _nothing()
+    for part in parts:
+        for field in dataclasses.fields(Account):
+            if isinstance(value := getattr(part, field.name), Counter):
+                getattr(total, field.name).update(value)
+    return dataclasses.replace(total, synchronisations=sum(part.synchronisations for part in parts))
+
+
 def account(text: str, trip_counts: Mapping[str, float], rates: Rates) -> Account:
     """The account of one run of a module.
 
@@ -145,17 +171,20 @@ class _Reader:
     def __init__(self, modules: Mapping[str, list[Line]], each: Mapping[str, float], rates: Rates):
         self.modules, self.each, self.rates = modules, each, rates
         self._read: dict[str, Account] = {}
+        # By the line's id, and whether its branch works.
+        self._parts: dict[tuple[int, bool | None], Account | None] = {}
 
     def computation(self, name: str) -> Account:
         """The account of an average execution of a computation.
 
-        What a collective overlaps depends on which conditionals do something, so that each combination is accounted for.
+        What a collective overlaps depends on which conditionals do something, so that each combination is accounted for, of
+        the first COMBINED of them; the others take their average time.
         """
         if name not in self._read:
             lines, shares = self.modules[name], {}
             for line in lines:
                 share = working_share(line, self.each) if line.op == "conditional" else None
-                if share is not None and 0 < share < 1:
+                if share is not None and 0 < share < 1 and len(shares) < COMBINED:
                     shares[line.name] = share
             total = _nothing()
             for works in itertools.product((True, False), repeat=len(shares)):
@@ -167,7 +196,9 @@ class _Reader:
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""
         types = {line.name: line.type for line in lines}
-        total, now, free = _nothing(), 0.0, 0.0  # `free`: when the collectives started so far will have ended
+        total, parts = _nothing(), []
+        now = free = 0.0  # `free`: when the collectives started so far will have ended
+        ends, transferred = {}, 0.0  # of transfers to host memory, by the name of the start, and of the last one
         pending: dict[str, float] = {}  # by the name of the start: its end
         queue: list[tuple[float, float, str]] = []  # begin, end and kind of each collective, one after the other
         for line in lines:
@@ -191,17 +222,44 @@ class _Reader:
                 total.seconds[EXPOSED] += max(0.0, end - now)
                 now = max(now, end)
                 continue
-            part = self._called(line, works.get(line.name)) or self._kernel(line, types)
+            if (seconds := self._transfer_seconds(line, types)) is not None:
+                ends[line.name] = transferred = max(now, transferred) + seconds
+                total.hidden[TRANSFER] += seconds
+                continue
+            if line.op == "fusion-done" and (name := operands(line)[0]) in ends:
+                waited = max(0.0, ends[name] - now)
+                total.exposed[TRANSFER] += waited
+                total.hidden[TRANSFER] -= waited
+                total.seconds[EXPOSED] += waited
+                now += waited
+                continue
+            part = self._part(line, works.get(line.name), types)
             if part is not None:
-                total, now = total + part, now + part.total
-        return total
+                parts.append(part)
+                now += part.total
+        return _sum([total, *parts])
+
+    def _transfer_seconds(self, line: Line, types: Mapping[str, str]) -> float | None:
+        """Seconds of a transfer to or from host memory that starts here; None if none does."""
+        if line.op != "fusion-start":
+            return None
+        on_host = HOST_MEMORY in line.type or any(HOST_MEMORY in types.get(name, "") for name in operands(line))
+        kernel = kernel_of(line, types, self.modules) if on_host else None
+        return kernel and max(kernel.read, kernel.written) / self.rates.pcie
+
+    def _part(self, line: Line, works: bool | None, types: Mapping[str, str]) -> Account | None:
+        """The account of one line that is no collective; None if it takes nothing. `works`: see `_called`."""
+        if (id(line), works) not in self._parts:
+            self._parts[id(line), works] = self._called(line, works) or self._kernel(line, types)
+        return self._parts[id(line), works]
 
     def _kernel(self, line: Line, types: Mapping[str, str]) -> Account | None:
         kernel = kernel_of(line, types, self.modules)
         if kernel is None:
             return None
-        flops = kernel.flops * (self.rates.attention_part if kernel.kind == "attention" else 1)
-        rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul
+        attention = self.rates.attention_part if kernel.part is None else kernel.part
+        flops = kernel.flops * {"attention": attention, "experts": self.rates.routed_part}.get(kernel.kind, 1)
+        rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul * (2 if kernel.fp8 else 1)
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
         part.seconds[GAPS] = self.rates.gap
@@ -245,9 +303,15 @@ class _Reader:
         with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
         size = sum(map(array_bytes, arrays(second_part(line.type) if with_operands else line.type)))
         groups = collective_groups(line.rest)
-        one_host = all(len({device // self.rates.host_size for device in group}) == 1 for group in groups)
         sent = SENT[kind](len(groups[0])) * size
-        return sent / (self.rates.host if one_host else self.rates.network) + self.rates.gap
+        return sent / self._link(kind, groups) + self.rates.gap
+
+    def _link(self, kind: str, groups: Sequence[Sequence[int]]) -> float:
+        """Bytes/s at which a device sends to its group, the slowest of all; a pair of a permute has one adapter."""
+        hosts = [Counter(device // self.rates.host_size for device in group) for group in groups]
+        if kind == "collective-permute":
+            return self.rates.host if all(len(one) == 1 for one in hosts) else self.rates.network
+        return min(self.rates.link(len(group), min(one.values())) for group, one in zip(groups, hosts, strict=True))
 
 
 def _attribute(line: Line, name: str) -> str:

@@ -1,12 +1,16 @@
 """Time of a step: the sum of matmuls by shape, memory traffic, collectives and the pipeline's bubble.
 
+Two kinds of programs are priced: megajax's own, kernel by kernel as XLA compiles it (`program_time.py`), and published ones,
+to validate what both share, in this file.
+
 It follows from the run, the model's costs, the GPU (`gpus.py`) and the constants in `op_costs.py`, each with its source.
 Four are fitted, on seven rows of published tables that `python -m megajax.estimate.validate` marks; no other number was
 chosen to fit. With m microbatches, p ranks and v chunks a rank,
 
     step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
 
-What is left out: launching kernels, loading data, stragglers, contention between communication and compute.
+What is left out: loading data, stragglers, contention between communication and compute; of published programs also
+launching kernels.
 """
 
 import dataclasses
@@ -15,15 +19,16 @@ import functools
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate import model_costs
+from megajax.estimate.expert_time import expert_times
 from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
-    shared_parameters,
-    slots_of,
-    stash_copies,
+    rank_parameters,
+    sharded_parameters,
 )
 from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, RINGS_SHARE, Fitted, OpCosts, Software, spread
+from megajax.estimate.program_time import Program
 from megajax.models.costs import ModelCosts
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import Schedule
@@ -34,7 +39,8 @@ from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 class LayerTime:
     """Seconds of one block's forward or backward, for one microbatch on one device.
 
-    `tensor` and `context` are exposed communication, within tensor groups and round the rings of context parallelism.
+    `tensor`, `context` and `expert` are exposed communication, within tensor groups, round the rings of context parallelism
+    and within the groups that split experts.
     """
 
     matmul: float = 0.0
@@ -42,6 +48,7 @@ class LayerTime:
     elementwise: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -63,9 +70,12 @@ class StepTime:
       sends: exposed communication between stages.
       data: exposed gradient reduction over replicas, and gathering of weights.
       optimizer: reading gradients, moments and weights, and writing them.
-      copies: transposing the stash, which a better compiled program would avoid.
       context: exposed sends of keys and values round the rings of context parallelism.
       offload: moving stashed activations to host memory and back.
+      ends: exposed communication over `pipe` of embedding and head, where all stages share them.
+      gaps: between kernels, which take time to launch.
+      waits: for the host, which reads conditions that are known at run time only.
+      expert: exposed communication within the groups of replicas that split experts.
     """
 
     blocks: float
@@ -75,9 +85,12 @@ class StepTime:
     sends: float
     data: float
     optimizer: float
-    copies: float = 0.0
     context: float = 0.0
     offload: float = 0.0
+    ends: float = 0.0
+    gaps: float = 0.0
+    waits: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -85,7 +98,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        return self.tensor + self.context + self.sends + self.data
+        return self.tensor + self.context + self.expert + self.sends + self.data + self.ends
 
 
 def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[LayerTime, LayerTime]:
@@ -120,6 +133,10 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tu
     rings = [_ring_time(model, parallel, ops, *ring) for ring in ((0, attention), (1, attention_backward))]
     forward = LayerTime(matmul, attention, elementwise, exchange, rings[0])
     backward = LayerTime(matmul_backward, attention_backward, 1.5 * elementwise, exchange + exchange_again, rings[1])
+    forward, backward = (
+        one + LayerTime(elementwise=more.traffic, expert=more.communication)
+        for one, more in zip((forward, backward), expert_times(model, parallel, ops), strict=True)
+    )
     if mode == "full":
         return forward, backward + forward
     several = zip(model.matmuls, shapes, strict=True)
@@ -217,6 +234,8 @@ def step_time(
       ConfigError: the GPU has no peak for the run's precision.
     """
     sharding = sharding or Sharding.from_config(run)
+    if software is MEGAJAX and not model_costs(run.model).experts:
+        return _program_time(run, gpu, sharding)
     model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
     ops = OpCosts(gpu, run.train.precision, software, fitted)
     forward, backward = layer_times(model, parallel, ops)
@@ -232,26 +251,38 @@ def step_time(
     else:
         data = _reduction_time(run, ops, sharding, forward.total * layers, backward.total * layers)
     return StepTime(
-        blocks=blocks - batches * layers * (both.tensor + both.context),
+        blocks=blocks - batches * layers * (both.tensor + both.context + both.expert),
         head=batches * head_time(model, parallel, ops, sharding),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
         sends=_sends_time(run, ops),
         data=data,
         optimizer=_optimizer_time(run, ops, sharding),
-        copies=_copies_time(run, ops) if software.copies_stash else 0.0,
         context=batches * layers * both.context,
         offload=_offload_time(run, ops) if parallel.offload_activations else 0.0,
+        expert=batches * layers * both.expert,
     )
 
 
-def _copies_time(run: RunConfig, ops: OpCosts) -> float:
-    """Reading and writing the transposed part of the stash, once for each chunk's backward, bubbles included."""
-    parallel = run.parallel
-    blocks = slots_of(run).stash * parallel.stage_layers(run.model.layers).slots
-    count = blocks * stash_copies(run, ops.itemsize)
-    ticks = run.microbatches * parallel.chunks + parallel.pipe - 1
-    return ticks * ops.traffic(2 * count)
+def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
+    """The time of megajax's own program (`program_time.py`), from the same parts as that of published ones."""
+    program = Program(run, gpu, sharding)
+    blocks, ends, ticks, once, whole = program.blocks, program.ends, program.ticks, program.once, program.parts
+    compute = lambda work: work.matmul + work.attention + work.traffic  # noqa: E731
+    return StepTime(
+        blocks=compute(blocks) + compute(ticks),
+        head=compute(ends),
+        tensor=whole.tensor,
+        bubble=bubble_time(run, program.costs, lockstep=True) if run.parallel.pipe > 1 else 0.0,
+        sends=ticks.pipe,
+        data=whole.data + once.pipe,
+        optimizer=compute(once),
+        context=whole.context,
+        offload=whole.offload,
+        ends=ends.pipe,
+        gaps=whole.gaps,
+        waits=whole.waits,
+    )
 
 
 def _offload_time(run: RunConfig, ops: OpCosts) -> float:
@@ -289,10 +320,8 @@ def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: f
     several chunks, which finish one after the other, of a group of p microbatches, except the last (or first) chunk's.
     """
     parallel, software = run.parallel, ops.software
-    local, distance = parameters_per_device(run, sharding), spread(parallel, "data")
-    replicas = parallel.data * parallel.context
-    gradients = ops.collective(local * software.gradient_bytes, replicas, distance)
-    weights = ops.collective(local * ops.itemsize, replicas, distance)
+    gradients = over_replicas(run, ops, sharding, software.gradient_bytes)
+    weights = over_replicas(run, ops, sharding, ops.itemsize)
     if not software.data_overlap:
         return gradients + (weights if sharding.zero else gradients)
     window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
@@ -310,12 +339,17 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | Non
     shards' gradients are summed over the copies, once a step.
     """
     parallel, software, fitted = run.parallel, ops.software, ops.fitted
-    local, distance = parameters_per_device(run, Sharding(zero=3)), spread(parallel, "data")
-    replicas = parallel.data * parallel.context
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    local, experts = rank_parameters(run, Sharding(zero=3))
     shards = shards or replicas
     pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
     share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
-    one = lambda bytes_each: ops.collective(local * bytes_each, shards, distance, pieces, share)  # noqa: E731
+
+    def one(bytes_each):
+        own = experts * bytes_each, replicas // parallel.expert, distance * parallel.expert
+        of_experts = ops.collective(*own, pieces, share) if experts else 0.0
+        return ops.collective(local * bytes_each, shards, distance, pieces, share) + of_experts
+
     gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
     overlap = fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
@@ -325,13 +359,18 @@ def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | Non
 
 def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
     """Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written."""
-    replicas = run.parallel.data * run.parallel.context
-    state = parameters_per_device(run, sharding) / (replicas if sharding.zero else 1)
+    state = sharded_parameters(run, sharding, sharding.zero > 0)
     return ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
+
+
+def over_replicas(run: RunConfig, ops: OpCosts, sharding: Sharding, bytes_each: int) -> float:
+    """A reduce-scatter or an all-gather of a rank's parameters over their replicas; experts have fewer of them."""
+    parallel, (common, experts) = run.parallel, rank_parameters(run, sharding)
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    of_experts = ops.collective(experts * bytes_each, replicas // parallel.expert, distance * parallel.expert)
+    return ops.collective(common * bytes_each, replicas, distance) + (of_experts if experts else 0.0)
 
 
 def parameters_per_device(run: RunConfig, sharding: Sharding) -> int:
     """Parameters on a device, before ZeRO."""
-    model, parallel = model_costs(run.model), run.parallel
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    return parallel.stage_layers(model.layers).rank_slots * model.block.on_device(parallel.tensor) + shared
+    return sum(rank_parameters(run, sharding))

@@ -81,7 +81,8 @@ def error_bar(checks: Sequence[Check]) -> ErrorBar:
         within += [(error - sum(errors) / len(errors)) ** 2 for error in errors]
     square = sum(one.error**2 for one in checks)
     sources = len({one.row.source for one in checks})
-    return ErrorBar(math.sqrt(square / len(checks)), math.sqrt(sum(within) / (len(checks) - sources)))
+    spread = math.sqrt(sum(within) / (len(checks) - sources)) if len(checks) > sources else math.nan
+    return ErrorBar(math.sqrt(square / len(checks)), spread)
 
 
 def report(checks: Sequence[Check]) -> str:
@@ -115,7 +116,7 @@ def summary(name: str, checks: Sequence[Check]) -> str:
     bar = error_bar(checks)
     return (
         f"{name}: {len(errors)} rows, mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}; "
-        f"rms {bar.total:.1%}, within a source {bar.within:.1%}"
+        f"rms {bar.total:.1%}" + ("" if math.isnan(bar.within) else f", within a source {bar.within:.1%}")
     )
 
 

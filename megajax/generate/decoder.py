@@ -164,7 +164,9 @@ class Decoder:
         kind = model or model_class(run.model)
         rules = rules or model_rules(run, kind)
         dtype = compute_dtype(run.train.precision)
-        context = model_context(run, rules, run_schedule(run), PLAIN_ATTENTION, dtype, training=False)
+        context = model_context(
+            run, rules, run_schedule(run), PLAIN_ATTENTION, mesh.devices.flat[0], dtype, training=False
+        )
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed

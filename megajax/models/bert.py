@@ -22,11 +22,12 @@ from jax import lax
 
 from megajax.config import BertConfig
 from megajax.models import remat
-from megajax.models.costs import Matmul, ModelCosts, Parameters, transformer_costs
+from megajax.models.costs import Matmul, ModelCosts, Parameters
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm, with_rotary_table
+from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
 from megajax.ops.vocabulary import cross_entropy, mask_padding
 
@@ -243,11 +244,11 @@ class BERT(NNXModel):
 
     def states(self, shared: Tree, y: jax.Array) -> jax.Array:
         """The encoder's output, fp32 [b, s, h], of the last block's: what transformers calls last_hidden_state."""
-        return nnx.merge(self._shared, shared).head.states(y).astype(jnp.float32)
+        return nnx.merge(self._shared[0], shared).head.states(y).astype(jnp.float32)
 
     def order_logits(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Scores of segments in order and swapped, fp32 [b, 2]; with context ranks, of the first token's rank only."""
-        head = nnx.merge(self._shared, shared).head
+        head = nnx.merge(self._shared[0], shared).head
         return head.order_logits(head.states(y), first_places(microbatch))
 
     def class_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
@@ -255,14 +256,14 @@ class BERT(NNXModel):
 
         0 on context ranks without the first token.
         """
-        modules = nnx.merge(self._shared, shared)
+        modules = nnx.merge(self._shared[0], shared)
         logits = modules.class_logits(y, microbatch)
         best = logits.argmax(-1).astype(jnp.int32)
         return modules.class_losses(logits, microbatch), jnp.where(modules.per_choice(microbatch)[2], best, 0)
 
     def span_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """Losses, fp32 [b], and scores of the first and the last token, fp32 [b, s, 2]; 0 on the other context ranks."""
-        modules = nnx.merge(self._shared, shared)
+        modules = nnx.merge(self._shared[0], shared)
         logits, counts = modules.span_logits(y), first_places(microbatch).any(-1)
         return modules.span_losses(logits, microbatch), jnp.where(counts[:, None, None], logits, 0)
 

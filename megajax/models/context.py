@@ -21,6 +21,7 @@ from megajax.ops.attention import (
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
+from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
 from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, ring_sum
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
@@ -110,6 +111,7 @@ def model_context(
     rules: AxisRules,
     schedule: Schedule,
     attention: Choice,
+    device: jax.Device,
     dtype: Any = jnp.float32,
     training: bool = True,
 ) -> ModelContext:
@@ -120,6 +122,7 @@ def model_context(
       rules: how its arrays are sharded.
       schedule: that runs the blocks.
       attention: see `attention_choice`.
+      device: one of the mesh's; it may belong to a topology that is only compiled for.
       dtype: of activations and matmuls.
       training: False: no dropout.
 
@@ -143,6 +146,7 @@ def model_context(
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
         experts=_expert_group(run.parallel, rules),
+        grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward")),
         sum_over_sequence=partial(ring_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,

@@ -2,16 +2,23 @@
 
 `ModelCosts` describes one block and the parts outside the blocks: matmuls, attention, parameters, values stored for the
 backward pass, and memory traffic. The numbers are for one sample or one token of the whole model, and state how a tensor
-group splits them. `transformer_costs` computes them for `ModelConfig`; other models return theirs from
+group splits them. `transformer_costs.py` computes them for `ModelConfig`; other models return theirs from
 `PipelineModel.costs()`.
 """
 
 import dataclasses
 
-from megajax.config import ModelConfig
 from megajax.models.remat import MODES
 
-__all__ = ["Attention", "Elementwise", "KeptValue", "Matmul", "ModelCosts", "Parameters", "transformer_costs"]
+__all__ = [
+    "Attention",
+    "Elementwise",
+    "Experts",
+    "KeptValue",
+    "Matmul",
+    "ModelCosts",
+    "Parameters",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +89,36 @@ class Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a block, split over tensor and over the replicas of expert parallelism.
+
+    Attributes:
+      count: E.
+      chosen: k, those that a token passes.
+      parameters: of all of them; part of `ModelCosts.block`.
+      share: the largest share of a sample's tokens that one expert takes: 1 without capacity.
+    """
+
+    count: int
+    chosen: int
+    parameters: int
+    share: float = 1.0
+
+    def on_device(self, tensor: int, degree: int) -> int:
+        """Parameters on one device."""
+        return self.parameters // (tensor * degree)
+
+    def rows(self, degree: int) -> float:
+        """Rows of a device's arrays for each row that balanced routing gives it: there is room for all that can be there.
+
+        Args:
+          degree: replicas that split the experts.
+        """
+        here = self.count // degree
+        return degree * min(here, self.chosen, here * self.share) / self.chosen
+
+
+@dataclasses.dataclass(frozen=True)
 class KeptValue:
     """A value of a block that is stored from the forward to the backward pass.
 
@@ -96,6 +133,7 @@ class KeptValue:
       fused: True if only fused attention has it, False if only unfused attention has it, None otherwise.
       transposed_from: the smallest microbatch size for which XLA's GPU compiler transposes all stashed copies of this value
         before the backward pass (measured in compiled programs, see `estimate/memory.py`); None: it does not.
+      routed: whether it has k rows of experts for each token, of which a device may have more (`Experts.rows`).
     """
 
     name: str
@@ -106,15 +144,19 @@ class KeptValue:
     itemsize: int | None = None
     fused: bool | None = None
     transposed_from: int | None = None
+    routed: bool = False
 
     def elements(self, sequence: int) -> int:
         """Elements of one sample of `sequence` tokens, on all devices of a tensor group together."""
         return sequence * self.per_token + sequence * sequence * self.per_token_pair
 
-    def bytes(self, *, samples: int, sequence: int, itemsize: int, tensor: int, sequence_parallel: bool) -> int:
-        """Bytes on one device for a microbatch of `samples` samples of `sequence` tokens."""
+    def bytes(
+        self, *, samples: int, sequence: int, itemsize: int, tensor: int, sequence_parallel: bool, rows: float = 1.0
+    ) -> int:
+        """Bytes on one device for a microbatch of `samples` samples of `sequence` tokens; `rows`: of `Experts.rows`."""
         parts = tensor if self.split == "tensor" or (self.split == "sequence" and sequence_parallel) else 1
-        return samples * self.elements(sequence) * (self.itemsize or itemsize) // parts
+        count = samples * self.elements(sequence) * (self.itemsize or itemsize) // parts
+        return int(count * rows) if self.routed else count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +196,7 @@ class ModelCosts:
         matmuls' outputs, and values that I recomputed with a matmul.
       elementwise: memory traffic of a block's forward.
       head: matmuls of the head on every token, beside the logits; their weights are replicated over tensor.
+      experts: of a block; None: it has none.
     """
 
     layers: int
@@ -169,6 +212,11 @@ class ModelCosts:
     kept_for_weights: tuple[KeptValue, ...]
     elementwise: Elementwise = Elementwise()
     head: tuple[Matmul, ...] = ()
+    experts: Experts | None = None
+
+    def expert_rows(self, degree: int) -> float:
+        """`Experts.rows`; 1 without experts."""
+        return self.experts.rows(degree) if self.experts else 1.0
 
     @property
     def parameters(self) -> int:
@@ -195,6 +243,7 @@ class ModelCosts:
         sequence_parallel: bool = True,
         itemsize: int = 2,
         fused_attention: bool = False,
+        expert: int = 1,
     ) -> int:
         """Bytes that one device keeps of one block for one microbatch; compare 2205.05198 table 2.
 
@@ -206,6 +255,7 @@ class ModelCosts:
           sequence_parallel: whether they also split the residual stream along its sequence.
           itemsize: bytes of an activation, 2 for bf16 and fp16.
           fused_attention: whether attention keeps no scores: cuDNN's, or ring attention.
+          expert: replicas that split the experts.
         """
         sizes = {
             "samples": samples,
@@ -213,142 +263,6 @@ class ModelCosts:
             "itemsize": itemsize,
             "tensor": tensor,
             "sequence_parallel": sequence_parallel,
+            "rows": self.expert_rows(expert),
         }
         return sum(value.bytes(**sizes) for value in self.kept_values(mode, fused_attention))
-
-
-def transformer_costs(config: ModelConfig) -> ModelCosts:
-    """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
-    hidden, bias, size = config.hidden, int(config.biases), config.head_dimension
-    heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
-    query_key_value = heads + 2 * groups
-    norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
-    mlp = _mlp_costs(config)
-    over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
-    return ModelCosts(
-        layers=config.layers,
-        hidden=hidden,
-        sequence_length=config.sequence_length,
-        vocabulary=config.vocabulary,
-        matmuls=(
-            Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
-            Matmul("attention_output", heads, hidden, "row", ("full",)),
-            *mlp.matmuls,
-        ),
-        attention=Attention(
-            config.heads,
-            config.key_value_heads,
-            size,
-            dropout=config.dropout,
-            window=config.attention_window,
-            causal=config.causal,
-        ),
-        block=Parameters(
-            split=(hidden + qkv_bias) * query_key_value
-            + hidden * heads
-            + mlp.parameters.split
-            + over_heads * config.query_key_norm_parameters,
-            whole=hidden * bias + 2 * norm + mlp.parameters.whole + (not over_heads) * config.query_key_norm_parameters,
-        ),
-        shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
-        vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
-        kept=_kept_by_transformer(config, query_key_value, mlp),
-        kept_for_weights=(
-            KeptValue("gradients of query_key_value and mlp_in", query_key_value + mlp.up, split="tensor"),
-            KeptValue("gradients of attention_output and mlp_out", 2 * hidden if mlp.has_dense else hidden),
-            KeptValue("gradients of the experts' results", mlp.rows * hidden, split=None),
-            KeptValue("context", heads, split="tensor", modes=("full",)),
-            KeptValue("residual", hidden, modes=("full",)),
-            # two intermediate values of the activation function are fp32
-            KeptValue("activation", 2 * mlp.up, split="tensor", modes=("full",), itemsize=4),
-        ),
-        elementwise=Elementwise(
-            residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)
-            masks=2,
-            # the activation function; queries, keys and values (read, write); and the norm of queries and keys
-            inner=mlp.up + mlp.inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
-            whole=2 * 2 * mlp.rows * hidden,  # dispatch and combine (read, write)
-        ),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _MlpCosts:
-    """The MLP of a block: the dense one, or router, experts and the shared one.
-
-    Attributes:
-      matmuls: with k rows of the experts for each token as k times the columns or rows of one expert.
-      parameters: of all experts; without the router's `bias` and `losses`, which no gradient trains.
-      up: elements of a token before the activation, in all MLPs that it passes.
-      inner: after it.
-      rows: experts that a token passes; 0 without experts.
-      has_dense: whether there is a dense or a shared MLP.
-    """
-
-    matmuls: tuple[Matmul, ...]
-    parameters: Parameters
-    up: int
-    inner: int
-    rows: int
-    has_dense: bool
-
-
-def _mlp_costs(config: ModelConfig) -> _MlpCosts:
-    hidden, bias, into = config.hidden, int(config.biases), 2 if config.is_gated else 1
-    rows = config.experts_per_token if config.experts else 0
-    dense = config.shared_feedforward if config.experts else config.feedforward_size
-    routed = rows * config.feedforward_size
-    matmuls = []
-    split = whole = 0
-    if dense:
-        matmuls += [
-            Matmul("mlp_in", hidden, into * dense, "column", ("full",)),
-            Matmul("mlp_out", dense, hidden, "row"),
-        ]
-        split, whole = (hidden + bias) * into * dense + dense * hidden, bias * hidden
-    if rows:
-        matmuls += [
-            Matmul("router", hidden, config.experts, None, ("full",)),
-            Matmul("experts_in", hidden, into * routed, "column", ("full",)),
-            Matmul("experts_out", routed, hidden, "row"),
-        ]
-        split += config.experts * (into + 1) * hidden * config.feedforward_size
-        whole += hidden * config.experts
-    parameters = Parameters(split, whole)
-    return _MlpCosts(tuple(matmuls), parameters, into * (dense + routed), dense + routed, rows, dense > 0)
-
-
-def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCosts) -> tuple[KeptValue, ...]:
-    """The named values of `models/remat.py`, with the modes that keep them."""
-
-    def value(name: str, per_token: int = 0, split: str | None = "sequence", **fields) -> KeptValue:
-        modes = tuple(mode for mode, names in MODES.items() if name in names)
-        return KeptValue(name, per_token, split=split, modes=modes, **fields)
-
-    hidden, heads = config.hidden, config.heads
-    changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
-    values = [
-        KeptValue("input", hidden),
-        *([] if config.post_norm else [value("attention_input", hidden)]),  # else the block's input
-        value("qkv", query_key_value, "tensor", transposed_from=2 if changed else None),
-        value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
-        value("context", heads * config.head_dimension, "tensor"),
-        value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
-        value("residual", hidden),
-        value("feedforward_input", hidden),
-        value("up", mlp.up, "tensor"),
-        value("activation", mlp.inner, "tensor"),
-        *([value("output_residual", hidden)] if config.post_norm else []),
-    ]
-    if config.experts:
-        values += [
-            value("router", config.experts, None, itemsize=4),
-            value("dispatched", mlp.rows * hidden, None),
-        ]
-    if config.dropout > 0:
-        values += [
-            value("probabilities_mask", 0, "tensor", per_token_pair=heads, itemsize=1, fused=False, transposed_from=1),
-            value("attention_mask", hidden, itemsize=1),
-            value("feedforward_mask", hidden, itemsize=1),
-        ]
-    return tuple(values)

@@ -16,10 +16,11 @@ from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.models import moe, remat
-from megajax.models.costs import ModelCosts, transformer_costs
+from megajax.models.costs import ModelCosts
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import Block, Dropout, Norm, cache_arrays, with_rotary_table
+from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.cached_attention import CachedArray
 from megajax.ops.linear import GATHERED, RESIDUAL
 from megajax.ops.vocabulary import cross_entropy, mask_padding, token_scores

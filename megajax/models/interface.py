@@ -25,6 +25,7 @@ from megajax.models.costs import ModelCosts
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
+from megajax.ops.grouped_matmul import GroupedMatmuls
 from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
 from megajax.ops.vocabulary import WHOLE_VOCABULARY, VocabularySharding, token_scores
 
@@ -53,6 +54,7 @@ class ModelContext:
       dtype: type of activations and matmuls. `embed`, `block` and `head_loss` get weights of this type.
       recompute: "none", "selective" or "full", the values that a block's backward recomputes.
       experts: the replicas that split the experts of a layer; by default each has all.
+      grouped_matmuls: the matmuls of experts; by default XLA's, on no mesh.
       sum_over_sequence: (array of [b, ...]) -> its sum over the context ranks, which have parts of the same samples.
       gather_sequence: (array of [b, local s, ...]) -> the whole samples' [b, s, ...], on all context ranks.
       dropout_seed: the run's seed of dropout masks.
@@ -65,6 +67,7 @@ class ModelContext:
     dtype: Any = jnp.float32
     recompute: str = "selective"
     experts: ExpertGroup = WHOLE_GROUP
+    grouped_matmuls: GroupedMatmuls = GroupedMatmuls()
     sum_over_sequence: Callable[[jax.Array], jax.Array] = identity
     gather_sequence: Callable[[jax.Array], jax.Array] = identity
     dropout_seed: int = 0

@@ -45,8 +45,8 @@ from megajax.config.experts import expert_tokens
 from megajax.models.feedforward import FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
-from megajax.ops.grouped_matmul import combine, dispatch, group_sizes, grouped_matmul, sort_by_group
-from megajax.ops.linear import GATHERED, RESIDUAL
+from megajax.ops.grouped_matmul import dispatch, route
+from megajax.ops.linear import GATHERED, reduce_scattered
 
 __all__ = ["SCALED", "Experts", "Router", "balance_arrays", "move_biases", "take_measurements"]
 
@@ -136,7 +136,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         """Draws the weights of one layer from its key."""
         self.config, self.constrain, self.group = config, context.constrain, context.experts
-        self.training = context.training
+        self.matmuls, self.training = context.grouped_matmuls, context.training
         self.router = Router(config, named_key(key, "router"), context)
         hidden, width, gates = config.hidden, config.feedforward_size, (2,) if config.is_gated else ()
         draw = lambda name, *shape: jax.random.normal(named_key(key, name), shape)  # noqa: E731
@@ -157,25 +157,20 @@ class Experts(nnx.Module):
         if self.group.size > 1:
             tokens = self.constrain(self.group.gather(y), *GATHERED)
         experts, count = self.group.local_experts(experts, self.config.experts)
-        flat = experts.reshape(-1)
-        order, places = sort_by_group(flat)
-        sizes = group_sizes(flat, count)
         # A token chooses an expert once, so no more of its choices than this replica has experts can be here; nor more of a
         # sample's than these experts take.
         samples, length, choices = experts.shape
-        at_most = expert_tokens(self.config, length) if self.training else length
-        order = order[: samples * min(length * min(count, choices), count * at_most)]
-        rows = self.constrain(dispatch(tokens.reshape(-1, y.shape[-1]), order, places), "batch", None)
-        rows = checkpoint_name(rows, "dispatched")
+        of_expert = expert_tokens(self.config, length) if self.training else length
+        at_most = samples * min(length * min(count, choices), count * of_expert)
+        routing = route(experts.reshape(-1), count, at_most)
         gates = (None,) if self.config.is_gated else ()
-        up = grouped_matmul(rows, self.up[...].astype(y.dtype), sizes)
+        up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), self.up[...].astype(y.dtype), routing)
         up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
         # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
-        active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), order, places)
+        active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), routing.order, routing.places)
         active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
-        rows = self.constrain(grouped_matmul(active, self.down[...].astype(y.dtype), sizes), "batch", None)
-        out = combine(rows, order, places, tokens.shape[0] * tokens.shape[1]).reshape(tokens.shape)
-        out = self.group.sum_scatter(self.constrain(self.constrain(out, *GATHERED), *RESIDUAL))
+        out = self.matmuls.row(active, self.down[...].astype(y.dtype), routing, samples * length)
+        out = self.group.sum_scatter(reduce_scattered(out.reshape(tokens.shape), self.constrain))
         return out + self.shared(y) if self.config.shared_feedforward else out
 
 

@@ -4,6 +4,7 @@ NNX defines parameters and their metadata. The modules are split once, here, and
 so everything outside this file is plain dictionaries of arrays.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -60,15 +61,21 @@ class NNXModel(PipelineModel):
     saved_names: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
 
     def __init__(self, config: Any, context: ModelContext = ModelContext()):  # noqa: B008 (frozen)
-        """Traces the modules' constructors; makes no arrays.
+        """Makes no arrays. The first use of a module's structure or parameters traces its constructor.
 
         Raises:
-          ConfigError: unknown recompute mode, or a module with state other than parameters.
+          ConfigError: unknown recompute mode; and at that use a module with state other than parameters.
         """
         super().__init__(config, context)
-        self._block, self._block_parameters = _split(lambda key: self.block_module(config, key, context))
-        self._shared, self._shared_parameters = _split(lambda key: self.shared_module(config, key, context))
         self._checkpointed = remat.checkpointed(self._run_block, context.recompute, self.saved_names)
+
+    @functools.cached_property
+    def _block(self) -> tuple[nnx.GraphDef, nnx.State]:
+        return _split(lambda key: self.block_module(self.config, key, self.context))
+
+    @functools.cached_property
+    def _shared(self) -> tuple[nnx.GraphDef, nnx.State]:
+        return _split(lambda key: self.shared_module(self.config, key, self.context))
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters. A value depends on the key, the parameter's name and the layer, not on the mesh."""
@@ -85,28 +92,28 @@ class NNXModel(PipelineModel):
     def logical_axes(self) -> Tree:
         """From the parameters' metadata."""
         return {
-            "blocks": _map_parameters(lambda p: ("layers", *_axes(p)), self._block_parameters),
-            "shared": _map_parameters(_axes, self._shared_parameters),
+            "blocks": _map_parameters(lambda p: ("layers", *_axes(p)), self._block[1]),
+            "shared": _map_parameters(_axes, self._shared[1]),
         }
 
     def decay_mask(self) -> Tree:
         """From the parameters' metadata."""
         return {
-            "blocks": _map_parameters(_decays, self._block_parameters),
-            "shared": _map_parameters(_decays, self._shared_parameters),
+            "blocks": _map_parameters(_decays, self._block[1]),
+            "shared": _map_parameters(_decays, self._shared[1]),
         }
 
     def fp32_mask(self) -> Tree:
         """From the parameters' metadata."""
         of = lambda p: p.get_metadata().get("fp32", False)  # noqa: E731
         return {
-            "blocks": _map_parameters(of, self._block_parameters),
-            "shared": _map_parameters(of, self._shared_parameters),
+            "blocks": _map_parameters(of, self._block[1]),
+            "shared": _map_parameters(of, self._shared[1]),
         }
 
     def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
         """The shared module's `embed`."""
-        return nnx.merge(self._shared, shared).embed(microbatch)
+        return nnx.merge(self._shared[0], shared).embed(microbatch)
 
     def block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
         """The block module's `__call__`, checkpointed by the recompute mode."""
@@ -114,19 +121,19 @@ class NNXModel(PipelineModel):
 
     def head_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """The shared module's `head_loss`."""
-        return nnx.merge(self._shared, shared).head_loss(y, microbatch)
+        return nnx.merge(self._shared[0], shared).head_loss(y, microbatch)
 
     def logits(self, shared: Tree, y: jax.Array) -> jax.Array:
         """The shared module's `logits`."""
         if not hasattr(self.shared_module, "logits"):
             return super().logits(shared, y)
-        return nnx.merge(self._shared, shared).logits(y)
+        return nnx.merge(self._shared[0], shared).logits(y)
 
     def token_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """The shared module's `token_scores`; from `logits` if it has none."""
         if not hasattr(self.shared_module, "token_scores"):
             return super().token_scores(shared, y, microbatch)
-        return nnx.merge(self._shared, shared).token_scores(y, microbatch)
+        return nnx.merge(self._shared[0], shared).token_scores(y, microbatch)
 
     def block_cached(
         self, weights: Tree, x: jax.Array, cache: Cache, microbatch: Microbatch, layer: jax.Array
@@ -134,10 +141,10 @@ class NNXModel(PipelineModel):
         """The block module's `cached`."""
         if not hasattr(self.block_module, "cached"):
             return super().block_cached(weights, x, cache, microbatch, layer)
-        return nnx.merge(self._block, weights).cached(x, cache, microbatch, layer)
+        return nnx.merge(self._block[0], weights).cached(x, cache, microbatch, layer)
 
     def _run_block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
-        return nnx.merge(self._block, weights)(x, microbatch, layer)
+        return nnx.merge(self._block[0], weights)(x, microbatch, layer)
 
 
 def _split(make: Callable[[jax.Array], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:

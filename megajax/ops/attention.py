@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward, flash_forward
 from megajax.ops.linear import Constrain, identity
-from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, varying_axes
+from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
+from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward
 
 __all__ = [
     "CUDNN",
@@ -36,9 +37,8 @@ __all__ = [
     "with_window",
 ]
 
-AXIS = "tensor"
-HEADS = P(None, None, AXIS)  # queries, keys, values and outputs: their third axis is heads or groups
-STATISTICS = P(None, AXIS)
+HEADS = P(None, None, TENSOR)  # queries, keys, values and outputs: their third axis is heads or groups
+STATISTICS = P(None, TENSOR)
 SCORES = ("batch", "groups", None, None, None)  # logical axes of [b, g, n, s, t]
 NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
 
@@ -171,7 +171,9 @@ def _forward(query, key, value, kernel, document, padding, causal):
         return output.reshape(query.shape), statistics
 
     specs = (HEADS, HEADS, HEADS, P(), P()), (HEADS, STATISTICS)
-    output, statistics = map(checkpoint_name, _by_heads(local, *specs)(query, key, value, document, padding), NAMES)
+    output, statistics = map(
+        checkpoint_name, on_tensor_shards(local, *specs)(query, key, value, document, padding), NAMES
+    )
     return output, (query, key, value, output, statistics, document, padding)
 
 
@@ -185,28 +187,12 @@ def _backward(kernel, causal, residuals, gradient):
         return dq.reshape(query.shape), _reversed(dk, padding), _reversed(dv, padding)
 
     specs = (*[HEADS] * 4, STATISTICS, P(), P(), HEADS)
-    return *_by_heads(local, specs, (HEADS,) * 3)(*residuals, gradient), None, None
+    return *on_tensor_shards(local, specs, (HEADS,) * 3)(*residuals, gradient), None, None
 
 
 def _reversed(x: jax.Array, padding: jax.Array | None) -> jax.Array:
     """Keys or values [b, t, ...], or their gradients, in the other order if there is padding."""
     return x if padding is None else jnp.flip(x, 1)
-
-
-def _by_heads(local: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
-    """`local` on each tensor rank's heads; its results vary over the manual mesh axes over which the first argument does.
-
-    Inside, jax does not check over which axes values vary: Pallas's interpreter would not pass. The derivative, which the
-    check is for, is written out above.
-    """
-    run = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False)
-
-    def with_axes(query, *others):
-        axes = varying_axes(query)
-        vary = lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying")  # noqa: E731
-        return tuple(map(vary, run(query, *others)))
-
-    return with_axes
 
 
 fused_attention.defvjp(_forward, _backward)

@@ -70,8 +70,8 @@ class _Call:
         return self.head_size**-0.5
 
     @property
-    def warps(self) -> int:
-        return 8 if self.queries * self.width >= 128 * 128 else 4
+    def settings(self) -> dict[str, int]:
+        return {"warps": 8 if self.queries * self.width >= 128 * 128 else 4, "stages": 2}
 
     def load(self, ref, *at) -> jax.Array:
         """The tile [rows, width] of ref [sequence, (heads,) width], in which elements beyond d are 0."""
@@ -231,7 +231,7 @@ def flash_forward(
         [(query.shape, query.dtype), ((len(query), call.heads, query.shape[1]), jnp.float32)],
         [tile, _rows_of_head(call.queries)],
         grid=(query.shape[1] // call.queries, call.heads, len(query)),
-        settings={"name": "flash_attention_forward", "warps": call.warps, "interpret": interpret},
+        settings={"name": "flash_attention_forward", "interpret": interpret} | call.settings,
     )
     return output[:, :length], statistics[..., :length]
 
@@ -256,7 +256,7 @@ def flash_backward(
     statistics, along = (_fill(x, call.queries, 2) for x in (statistics, along))
     samples, padded, shared = len(query), query.shape[1], call.heads // call.groups
     arrays = [query, key, value, gradient, statistics, along, first]
-    settings = {"warps": call.warps, "interpret": interpret}
+    settings = {"interpret": interpret} | call.settings
 
     tile, keys, rows = call.tile_spec(call.queries), call.group_spec(key.shape[1]), _rows_of_head(call.queries)
     (of_query,) = pallas_call(

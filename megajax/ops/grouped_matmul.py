@@ -4,41 +4,219 @@ A mixture of experts sorts (token, choice) pairs by expert, and multiplies each 
 row is dropped or padded: R = tokens * choices rows, whatever the sizes of the groups. If some groups are elsewhere, their
 rows come last, of which as many may be left out as are surely there.
 
-XLA compiles `lax.ragged_dot_general` to a dense product with masked rows on CPUs and GPUs: it computes, for each row, the
-products with all kernels (jax 0.10.2 and 0.12).
+    x [n, i] -> dispatch [R, i] -> column: kernels [G, i, o] -> [R, o] -> row: kernels [G, o, h] -> combine [n, h]
+
+The matmuls are XLA's `lax.ragged_dot_general`, or on NVIDIA GPUs Pallas kernels (`grouped_kernels.py`), which can neither
+be partitioned nor be differentiated: each direction of `column` and `row` enters a `shard_map` over "tensor" of its own, as
+fused attention does. Tensor parallelism splits o (1909.08053 section 3). What each rank has of a sum over tensor it first
+adds up for each item, and so a sum has n rows of each rank and not R.
 """
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
+from megajax.ops.grouped_kernels import pallas_gradient, pallas_product
+from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.runtime.compat import varying_axes
 
-__all__ = ["combine", "dispatch", "group_sizes", "grouped_matmul", "sort_by_group"]
+__all__ = [
+    "INTERPRETED",
+    "PALLAS",
+    "XLA",
+    "GroupedKernel",
+    "GroupedMatmuls",
+    "Routing",
+    "combine",
+    "dispatch",
+    "kernel_for",
+    "route",
+    "sort_by_group",
+]
 
 
-def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies each row with its group's kernel.
+class GroupedKernel(NamedTuple):
+    """An implementation of the matmuls on one device, of rows [R, i] sorted by group and kernels [G, i, o].
 
-    Args:
-      rows: [R, i], sorted by group.
-      kernels: [groups, i, *o].
-      sizes: int32 [groups], rows of each group; their sum is at most R.
+    `sizes`, int32 [G], has the rows of each group; their sum is at most R.
 
-    Returns:
-      [R, *o], of the rows' type; zeros for rows of no group, which have no part in the kernels' gradients either.
+    Attributes:
+      product: (rows [R, i], kernels, sizes, transposed) -> [R, o], each row times its group's kernel; of rows of no group 0.
+        `transposed`: rows [R, o] times the kernels transposed, [R, i].
+      gradient: (rows [R, i], slopes [R, o], sizes) -> fp32 [G, i, o], rows^T slopes of each group's rows; 0 for no rows.
     """
-    dimensions = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
+
+    product: Callable[..., jax.Array]
+    gradient: Callable[..., jax.Array]
+
+
+def _xla_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
+    contracted = (((1,), (2 if transposed else 1,)), ((), ()))
+    dimensions = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
     return lax.ragged_dot_general(rows, kernels, sizes, dimensions)
 
 
-def group_sizes(groups: jax.Array, count: int) -> jax.Array:
-    """int32 [count]: how often each of 0 to count - 1 occurs in `groups` [R]."""
-    return (groups[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+def _xla_gradient(rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.Array:
+    contracted = (((0,), (0,)), ((), ()))
+    dimensions = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+    return lax.ragged_dot_general(rows, slopes, sizes, dimensions, preferred_element_type=jnp.float32)
+
+
+XLA = GroupedKernel(_xla_product, _xla_gradient)
+PALLAS = GroupedKernel(pallas_product, pallas_gradient)  # Triton's, on NVIDIA GPUs
+# On any device.
+INTERPRETED = GroupedKernel(partial(pallas_product, interpret=True), partial(pallas_gradient, interpret=True))
+
+
+def kernel_for(device: jax.Device) -> GroupedKernel:
+    """Pallas's on NVIDIA GPUs of compute capability 8.0 or more, else XLA's.
+
+    Args:
+      device: one of the mesh's; it may belong to a topology that is only compiled for.
+    """
+    capability = getattr(device, "compute_capability", "")
+    known = device.platform == "gpu" and capability.replace(".", "").isdigit()
+    return PALLAS if known and float(capability) >= 8 else XLA
+
+
+class Routing(NamedTuple):
+    """Which row is whose; int32.
+
+    Attributes:
+      order: [R], of `sort_by_group`; or its first elements only, whose rows are computed.
+      places: of `sort_by_group`, for all rows.
+      sizes: [G], rows of each group.
+    """
+
+    order: jax.Array
+    places: jax.Array
+    sizes: jax.Array
+
+
+def route(groups: jax.Array, count: int, at_most: int | None = None) -> Routing:
+    """The routing of rows of these groups, int32 [rows]: 0 to `count` - 1, others are elsewhere.
+
+    Args:
+      groups: items' groups, item after item.
+      count: groups that are here.
+      at_most: rows that can be here; None: all.
+    """
+    order, places = sort_by_group(groups)
+    sizes = (groups[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+    return Routing(order[:at_most], places, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmuls:
+    """The two matmuls of experts, on the devices of a tensor group.
+
+    Attributes:
+      kernel: their implementation.
+      on_mesh: whether a mesh with an axis "tensor" is set.
+      split: whether that axis splits the kernels: the first matmul's last axis, the second one's middle axis.
+    """
+
+    kernel: GroupedKernel = XLA
+    on_mesh: bool = False
+    split: bool = False
+
+    def column(self, x: jax.Array, kernels: jax.Array, routing: Routing) -> jax.Array:
+        """The rows of x [n, i], replicated over tensor, times their groups' kernels [G, i, *o]: [R, *o], split over tensor.
+
+        Names the rows "dispatched" where it is differentiated.
+        """
+        return _column(x, kernels, routing, self, len(x))
+
+    def row(self, rows: jax.Array, kernels: jax.Array, routing: Routing, count: int) -> jax.Array:
+        """rows [R, f], split over tensor, times their groups' kernels [G, f, h], summed for each of `count` items: [n, h].
+
+        The result and its gradient are replicated over tensor; XLA scatters a sum of which each device needs a part.
+        """
+        return _row(rows, kernels, routing, self, count)
+
+    def _run(self, local: Callable, in_axes: tuple, out_axis: int, *arrays) -> jax.Array:
+        """`local` on each device's part of the arrays, of which tensor splits these axes (None: none), and of the result."""
+        if not self.on_mesh:
+            return local(*arrays)
+        spec = lambda axis: P() if axis is None or not self.split else P(*[None] * axis, TENSOR)  # noqa: E731
+        return on_tensor_shards(local, tuple(map(spec, in_axes)), spec(out_axis))(*arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _column(x, kernels, routing: Routing, how: GroupedMatmuls, count: int):
+    return _column_forward(x, kernels, routing, how, count)[0]
+
+
+def _column_forward(x, kernels, routing, how, count):
+    rows = checkpoint_name(dispatch(x, routing.order, routing.places), "dispatched")
+
+    def local(rows, kernels, sizes):
+        return how.kernel.product(rows, _matrices(kernels), sizes).reshape(len(rows), *kernels.shape[2:])
+
+    last = kernels.ndim - 1
+    return how._run(local, (None, last, None), last - 1, rows, kernels, routing.sizes), (rows, kernels, routing)
+
+
+def _column_backward(how, count, saved, gradient):
+    rows, kernels, routing = saved
+
+    def of_items(gradient, kernels, routing):
+        slopes = how.kernel.product(_vectors(gradient), _matrices(kernels), routing.sizes, transposed=True)
+        return combine(slopes, routing.order, routing.places, count)[None]
+
+    def of_kernels(rows, gradient, sizes):
+        return how.kernel.gradient(rows, _vectors(gradient), sizes).reshape(-1, rows.shape[1], *gradient.shape[1:])
+
+    last = kernels.ndim - 1
+    of_x = _sum_first(how._run(of_items, (last - 1, last, None), 0, gradient, kernels, routing))
+    of_kernels = how._run(of_kernels, (None, last - 1, None), last, rows, gradient, routing.sizes)
+    return of_x, of_kernels.astype(kernels.dtype), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _row(rows, kernels, routing: Routing, how: GroupedMatmuls, count: int):
+    return _row_forward(rows, kernels, routing, how, count)[0]
+
+
+def _row_forward(rows, kernels, routing, how, count):
+    def local(rows, kernels, routing):
+        return combine(how.kernel.product(rows, kernels, routing.sizes), routing.order, routing.places, count)[None]
+
+    return _sum_first(how._run(local, (1, 1, None), 0, rows, kernels, routing)), (rows, kernels, routing)
+
+
+def _row_backward(how, count, saved, gradient):
+    rows, kernels, routing = saved
+    slopes = dispatch(gradient, routing.order, routing.places)
+    product = partial(how.kernel.product, transposed=True)
+    of_rows = how._run(product, (None, 1, None), 1, slopes, kernels, routing.sizes)
+    of_kernels = how._run(how.kernel.gradient, (1, None, None), 1, rows, slopes, routing.sizes)
+    return of_rows, of_kernels.astype(kernels.dtype), None
+
+
+_column.defvjp(_column_forward, _column_backward)
+_row.defvjp(_row_forward, _row_backward)
+
+
+def _matrices(kernels: jax.Array) -> jax.Array:
+    return kernels.reshape(*kernels.shape[:2], -1)
+
+
+def _vectors(rows: jax.Array) -> jax.Array:
+    return rows.reshape(len(rows), -1)
+
+
+def _sum_first(x: jax.Array) -> jax.Array:
+    """The sum over the first axis, in x's type: `sum` would send fp32 between the devices of a tensor group."""
+    return lax.reduce(x, np.zeros((), x.dtype), lax.add, (0,))
 
 
 def sort_by_group(groups: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,16 @@ from jax import lax
 
 from megajax.ops.norm import sum_of_rows
 
-__all__ = ["GATHERED", "RESIDUAL", "Constrain", "Operations", "add_bias", "identity", "plain_operations"]
+__all__ = [
+    "GATHERED",
+    "RESIDUAL",
+    "Constrain",
+    "Operations",
+    "add_bias",
+    "identity",
+    "plain_operations",
+    "reduce_scattered",
+]
 
 Constrain = Callable[..., jax.Array]
 RESIDUAL = ("batch", "sequence", "hidden")
@@ -59,7 +68,7 @@ def plain_operations(constrain: Constrain = identity, product: Callable[..., jax
     def row(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
         if product is None and contracted == 1:
             return _down_projection(x, kernel, constrain)
-        return _reduce_scattered(multiply(x, kernel, contracted), constrain)
+        return reduce_scattered(multiply(x, kernel, contracted), constrain)
 
     return Operations(
         column=lambda y, kernel, axes: constrain(multiply(constrain(y, *GATHERED), kernel, 1), *axes), row=row
@@ -67,13 +76,13 @@ def plain_operations(constrain: Constrain = identity, product: Callable[..., jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _reduce_scattered(x: jax.Array, constrain: Constrain) -> jax.Array:
+def reduce_scattered(x: jax.Array, constrain: Constrain) -> jax.Array:
     """A row-parallel product, reduce-scattered. Its gradient is gathered here, or XLA gathers it once per matmul."""
     return constrain(x, *RESIDUAL)
 
 
-_reduce_scattered.defvjp(
-    lambda x, constrain: (_reduce_scattered(x, constrain), None),
+reduce_scattered.defvjp(
+    lambda x, constrain: (reduce_scattered(x, constrain), None),
     lambda constrain, _, gradient: (constrain(constrain(gradient, *RESIDUAL), *GATHERED),),
 )
 
@@ -85,7 +94,7 @@ def _down_projection(x: jax.Array, kernel: jax.Array, constrain: Constrain) -> j
     The backward's barrier: on GPUs x, an activation, is recomputed while the gradient is gathered. XLA's scheduler would
     do so just before the matmul that reads x, and find nothing to do during the all-gather.
     """
-    return _reduce_scattered(jnp.tensordot(x, kernel, 1), constrain)
+    return reduce_scattered(jnp.tensordot(x, kernel, 1), constrain)
 
 
 def _down_projection_backward(constrain, saved, gradient):

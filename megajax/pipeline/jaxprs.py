@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from megajax.runtime.compat import Literal, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+KERNELS = ("shard_map", "pallas_call")  # compute a gradient in fp32 if their result is
 # What may stand between a weight gradient's matmul and the gradient: only the order of its elements changes, or its type.
 VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "pvary")
 
@@ -30,8 +31,8 @@ def inlined_jaxpr(function: Callable, *arguments: jax.Array):
 def with_fp32_gradients(function: Callable, count: int, *arguments: jax.Array) -> list[jax.Array]:
     """Evaluates a function of arrays, with those of its first `count` results that are matmuls computed in fp32.
 
-    A matmul accumulates in fp32 in any case; here its result is not rounded to the type of its operands. A sum of several
-    matmuls, or a result of another operation, keeps its type.
+    A matmul accumulates in fp32 in any case; here its result is not rounded to the type of its operands, nor is that of a
+    kernel whose result is fp32. A sum of several matmuls, or a result of another operation, keeps its type.
     """
     jaxpr = (closed := inlined_jaxpr(function, *arguments)).jaxpr
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -61,7 +62,7 @@ def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return set()
         chain.add(makers[var])
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name == "dot_general" or (eqn.primitive.name in KERNELS and var.aval.dtype == jnp.float32):
             return chain
         if eqn.primitive.name not in VIEWS:
             return set()

@@ -2,10 +2,14 @@
 
 python -m megajax.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch 1536
 python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch 3072 --plot shapes.svg --out plan.toml
+python -m megajax.plan --model gpt3-175b --cluster ours.toml --global-batch 1536 --deadline 60
+python -m megajax.plan --cluster ours.toml --global-batch 1024 --budget 1e6
+python -m megajax.plan --model gpt3-175b --compare ours.toml theirs.toml --global-batch 1536 --tokens 300e9
 """
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
 import time
@@ -14,20 +18,22 @@ from typing import Any
 
 import jax
 
-from megajax.config import ConfigError, ModelConfig, RunConfig, preset
-from megajax.config.options import Parser, add_options, option_names
+from megajax.config import ConfigError, RunConfig, preset
+from megajax.config.options import Parser
 from megajax.config.toml import save_config, toml_text
-from megajax.estimate.gpus import GPUS, find_gpu
+from megajax.plan.as_json import answer
+from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
+from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
+from megajax.plan.html_report import write_page
+from megajax.plan.nearest import better_counts, nearest_counts
+from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.report import LEGEND, accuracy, heading, plot, smallest, table
-from megajax.plan.search import Candidate, Question, best_by, search
+from megajax.plan.search import Candidate, NoLayout, Question, best_by, search
 from megajax.plan.ties import simplest_first
-from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import exit_code
-from megajax.schedules.registry import import_user_files, names, search_order
-
-# The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
-MOST_GPUS, MOST_LAYERS = 10**6, 1024
+from megajax.schedules.registry import import_user_files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,45 +53,94 @@ def _command(arguments: Sequence[str] | None) -> int:
         help="a Python file or module to import first, which registers schedules or models (repeatable)",
     )
     import_user_files(first.parse_known_args(arguments)[0].imports)
-    return _plan(_parser(first).parse_args(arguments))
+    args = plan_parser(first, __doc__).parse_args(arguments)
+    clusters = clusters_of(args)
+    question = question_of(args, clusters[0])
+    if args.compare:
+        if args.budget or args.deadline or args.json:
+            raise ConfigError("compare prints one table: omit --budget, --deadline and --json.")
+        print(compare(dataclasses.replace(question, gpus=args.gpus or 0), clusters, args.tokens))
+        return 0
+    return _plan(args, clusters[0], *_goal(args, question, clusters[0]))
 
 
-def _plan(args: argparse.Namespace) -> int:
-    question = question_of(args)
+def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tuple[Question, float, str]:
+    """The question with the number of GPUs or the model that is asked for, the tokens, and a text that says so."""
+    if args.deadline:
+        best, text = gpus_for(question, args.tokens, args.deadline, question.gpus or None)
+        return best.question, args.tokens, text
+    if not question.gpus:
+        raise ConfigError(
+            "gpus is not given: pass --gpus COUNT, write gpus = COUNT in the cluster's file, or pass --deadline."
+        )
+    if not args.budget:
+        return question, args.tokens, ""
+    if args.model is None:
+        found, text = best_model(question, cluster, args.budget)
+    else:
+        found = tokens_for(question, cluster, args.budget)
+        text = (
+            f"budget {args.budget:,.0f} {cluster.currency}: {found.days:.1f} days of {question.gpus} GPUs train on\n"
+            f"  {found.describe()}\n  Chinchilla's rule is 20 a parameter: {20 * found.parameters / 1e9:,.0f}B tokens"
+        )
+    return found.best.question, found.tokens, text
+
+
+def _plan(args: argparse.Namespace, cluster: Cluster, question: Question, tokens: float, goal: str) -> int:
     start = time.perf_counter()
-    candidates = search(question)
+    try:
+        candidates = search(question)
+    except NoLayout as error:
+        near = "" if error.narrowed else nearest_counts(question)
+        raise (ConfigError(f"{str(error).partition(':')[0]}; {near}") if near else error) from None
     fastest = [one for one in candidates if one.fits]
     fitting = simplest_first(fastest)
     seconds = time.perf_counter() - start
-    print(heading(question, args.tokens, len(candidates), len(fitting), seconds))
+    shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
+    if args.html and fitting:
+        write_page(args.html, cluster=cluster, tokens=tokens, candidates=candidates, shown=shown, fitting=fitting)
+    if args.json:
+        remedy = "" if fitting else smallest(candidates).splitlines()[-1]
+        found = answer(question, cluster, tokens, len(candidates), shown, fastest[0] if fastest else None, remedy)
+        print(json.dumps(found, indent=1))
+        return _write(args, fitting[0], quiet=True) if fitting else 1
+    if goal:
+        print(goal)
+    print(heading(question, tokens, len(candidates), len(fitting), seconds))
     if not fitting:
         print(smallest(candidates))
         return 1
-    shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
-    print(table(shown, args.tokens, fastest[0]))
+    print(table(shown, tokens, fastest[0]))
     print(LEGEND)
+    if better := better_counts(fitting[0]):
+        print(better)
+    print(f"{tokens / 1e9:,.0f}B tokens take {cluster.describe(cluster.cost(question.gpus, fitting[0].days(tokens)))}")
     print(accuracy(fitting[0]))
     print(explain(fitting + candidates[len(fitting) :]))
+    if args.html:
+        print(f"page: {args.html}")
     if args.plot:
         plot(candidates, args.plot)
         print(f"drawn: {args.plot}")
-    return _write(args, fitting)
+    return _write(args, fitting[0])
 
 
-def _write(args: argparse.Namespace, fitting: Sequence[Candidate]) -> int:
-    """Writes the fastest layout as a configuration file."""
-    best = fitting[0]
+def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> int:
+    """Writes a layout as a configuration file; `quiet`: without a line about it."""
     command = f"python -m experiments.gpt3 --config {args.out}"
     header = (
-        f"{best.run.model.name} on {args.gpus} {args.gpu}: predicted {best.time.total:.2f} s a step, "
+        f"{best.run.model.name} on {best.question.gpus} {best.question.gpu.name}: predicted {best.time.total:.2f} s a step, "
         f"{best.utilisation:.1%} MFU, {best.peak / 1e9:.1f} GB a GPU.\n"
         f"{command}"
     )
     # auto stays auto, so that the file is valid on any machine
     parallel = dataclasses.replace(best.run.parallel, attention=args.attention)
-    tables = config_sections(dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model)
+    tables = config_sections(
+        dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model or best.run.model.name
+    )
     save_config(pathlib.Path(args.out), toml_text(tables, header), "pass --out with a writable path")
-    print(f"written: {args.out}   {command}")
+    if not quiet:
+        print(f"written: {args.out}   {command}")
     return 0
 
 
@@ -103,120 +158,7 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def question_of(args: argparse.Namespace) -> Question:
-    """The search that the command line asks for.
-
-    Raises:
-      ConfigError: an unknown model or GPU, or an invalid number.
-    """
-    model = preset(args.model)
-    changed = {name: value for name, value in vars(args).items() if name in option_names(ModelConfig)}
-    for name in changed:
-        if not hasattr(model, name):
-            raise ConfigError(
-                f"{name} = {changed[name]}, but {model.name} has no {name}: omit --{name.replace('_', '-')}."
-            )
-    if changed:
-        model = dataclasses.replace(model, name=f"{model.name}, changed", **changed)
-        if model.layers > MOST_LAYERS:
-            raise ConfigError(
-                f"layers = {model.layers} must be at most {MOST_LAYERS}: pass --layers with such a number."
-            )
-        if hasattr(model, "validate"):
-            model.validate()
-    return Question(
-        model,
-        args.gpus,
-        find_gpu(args.gpu),
-        args.global_batch,
-        precision=args.precision,
-        schedules=tuple(args.schedules),
-        recomputes=tuple(args.recompute),
-        microbatches=tuple(args.microbatch_sizes),
-        zero=tuple(args.zero),
-        vocab_parallel=args.vocab_parallel,
-        attention=args.attention,
-    )
-
-
-def _parser(parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m megajax.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[parent],
-    )
-    add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        type=plain_text,
-        metavar="NAME",
-        help="preset, as of experiments.gpt3, or one that an --import registers",
-    )
-    add(
-        "--gpus",
-        required=True,
-        type=whole(below=MOST_GPUS + 1),
-        metavar="COUNT",
-        help="GPUs of the cluster; all are used",
-    )
-    add("--gpu", required=True, type=plain_text, metavar="|".join(GPUS), help="kind of GPU")
-    add("--global-batch", required=True, type=whole(), metavar="COUNT", help="samples in a step")
-    add(
-        "--tokens",
-        type=number(below=1e18),
-        default=300e9,
-        metavar="COUNT",
-        help="to train on, for the days (default: 300e9)",
-    )
-    add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
-    add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
-    add(
-        "--out",
-        type=plain_text,
-        default="plan.toml",
-        metavar="FILE",
-        help="where the fastest layout is written (default: plan.toml)",
-    )
-    add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
-    searched = search_order()
-    add(
-        "--schedules",
-        nargs="+",
-        default=searched,
-        choices=names(),
-        help=f"to choose from (default: {', '.join(searched)})",
-    )
-    modes = ("none", "selective", "full")
-    add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
-    add("--microbatch-sizes", nargs="+", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
-    add(
-        "--vocab-parallel",
-        default="pipe",
-        choices=("pipe", "tensor"),
-        help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group (default: pipe)",
-    )
-    add(
-        "--zero",
-        nargs="+",
-        type=int,
-        default=(0,),
-        choices=(0, 1, 3),
-        help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
-    )
-    add(
-        "--attention",
-        default="auto",
-        choices=("auto", "xla", "cudnn", "pallas"),
-        help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
-    )
-    add_options(parser, ModelConfig, "model (default: the preset's)")
-    return parser
-
-
 if __name__ == "__main__":
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
+    # No GPU is used; without one, the CUDA plugin prints errors when jax starts.
+    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

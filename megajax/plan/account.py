@@ -13,7 +13,7 @@ from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Account, account, ra
 from megajax.estimate.step_time import bubble_time
 from megajax.schedules.simulate import Costs
 
-__all__ = ["StepAccount", "account_of", "account_table", "largest_wastes", "to_json"]
+__all__ = ["StepAccount", "account_of", "account_table", "largest_wastes", "routed_part", "to_json"]
 
 # What a better program of the same schedule would not spend. Elementwise kernels are not waste: a model has them.
 WASTES: Mapping[str, str] = {
@@ -51,7 +51,13 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     rates, attention = rates_of(gpu, run.train.precision), model_costs(run.model).attention
     if attention is not None and not attention.causal:
         rates = dataclasses.replace(rates, attention_part=1.0)
+    rates = dataclasses.replace(rates, routed_part=routed_part(run))
     return StepAccount(account(hlo, loop_trip_counts(run), rates), bubble)
+
+
+def routed_part(run: RunConfig) -> float:
+    """Of the rows that a device has for experts, those that balanced routing gives it."""
+    return 1 / model_costs(run.model).expert_rows(run.parallel.expert)
 
 
 def account_table(found: StepAccount) -> str:

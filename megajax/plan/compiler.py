@@ -76,11 +76,13 @@ def compile_for(
       "hlo": the compiled program as text; "seconds": of the compilation.
 
     Raises:
-      ConfigError: the compiler is not installed.
+      ConfigError: the compiler is not installed, or the GPU is not NVIDIA's.
       CompilerError: it failed, or took longer than `timeout` seconds.
     """
     if not has_compiler():
         raise ConfigError(MISSING_PLUGIN + ".")
+    if gpu.compute_capability is None:
+        raise ConfigError(f"gpu = {gpu.name} is not NVIDIA's, whose GPUs alone are compiled for: pass --model-only.")
     with tempfile.TemporaryDirectory() as folder:
         request = pathlib.Path(folder, "request.pickle")
         fields = {"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model), "training": training}
@@ -129,12 +131,13 @@ def _largest_buffers(folder: pathlib.Path) -> list[tuple[int, str]]:
 
 
 def target_config(gpu: Gpu) -> str:
-    """XLA's GpuTargetConfigProto of a GPU, as text."""
+    """XLA's GpuTargetConfigProto of an NVIDIA GPU, as text."""
     major, minor = gpu.compute_capability
+    threads = 2048 if minor == 0 else 1536  # a multiprocessor's; minor versions are chips without HBM
     return f"""gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-      shared_memory_per_core: {gpu.shared_memory} threads_per_core_limit: 2048 core_count: {gpu.cores}
-      fpus_per_core: {64 if major == 8 else 128} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+      shared_memory_per_core: {gpu.shared_memory} threads_per_core_limit: {threads} core_count: {gpu.cores}
+      fpus_per_core: {64 if (major, minor) == (8, 0) else 128} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
       block_dim_limit_z: 65535 memory_bandwidth: {int(gpu.memory_bandwidth)} l2_cache_size: {gpu.cache}
       clock_rate_ghz: {gpu.clock} device_memory_size: {gpu.memory}
       shared_memory_per_block_optin: {gpu.shared_memory - 1024}

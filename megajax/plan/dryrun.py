@@ -36,8 +36,9 @@ from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.account import account_of, account_table, to_json
+from megajax.plan.account import account_of, account_table, routed_part, to_json
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
@@ -62,13 +63,8 @@ def _command(words: Sequence[str]) -> int:
     own, rest = _own(words)
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
-    if run.parallel.expert > 1:
-        raise ConfigError(
-            f"expert = {run.parallel.expert} is not known to the memory model, on which the dry run's report rests: pass "
-            "--expert 1."
-        )
     gpu = find_gpu(own.gpu)
-    run = with_attention(run, gpu)
+    run = with_attention(with_vocabulary(run, gpu), gpu)
     if own.json:
         return print_json(run, gpu, own.save_hlo, own.timeout)
     return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)
@@ -132,7 +128,11 @@ def dry_run(
     print(_memory(_parts(modelled, result), peak, gpu))
     print(_buffers(result["buffers"]))
     print(_communication(run, result))
-    print(account_table(account_of(run, gpu, result["hlo"])))
+    account = account_of(run, gpu, result["hlo"])
+    print(account_table(account))
+    rate = flops_per_step(run) / account.seconds / run.parallel.devices
+    share = rate / gpu.peak(run.train.precision)
+    print(f"that is {rate / 1e12:.0f} TFLOP/s of the model's FLOPs on each GPU: {share:.1%} MFU")
     print(f"compiled in {result['seconds']:.0f} s; nothing was run or autotuned")
     return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout, keep)
 
@@ -196,8 +196,9 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _title(run: RunConfig, gpu: Gpu) -> str:
     parallel = run.parallel
     context = f"context {parallel.context} x " if parallel.context > 1 else ""
+    experts = f" (expert {parallel.expert})" if parallel.expert > 1 else ""
     return (
-        f"{run.model.name}: {shown_parameters(run.model)} on data {parallel.data} x {context}pipe "
+        f"{run.model.name}: {shown_parameters(run.model)} on data {parallel.data}{experts} x {context}pipe "
         f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "
         f"{parallel.chunks} chunks, {run.microbatches} microbatches of {parallel.microbatch_size}, recompute "
         f"{parallel.recompute}, attention {parallel.attention}, {run.train.precision}"
@@ -238,7 +239,7 @@ def _buffers(buffers: Sequence[Sequence]) -> str:
 def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     """Bytes sent by axis, and FLOPs."""
     parallel, module = run.parallel, read(result["hlo"], loop_trip_counts(run))
-    mesh = (parallel.data * parallel.context, parallel.pipe, parallel.tensor)
+    mesh = tuple(parallel.mesh_sizes.values())
     rows: dict[tuple[str, str], list[Collective]] = {}
     for collective in module.collectives:
         rows.setdefault((" and ".join(collective.axes(mesh)) or "none", collective.kind), []).append(collective)
@@ -251,10 +252,15 @@ def _communication(run: RunConfig, result: dict[str, Any]) -> str:
         for (axis, kind), found in sorted(rows.items())
     ]
     useful, needed = flops_per_step(run) / parallel.devices, hardware_flops_per_step(run) / parallel.devices
+    compiled = module.flops(routed_part=routed_part(run))
     lines.append(
-        f"FLOPs of one GPU in a step: {module.flops():.3e} compiled (the last rank's); "
+        f"FLOPs of one GPU in a step: {compiled:.3e} compiled (the last rank's); "
         f"{needed:.3e} with recomputation, {useful:.3e} of the model"
     )
+    if model_costs(run.model).experts:
+        lines.append(
+            f"  of experts: those of balanced routing, {routed_part(run):.0%} of the rows that a device has room for"
+        )
     return "\n".join(lines)
 
 

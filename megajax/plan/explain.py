@@ -11,10 +11,10 @@ from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.op_costs import FITTED, OpCosts
-from megajax.estimate.step_time import layer_times
+from megajax.estimate.step_time import StepTime, layer_times
 from megajax.plan.search import Candidate, best_by
 
-PARTS = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies", "context", "offload")
+PARTS = tuple(field.name for field in dataclasses.fields(StepTime))
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
@@ -30,6 +30,7 @@ def explain(candidates: Sequence[Candidate]) -> str:
     for name, of in (
         ("schedule", lambda one: f"{one.run.parallel.schedule} v{one.run.parallel.chunks}"),
         ("recompute", lambda one: one.run.parallel.recompute),
+        ("expert", lambda one: f"expert {one.run.parallel.expert}"),
     ):
         lines += [f"  {line}" for line in _alternatives(name, of, best, fitting, candidates)]
     lines += [f"  {line}" for line in (*_equation_1(best), *_checkpoints(best))]

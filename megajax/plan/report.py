@@ -26,8 +26,8 @@ LEGEND = (
     "memory: w weights, o optimizer, g gradients, h 16-bit weights, s stash, c copies, k kept for W, i inboxes, x work"
 )
 EXPERTS = (
-    "experts: times, FLOPs and memory are those of the routed rows; XLA compiles this version's products to ones of every "
-    "row with all experts, which take more of each: compile the layout with megajax.plan.dryrun (docs/models.md)"
+    "experts: FLOPs and times are those of balanced routing; memory has room for all rows that can be on a GPU. A layout's "
+    "degree of expert parallelism, if above 1, is at the end of its line"
 )
 SHORT = {
     "interleaved_1f1b": "interleaved",
@@ -65,6 +65,7 @@ def _row(number: int, one: Candidate, tokens: float) -> str:
         f"{SHORT.get(parallel.schedule, parallel.schedule):<12}{parallel.recompute:<10}{parallel.zero:>4}"
         f"{time.total:>9.2f}{one.teraflops:>8.0f}{one.utilisation:>7.1%}{one.days(tokens):>7.1f}"
         f"{time.bubble / time.total:>8.1%}{time.communication / time.total:>6.0%}{one.peak / 1e9:>7.1f}  {bar}"
+        + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
     )
 
 
@@ -165,7 +166,16 @@ def plot(candidates: Sequence[Candidate], path: str) -> None:
         f"{question.model.name} on {question.gpus} {question.gpu.name}, global batch {question.global_batch}: "
         "the fastest layout of each shape"
     )
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Writes a figure to `path` (.png, .svg or .pdf).
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
     try:
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plot = {path} cannot be written: {error}; pass --plot with a .svg or .png path.") from error

@@ -1,9 +1,9 @@
 """Every layout of a model on a cluster, with its memory and time: which fit, and which is fastest.
 
-The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, chunks, microbatch sizes,
-schedules, recompute modes, and levels of ZeRO. Layouts that `RunConfig.validate` refuses are left out, memory is counted
-(`estimate/memory.py`), and layouts that fit are timed (`estimate/step_time.py`). There are no heuristics: 2104.04473's
-takeaways must follow from the estimates, and `explain.py` shows whether they do.
+The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, degrees of expert parallelism,
+chunks, microbatch sizes, schedules, recompute modes, and levels of ZeRO. Layouts that `RunConfig.validate` refuses are
+left out, memory is counted (`estimate/memory.py`), and layouts that fit are timed (`estimate/step_time.py`). There are no
+heuristics: 2104.04473's takeaways must follow from the estimates, and `explain.py` shows whether they do.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.estimate.vocabulary import with_vocabulary
 from megajax.schedules.registry import find, search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
@@ -36,7 +37,9 @@ class Question:
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
-      vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor".
+      expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
+      vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
+        for each layout.
       attention: auto, xla, cudnn or pallas, as for a run.
     """
 
@@ -52,6 +55,7 @@ class Question:
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sequence_parallel: bool = True
     zero: Sequence[int] = (0,)
+    expert: Sequence[int] | None = None
     vocab_parallel: str = "pipe"
     attention: str = "auto"
 
@@ -111,16 +115,27 @@ def usable_bytes(gpu: Gpu) -> float:
     return gpu.memory * USABLE_SHARE
 
 
+class NoLayout(ConfigError):
+    """No layout is legal; the message says what to change.
+
+    `narrowed`: one would be, without an option that narrows the search.
+    """
+
+    def __init__(self, message: str, narrowed: bool):
+        super().__init__(message)
+        self.narrowed = narrowed
+
+
 def search(question: Question) -> list[Candidate]:
     """All legal layouts, those that fit first, fastest first; then those that do not, smallest first.
 
     Raises:
-      ConfigError: there is no legal layout at all; the message says what to change.
+      NoLayout: there is no legal layout at all.
     """
     question.gpu.peak(question.precision)  # raises if the GPU does not support it
     found = [evaluate(question, run) for run in _runs(question)]
     if not found:
-        raise ConfigError(_no_layout(question))
+        raise _no_layout(question)
     # Ties: less memory first, then the simpler schedule.
     order = question.schedules
     return sorted(
@@ -140,11 +155,12 @@ NARROWING = {
     "schedules": "--schedules",
     "recomputes": "--recompute",
     "zero": "--zero",
+    "expert": "--expert",
     "precision": "--precision",
 }
 
 
-def _no_layout(question: Question) -> str:
+def _no_layout(question: Question) -> NoLayout:
     """Why no layout is legal, and what to pass instead: without a narrower choice, or for the nearest numbers of GPUs."""
     text = (
         f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of {question.global_batch}"
@@ -156,13 +172,15 @@ def _no_layout(question: Question) -> str:
         if getattr(question, name) != usual and _has_layout(dataclasses.replace(question, **{name: usual})):
             value = getattr(question, name)
             shown = value if isinstance(value, str) else " ".join(map(str, value))
-            return f"{text} with {option} {shown}: omit {option}, or pass it other values."
+            return NoLayout(f"{text} with {option} {shown}: omit {option}, or pass it other values.", narrowed=True)
     counts = (question.gpus + sign * away for away in range(1, NEAREST + 1) for sign in (-1, 1))
     legal = (count for count in counts if count > 0 and _has_layout(dataclasses.replace(question, gpus=count)))
     near = sorted(itertools.islice(legal, 2))
     if near:
-        return f"{text}: pass --gpus {' or '.join(map(str, near))}, or a --global-batch with more divisors in common."
-    return f"{text}: pass a --gpus and a --global-batch with more divisors in common."
+        text += f": pass --gpus {' or '.join(map(str, near))}, or a --global-batch with more divisors in common."
+    else:
+        text += ": pass a --gpus and a --global-batch with more divisors in common."
+    return NoLayout(text, narrowed=False)
 
 
 def _has_layout(question: Question) -> bool:
@@ -198,7 +216,9 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                 if question.global_batch % (data * samples):
                     continue
                 for schedule, chunks in _orders(question, pipe):
-                    for recompute, zero in itertools.product(question.recomputes, question.zero):
+                    for recompute, zero, expert in itertools.product(
+                        question.recomputes, question.zero, _expert_degrees(question, data)
+                    ):
                         if zero and data == 1:
                             continue  # no replicas to shard over
                         parallel = ParallelConfig(
@@ -210,13 +230,14 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                             microbatch_size=samples,
                             recompute=recompute,
                             zero=zero,
+                            expert=expert,
                             vocab_parallel=question.vocab_parallel,
                             attention=attention,
                             sequence_parallel=question.sequence_parallel,
                         )
                         run = RunConfig(model, parallel, train)
                         if _is_legal(run):
-                            yield run
+                            yield with_vocabulary(run, question.gpu)
 
 
 def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
@@ -228,6 +249,13 @@ def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
     for spec in specs:
         choices = {"one": [1], "two": [2], "any": chunk_counts(pipe, question.model.layers)}[spec.chunks]
         yield from ((spec.name, chunks) for chunks in choices if chunks > 1 or not spec.one_chunk)
+
+
+def _expert_degrees(question: Question, data: int) -> list[int]:
+    """The degrees of expert parallelism to consider with this many replicas; 1 for a model without experts."""
+    experts = model_costs(question.model).experts
+    degrees = divisors(experts.count if experts else 1)
+    return [size for size in degrees if data % size == 0 and (question.expert is None or size in question.expert)]
 
 
 def _pipe_sizes(gpus: int, layers: int) -> list[int]:

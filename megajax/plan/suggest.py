@@ -8,6 +8,7 @@ from typing import Any
 from megajax.config import ConfigError, RunConfig, option
 from megajax.config.errors import divisors
 from megajax.config.run_schedule import schedule_arguments
+from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu, is_fused, with_attention
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
@@ -162,6 +163,7 @@ def _choices(run: RunConfig) -> list[list[Fields]]:
     chunks = chunk_counts(stages, run.model.layers) if spec.chunks == "any" and stages > 1 else []
     groups = [size for size in divisors(run.model.layers) if parallel.recompute_blocks < size <= 8]
     full = {} if parallel.recompute == "full" else {"recompute": "full"}
+    experts = model_costs(run.model).experts
     live = parallel.live_chunks or run.microbatches * parallel.chunks
     return [
         [{"recompute": mode} for mode in MODES[MODES.index(parallel.recompute) + 1 :]],
@@ -172,6 +174,7 @@ def _choices(run: RunConfig) -> list[list[Fields]]:
         [{"live_chunks": live // by} for by in (2, 4, 8) if "live_chunks" in spec.options and live // by],
         [] if parallel.group_size is None else [{"group_size": None}],
         [{"zero": level} for level in (1, 3) if level > parallel.zero],
+        [{"expert": size} for size in divisors(experts.count if experts else 1) if size != parallel.expert],
         [] if parallel.sequence_parallel or parallel.tensor == 1 else [{"sequence_parallel": True}],
         [] if parallel.offload_activations else [{"offload_activations": True}],
         [{"vocab_parallel": "pipe"}] if parallel.vocab_parallel == "tensor" and stages > 1 else [],

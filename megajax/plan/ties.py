@@ -27,7 +27,8 @@ def simplest_first(fitting: Sequence[Candidate]) -> list[Candidate]:
 def _complexity(one: Candidate) -> tuple:
     """How many kinds of parallelism and other features a layout uses, its schedule's place, its chunks; then its time."""
     parallel = one.run.parallel
-    used = (parallel.pipe > 1, parallel.tensor > 1, parallel.context > 1, parallel.zero > 0, parallel.chunks > 1)
+    axes = (parallel.pipe, parallel.tensor, parallel.context, parallel.expert)
+    used = (*(size > 1 for size in axes), parallel.zero > 0, parallel.chunks > 1)
     order = search_order()
     schedule = order.index(parallel.schedule) if parallel.schedule in order else len(order)
     return sum(used), schedule if parallel.pipe > 1 else 0, parallel.chunks, one.time.total

@@ -236,7 +236,8 @@ def pallas_call(
       results: (shape, type) of each result.
       out_specs: a BlockSpec for each of them.
       grid: numbers of programs.
-      settings: name, warps, and interpret: whether to run in Pallas's interpreter, which any device has.
+      settings: name, warps, stages (of a loop, whose loads run ahead), and interpret: whether to run in Pallas's
+        interpreter, which any device has.
     """
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
@@ -250,7 +251,7 @@ def pallas_call(
         in_specs=[spec if x is not None else None for x, spec in zip(inputs, in_specs, strict=True)],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results],
         out_specs=out_specs,
-        compiler_params=triton.CompilerParams(num_warps=settings["warps"], num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=settings["warps"], num_stages=settings["stages"]),
         interpret=settings["interpret"],
         name=settings["name"],
     )(*inputs)

@@ -1,10 +1,12 @@
 """Errors for a user's mistakes: one line of printable text, whatever value the message quotes."""
 
+import os
 import re
 import reprlib
+import select
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 LONGEST = 2000  # characters of a message; a legal one has less than half as many
 
@@ -20,16 +22,31 @@ class UserError(ValueError):
 def exit_code(command: Callable[[], int | None], stopped: str = "stopped") -> int:
     """Runs a command: its exit code, 0 for None; 2 after a user's mistake, printed as one line; 130 after Ctrl-C.
 
-    `stopped` is printed after Ctrl-C.
+    141 if nothing reads the rest of its output, as in `command | head`, without a word. `stopped` is printed after Ctrl-C.
     """
     try:
-        return command() or 0
+        code = command() or 0
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\n{stopped}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _is_closed(sys.stdout):
+            raise
+        # What is left in the buffer goes nowhere: Python would report it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _is_closed(stream: IO[str]) -> bool:
+    """Whether the reader of a pipe has gone."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Short(reprlib.Repr):

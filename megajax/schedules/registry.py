@@ -13,6 +13,7 @@ and the search tries `search_order()`. One decorated function is therefore enoug
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -92,7 +93,7 @@ class ScheduleSpec:
     simplicity: int | None = 100
     notes: str = ""
 
-    @property
+    @functools.cached_property  # a search reads it thousands of times
     def options(self) -> tuple[str, ...]:
         """Names of the generator's own options."""
         return tuple(inspect.signature(self.generate).parameters)[3:]

@@ -101,7 +101,7 @@ def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  #
                 moved = True
         if not moved:
             raise ScheduleError(f"{schedule.name}: the orders deadlock")
-    return _result(schedule, spans)
+    return simulation_of(schedule, spans)
 
 
 def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
@@ -123,7 +123,7 @@ def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
             spans += [Span(rank, work, now, now + time) for rank, work, time in work_of]
             now += max((time for _, _, time in work_of), default=0.0)
         now += costs.latency
-    return _result(schedule, spans)
+    return simulation_of(schedule, spans)
 
 
 def fill_and_drain(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool, **options) -> float:
@@ -134,7 +134,8 @@ def fill_and_drain(stages: int, microbatches: int, chunks: int, costs: Costs, lo
     return (stages - 1) * (costs.forward + costs.backward)
 
 
-def _result(schedule: Schedule, spans: list[Span]) -> Simulation:
+def simulation_of(schedule: Schedule, spans: list[Span]) -> Simulation:
+    """The summary of the spans of every piece of work."""
     work = _busy(spans, schedule.stages)
     makespan = max(s.stop for s in spans) - min(s.start for s in spans)
     return Simulation(tuple(spans), max(work), makespan, tuple(_peaks(schedule, spans)))

@@ -292,7 +292,9 @@ class Training:
 
     def _model(self, training: bool) -> PipelineModel:
         dtype = compute_dtype(self.run.train.precision)
-        context = model_context(self.run, self.rules, self.schedule, self.attention, dtype, training)
+        context = model_context(
+            self.run, self.rules, self.schedule, self.attention, self.mesh.devices.flat[0], dtype, training
+        )
         return self.model_class(self.run.model, context)
 
     def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:

@@ -23,7 +23,8 @@ from megajax.data.prefetch import Prefetch
 from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import load_tokenizer
-from megajax.estimate.gpus import device_peak
+from megajax.estimate.gpus import device_peak, gpu_of
+from megajax.estimate.vocabulary import with_vocabulary
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
@@ -90,6 +91,7 @@ class Trainer:
         """
         devices = jax.devices() if devices is None else devices
         run.validate(len(devices))
+        run = with_vocabulary(run, gpu_of(devices[0]))
         self.run, self.output = run, output
         self.tokenizer = None
         if data is None:

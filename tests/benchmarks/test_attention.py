@@ -1,8 +1,11 @@
 """The comparison of attention kernels: here of Pallas's in its interpreter, whose results are the kernel's."""
 
+import pytest
+
 from benchmarks.attention import main
 
 
+@pytest.mark.slow
 def test_a_line_for_each_mask_with_small_differences(capsys):
     sizes = {"sequence-length": 40, "heads": 2, "groups": 1, "head-size": 16, "documents": 3, "window": 7, "seconds": 0}
     main([f"--{name}={size}" for name, size in sizes.items()])

@@ -55,6 +55,21 @@ def test_degrees_recompute_and_gradients():
     assert ring == 2 * 4 * (6 * 2 - 4) * 16 * 64 * 2 / 2
 
 
+def test_expert_groups_send_all_tokens():
+    """By hand: 8 x 64 tokens' elements of 2 bytes for each of four collectives, and of one more; experts have 2 replicas."""
+    model = ModelConfig(
+        layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64, feedforward=32, experts=4, biases=False
+    )
+    one = 2 * 4 * 64 * 64 * 2 * (2 - 1)
+    assert bytes_by_axis(model, 4, data=4, expert=2, recompute="none")["expert"] == [4 * one]
+    assert bytes_by_axis(model, 4, data=4, expert=2)["expert"] == [5 * one]
+    gradients = [bytes_by_axis(model, 4, data=4, expert=size)["data"][0] for size in (1, 2, 4)]
+    experts = 2 * 4 * 2 * 64 * 32 * 4  # bytes
+    common = gradients[2] / (2 * 3 / 4)
+    assert gradients[0] == 2 * 3 / 4 * (common + experts)
+    assert gradients[1] == pytest.approx(2 * 3 / 4 * common + 2 * 1 / 2 * experts / 2)
+
+
 def compiled(axis: str, kind: str = "", **parallel) -> tuple[list[float], float]:
     """(the formulas for `axis`, bytes sent along it by collectives of a kind, or all) of a run compiled for CPU devices."""
     model = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)

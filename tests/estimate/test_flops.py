@@ -16,7 +16,7 @@ from megajax.estimate.flops import (
     hardware_flops_per_step,
     training_days,
 )
-from megajax.models.costs import transformer_costs
+from megajax.models.transformer_costs import transformer_costs
 
 SHAPES = {
     "layers": st.integers(1, 128),

@@ -13,7 +13,7 @@ from megajax.estimate.op_costs import FITTED, MEGAJAX, Fitted, OpCosts, Software
 from megajax.estimate.published import DEEPSPEED_2021, MEGATRON_2021, MODEL_22B
 from megajax.estimate.published_recent import RECENT_ROWS
 from megajax.estimate.step_time import bubble_time, layer_times, parameters_per_device, step_time
-from megajax.models.costs import transformer_costs
+from megajax.models.transformer_costs import transformer_costs
 from megajax.schedules.registry import SPECS, find, make_schedule
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
@@ -78,12 +78,13 @@ def checks():
 def test_published_throughputs(checks):
     """Bounds by kind over the sources that no constant was fitted to."""
     groups = validate.groups(checks)
-    assert len(groups["fitted sources"]) == 22 and len(groups["tested sources"]) == 75
+    assert len(groups["fitted sources"]) == 22 and len(groups["tested sources"]) == 77
     assert {one.row.source for one in groups["fitted sources"]} == {"2104"}
     bounds = {"Megatron-style": (0.09, 0.25), "FSDP/ZeRO-3": (0.12, 0.50), "context": (0.03, 0.05)}
     for kind, (mean, largest) in bounds.items():
         errors = [abs(one.error) for one in groups[f"tested, {kind}"]]
         assert len(errors) >= 17 and sum(errors) / len(errors) < mean and max(errors) < largest
+    assert [abs(one.error) < 0.15 for one in groups["tested, experts"]] == [True, True]
 
 
 def test_the_error_bars_are_those_of_the_tested_rows(checks):
@@ -185,9 +186,10 @@ def test_the_parts_sum_to_the_step_time_and_zero_1_moves_less_than_it_updates():
         preset("gpt3-13b"), ParallelConfig(data=8, pipe=2, tensor=4, chunks=2), TrainConfig(global_batch_size=64)
     )
     plain, split = (step_time(run, A100, MEGAJAX, sharding=Sharding(zero=level)) for level in (0, 1))
-    parts = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "copies")
+    parts = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "ends", "gaps", "waits")
     assert plain.total == pytest.approx(sum(getattr(plain, part) for part in parts))
-    assert split.optimizer == pytest.approx(plain.optimizer / 8)
+    # eight replicas share the cast, the norm and AdamW, and each sets its sums and its stash to zero
+    assert plain.optimizer / 8 < split.optimizer < plain.optimizer / 2
     assert split.data < plain.data
 
 
@@ -248,11 +250,11 @@ def test_context_parallelism_splits_the_work_and_sends_keys_and_values_by_hand()
     assert hidden[0].context == pytest.approx(3 * max(0, one - split[0].attention / 4))
 
 
-def test_offloaded_activations_are_moved_twice():
+def test_backwards_wait_for_offloaded_activations():
     parallel = ParallelConfig(pipe=2, chunks=1, schedule="1f1b", recompute="full", offload_activations=True)
     run = RunConfig(preset("gpt3-1.3b"), parallel, TrainConfig(global_batch_size=4))
-    # four microbatches of the inputs of twelve blocks, 2,048 tokens of 2,048 in 16 bit, at 32 GB/s there and back
-    assert step_time(run, A100).offload == pytest.approx(2 * 4 * 12 * 2048 * 2048 * 2 / 32e9)
+    # four microbatches of the inputs of twelve blocks, 2,048 tokens of 2,048 in 16 bit, at 32 GB/s; sends are hidden
+    assert step_time(run, A100).offload == pytest.approx(4 * 12 * 2048 * 2048 * 2 / 32e9)
 
 
 def test_unknown_gpus_and_precisions_are_refused():

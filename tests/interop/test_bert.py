@@ -216,7 +216,7 @@ def head_logits(training, params, rows) -> np.ndarray:
     each = lambda a: np.concatenate([a] * parallel.data)  # noqa: E731  (every replica gets all samples)
 
     def collect(shared, y, microbatch):
-        modules = nnx.merge(model._shared, shared)
+        modules = nnx.merge(model._shared[0], shared)
         if model.config.has_spans:
             return modules.span_logits(y)
         return modules.class_logits(y, microbatch)

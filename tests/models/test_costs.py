@@ -11,8 +11,9 @@ from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu, with_attention
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
-from megajax.models.costs import KeptValue, Matmul, ModelCosts, Parameters, transformer_costs
+from megajax.models.costs import KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
+from megajax.models.transformer_costs import transformer_costs
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -57,7 +58,7 @@ MLP = ModelCosts(
 
 def test_costs_of_a_model_without_attention_by_hand(monkeypatch):
     costs = estimate.model_costs.__wrapped__
-    for module in ("flops", "gpus", "memory", "step_time", "communication"):
+    for module in ("flops", "gpus", "memory", "step_time", "program_blocks", "communication"):
         monkeypatch.setattr(
             f"megajax.estimate.{module}.model_costs", lambda model: MLP if isinstance(model, Mlp) else costs(model)
         )

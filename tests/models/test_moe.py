@@ -11,7 +11,8 @@ from tests import dense_experts, small
 @pytest.mark.parametrize(
     "config",
     [
-        *map(pytest.param, (dense_experts.UNEVEN, dense_experts.DROPPING)),
+        dense_experts.DROPPING,
+        pytest.param(dense_experts.UNEVEN, marks=pytest.mark.slow),  # and quick in tests/train/test_moe.py
         pytest.param(dense_experts.PLAIN, marks=pytest.mark.slow),
     ],
 )

@@ -93,4 +93,4 @@ def test_other_state_than_parameters_is_refused():
         block_module = Counting
 
     with pytest.raises(ConfigError, match="calls: a model's modules may hold nnx.Param only"):
-        Wrong(Config())
+        Wrong(Config()).logical_axes()

@@ -3,8 +3,9 @@
 import pytest
 
 from experiments import own_model
-from megajax.models.costs import Parameters, transformer_costs
+from megajax.models.costs import Parameters
 from megajax.models.traced_costs import traced_costs
+from megajax.models.transformer_costs import transformer_costs
 from tests import small
 from tests.models.configs import MODELS
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.models.costs import transformer_costs
 from megajax.models.rotary import attention_factor, frequencies, rotary_table, rotate
+from megajax.models.transformer_costs import transformer_costs
 from tests import small
 from tests.models.configs import GPT, LLAMA, MODELS
 

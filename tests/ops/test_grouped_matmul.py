@@ -1,36 +1,67 @@
-"""The permutation that sorts rows by group, and the grouped matmul, against loops in numpy."""
+"""The permutation that sorts rows by group, and the two matmuls of experts, against loops in numpy."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AxisType
 
-from megajax.ops.grouped_matmul import combine, dispatch, group_sizes, grouped_matmul, sort_by_group
+from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls, route
 
-TOKENS, CHOICES, GROUPS, INTO, OUT = 5, 3, 2, 4, 6
+TOKENS, CHOICES, GROUPS, INTO, INNER = 5, 3, 2, 4, 6
+# 2: elsewhere; two choices of a token at most are here.
+CHOSEN = np.array([0, 2, 1, 2, 2, 0, 1, 0, 2, 2, 2, 2, 1, 2, 0], np.int32)
 
 
-def test_rows_of_groups_that_are_elsewhere():
-    """They come last, so that the first rows are enough; they add nothing to results and gradients."""
+def arrays():
     draw = np.random.default_rng(0)
-    groups = np.array(
-        [0, 2, 1, 2, 2, 0, 1, 0, 2, 2, 2, 2, 1, 2, 0], np.int32
-    )  # 2: elsewhere; two choices at most are here
-    x = draw.normal(size=(TOKENS, INTO)).astype(np.float32)
-    kernels = draw.normal(size=(GROUPS, INTO, OUT)).astype(np.float32)
-    slopes = draw.normal(size=(TOKENS, OUT)).astype(np.float32)
+    shapes = (TOKENS, INTO), (GROUPS, INTO, 2, INNER), (GROUPS, INNER, INTO), (TOKENS, INTO)
+    return [draw.normal(size=shape).astype(np.float32) for shape in shapes]
 
-    def run(x, kernels, rows):
-        order, places = sort_by_group(groups)
-        order, sizes = order[:rows], group_sizes(groups, GROUPS)
-        return combine(grouped_matmul(dispatch(x, order, places), kernels, sizes), order, places, TOKENS)
 
-    want, want_dx, want_dk = np.zeros((TOKENS, OUT)), np.zeros_like(x), np.zeros_like(kernels)
-    for row, group in enumerate(groups):
+def experts(how, x, up, down, rows=None):
+    """Both matmuls, with a product of two gates between them."""
+    routing = route(CHOSEN, GROUPS, rows)
+    middle = how.column(x, up, routing)
+    return how.row(middle[:, 0] * middle[:, 1], down, routing, TOKENS)
+
+
+def in_numpy(x, up, down, slopes):
+    """The result, and the gradients of x, up and down."""
+    x, up, down, slopes = (np.float64(a) for a in (x, up, down, slopes))
+    out, dx, dup, ddown = np.zeros_like(x), np.zeros_like(x), np.zeros_like(up), np.zeros_like(down)
+    for row, group in enumerate(CHOSEN):
         token = row // CHOICES
         if group < GROUPS:
-            want[token] += x[token] @ kernels[group]
-            want_dx[token] += slopes[token] @ kernels[group].T
-            want_dk[group] += np.outer(x[token], slopes[token])
-    for rows in (TOKENS * CHOICES, TOKENS * 2):
-        got, transpose = jax.vjp(lambda x, kernels, rows=rows: run(x, kernels, rows), x, kernels)
-        for value, expected in zip((got, *transpose(slopes)), (want, want_dx, want_dk), strict=True):
-            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+            gate, value = x[token] @ up[group, :, 0], x[token] @ up[group, :, 1]
+            out[token] += (gate * value) @ down[group]
+            slope = down[group] @ slopes[token]
+            dx[token] += up[group, :, 0] @ (slope * value) + up[group, :, 1] @ (slope * gate)
+            dup[group] += np.stack([np.outer(x[token], slope * value), np.outer(x[token], slope * gate)], 1)
+            ddown[group] += np.outer(gate * value, slopes[token])
+    return out, dx, dup, ddown
+
+
+def check(how, **settings):
+    *given, slopes = arrays()
+
+    @jax.jit
+    def both(*given):
+        out, transpose = jax.vjp(lambda *given: experts(how, *given, **settings), *given)
+        return out, *transpose(jnp.asarray(slopes))
+
+    for value, expected in zip(both(*given), in_numpy(*given, slopes), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [None, TOKENS * 2])
+def test_rows_of_groups_that_are_elsewhere(rows):
+    """They come last, so that the first rows are enough; they add nothing to results and gradients."""
+    check(GroupedMatmuls(), rows=rows)
+
+
+@pytest.mark.parametrize(("kernel", "split"), [(XLA, True), (INTERPRETED, True), (XLA, False)])
+def test_on_a_tensor_group(kernel, split):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        check(GroupedMatmuls(kernel, True, split))

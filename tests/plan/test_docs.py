@@ -5,6 +5,7 @@ import pathlib
 
 from benchmarks import memory_model
 from megajax.estimate import validate
+from megajax.plan import failures
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 
@@ -22,3 +23,8 @@ def test_the_throughputs_are_those_of_the_command():
 def test_the_memory_is_that_of_the_benchmark(capsys):
     memory_model.show(json.loads(memory_model.RESULTS.read_text()))
     shown(capsys.readouterr().out)
+
+
+def test_the_goodput_is_that_of_the_command(capsys):
+    failures.main([])
+    shown("\n".join(capsys.readouterr().out.splitlines()[:-2]))

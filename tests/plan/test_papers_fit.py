@@ -18,9 +18,10 @@ from megajax.plan.compiler import compile_for, has_compiler
 from megajax.runtime.compat import jaxlib_version
 from megajax.schedules.registry import make_schedule
 
-pytestmark = pytest.mark.skipif(
-    not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"),
+]
 GB = 1e9
 GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1, "attention": "xla"}  # cuDNN's FLOPs are not in the program
 
@@ -143,7 +144,6 @@ def test_175b_sums_over_replicas_while_it_computes():
     assert most_sent(overlapping) > 0.9 * most_sent(found)
 
 
-@pytest.mark.slow
 def test_175b_fits_on_64_gpus_and_needs_less_with_every_replica():
     """Under 72 GB on 64 GPUs, and less with each additional replica."""
     peaks = [gpt3(data) for data in (1, 2, 4, 8)]
@@ -151,7 +151,6 @@ def test_175b_fits_on_64_gpus_and_needs_less_with_every_replica():
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "microbatches", "fields"),
     [
@@ -163,7 +162,6 @@ def test_530b_and_1t_fit(model, microbatches, fields):
     assert peak(model, microbatches, **fields) < 76 * GB
 
 
-@pytest.mark.slow
 def test_zero_3_holds_a_model_without_model_parallelism():
     """2104.04473 section 5.2's alternative: weights, gradients and state sharded over replicas, gathered block by block."""
     whole = peak("gpt3-13b", 1, data=16, zero=1, recompute="full")

@@ -56,7 +56,10 @@ def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
     assert main([*words.split(), "--out", str(tmp_path / "plan.toml")]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("mixtral-8x7b: 46.7B parameters (12.9B for a token) on 64 h100-80gb")
-    assert rest[1].startswith("experts: times, FLOPs and memory are those of the routed rows")
+    assert rest[1].startswith("experts: FLOPs and times are those of balanced routing")
+    best = read(tmp_path / "plan.toml").parallel
+    (row,) = (line for line in rest if line.startswith(" 1."))
+    assert best.expert > 1 and f"  expert {best.expert}" in row
     assert read(tmp_path / "plan.toml").model == preset("mixtral-8x7b")
 
 
@@ -171,7 +174,7 @@ def test_it_says_that_zero_would_fit():
         ),
         (
             "--model gpt2 --gpus 97 --gpu a100-80gb --global-batch 8",
-            "takes a global batch of 8: pass --gpus 88 or 96, or",
+            "takes a global batch of 8; the nearest with good layouts: pass --gpus 96 (",
         ),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --zero 2", "--zero: invalid choice: 2"),
         (

@@ -96,7 +96,8 @@ def test_of_stages_and_chunks_with_equal_largest_sizes_the_fewest_are_searched()
 
 
 def test_days_and_utilisation_by_hand():
-    one = search(Question(preset("gpt3-175b"), 1024, A100, 1536))[0]
+    narrow = {"tensor_sizes": (8,), "microbatches": (1,), "recomputes": ("selective",)}
+    one = search(Question(preset("gpt3-175b"), 1024, A100, 1536, **narrow))[0]
     # 2205.05198's formula
     flops = 72 * 1536 * 96 * 2048 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (12 * 96 * 12288))
     assert one.teraflops == pytest.approx(flops / one.time.total / 1024 / 1e12)
@@ -105,13 +106,24 @@ def test_days_and_utilisation_by_hand():
 
 
 def test_zero_frees_memory():
-    question = Question(preset("gpt3-13b"), 64, A100, 512)
+    question = Question(preset("gpt3-13b"), 64, A100, 512, microbatches=(1, 4), schedules=("1f1b", "interleaved_1f1b"))
     plain = search(question)
     split = search(dataclasses.replace(question, zero=(1,)))
     plainly = lambda parallel: dataclasses.replace(parallel, zero=0)  # noqa: E731
     fits = lambda found: {plainly(one.run.parallel) for one in found if one.fits}  # noqa: E731
     on_replicas = {parallel for parallel in fits(plain) if parallel.data > 1}
     assert on_replicas < fits(split)
+
+
+def test_degrees_of_expert_parallelism_divide_experts_and_replicas():
+    model, h100 = preset("mixtral-8x7b"), find_gpu("h100-80gb")
+    question = Question(model, 16, h100, 16, microbatches=(1,), recomputes=("full",), schedules=("1f1b",))
+    runs = [one.run.parallel for one in search(question)]
+    for data in {one.data for one in runs}:
+        assert {one.expert for one in runs if one.data == data} == {n for n in (1, 2, 4, 8) if data % n == 0}
+    assert {one.run.parallel.expert for one in search(dataclasses.replace(question, expert=(4, 16)))} == {4}
+    with pytest.raises(ConfigError, match="with --expert 16: omit --expert"):
+        search(dataclasses.replace(question, expert=(16,)))
 
 
 def test_nothing_legal_and_nothing_that_fits():

@@ -90,7 +90,7 @@ def test_a_pallas_kernel_runs_in_the_interpreter_inside_a_shard_map():
         pallas.store(y_ref.at[:, :], x * (1 + pallas.program_id(0)), mask=in_reach)
 
     def local(x):
-        settings = {"name": "double", "warps": 4, "interpret": True}
+        settings = {"name": "double", "warps": 4, "stages": 2, "interpret": True}
         return compat.pallas_call(
             kernel, [x, None], [spec, None], [(x.shape, x.dtype)], [spec], grid=(2,), settings=settings
         )[0]

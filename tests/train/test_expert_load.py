@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from megajax.models.moe import move_biases
 from megajax.train.expert_load import describe_load, load_record
 from megajax.train.sinks import JsonLines, TensorBoard
 from tests import dense_experts, small
@@ -44,6 +45,17 @@ def test_files_have_each_layer(tmp_path):
     assert values["layer_worst_expert_share/1"] == 0.5 and values["balance_loss"] == 1.5
 
 
+def test_biases_move_towards_the_mean_load():
+    """By 2408.15664; the other updates stay as they are."""
+    updates = {
+        "blocks": {"feedforward": {"router": {"bias": np.zeros((1, 4)), "kernel": np.ones(2)}, "up": np.ones(3)}}
+    }
+    moved = move_biases(updates, np.float32([[5, 3, 2, 2]]), 0.25)["blocks"]["feedforward"]
+    np.testing.assert_array_equal(moved["router"]["bias"], [[-0.25, 0, 0.25, 0.25]])
+    assert moved["up"].all() and moved["router"]["kernel"].all()
+
+
+@pytest.mark.slow
 def test_a_step_moves_the_biases_and_measures():
     """By 2408.15664: the biases move by the rate towards the mean load; the router's `losses` never change."""
     config = dataclasses.replace(dense_experts.UNEVEN, layers=2)

@@ -1,0 +1,248 @@
+"""The tables and figures of Megatron-LM's papers, with megajax's own program on the same GPUs beside the published figures.
+
+python -m experiments.papers                                       all, by the memory and time models; seconds
+python -m experiments.papers --only "2104 table 1" --compile       from compiled programs (megajax[dryrun]); minutes each
+python -m experiments.papers --plot papers.svg                     figures 11 to 18 of 2104.04473, drawn as there
+
+published: measured by the papers' authors. modelled: megajax's predicted time and memory. compiled: memory as XLA assigns
+it, and the time of the compiled program's kernels at the roofline, with the schedule's bubble. megajax was run on no GPU.
+Layouts, recomputation and GPUs are the papers'; attention is the best kernel that megajax has for the model and the GPU.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from experiments.paper_runs import A100, LAYER_2205, Exhibit, Point, exhibits
+from megajax.config import ConfigError, RunConfig, preset
+from megajax.config.options import Parser
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import with_attention
+from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
+from megajax.estimate.published import MODEL_22B, make_run
+from megajax.estimate.step_time import layer_times, step_time
+from megajax.ops.attention_choice import cudnn_installed
+from megajax.plan.account import account_of
+from megajax.plan.compiler import compile_for
+from megajax.plan.report import new_figure, save_figure
+from megajax.plan.search import usable_bytes
+from megajax.schedules.arguments import plain_text
+from megajax.schedules.errors import exit_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """megajax's program of a point: seconds of a step, bytes at the peak of a GPU, and "modelled" or "compiled"."""
+
+    point: Point
+    run: RunConfig
+    seconds: float
+    peak: int
+    source: str
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= usable_bytes(self.point.gpu)
+
+    @property
+    def teraflops(self) -> float:
+        """TFLOP/s per GPU, counted as in the paper."""
+        return self.point.flops() / self.seconds / self.run.parallel.devices / 1e12
+
+    def value(self, unit: str) -> float:
+        """Throughput in an exhibit's unit."""
+        return self.teraflops if "TFLOP" in unit else self.run.train.global_batch_size / self.seconds
+
+
+def modelled(point: Point) -> Result:
+    """By the models; of several runs the fastest that fits, or the smallest."""
+    found = []
+    for run in point.runs:
+        run = _resolved(run, point)
+        peak = sum(bytes_per_device(run).values())
+        found.append(Result(point, run, step_time(run, point.gpu).total, peak, "modelled"))
+    return min(found, key=lambda one: (not one.fits, one.seconds if one.fits else one.peak))
+
+
+def compiled(point: Point) -> Result:
+    """By the compiled program of the run that `modelled` chose.
+
+    Raises:
+      ConfigError: the compiler is not installed.
+      CompilerError: it failed.
+    """
+    run = modelled(point).run
+    if run.parallel.attention == "cudnn" and not cudnn_installed():
+        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+    found = compile_for(run, point.gpu)
+    seconds = account_of(run, point.gpu, found["hlo"]).seconds
+    return Result(point, run, seconds, found["memory"]["peak"], "compiled")
+
+
+def _resolved(run: RunConfig, point: Point) -> RunConfig:
+    auto = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="auto"))
+    return with_attention(auto, point.gpu)
+
+
+def table(exhibit: Exhibit, results: Sequence[Result]) -> str:
+    """A table or figure as text."""
+    lines = [
+        f"{exhibit.name}: {exhibit.title}; {exhibit.unit}",
+        f"  {'':<44}{exhibit.axis.partition(',')[0]:>16}{'published':>11}{results[0].source:>10}{'ratio':>7}{'GB':>7}  fits",
+    ]
+    for one in results:
+        published = one.point.published
+        both = f"{published:>11.1f}" if published else f"{'drawn':>11}"
+        value = one.value(exhibit.unit)
+        ratio = f"{value / published:>7.2f}" if published else f"{'':>7}"
+        lines.append(
+            f"  {one.point.line:<44}{one.point.x:>16}{both}{value:>10.1f}{ratio}{one.peak / 1e9:>7.1f}"
+            f"  {'yes' if one.fits else 'NO'}"
+        )
+    if exhibit.says:
+        lines.append(f"  the paper: {exhibit.says}")
+    if results[0].source == "compiled" and any(_unfused(one) for one in results):
+        lines.append(
+            "  compiled with XLA's attention, which stores the scores: pip install nvidia-cudnn-cu12 for cuDNN's"
+        )
+    return "\n".join([*lines, *_relative(exhibit, results)])
+
+
+def _unfused(one: Result) -> bool:
+    """Whether cuDNN's attention would run, but could not be compiled."""
+    return one.run.parallel.attention != _resolved(one.run, one.point).parallel.attention
+
+
+def _relative(exhibit: Exhibit, results: Sequence[Result]) -> list[str]:
+    """Figure 5 of 1909.08053 is about ratios to one GPU."""
+    if not exhibit.name.startswith("1909"):
+        return []
+    shares = [f"{one.teraflops / results[0].teraflops:.0%} on {one.point.x}" for one in results[1:]]
+    return [f"  megajax, {results[0].source}: {', '.join(shares)}"]
+
+
+def layer_table() -> str:
+    """2205.05198 table 4: milliseconds of a layer of the 22B model on 8 A100s, published and modelled."""
+    lines = ["2205 table 4: a layer of 22B, ms of forward and backward", f"  {'':<42}{'published':>18}{'modelled':>18}"]
+    for (recompute, sequence_parallel), published in LAYER_2205.items():
+        run = make_run(MODEL_22B, (8, 1, 1), 4, 4, 1, recompute=recompute, sequence_parallel=sequence_parallel)
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, precision="fp16"))
+        parallel = dataclasses.replace(run.parallel, attention="xla")  # the paper's has dropout in attention
+        times = layer_times(model_costs(run.model), parallel, OpCosts(A100, "fp16", MEGAJAX, FITTED))
+        name = f"recompute {recompute}{', sequence parallel' if sequence_parallel else ''}"
+        own = [1e3 * one.total for one in times]
+        lines.append(f"  {name:<42}{published[0]:>9.1f}{published[1]:>9.1f}{own[0]:>9.1f}{own[1]:>9.1f}")
+    return "\n".join(lines)
+
+
+def memory_table() -> str:
+    """2205.05198 figure 7: activation memory of a layer as a share of tensor parallelism alone, by the paper's table 2."""
+    models = (MODEL_22B, preset("gpt3-175b"), preset("megatron-529.6b"), preset("megatron-1008b"))
+    lines = [
+        "2205 figure 7: activations of a layer, % of tensor parallelism alone; the paper's formula and what megajax keeps",
+        f"  {'':<18}{'sequence parallel':>22}{'selective':>22}{'both':>22}{'full':>22}",
+    ]
+    for model in models:
+        scores = 5 * model.heads * model.sequence_length / model.hidden
+        paper = (34 / 8 + scores / 8, 10 + 24 / 8, 34 / 8, 2.0)
+        whole = 10 + 24 / 8 + scores / 8
+        costs = model_costs(model)
+        kept = [
+            costs.kept_bytes(mode, samples=1, tensor=8, sequence_parallel=split)
+            for mode, split in (
+                ("none", False),
+                ("none", True),
+                ("selective", False),
+                ("selective", True),
+                ("full", False),
+            )
+        ]
+        cells = "".join(
+            f"{f'{formula / whole:.0%} and {own / kept[0]:.0%}':>22}"
+            for formula, own in zip(paper, kept[1:], strict=True)
+        )
+        lines.append(f"  {model.name:<18}{cells}")
+    return "\n".join(lines)
+
+
+def plot(found: Sequence[tuple[Exhibit, Sequence[Result]]], path: str) -> None:
+    """Draws the figures of 2104.04473, a panel each: TFLOP/s per GPU; runs that do not fit are hollow.
+
+    Raises:
+      ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    figures = [(exhibit, results) for exhibit, results in found if "2104 figure" in exhibit.name]
+    if not figures:
+        raise ConfigError("plot draws figures of 2104.04473: pass --only with one of them, or omit --only.")
+    columns = min(4, len(figures))
+    rows = -(-len(figures) // columns)
+    figure = new_figure(figsize=(4 * columns, 3.3 * rows))
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for panel, (exhibit, results) in zip(panels, figures, strict=False):
+        for line in dict.fromkeys(one.point.line for one in results):
+            points = [one for one in results if one.point.line == line]
+            (drawn,) = panel.plot(
+                [one.point.x for one in points], [one.value(exhibit.unit) for one in points], label=line
+            )
+            for one in points:
+                face = drawn.get_color() if one.fits else "white"
+                panel.plot(one.point.x, one.value(exhibit.unit), "o", color=drawn.get_color(), markerfacecolor=face)
+        panel.set_xscale("log", base=2)
+        ticks = sorted({one.point.x for one in results})
+        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel(exhibit.axis)
+        panel.set_ylabel(f"{exhibit.unit}, {results[0].source}", fontsize=8)
+        panel.set_title(f"{exhibit.name}: {exhibit.title}", fontsize=8)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    for panel in panels[len(figures) :]:
+        panel.set_visible(False)
+    save_figure(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables; returns the exit code."""
+    return exit_code(lambda: _command(_parser().parse_args(arguments)))
+
+
+def _command(args: argparse.Namespace) -> int:
+    every = {one.name: one for one in exhibits()}
+    own = {"2205 table 4": layer_table, "2205 figure 7": memory_table}
+    for name in args.only or ():
+        if name not in every | own:
+            raise ConfigError(f"only = {name!r} is not one of them: pass --only with {', '.join(every | own)}.")
+    found = []
+    for name in args.only or (every | own):
+        if name in own:
+            print(own[name](), end="\n\n")
+            continue
+        results = [(compiled if args.compile else modelled)(point) for point in every[name].points]
+        found.append((every[name], results))
+        print(table(every[name], results), end="\n\n", flush=True)
+    if args.plot:
+        plot(found, args.plot)
+        print(f"drawn: {args.plot}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m experiments.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", type=plain_text, metavar="NAME", help='such as "2104 figure 13"')
+    parser.add_argument("--compile", action="store_true", help="compile each run's step instead of the models")
+    parser.add_argument(
+        "--plot", type=plain_text, metavar="FILE", help="draw 2104.04473's figures (needs megajax[plot])"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # no GPU is used
+    sys.exit(main())

@@ -1,0 +1,386 @@
+"""Seconds of a block of megajax's own program, each kernel at its roofline, without compiling it.
+
+The kernels and collectives are those that XLA makes of the program for GPUs (jax 0.12), with the rates of `roofline.py`,
+which reads them off a compiled program; `python -m benchmarks.time_model` compares the two. What XLA decides was read off
+compiled programs as well, and is in the constants here: how many kernels a block launches, the memory that they move
+besides the matmuls', and which collectives overlap what.
+
+    forward of a block    gather, matmuls, scatter for each pair of matmuls; what the backward reads is written to the stash
+    backward of a block   gather, matmuls, scatter for each pair; the inputs are gathered again for the weights' gradients,
+                          which matmuls add to the fp32 sums in place
+    merged                both, of different microbatches, in one loop: collectives of one overlap matmuls of the other
+
+`program_time.py` adds what a step has besides blocks.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megajax.config import RunConfig
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import Gpu, is_fused
+from megajax.estimate.memory import (
+    ITEMSIZE,
+    Sharding,
+    is_paired,
+    kept_for_weights,
+    slots_of,
+)
+from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, spread
+from megajax.estimate.roofline import rates_of
+from megajax.pipeline.options import merges, unrolls
+from megajax.schedules.registry import find
+
+__all__ = ["Blocks", "Work"]
+
+# Kernels of a block besides its matmuls: of its forward, its backward, and for each of the biases' gradients; of a W.
+FORWARD, BACKWARD, BIAS, WEIGHT = 17, 24, 8, 15
+MERGED = 8  # that a merged forward and backward share
+# A backward's memory traffic relative to the forward's, with what it recomputes besides matmuls; and the share of it that
+# overlaps its collectives.
+BACKWARD_TRAFFIC, HIDING_SHARE = 2.07, 0.4
+# Exposed gathers and scatters of a merged tick's block: EXPOSED (kernels / collective)^SCALING, in collectives.
+EXPOSED, SCALING = 20.0, -0.6
+# Exposed collectives of ZeRO-3, relative to all: of a forward, of a backward, of both merged.
+SHARDED_FORWARD, SHARDED_BACKWARD, SHARDED_MERGED = 0.33, 0.46, 0.16
+# Bytes for each parameter of a block where nothing is done in place: its 16-bit slice, read and written, in each pass; its
+# gradient, in 16 bits, added to the fp32 sum.
+SLICE, ACCUMULATION = 4, 10
+# fp8: bytes for each parameter of a block (the largest of each row, both layouts quantized, sums copied out and back),
+# passes over each matmul's input and output, and kernels of a matmul.
+FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
+# Ring attention: passes over the queries for each step of the ring, and kernels, of a forward and of a backward.
+RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
+# Collective matmul: passes over each matmul's input and output, and kernels for each step of the ring.
+RING_VALUES, RING_MATMUL = 2, 12
+# Zero bubble: passes over what I keeps for W.
+KEPT_PASSES = 4
+
+
+class Work(NamedTuple):
+    """Seconds of a part of the program, by what they are spent on; a sum adds them, a product multiplies each.
+
+    Attributes:
+      matmul, attention: of these kernels.
+      traffic: of all other kernels, which move memory.
+      tensor, context, pipe, data: of exposed communication over these axes.
+      offload: of transfers to host memory and back.
+      gaps: between kernels.
+      waits: of the device for the host, which reads a loop's condition or a branch's index.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    pipe: float = 0.0
+    data: float = 0.0
+    offload: float = 0.0
+    gaps: float = 0.0
+    waits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*map(operator.add, self, other))
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(*(times * value for value in self))
+
+
+class Blocks:
+    """The blocks of a run's program: `forward`, `backward`, `input`, `weight` and `merged` are of one block.
+
+    Attributes:
+      rows: tokens of a microbatch on a device.
+      merged_ticks: how many of a rank's forwards of a chunk run in one loop with a backward.
+    """
+
+    def __init__(self, run: RunConfig, gpu: Gpu, sharding: Sharding | None = None):
+        """Raises ConfigError if the GPU has no peak for the run's precision."""
+        self.run, self.gpu, self.parallel = run, gpu, run.parallel
+        self.model, self.sharding = model_costs(run.model), sharding or Sharding.from_config(run)
+        self.item, self.rates = ITEMSIZE[run.train.precision], rates_of(gpu, run.train.precision)
+        parallel, model = self.parallel, self.model
+        self.rows = parallel.microbatch_size * model.sequence_length // parallel.context
+        self.split = parallel.tensor if parallel.sequence_parallel else 1
+        self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
+        self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
+        self.shards = self.sharding.shards or parallel.data * parallel.context
+        self.unrolled = self.in_place and unrolls(run, parallel.attention)
+        self.merged_ticks = 0
+        self.spec = find(parallel.schedule)
+        self.paired = is_paired(run)
+        if self.paired and self.in_place and merges(parallel):
+            self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
+
+    # Kernels and collectives.
+
+    def kernels(self, count: float) -> Work:
+        return Work(gaps=count * self.rates.gap)
+
+    def traffic(self, count: float, kernels: float = 0) -> Work:
+        """Bytes read or written by kernels without matmuls."""
+        return Work(traffic=count / self.rates.memory, gaps=kernels * self.rates.gap)
+
+    def matmul(self, rows: float, inner: float, columns: float, *, sums: bool = False) -> Work:
+        """A product of [rows, inner] and [inner, columns]; `sums`: added to fp32 sums in memory."""
+        return Work(matmul=self._seconds(rows, inner, columns, self.rates.matmul, sums), gaps=self.rates.gap)
+
+    def _matmuls(self, sizes: Iterable[tuple[float, float, float]], *, sums: bool = False) -> Work:
+        """The products of these sizes of a block, which with fp8 have twice the rate."""
+        rate = self.rates.matmul * (2 if self.fp8 else 1)
+        seconds = [self._seconds(*size, rate, sums) for size in sizes]
+        return Work(matmul=sum(seconds), gaps=len(seconds) * self.rates.gap)
+
+    def _seconds(self, rows: float, inner: float, columns: float, rate: float, sums: bool) -> float:
+        moved = self.item * (rows * inner + inner * columns) + rows * columns * (8 if sums else self.item)
+        return max(2 * rows * inner * columns / rate, moved / self.rates.memory)
+
+    def ring(self, count: float, group: int, axis: str) -> float:
+        """Seconds of an all-gather or a reduce-scatter of `count` bytes in all; an all-reduce sends twice as much."""
+        if group == 1:
+            return 0.0
+        here = max(1, min(group, self.gpu.host_size // spread(self.parallel, axis)))
+        return count * (group - 1) / group / self.rates.link(group, here) + self.rates.gap
+
+    def send(self, count: float, axis: str, ranks: int) -> float:
+        """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""
+        here = ranks * spread(self.parallel, axis) <= self.gpu.host_size
+        return count / (self.rates.host if here else self.rates.network) + self.rates.gap
+
+    # One block.
+
+    @functools.cached_property
+    def _products(self) -> list[tuple[float, float, bool]]:
+        """(inputs, outputs) of each weight on a device, and whether full recomputation repeats its product."""
+        tensor = self.parallel.tensor
+        return [
+            (
+                one.inputs / tensor if one.split == "row" else one.inputs,
+                one.outputs / tensor if one.split == "column" else one.outputs,
+                self.parallel.recompute in one.recomputed,
+            )
+            for one in self.model.matmuls
+        ]
+
+    @functools.cached_property
+    def _elementwise(self) -> float:
+        """Bytes that a block's forward moves besides matmuls, attention and the stash."""
+        traffic = self.model.elementwise
+        masks = traffic.masks * self.residual / self.item if self._drops else 0
+        within = self.rows * (traffic.inner / self.parallel.tensor + traffic.whole) * self.item
+        return traffic.residual_passes * self.residual + masks + within
+
+    @property
+    def _drops(self) -> bool:
+        return self.model.attention is not None and self.model.attention.dropout > 0
+
+    @functools.cached_property
+    def _stash(self) -> float:
+        """Seconds of writing what a block keeps for its backward to the stash: read and written."""
+        on_device = not (self.unrolled or self.parallel.offload_activations)
+        return 0.0 if not on_device else 2 * self._kept / self.parallel.recompute_blocks / self.rates.memory
+
+    @property
+    def _transfer(self) -> float:
+        """Seconds in which a block's part of the stash is sent to host memory, or back, which nothing overlaps."""
+        if not self.parallel.offload_activations:
+            return 0.0
+        return self._kept / self.parallel.recompute_blocks / self.rates.pcie
+
+    @functools.cached_property
+    def _kept(self) -> float:
+        parallel = self.parallel
+        return self.model.kept_bytes(
+            parallel.recompute,
+            samples=parallel.microbatch_size,
+            sequence=self.model.sequence_length // parallel.context,
+            tensor=parallel.tensor,
+            sequence_parallel=parallel.sequence_parallel,
+            itemsize=self.item,
+            fused_attention=is_fused(parallel),
+        )
+
+    @functools.cached_property
+    def _attention(self) -> tuple[Work, Work, Work]:
+        """Attention's forward, its backward, and what the backward recomputes in modes short of full."""
+        attention, parallel = self.model.attention, self.parallel
+        if attention is None:
+            return Work(), Work(), Work()
+        tokens, heads = self.model.sequence_length, parallel.microbatch_size * attention.heads / parallel.tensor
+        queries = tokens // parallel.context
+        if is_fused(parallel):
+            window = min(tokens, attention.window or tokens)
+            seen = window * (2 * tokens - window) / 2 if attention.causal else tokens * tokens
+            one = 4 * heads * seen * attention.head_size / parallel.context / self.rates.attention
+            factor = PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD
+            return Work(attention=one, gaps=self.rates.gap), Work(attention=factor * one, gaps=self.rates.gap), Work()
+        scores = heads * queries * tokens
+        moved = 2 * scores * self.item
+        product = max(2 * scores * attention.head_size / self.rates.matmul, scores * self.item / self.rates.memory)
+        passes = self.traffic(moved + (scores * (2 * self.item + 1) if self._drops else 0), 4)
+        forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
+        again = forward if parallel.recompute in attention.scores_recomputed else Work()
+        backward = Work(matmul=4 * product, gaps=4 * self.rates.gap) + passes + self.traffic(scores * self.item)
+        return forward, backward, again
+
+    @functools.cached_property
+    def _pairs(self) -> int:
+        """Pairs of matmuls that communicate over `tensor`."""
+        return self.model.matmul_pairs if self.parallel.tensor > 1 else 0
+
+    @functools.cached_property
+    def _collective(self) -> float:
+        """Seconds of one gather or scatter of a block's activations over `tensor`."""
+        return self.ring(self.rows * self.model.hidden * self.item, self.parallel.tensor, "tensor")
+
+    @functools.cached_property
+    def _forward_kernels(self) -> Work:
+        """A forward without its communication and the stash."""
+        products = self._matmuls((self.rows, k, n) for k, n, _ in self._products)
+        return products + self._attention[0] + self.traffic(self._elementwise, FORWARD) + self._repeated(0)
+
+    @functools.cached_property
+    def _weight_kernels(self) -> Work:
+        """The matmuls of the weights' gradients, added in place; round a tensor group a part of the rows at a time."""
+        if self._parts == 1:
+            return self._matmuls(((k, self.rows, n) for k, n, _ in self._products), sums=True)
+        part = lambda sums: self._matmuls(  # noqa: E731
+            ((k, self.rows / self._parts, n) for k, n, _ in self._products), sums=sums
+        )
+        products = part(False) + part(True) * (self._parts - 1)
+        sums = 3 * (self._parts - 1) * sum(k * n for k, n, _ in self._products) * self.item
+        return products + self.traffic(sums, RING_MATMUL * (self._parts - 1))
+
+    @property
+    def _parts(self) -> int:
+        """Parts in which the matmuls of a tensor group run, so that their communication overlaps them."""
+        return self.parallel.tensor if "tensor_overlap" in self.parallel.rings else 1
+
+    @functools.cached_property
+    def _input_kernels(self) -> Work:
+        """The gradient of a block's input and of its biases, with what is recomputed, but for the communication."""
+        products = self._matmuls((self.rows, n, k) for k, n, _ in self._products)
+        again = self._matmuls((self.rows, k, n) for k, n, repeated in self._products if repeated)
+        if self.parallel.recompute == "full":
+            again += self._attention[0] + self.traffic(self._elementwise, FORWARD)
+        else:
+            again += self._attention[2]
+        count, moved = self._biases
+        elementwise = self.traffic(BACKWARD_TRAFFIC * self._elementwise + moved, BACKWARD + count * BIAS)
+        return products + again + self._attention[1] + elementwise + self._repeated(1)
+
+    @functools.cached_property
+    def _biases(self) -> tuple[int, float]:
+        """How many biases a block has, and the bytes that their gradients are summed from."""
+        if not getattr(self.run.model, "biases", False):
+            return 0, 0.0
+        columns = sum(
+            n for one, (_, n, _) in zip(self.model.matmuls, self._products, strict=True) if one.split == "column"
+        )
+        return len(self._products), self.rows * columns * self.item + 2 * self.residual
+
+    def _repeated(self, backward: int) -> Work:
+        """What a forward (0) or a backward (1) does besides, where nothing is in place, in fp8, and round a ring."""
+        work, weights = Work(), sum(k * n for k, n, _ in self._products)
+        if not self.in_place:
+            work += self.traffic(weights * (SLICE + backward * ACCUMULATION), 8)
+        if self.fp8:
+            values = sum(k + n for k, n, _ in self._products) * self.rows * self.item
+            moved = (FP8_WEIGHT * weights + FP8_PASSES * values) / 3
+            work += self.traffic((1 + backward) * moved, (1 + backward) / 3 * FP8_KERNELS * len(self._products))
+        if self._parts > 1:
+            work += self.traffic(
+                RING_VALUES * sum(k + n for k, n, _ in self._products) * self.rows * self.item, RING_MATMUL
+            )
+        heads, steps = self.model.attention, self.parallel.context - 1
+        if heads is not None and steps:
+            queries = self.rows * heads.heads * heads.head_size / self.parallel.tensor * self.item
+            work += self.traffic(steps * RING_PASSES[backward] * queries, steps * RING_KERNELS[backward])
+        if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
+            # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one
+            transposed = 4 * (1 + backward) * self._pairs * self.rows * self.model.hidden * self.item
+            work += self.traffic(transposed, 2 * (1 + backward) * self._pairs)
+        if self.sharding.zero == 3 and backward:
+            work += self.traffic(ACCUMULATION * weights / self.shards)
+        return work
+
+    @functools.cached_property
+    def _sharded(self) -> float:
+        """Seconds of gathering a block's weights over the replicas, with ZeRO-3; its gradients take twice as long."""
+        if self.sharding.zero != 3:
+            return 0.0
+        local = self.model.block.on_device(self.parallel.tensor) * self.item
+        return self.ring(local, self.shards, "data") + self.rates.gap * (len(self._products) - 1)
+
+    @functools.cached_property
+    def forward(self) -> Work:
+        """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
+        exposed = 2 * self._pairs * self._collective
+        exposed -= min(exposed, self._collective * (1 if self.in_place else 2), self._stash + self._slices)
+        communication = Work(tensor=exposed, context=self._around(0), data=SHARDED_FORWARD * self._sharded)
+        offload = max(0.0, self._transfer - self._forward_kernels.total)
+        return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
+
+    @functools.cached_property
+    def input(self) -> Work:
+        """The gather and the scatter of each pair, of which elementwise work hides a part."""
+        exposed = 2 * self._pairs * self._collective
+        exposed -= min(exposed, 2 * self._collective, HIDING_SHARE * self._input_kernels.traffic)
+        if self.parallel.recompute == "full":
+            exposed += 2 * self._pairs * self._collective
+        ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
+        data = SHARDED_BACKWARD * ratio * self._sharded
+        kept = self._kept_for_weights if self.spec.split else 0.0
+        moved = self.traffic(KEPT_PASSES * kept)
+        communication = Work(tensor=exposed, context=self._around(1), data=data, offload=self._transfer)
+        return self._input_kernels + moved + communication
+
+    @functools.cached_property
+    def weight(self) -> Work:
+        """With sequence parallelism the inputs are gathered again, beside the matmuls."""
+        again = self._pairs * self._collective if self.parallel.sequence_parallel else 0.0
+        kernels = self._weight_kernels + self.kernels(WEIGHT if self.spec.split else 0)
+        return kernels + Work(tensor=max(0.0, again - kernels.total))
+
+    @functools.cached_property
+    def backward(self) -> Work:
+        return self.input + self.weight
+
+    @functools.cached_property
+    def merged(self) -> Work:
+        """Collectives overlap the other pass's matmuls: the more, the longer these take."""
+        kernels = self._forward_kernels + self._input_kernels + self._weight_kernels + self.kernels(-MERGED)
+        one, ratio = self._collective, 1 + 1 + 4 / self.item
+        exposed = one * EXPOSED * (kernels.total / one) ** SCALING if one else 0.0
+        data = SHARDED_MERGED * ratio * self._sharded
+        most = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
+        return kernels + Work(traffic=self._stash, tensor=min(exposed, most), data=data)
+
+    @property
+    def _slices(self) -> float:
+        """Seconds in which the weights are copied out of the stack, where they are not read in place."""
+        return 0.0 if self.in_place else SLICE * sum(k * n for k, n, _ in self._products) / self.rates.memory
+
+    @functools.cached_property
+    def _kept_for_weights(self) -> float:
+        """Bytes that a block's I keeps for its W."""
+        return kept_for_weights(self.run, self.item)
+
+    def _around(self, backward: int) -> float:
+        """Seconds of exposed sends of keys and values round a ring of C ranks (`ops/ring_attention.py`), in one block.
+
+        XLA starts all of them before the first product, and so hides only the last of a forward; in a backward, which sends
+        gradients too, about as many are exposed.
+        """
+        ranks, heads = self.parallel.context, self.model.attention
+        if ranks == 1 or heads is None:
+            return 0.0
+        count = self.rows * heads.groups * heads.head_size / self.parallel.tensor * self.item
+        return (2 * (ranks - 1) - (1 - backward)) * self.send(count, "data", ranks)

@@ -1,0 +1,153 @@
+"""Seconds of a step of megajax's own program: its blocks (`program_blocks.py`), and what a step has besides.
+
+ends           embedding, head, embedding's backward; split over `pipe`, with sums over it
+ticks          received values written, sends between stages, the host's waits for conditions
+once a step    cast, sums over replicas, the gradient's norm, AdamW; zeros for the stash and the sums
+"""
+
+import functools
+
+from megajax.config import padded_vocabulary
+from megajax.estimate.memory import program_slots, shared_parameters
+from megajax.estimate.program_blocks import Blocks, Work
+from megajax.schedules.simulate import Costs
+
+__all__ = ["Program"]
+
+# Kernels of a tick, of the head, of the embedding and of its backward, and once a step.
+TICK, HEAD, EMBED, STEP = 15, 30, 6, 400
+# Bytes for each parameter, once a step: cast, zeros for the sums, norm, AdamW.
+CAST, ZEROS, NORM, UPDATE = 6, 4, 4, 28
+# Bytes for each parameter of the token table, in each backward of the embedding: zeros, the rows added, the sum.
+TABLE = 18
+
+
+class Program(Blocks):
+    """The parts of a run's step; arguments as for `Blocks`."""
+
+    @functools.cached_property
+    def _table(self) -> float:
+        """Rows of the token table on a device."""
+        shares = self.parallel.tensor * (self.parallel.pipe if self.sharding.vocabulary_over_pipe else 1)
+        return padded_vocabulary(self.model.vocabulary, shares) // shares if self.model.vocabulary else 0
+
+    @functools.cached_property
+    def _over_pipe(self) -> float:
+        """Seconds of a gather of a microbatch's residual over `pipe`, if all ranks share the ends; an all-reduce is two."""
+        return self.ring(self.residual, self.parallel.pipe, "pipe") if self.sharding.vocabulary_over_pipe else 0.0
+
+    @functools.cached_property
+    def embed(self) -> Work:
+        """The embedding of a microbatch: rows of the table, which are summed over `tensor`, and over `pipe`."""
+        if not self.model.vocabulary:
+            return Work()
+        whole = self.rows * self.model.hidden * self.item
+        moved = self._table * self.model.hidden * self.item + whole + 4 * self.residual
+        exposed = Work(tensor=self._collective, pipe=2 * self._over_pipe)
+        return self.traffic(moved, EMBED) + exposed
+
+    @functools.cached_property
+    def head(self) -> Work:
+        """Logits and loss of a microbatch, and their gradients."""
+        if not self.model.vocabulary:
+            return Work()
+        rows, hidden, item = self.rows, self.model.hidden, self.item
+        work = self.matmul(rows, hidden, self._table) + self.matmul(rows, self._table, hidden)
+        work += self.matmul(hidden, rows, self._table, sums=True)
+        for one in self.model.head:
+            work += self.matmul(rows / self.split, one.inputs, one.outputs) * 3
+        moved = 4 * rows * self._table * item + 10 * self.residual
+        exposed = Work(
+            tensor=2 * self._collective, pipe=4 * self._over_pipe
+        )  # the input's copy, and its gradient's sum
+        return work + self.traffic(moved, HEAD) + exposed
+
+    @functools.cached_property
+    def embed_backward(self) -> Work:
+        """The gradient of the embedding: rows added to those of the table, all of which are added to the sums."""
+        if not self.model.vocabulary:
+            return Work()
+        whole = self.rows * self.model.hidden * self.item
+        moved = TABLE * self._table * self.model.hidden + 3 * whole + 6 * self.residual
+        exposed = Work(tensor=self._collective, pipe=2 * self._over_pipe)
+        return self.traffic(moved, EMBED) + exposed
+
+    # The step.
+
+    @property
+    def _chunk_passes(self) -> float:
+        """Forwards of a chunk on a rank in a step."""
+        return self.run.microbatches * self.parallel.chunks
+
+    @functools.cached_property
+    def blocks(self) -> Work:
+        """The blocks of all microbatches."""
+        slots = self.parallel.stage_layers(self.model.layers).slots
+        alone = self._chunk_passes - self.merged_ticks
+        return (self.merged * self.merged_ticks + (self.forward + self.backward) * alone) * slots
+
+    @functools.cached_property
+    def ends(self) -> Work:
+        """Embedding, head and embedding's backward of all microbatches."""
+        return (self.embed + self.head + self.embed_backward) * self.run.microbatches
+
+    @functools.cached_property
+    def ticks(self) -> Work:
+        """What ticks take besides blocks and ends: received values written, small kernels, exposed sends, and waits.
+
+        Sends overlap the ends, and the other pass in a tick that has both of them in loops of their own.
+        """
+        passes, microbatches = self._chunk_passes, self.run.microbatches
+        if self.parallel.pipe == 1:
+            return self.traffic(4 * self.residual, TICK) * passes
+        ticks = passes * (1 if self.paired else 3)
+        work = self.traffic(9 * self.residual, TICK) * ticks + Work(waits=self._waits * self.rates.synchronisation)
+        routes = 4 if self.spec.placement == "v" else 2
+        one = routes * self.send(self.residual, "pipe", self.parallel.pipe)
+        exposed_ticks = self.merged_ticks if self.paired else ticks
+        with_ends = min(exposed_ticks, microbatches * (1 if self.paired else 2))
+        hidden = min(one, self.ends.total / microbatches / (1 if self.paired else 2)) * with_ends
+        return work + Work(pipe=max(0.0, one * exposed_ticks - hidden))
+
+    @property
+    def _waits(self) -> float:
+        """How often the host reads which chunk an operation is of, or whether there is one, and which ends a tick has."""
+        if not self.in_place:
+            return 0.0
+        if not self.paired:
+            return 3 * self._chunk_passes * (4 if self.spec.split else 3)
+        several = 2 if self.parallel.chunks > 1 else 0
+        return self.merged_ticks * several + (self._chunk_passes - self.merged_ticks) * 6
+
+    @functools.cached_property
+    def once(self) -> Work:
+        """What a step does once."""
+        run, parallel, model = self.run, self.parallel, self.model
+        stage, shared = (
+            parallel.stage_layers(model.layers),
+            shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding),
+        )
+        local = stage.rank_slots * model.block.on_device(parallel.tensor) + shared
+        replicas, zero = parallel.data * parallel.context, self.sharding.zero
+        state, sums = local / (replicas if zero else 1), local / (replicas if zero == 3 else 1)
+        in_memory = not (self.unrolled or parallel.offload_activations)
+        stash = program_slots(run).stash * stage.slots * self._kept / parallel.recompute_blocks if in_memory else 0.0
+        moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
+        exchanged = shared if zero == 3 else local  # ZeRO-3 has scattered the blocks' gradients
+        over_data = self.ring(exchanged * 4, replicas, "data")
+        over_data += self.ring(exchanged * self.item, replicas, "data") if zero else over_data
+        rest = shared - (self._table * model.vocabulary_width if self.sharding.vocabulary_over_pipe else 0)
+        over_pipe = 2 * self.ring(4 * rest / (replicas if zero else 1), parallel.pipe, "pipe")
+        return self.traffic(moved, STEP) + Work(data=over_data, pipe=over_pipe)
+
+    @functools.cached_property
+    def parts(self) -> Work:
+        """All of a rank's work in a step; the bubble is not included."""
+        return self.blocks + self.ends + self.ticks + self.once
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Seconds of each operation on one chunk, of which the bubble consists."""
+        slots = self.parallel.stage_layers(self.model.layers).slots
+        forward, whole, part = (one.total * slots for one in (self.forward, self.backward, self.input))
+        return Costs(forward, whole, part, whole - part)

@@ -1,0 +1,173 @@
+"""The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
+
+import dataclasses
+
+from megajax.config import ModelConfig
+from megajax.config.experts import expert_tokens
+from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
+from megajax.models.remat import MODES
+
+__all__ = ["transformer_costs"]
+
+
+def transformer_costs(config: ModelConfig) -> ModelCosts:
+    """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
+    hidden, bias, size = config.hidden, int(config.biases), config.head_dimension
+    heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
+    query_key_value = heads + 2 * groups
+    norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
+    mlp = _mlp_costs(config)
+    over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
+    return ModelCosts(
+        layers=config.layers,
+        hidden=hidden,
+        sequence_length=config.sequence_length,
+        vocabulary=config.vocabulary,
+        matmuls=(
+            Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
+            Matmul("attention_output", heads, hidden, "row", ("full",)),
+            *mlp.matmuls,
+        ),
+        attention=Attention(
+            config.heads,
+            config.key_value_heads,
+            size,
+            dropout=config.dropout,
+            window=config.attention_window,
+            causal=config.causal,
+        ),
+        block=Parameters(
+            split=(hidden + qkv_bias) * query_key_value
+            + hidden * heads
+            + mlp.parameters.split
+            + over_heads * config.query_key_norm_parameters,
+            whole=hidden * bias + 2 * norm + mlp.parameters.whole + (not over_heads) * config.query_key_norm_parameters,
+        ),
+        shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
+        vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
+        kept=_kept_by_transformer(config, query_key_value, mlp),
+        kept_for_weights=(
+            KeptValue("gradients of query_key_value and mlp_in", query_key_value + mlp.dense_up, split="tensor"),
+            KeptValue("gradients of experts_in", mlp.up - mlp.dense_up, split="tensor", routed=True),
+            KeptValue("gradients of attention_output and mlp_out", 2 * hidden if mlp.has_dense else hidden),
+            KeptValue("gradients of the experts' results", mlp.rows * hidden, split=None, routed=True),
+            KeptValue("context", heads, split="tensor", modes=("full",)),
+            KeptValue("residual", hidden, modes=("full",)),
+            # two intermediate values of the activation function are fp32
+            KeptValue("activation", 2 * mlp.up, split="tensor", modes=("full",), itemsize=4),
+        ),
+        elementwise=Elementwise(
+            residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)
+            masks=2,
+            # the activation function; queries, keys and values (read, write); and the norm of queries and keys
+            inner=mlp.up + mlp.inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
+            whole=2 * 2 * mlp.rows * hidden,  # dispatch and combine (read, write)
+        ),
+        experts=mlp.experts,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _MlpCosts:
+    """The MLP of a block: the dense one, or router, experts and the shared one.
+
+    Attributes:
+      matmuls: with k rows of the experts for each token as k times the columns or rows of one expert.
+      parameters: of all experts; without the router's `bias` and `losses`, which no gradient trains.
+      up: elements of a token before the activation, in all MLPs that it passes.
+      inner: after it.
+      rows: experts that a token passes; 0 without experts.
+      dense_up: of `up`, what is not the experts'.
+      dense_inner: of `inner`.
+      experts: None without them.
+      has_dense: whether there is a dense or a shared MLP.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    parameters: Parameters
+    up: int
+    inner: int
+    rows: int
+    dense_up: int
+    dense_inner: int
+    experts: Experts | None
+    has_dense: bool
+
+
+def _mlp_costs(config: ModelConfig) -> _MlpCosts:
+    hidden, bias, into = config.hidden, int(config.biases), 2 if config.is_gated else 1
+    rows = config.experts_per_token if config.experts else 0
+    dense = config.shared_feedforward if config.experts else config.feedforward_size
+    routed = rows * config.feedforward_size
+    matmuls = []
+    split = whole = 0
+    if dense:
+        matmuls += [
+            Matmul("mlp_in", hidden, into * dense, "column", ("full",)),
+            Matmul("mlp_out", dense, hidden, "row"),
+        ]
+        split, whole = (hidden + bias) * into * dense + dense * hidden, bias * hidden
+    if rows:
+        matmuls += [
+            Matmul("router", hidden, config.experts, None, ("full",)),
+            Matmul("experts_in", hidden, into * routed, "column", ("full",)),
+            Matmul("experts_out", routed, hidden, "row"),
+        ]
+        split += config.experts * (into + 1) * hidden * config.feedforward_size
+        whole += hidden * config.experts
+    experts = None
+    if rows:
+        own, tokens = config.experts * (into + 1) * hidden * config.feedforward_size, config.sequence_length
+        experts = Experts(config.experts, rows, own, expert_tokens(config, tokens) / tokens)
+    return _MlpCosts(
+        matmuls=tuple(matmuls),
+        parameters=Parameters(split, whole),
+        up=into * (dense + routed),
+        inner=dense + routed,
+        rows=rows,
+        dense_up=into * dense,
+        dense_inner=dense,
+        experts=experts,
+        has_dense=dense > 0,
+    )
+
+
+def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCosts) -> tuple[KeptValue, ...]:
+    """The named values of `models/remat.py`, with the modes that keep them."""
+
+    def value(name: str, per_token: int = 0, split: str | None = "sequence", **fields) -> KeptValue:
+        modes = tuple(mode for mode, names in MODES.items() if name in names)
+        return KeptValue(name, per_token, split=split, modes=modes, **fields)
+
+    hidden, heads = config.hidden, config.heads
+    changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
+    values = [
+        KeptValue("input", hidden),
+        *([] if config.post_norm else [value("attention_input", hidden)]),  # else the block's input
+        value("qkv", query_key_value, "tensor", transposed_from=2 if changed else None),
+        value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
+        value("context", heads * config.head_dimension, "tensor"),
+        value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
+        value("residual", hidden),
+        value("feedforward_input", hidden),
+        *(
+            [value("up", mlp.dense_up, "tensor"), value("activation", mlp.dense_inner, "tensor")]
+            if mlp.has_dense
+            else []
+        ),
+        *([value("output_residual", hidden)] if config.post_norm else []),
+    ]
+    if config.experts:
+        values += [
+            value("router", config.experts, None, itemsize=4),
+            value("up", mlp.up - mlp.dense_up, "tensor", routed=True),
+            value("activation", mlp.inner - mlp.dense_inner, "tensor", routed=True),
+            value("dispatched", mlp.rows * hidden, None, routed=True),
+        ]
+    if config.dropout > 0:
+        values += [
+            value("probabilities_mask", 0, "tensor", per_token_pair=heads, itemsize=1, fused=False, transposed_from=1),
+            value("attention_mask", hidden, itemsize=1),
+            value("feedforward_mask", hidden, itemsize=1),
+        ]
+    return tuple(values)

@@ -1,0 +1,217 @@
+"""The planner's answer as one HTML file that needs nothing else: `python -m megajax.plan ... --html report.html`."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from html import escape
+
+from megajax.config.toml import save_config
+from megajax.plan.cluster import Cluster
+from megajax.plan.explain import explain
+from megajax.plan.html_charts import bar, heat_map, timeline
+from megajax.plan.report import PARTS, accuracy, shown_parameters
+from megajax.plan.search import Candidate, usable_bytes
+from megajax.plan.ties import is_tie
+from megajax.schedules.registry import find
+from megajax.schedules.render import IDLE, NAMES, SHADES
+
+__all__ = ["page", "write_page"]
+
+# Okabe and Ito's colours, which people with colour blindness can tell apart, and greys.
+COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#555555", "#bbbbbb")
+MEMORY = dict(zip(PARTS, COLOURS, strict=False))
+STYLE = """
+:root { color-scheme: light; --ink: #1b1f24; --soft: #5b6570; --line: #d8dee4; --paper: #fff; --panel: #f6f8fa; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1180px; padding: 24px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; } p { margin: 4px 0; }
+.soft, figcaption, caption { color: var(--soft); font-size: 13px; text-align: left; }
+.facts { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; padding: 0; }
+.facts div { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; }
+.facts dt { color: var(--soft); font-size: 12px; } .facts dd { margin: 0; font-size: 19px; font-weight: 600; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 9px; text-align: right; white-space: nowrap; } thead th { border-bottom: 2px solid var(--line);
+  font-size: 12px; color: var(--soft); } tbody tr { border-bottom: 1px solid var(--line); }
+td.text, th.text { text-align: left; } tr.chosen { background: #fff8e1; font-weight: 600; }
+td.wide { width: 260px; min-width: 200px; } svg.bar { width: 100%; height: 14px; background: #eeeeee; display: block; }
+svg.timeline { width: 100%; display: block; border: 1px solid var(--line); } figure { margin: 0; }
+.key { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 8px 0; padding: 0; list-style: none; font-size: 13px; }
+.key i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; border-radius: 2px; }
+table.heat td { min-width: 52px; text-align: center; } td.none { color: var(--soft); }
+td.best { outline: 3px solid #d55e00; outline-offset: -3px; font-weight: 700; }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px; white-space: pre-wrap;
+  font-size: 12.5px; line-height: 1.45; }
+"""
+
+
+def write_page(path: str, **content) -> None:
+    """Writes `page(**content)`.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    save_config(pathlib.Path(path), page(**content), "pass --html with a writable path")
+
+
+def page(
+    cluster: Cluster,
+    tokens: float,
+    candidates: Sequence[Candidate],
+    shown: Sequence[Candidate],
+    fitting: Sequence[Candidate],
+) -> str:
+    """The page.
+
+    Args:
+      cluster: with its price and power.
+      tokens: that are trained on.
+      candidates: all legal layouts.
+      shown: rows of the table, the chosen layout first.
+      fitting: those that fit, in the order of `simplest_first`.
+    """
+    best, question = fitting[0], fitting[0].question
+    fastest = min(fitting, key=lambda one: one.time.total)
+    title = f"{question.model.name} on {question.gpus} {question.gpu.name}"
+    cost = cluster.cost(question.gpus, best.days(tokens))
+    facts = {
+        "step": f"{best.time.total:.2f} s",
+        "model TFLOP/s per GPU": f"{best.teraflops:.0f}",
+        "MFU": f"{best.utilisation:.1%}",
+        f"{tokens / 1e9:,.0f}B tokens": f"{best.days(tokens):.1f} days",
+        "GPU hours": f"{cost.gpu_hours:,.0f}",
+        "energy": f"{cost.megawatt_hours:,.0f} MWh",
+        "memory": f"{best.peak / 1e9:.1f} of {usable_bytes(question.gpu) / 1e9:.1f} GB",
+    }
+    if cost.money is not None:
+        facts["cost"] = f"{cost.money:,.0f} {cluster.currency}"
+    caption, picture = timeline(best)
+    stages = best.run.parallel.pipe > 1
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}: plan</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+<p>{escape(shown_parameters(question.model))}, global batch {question.global_batch}, {
+        escape(question.precision)
+    }, attention
+{escape(question.resolved_attention)}; {len(candidates):,} legal layouts, {len(fitting):,} fit.</p>
+<p class="soft">All figures are predicted by megajax's time and memory models; nothing was run. {
+        escape(accuracy(best))
+    }</p>
+</header>
+<dl class="facts">{
+        "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
+    }</dl>
+<section id="layouts">
+<h2>Layouts</h2>
+{_table(shown, best, fastest, tokens)}
+{_key({name: MEMORY[name] for name in PARTS})}
+</section>
+<section id="time">
+<h2>Where the step's time goes</h2>
+{_times(shown[:5])}
+</section>
+<section id="timeline">
+<h2>The schedule of the first layout</h2>
+{
+        f"<figure>{picture}<figcaption>{escape(caption)}. One row for each rank, time to the right.</figcaption></figure>"
+        if stages
+        else "<p>The first layout has no pipeline.</p>"
+    }
+{_key({NAMES[op]: SHADES[op][0] for op in _operations(best)} | {"idle": IDLE}) if stages else ""}
+</section>
+<section id="meshes">
+<h2>Throughput over mesh shapes</h2>
+<p class="soft">Model TFLOP/s per GPU of the fastest layout with this tensor and pipeline size; the remaining GPUs are data
+parallel. ✕ does not fit. Outlined: the first layout.</p>
+<div class="scroll">{heat_map(candidates, best)}</div>
+</section>
+<section id="why">
+<h2>Why</h2>
+<pre>{escape(explain([*fitting, *(one for one in candidates if not one.fits)]))}</pre>
+</section>
+</body>
+</html>
+"""
+
+
+def _operations(best: Candidate) -> list[str]:
+    """The kinds of operations of the schedule."""
+    return ["F", "I", "W"] if find(best.run.parallel.schedule).split else ["F", "B"]
+
+
+def _table(shown: Sequence[Candidate], best: Candidate, fastest: Candidate, tokens: float) -> str:
+    names = (
+        "tensor",
+        "pipe",
+        "data",
+        "chunks",
+        "microbatch",
+        "microbatches",
+        "schedule",
+        "recompute",
+        "ZeRO",
+        "step s",
+    )
+    names += ("TFLOP/s", "MFU", "days", "bubble", "comm", "GB", "memory", "tie")
+    head = "".join(f'<th scope="col"{_text(name)}>{name}</th>' for name in names)
+    rows = "".join(_row(one, one is best, is_tie(one, fastest), tokens) for one in shown)
+    return (
+        '<div class="scroll"><table><caption>Each mesh with its fastest schedule, the simplest of ties first; memory '
+        f"relative to what is usable.</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _text(name: str) -> str:
+    return ' class="text"' if name in ("schedule", "recompute", "memory") else ""
+
+
+def _row(one: Candidate, chosen: bool, tie: bool, tokens: float) -> str:
+    parallel, time = one.run.parallel, one.time
+    numbers = (
+        *(
+            parallel.tensor,
+            parallel.pipe,
+            parallel.data,
+            parallel.chunks,
+            parallel.microbatch_size,
+            one.run.microbatches,
+        ),
+        *(parallel.schedule, parallel.recompute, parallel.zero, f"{time.total:.2f}", f"{one.teraflops:.0f}"),
+        *(f"{one.utilisation:.1%}", f"{one.days(tokens):.1f}", f"{time.bubble / time.total:.1%}"),
+        *(f"{time.communication / time.total:.0%}", f"{one.peak / 1e9:.1f}"),
+    )
+    texts = (parallel.schedule, parallel.recompute)
+    cells = "".join(f'<td class="text">{escape(one)}</td>' if one in texts else f"<td>{one}</td>" for one in numbers)
+    gigabytes = {name: one.memory.get(name, 0) / 1e9 for name in PARTS}
+    memory = bar(gigabytes, usable_bytes(one.question.gpu) / 1e9, MEMORY, "{:.2f} GB")
+    mark = ' class="chosen"' if chosen else ""
+    return f'<tr{mark}>{cells}<td class="wide">{memory}</td><td>{"=" if tie else ""}</td></tr>'
+
+
+def _times(shown: Sequence[Candidate]) -> str:
+    """A bar for each layout, all on the slowest one's scale."""
+    whole = max(one.time.total for one in shown)
+    parts = [field.name for field in dataclasses.fields(shown[0].time)]
+    used = [name for name in parts if any(getattr(one.time, name) for one in shown)]
+    colours = {name: COLOURS[parts.index(name) % len(COLOURS)] for name in used}
+    bars = [bar({name: getattr(one.time, name) for name in used}, whole, colours, "{:.3f} s") for one in shown]
+    rows = "".join(
+        f'<tr><th scope="row">t{one.mesh[0]} p{one.mesh[1]} d{one.mesh[2]}</th><td>{one.time.total:.2f} s</td>'
+        f'<td class="wide" style="width:100%">{drawn}</td></tr>'
+        for one, drawn in zip(shown, bars, strict=True)
+    )
+    return f'<table style="width:100%"><tbody>{rows}</tbody></table>{_key(colours)}'
+
+
+def _key(colours: dict[str, str]) -> str:
+    """The key of a picture's colours."""
+    items = "".join(f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in colours.items())
+    return f'<ul class="key">{items}</ul>'

@@ -1,0 +1,178 @@
+"""The planner's command line: its options, and the question and the clusters that they describe."""
+
+import argparse
+import dataclasses
+
+from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config.options import Parser, add_options, option_names
+from megajax.estimate.gpus import GPUS, find_gpu
+from megajax.plan.cluster import Cluster, load_cluster
+from megajax.plan.search import Question
+from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.registry import names, search_order
+
+# The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
+MOST_GPUS, MOST_LAYERS = 10**6, 1024
+
+
+def clusters_of(args: argparse.Namespace) -> list[Cluster]:
+    """The clusters that the command line names: one, or those to compare.
+
+    Raises:
+      ConfigError: none is named, the GPU is not known, or a file is not valid.
+    """
+    if args.compare:
+        return [load_cluster(path) for path in args.compare]
+    if args.cluster:
+        return [load_cluster(args.cluster)]
+    if not args.gpu:
+        raise ConfigError(f"gpu is not given: pass --gpu {'|'.join(GPUS)}, or --cluster FILE.toml.")
+    return [Cluster.of_gpu(find_gpu(args.gpu))]
+
+
+def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
+    """The search that the command line asks for on a cluster; 0 GPUs if it names no number.
+
+    Raises:
+      ConfigError: an unknown model or GPU, or an invalid number.
+    """
+    if args.model is None and args.budget is None:
+        raise ConfigError("model is not given: pass --model NAME, or --budget MONEY to be told which.")
+    model = preset(args.model or "tiny")  # with --budget the model is found, and this one replaced
+    changed = {name: value for name, value in vars(args).items() if name in option_names(ModelConfig)}
+    for name in changed:
+        if not hasattr(model, name):
+            raise ConfigError(
+                f"{name} = {changed[name]}, but {model.name} has no {name}: omit --{name.replace('_', '-')}."
+            )
+    if changed and args.model is None:
+        raise ConfigError(f"{next(iter(changed))} is of a model, which is not given: pass --model NAME with it.")
+    if changed:
+        model = dataclasses.replace(model, name=f"{model.name}, changed", **changed)
+        if model.layers > MOST_LAYERS:
+            raise ConfigError(
+                f"layers = {model.layers} must be at most {MOST_LAYERS}: pass --layers with such a number."
+            )
+        if hasattr(model, "validate"):
+            model.validate()
+    return Question(
+        model,
+        args.gpus or cluster.gpus or 0,
+        cluster.gpu,
+        args.global_batch,
+        precision=args.precision,
+        schedules=tuple(args.schedules),
+        recomputes=tuple(args.recompute),
+        microbatches=tuple(args.microbatch_sizes),
+        zero=tuple(args.zero),
+        expert=tuple(args.expert) if args.expert else None,
+        vocab_parallel=args.vocab_parallel,
+        attention=args.attention,
+    )
+
+
+def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.ArgumentParser:
+    """The parser of `python -m megajax.plan`; `parent` has the options that are read first."""
+    parser = Parser(
+        prog="python -m megajax.plan",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[parent],
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        type=plain_text,
+        metavar="NAME",
+        help="preset, as of experiments.gpt3, or one that an --import registers; with --budget it may be left out",
+    )
+    add(
+        "--gpus",
+        type=whole(below=MOST_GPUS + 1),
+        metavar="COUNT",
+        help="GPUs of the cluster; all are used (default: the cluster file's; with --deadline the fewest)",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpu", type=plain_text, metavar="|".join(GPUS), help="kind of GPU, in its vendor's machines")
+    where.add_argument(
+        "--cluster", type=plain_text, metavar="FILE.toml", help="GPU, links, price and power (docs/planning.md)"
+    )
+    where.add_argument(
+        "--compare", nargs="+", type=plain_text, metavar="FILE.toml", help="several clusters, one row for each"
+    )
+    add("--global-batch", required=True, type=whole(), metavar="COUNT", help="samples in a step")
+    add(
+        "--tokens",
+        type=number(below=1e18),
+        default=300e9,
+        metavar="COUNT",
+        help="to train on, for the days (default: 300e9)",
+    )
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--budget",
+        type=number(),
+        metavar="MONEY",
+        help="train on the tokens that this pays for; without --model, of the preset nearest to Chinchilla's rule",
+    )
+    asked.add_argument(
+        "--deadline", type=number(below=1e5), metavar="DAYS", help="the fewest GPUs that train on --tokens in time"
+    )
+    add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
+    add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
+    add(
+        "--out",
+        type=plain_text,
+        default="plan.toml",
+        metavar="FILE",
+        help="where the fastest layout is written (default: plan.toml)",
+    )
+    add("--json", action="store_true", help="print the answer as JSON")
+    add("--html", type=plain_text, metavar="FILE", help="write the answer as a page for a browser")
+    add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    _add_choices(parser)
+    add_options(parser, ModelConfig, "model (default: the preset's)")
+    return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """The options of a layout that the search chooses from."""
+    add, searched = parser.add_argument, search_order()
+    add(
+        "--schedules",
+        nargs="+",
+        default=searched,
+        choices=names(),
+        help=f"to choose from (default: {', '.join(searched)})",
+    )
+    modes = ("none", "selective", "full")
+    add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
+    add("--microbatch-sizes", nargs="+", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
+    add(
+        "--vocab-parallel",
+        default="pipe",
+        choices=("pipe", "tensor", "auto"),
+        help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group; auto: the better one "
+        "for each layout (default: pipe)",
+    )
+    add(
+        "--zero",
+        nargs="+",
+        type=int,
+        default=(0,),
+        choices=(0, 1, 3),
+        help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
+    )
+    add(
+        "--expert",
+        nargs="+",
+        type=whole(),
+        metavar="COUNT",
+        help="degrees of expert parallelism to choose from (default: all that divide the model's experts)",
+    )
+    add(
+        "--attention",
+        default="auto",
+        choices=("auto", "xla", "cudnn", "pallas"),
+        help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
+    )

@@ -1,0 +1,243 @@
+"""Which pipeline schedule survives slow links: a pipeline over several sites, simulated event by event.
+
+python -m megajax.plan.sites
+python -m megajax.plan.sites --model llama3.1-70b --gpu h100-80gb --pipe 8 --microbatches 256 --latency 0 50 --gbps 10
+
+Consecutive stages share a site. Operations take what the time model predicts for the GPU; an activation or gradient between
+two sites waits for the link, is sent at its rate, and arrives after the latency and a random delay. Ranks are independent
+processes, each of which waits for its own inputs only. megajax's program runs in lockstep, where every tick waits for the
+slowest send: the last column is its efficiency at the largest latency.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config.options import Parser
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
+from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
+from megajax.estimate.step_time import layer_times, rows_of
+from megajax.plan.report import new_figure, save_figure
+from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.errors import exit_code
+from megajax.schedules.one_f_one_b import alternate, depth_first
+from megajax.schedules.registry import find, make_schedule, specs
+from megajax.schedules.schedule import BACKWARD, Schedule, pack
+from megajax.schedules.simulate import Costs, simulate_lockstep
+from megajax.schedules.sites import Sites, simulate_sites
+
+LATENCIES = (0.0, 1.0, 5.0, 10.0, 20.0, 30.0, 50.0)  # milliseconds, one way; Europe to the US east coast is about 40
+SCHEDULES = (
+    "gpipe",
+    "looped_bfs",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+)  # with 2 chunks each
+SURVIVES = 0.9  # of the throughput without latency
+MILLI, GIGABIT = 1e-3, 1e9 / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A schedule over the latencies.
+
+    Attributes:
+      schedule: its table.
+      efficiencies: for each latency, the share of the time in which the busiest rank computes.
+      lockstep: of megajax's program at the last latency, without jitter.
+      live: most activations in flight on a rank, in stages.
+    """
+
+    schedule: Schedule
+    efficiencies: tuple[float, ...]
+    lockstep: float
+    live: float
+
+
+def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:
+    """Seconds of each operation on one chunk of a validated run."""
+    model, parallel = model_costs(run.model), run.parallel
+    ops = OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)
+    forward, backward = layer_times(model, with_attention(run, gpu).parallel, ops)
+    slots = parallel.stage_layers(model.layers).slots
+    weight = (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
+    return Costs(forward.total, backward.total, backward.total - weight, weight).scaled(slots)
+
+
+def activation_bytes(run: RunConfig) -> int:
+    """Bytes of a microbatch's activation between two stages, of all replicas, in 16 bit."""
+    return run.parallel.data * rows_of(model_costs(run.model), run.parallel) * model_costs(run.model).hidden * 2
+
+
+def longer_1f1b(stages: int, microbatches: int, sites: Sites, latency: float, microbatch_time: float) -> Schedule:
+    """1F1B with more warm-up forwards before each link, which hide its round trip of 2 (latency + transfer).
+
+    Without them, two microbatches wait for each round trip: rank r before the link starts F(k + 2) after its
+    B(k - p + r + 2), which the rank behind it starts after F(k). With n more, 2 + n do, and n microbatch times hide it.
+    """
+    sequence = depth_first(microbatches, microbatches, 1)
+    more = math.ceil(2 * (latency + sites.transfer) / microbatch_time)
+    links = [sites.count - 1 - sites.of(rank, stages) for rank in range(stages)]
+    warmups = [min(stages - rank - 1 + more * links[rank], microbatches) for rank in range(stages)]
+    orders = [alternate(count, sequence) for count in warmups]
+    return pack(f"1f1b, {more} longer", orders, microbatches=microbatches, paired=False, parts={BACKWARD: 2})
+
+
+def rows(run: RunConfig, gpu: str, names: Sequence[str], latencies: Sequence[float], sites: Sites) -> list[Row]:
+    """A row for each schedule, with two chunks where it takes them, and for 1F1B made for the largest latency.
+
+    Raises:
+      ConfigError: a schedule does not take the run's sizes, or does not train.
+    """
+    found = []
+    for name in names:
+        spec = find(name)
+        if not (spec.trains and spec.drains):
+            legal = ", ".join(one.name for one in specs() if one.trains and one.drains)
+            raise ConfigError(f"schedules = {name} is not one step of training that drains: pass --schedules {legal}.")
+        parallel = dataclasses.replace(run.parallel, schedule=name, chunks=1 if spec.chunks == "one" else 2)
+        one = dataclasses.replace(run, parallel=parallel)
+        one.validate()
+        sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
+        found.append(_row(make_schedule(name, **sizes), chunk_costs(one, find_gpu(gpu)), latencies, sites))
+    costs = chunk_costs(run, find_gpu(gpu))
+    made = longer_1f1b(run.parallel.pipe, run.microbatches, sites, latencies[-1], costs.forward + costs.backward)
+    return [*found, _row(made, costs, latencies, sites)]
+
+
+def _row(schedule: Schedule, costs: Costs, latencies: Sequence[float], sites: Sites) -> Row:
+    simulations = [simulate_sites(schedule, costs, dataclasses.replace(sites, latency=time)) for time in latencies]
+    together = simulate_lockstep(schedule, dataclasses.replace(costs, latency=latencies[-1] + sites.transfer))
+    return Row(
+        schedule,
+        tuple(one.ideal / one.makespan for one in simulations),
+        together.ideal / together.makespan,
+        max(simulations[-1].peak_live) / schedule.chunks,
+    )
+
+
+def table(found: Sequence[Row], latencies: Sequence[float]) -> str:
+    """Efficiency over latency as text, and which schedules keep most of it."""
+    lines = [
+        f"{'schedule':<20}{'v':>2}{'in flight':>11}"
+        + "".join(f"{f'{time / MILLI:g} ms':>9}" for time in latencies)
+        + f"{'lockstep':>10}"
+    ]
+    for row in found:
+        values = "".join(f"{value:>9.1%}" for value in row.efficiencies)
+        lines.append(f"{row.schedule.name:<20}{row.schedule.chunks:>2}{row.live:>11.1f}{values}{row.lockstep:>10.1%}")
+    kept = {row.schedule.name: row.efficiencies[-1] / row.efficiencies[0] for row in found}
+    survivors = [name for name, share in sorted(kept.items(), key=lambda item: -item[1]) if share >= SURVIVES]
+    best = max(found, key=lambda row: row.efficiencies[-1])
+    lines += [
+        "efficiency: the share of a step in which a stage computes. in flight: most microbatches stashed on a stage.",
+        f"at {latencies[-1] / MILLI:g} ms the fastest is {best.schedule.name}; "
+        f"{SURVIVES:.0%} of their throughput at {latencies[0] / MILLI:g} ms keep: {', '.join(survivors) or 'none'}.",
+    ]
+    return "\n".join(lines)
+
+
+def plot(found: Sequence[Row], latencies: Sequence[float], title: str, path: str) -> None:
+    """Draws efficiency over latency.
+
+    Raises:
+      ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = new_figure(figsize=(8, 4.2))
+    axis = figure.subplots()
+    for row in found:
+        label = f"{row.schedule.name}, {row.live:.0f} in flight"
+        axis.plot(
+            [time / MILLI for time in latencies],
+            [100 * value for value in row.efficiencies],
+            "k--" if row is found[-1] else "o-",
+            label=label,
+        )
+    axis.set_ylim(0, 100)
+    axis.set_xlabel("latency of the link between sites, one way, ms")
+    axis.set_ylabel("share of the step in which a stage computes, %")
+    axis.set_title(title, fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, ncols=2, loc="lower left")
+    save_figure(figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit code."""
+    return exit_code(lambda: _command(_parser().parse_args(arguments)))
+
+
+def _command(args: argparse.Namespace) -> int:
+    parallel = ParallelConfig(
+        data=args.data,
+        pipe=args.pipe,
+        tensor=args.tensor,
+        microbatch_size=args.microbatch_size,
+        recompute=args.recompute,
+        attention="auto",
+    )
+    train = TrainConfig(global_batch_size=args.data * args.microbatch_size * args.microbatches, precision="bf16")
+    run = RunConfig(preset(args.model), parallel, train)
+    sent = activation_bytes(run)
+    sites = Sites(args.sites, transfer=sent / (args.gbps * GIGABIT), jitter=args.jitter * MILLI, seed=args.seed)
+    latencies = [time * MILLI for time in sorted(args.latency)]
+    found = rows(run, args.gpu, args.schedules, latencies, sites)
+    costs = chunk_costs(run, find_gpu(args.gpu))
+    title = (
+        f"{run.model.name}, {args.pipe} stages of {args.data} x {args.tensor} {args.gpu} on {args.sites} sites, "
+        f"{args.microbatches} microbatches"
+    )
+    print(
+        f"{title}\na stage takes {(costs.forward + costs.backward) / MILLI:.1f} ms for a microbatch;\nbetween sites "
+        f"{sent / 1e6:.0f} MB take {sites.transfer / MILLI:.1f} ms at {args.gbps:g} Gb/s, then the latency and "
+        f"{args.jitter:g} ms of jitter"
+    )
+    print(table(found, latencies))
+    if args.plot:
+        plot(found, latencies, f"{title}, {args.gbps:g} Gb/s, jitter {args.jitter:g} ms", args.plot)
+        print(f"drawn: {args.plot}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megajax.plan.sites", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=plain_text, default="gpt3-175b", metavar="NAME", help="preset (default: %(default)s)")
+    add("--gpu", type=plain_text, default="h100-80gb", metavar="|".join(GPUS), help="(default: %(default)s)")
+    add("--data", type=whole(), default=1, help="replicas; they share the links (default: %(default)s)")
+    add("--pipe", type=whole(), default=16, help="stages, on all sites together (default: %(default)s)")
+    add("--tensor", type=whole(), default=8, help="(default: %(default)s)")
+    add("--microbatch-size", type=whole(), default=1, metavar="COUNT", help="samples (default: %(default)s)")
+    add("--microbatches", type=whole(), default=128, metavar="COUNT", help="of a step (default: %(default)s)")
+    add("--recompute", default="selective", choices=("none", "selective", "full"), help="(default: %(default)s)")
+    add(
+        "--schedules", nargs="+", default=SCHEDULES, type=plain_text, metavar="NAME", help="(default: those that train)"
+    )
+    add("--sites", type=whole(), default=2, metavar="COUNT", help="(default: %(default)s)")
+    add(
+        "--latency",
+        nargs="+",
+        type=number(low=0),
+        default=LATENCIES,
+        metavar="MS",
+        help="of a link, one way (default: 0 to 50)",
+    )
+    add("--gbps", type=number(), default=100.0, metavar="RATE", help="of a link, each way (default: %(default)s)")
+    add("--jitter", type=number(low=0), default=0.0, metavar="MS", help="mean random delay of a send (default: 0)")
+    add("--seed", type=whole(low=0), default=0, help="of the delays (default: 0)")
+    add("--plot", type=plain_text, metavar="FILE", help="draw efficiency over latency (needs megajax[plot])")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

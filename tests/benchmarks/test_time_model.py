@@ -1,0 +1,83 @@
+"""The time model and the memory model against compiled programs: the layouts of `python -m benchmarks.time_model`."""
+
+import json
+
+import pytest
+
+from benchmarks import time_model
+from megajax.config.cli import parse
+from megajax.estimate.gpus import find_gpu, with_attention
+from megajax.estimate.program_time import Program
+from megajax.estimate.roofline import EXPOSED
+from megajax.ops.attention_choice import cudnn_installed
+from megajax.plan.compiler import has_compiler
+from megajax.runtime.compat import jaxlib_version
+
+ROWS = {one["name"]: one for one in json.loads(time_model.RESULTS.read_text())["rows"]}
+# XLA keeps gathered copies of values that recompute none with several samples saves; and fp8 copies of weights.
+MORE_MEMORY = ("13b-none", "6.7b-fp8")
+
+
+def run_of(words: str):
+    request = parse(words.split(), "", {})
+    return with_attention(request.run(request.devices_needed or 1, "bf16"), find_gpu(time_model.GPU))
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return {name: time_model.compare(one) for name, one in ROWS.items()}
+
+
+def error(found, of: str) -> float:
+    compiled, modelled = found[of]
+    return modelled / compiled - 1
+
+
+def test_the_layouts_are_of_every_kind():
+    runs = [run_of(one["words"]) for one in ROWS.values()]
+    assert len(runs) >= 29 and len({run.model.name for run in runs}) >= 6
+    assert len({run.parallel.schedule for run in runs}) >= 5
+    assert {run.parallel.recompute for run in runs} == {"none", "selective", "full"}
+    assert {run.parallel.vocab_parallel for run in runs} == {"pipe", "tensor"}
+    assert any(run.parallel.offload_activations for run in runs) and any(run.parallel.context > 1 for run in runs)
+    assert all(one["words"] == time_model.CASES[name] for name, one in ROWS.items())
+
+
+def test_times_are_those_of_the_compiled_programs(compared):
+    errors = [abs(error(found, "step")) for found in compared.values()]
+    assert sum(errors) / len(errors) < 0.03 and max(errors) < 0.08
+
+
+def test_the_classes_are_those_of_the_compiled_programs(compared):
+    """No error of one class makes up for another's: the sum of their errors is a small part of the step."""
+    for found in compared.values():
+        off = sum(abs(modelled - compiled) for compiled, modelled in found["classes"].values())
+        assert off < 0.12 * found["step"][0]
+
+
+def test_memory_is_that_of_the_compiled_programs(compared):
+    errors = {name: abs(error(found, "peak")) for name, found in compared.items()}
+    assert all(one < 0.05 for name, one in errors.items() if name not in MORE_MEMORY)
+    assert max(errors.values()) < 0.15
+
+
+def test_sharing_the_vocabulary_costs_what_the_programs_say():
+    """GPT-3 175B: less matmul and memory traffic, more exposed communication, and about the same time."""
+    shared, own = ROWS["175b"]["seconds"], ROWS["175b-vocab-tensor"]["seconds"]
+    parts = [
+        Program(run_of(ROWS[name]["words"]), find_gpu(time_model.GPU)).parts for name in ("175b", "175b-vocab-tensor")
+    ]
+    exposed = [one.tensor + one.pipe + one.data for one in parts]
+    assert parts[1].matmul - parts[0].matmul == pytest.approx(own["matmul"] - shared["matmul"], rel=0.05)
+    assert exposed[0] - exposed[1] == pytest.approx(shared[EXPOSED] - own[EXPOSED], abs=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not (has_compiler() and cudnn_installed()), reason="pip install '.[dryrun]' nvidia-cudnn-cu12")
+@pytest.mark.skipif(jaxlib_version() < (0, 12), reason="the results are of the program of jaxlib 0.12")
+@pytest.mark.parametrize("name", time_model.CASES)
+def test_the_programs_compile_to_what_is_on_file(name):
+    found = time_model.measure(name)
+    assert sum(found["seconds"].values()) == pytest.approx(sum(ROWS[name]["seconds"].values()), rel=0.03)
+    assert found["peak"] == pytest.approx(ROWS[name]["peak"], rel=0.03)
