@@ -3,14 +3,18 @@
 import json
 import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
 
 from experiments import finetune_bert
+from megajax.checkpoint import layout, reader
+from megajax.checkpoint.streamed import open_leaf
 from megajax.evaluate import squad
 from megajax.evaluate.classification import metrics
 from tests.data.squad_files import question, write_squad
+from tests.train.front_door import Command
 
 SMALL = (
     "--layers 2 --hidden 64 --heads 4 --feedforward 128 --sequence-length 16 --global-batch-size 6 --microbatch-size 1 "
@@ -41,25 +45,21 @@ def records(path):
 def test_it_learns_and_resumes_exactly(files, tmp_path, capsys):
     """Two epochs on pipe 2 x tensor 2; then the last checkpoint is lost, and the second epoch is run again."""
     run_dir = tmp_path / "run"
-    words = [*SMALL.split(), *files, "--epochs", "2", "--run-dir", str(run_dir), "--max-to-keep", "1"]
-    assert finetune_bert.main([*words, "--pipe", "2", "--tensor", "2"]) == 0
+    words = [*SMALL.split(), *files, "--epochs", "2", "--run-dir", str(run_dir), "--pipe", "2", "--tensor", "2"]
+    assert finetune_bert.main([*words, "--max-to-keep", "2"]) == 0
     out = capsys.readouterr().out
     assert "60 samples, 0 of them cut" in out and "epoch 2: dev accuracy" in out and "of 21 samples" in out
     log, best = records(run_dir / "log.jsonl"), json.loads((run_dir / "best.json").read_text())
     assert len(log) == 20 and log[19]["dev/accuracy"] > 0.9 and "dev/accuracy" in log[9]
     assert best["accuracy"] == max(log[9]["dev/accuracy"], log[19]["dev/accuracy"])
+    shutil.rmtree(run_dir / "checkpoints/step_00000020")
+    assert finetune_bert.main([*words, "--max-to-keep", "1", "--resume", "auto"]) == 0
+    again = records(run_dir / "log.jsonl")[-10:]
+    for one, other in zip(log[10:], again, strict=True):
+        assert one["loss"] == other["loss"]
+    assert log[19]["dev/loss"] == again[-1]["dev/loss"] and json.loads((run_dir / "best.json").read_text()) == best
     kept = {path.name for path in (run_dir / "checkpoints").glob("step_*")}
     assert kept == {f"step_{step:08}" for step in (best["step"], 20)}  # the newest, and the best
-    first = tmp_path / "first"
-    assert finetune_bert.main([*words, "--run-dir", str(first), "--max-to-keep", "2"]) == 0
-    shutil.rmtree(first / "checkpoints/step_00000020")
-    whole = records(first / "log.jsonl")
-    assert finetune_bert.main([*words, "--run-dir", str(first), "--resume", "auto"]) == 0
-    again = records(first / "log.jsonl")
-    for one, other in zip(whole[10:], again[-10:], strict=True):
-        assert one["loss"] == other["loss"]
-    assert whole[19]["dev/loss"] == again[-1]["dev/loss"]
-    np.testing.assert_allclose([one["loss"] for one in log], [one["loss"] for one in whole], rtol=1e-4)
 
 
 @pytest.fixture
@@ -80,12 +80,12 @@ def squad_files(tmp_path):
 
 
 def test_it_learns_spans(squad_files, tmp_path, capsys):
-    """On pipe 2 x context 2; predictions.json has the score of best.json."""
+    """On context 2; predictions.json has the score of best.json."""
     run_dir = tmp_path / "run"
     words = [*SMALL.split(), *squad_files, "--doc-stride", "6", "--epochs", "4", "--run-dir", str(run_dir)]
     assert finetune_bert.main([*words, "--pipe", "2", "--context", "2", "--schedule", "1f1b"]) == 2
     assert "pass --schedule interleaved_1f1b" in capsys.readouterr().err
-    assert finetune_bert.main([*words, "--pipe", "2", "--context", "2"]) == 0
+    assert finetune_bert.main([*words, "--context", "2", "--devices", "cpu:2"]) == 0
     out = capsys.readouterr().out
     windows = int(re.search(r"60 questions in (\d+) windows of 16 tokens", out)[1])
     steps = -(-windows // 6)
@@ -113,16 +113,53 @@ def race_folders(tmp_path):
 
 
 def test_it_learns_choices(race_folders, tmp_path, capsys):
-    """On data 2 x pipe 2, a question in a microbatch of a replica."""
+    """On two replicas, a question in a microbatch of each."""
     run_dir = tmp_path / "run"
     words = [*SMALL.split(), *race_folders, "--epochs", "3", "--run-dir", str(run_dir), "--global-batch-size", "16"]
-    words += ["--microbatch-size", "4", "--data", "2", "--pipe", "2", "--learning-rate", "0.002"]
+    words += ["--microbatch-size", "4", "--data", "2", "--devices", "cpu:2", "--learning-rate", "0.002"]
     assert finetune_bert.main(words) == 0
     out = capsys.readouterr().out
     assert "60 questions with 4 answers each: 240 samples, 0 of them with an article cut" in out
     assert "dev accuracy" in out and "of 13 questions" in out
     log, best = records(run_dir / "log.jsonl"), json.loads((run_dir / "best.json").read_text())
     assert len(log) == 45 and abs(log[0]["loss"] - np.log(4)) < 0.3 and best["accuracy"] > 0.9
+
+
+def written(run_dir) -> dict:
+    """What a run leaves behind: the last record of each step, best.json, and the arrays of its checkpoints."""
+    steps = {one["step"]: one for one in records(run_dir / "log.jsonl")}
+    found = {"best": json.loads((run_dir / "best.json").read_text())}
+    for step, one in steps.items():
+        found[step] = {name: one[name] for name in one if name in ("loss", "grad_norm") or name.startswith("dev/")}
+    for path in sorted(run_dir.glob("checkpoints/step_*")):
+        for name in layout.named(reader.arrays_in(path)):
+            found[f"{path.name}/{name}"] = np.asarray(open_leaf(path, name).read().result()).tobytes()
+    return found
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_resume_exactly(files, tmp_path):
+    """Two seeds; kill -9 within an epoch of the first, within one of the second, and the same command each time."""
+    words = [*SMALL.split(), *files, "--epochs", "8", "--dropout", "0.1", "--save-every", "5", "--seeds", "1,2"]
+    words += ["--pipe", "2", "--devices", "cpu:2", "--microbatch-size", "3", "--resume", "auto", "--max-to-keep", "2"]
+    start = lambda name: Command(  # noqa: E731
+        tmp_path, ["experiments.finetune_bert", *words, "--run-dir", str(tmp_path / name.split("_")[0])], name
+    )
+    whole = start("whole")
+    assert whole.wait(1200) == 0, whole.err
+    for number, place in enumerate(("seed_1/checkpoints/step_00000005", "seed_2/checkpoints/step_00000025")):
+        killed = start(f"killed_{number}")
+        killed.until((tmp_path / "killed" / place).exists, 600)
+        killed.process.kill()
+        assert killed.wait() == -signal.SIGKILL, killed.err
+    again = start("killed_last")
+    assert again.wait(1200) == 0, again.err
+    assert again.out.splitlines()[-3:] == whole.out.splitlines()[-3:]
+    for seed in ("seed_1", "seed_2"):
+        wanted, found = (written(tmp_path / name / seed) for name in ("whole", "killed"))
+        assert wanted.keys() == found.keys() and {80, "dev/accuracy"} <= wanted.keys() | wanted[80].keys()
+        for name, value in wanted.items():
+            assert found[name] == value, (seed, name)
 
 
 @pytest.mark.slow

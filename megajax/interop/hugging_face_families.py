@@ -74,7 +74,6 @@ BERT_HEADS = {
 def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
     keys.require("position_embedding_type", "absolute")
     keys.require("is_decoder", False)
-    keys.require("tie_word_embeddings", True)  # the names of an untied head differ between versions of transformers
     keys.require("add_cross_attention", False)
     rates = {name: keys.get(name, float, 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
     if len(set(rates.values())) > 1:
@@ -86,6 +85,9 @@ def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
     architecture = (keys.get("architectures", list, None) or [prefix + "Model"])[0]
     if architecture not in classes:
         keys.refuse("architectures")
+    heads = classes[architecture]
+    if heads.startswith("masked_lm"):  # other heads have no table of words
+        keys.require("tie_word_embeddings", True)  # transformers 5 has two biases in an untied head, transformers 4 one
     return {
         "layers": keys.get("num_hidden_layers", int),
         "hidden": keys.get("hidden_size", int),
@@ -99,7 +101,7 @@ def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
         "norm_epsilon": keys.get("layer_norm_eps", float, 1e-12),
         "token_types": keys.get("type_vocab_size", int, 2),
         "post_norm": post_norm,
-        "output_heads": classes[architecture],
+        "output_heads": heads,
         "classes": len(keys.get("id2label", dict, None) or ("LABEL_0", "LABEL_1")),  # transformers' default is two
     }
 

@@ -16,7 +16,7 @@ from tests.train.front_door import Run
 MODEL = "--layers 4 --hidden 32 --heads 4 --kv-heads 2 --vocabulary 257 --sequence-length 64"
 TRAIN = "--global-batch-size 8 --microbatch-size 1 --validation-batches 0 --new-tokens 0 --learning-rate 1e-2"
 LAYOUTS = {
-    "interleaved, ZeRO-3": "--data 2 --pipe 2 --tensor 2 --chunks 2 --zero 3",
+    "interleaved, ZeRO-3": "--data 2 --pipe 2 --tensor 1 --chunks 2 --zero 3 --devices cpu:4",
     "uneven, ZeRO-1": "--layers 5 --data 2 --pipe 2 --tensor 2 --chunks 1 --schedule 1f1b --zero 1 --recompute full",
     "zb_v": "--data 2 --pipe 2 --tensor 2 --schedule zb_v --chunks 2",
     "context": "--data 1 --context 2 --pipe 2 --tensor 2 --schedule eager_1f1b --chunks 1",
@@ -57,8 +57,8 @@ def evaluating(task: str, files: dict[str, str]) -> list[str]:
 def test_the_numbers_of_the_checkpoint_of_that_step(layout, task, files, tmp_path, capfd):
     """After steps 2 and 3, the last one; the log has a line of it, and only these steps' records its values."""
     run_dir, out = tmp_path / "run", tmp_path / "out.json"
-    words = [*MODEL.split(), *TRAIN.split(), *LAYOUTS[layout].split(), *evaluating(task, files)]
-    words += ["--devices", "cpu:8", "--steps", "3", "--run-dir", str(run_dir), "--save-every", "2", "--log-every", "1"]
+    words = [*MODEL.split(), *TRAIN.split(), "--devices", "cpu:8", *LAYOUTS[layout].split(), *evaluating(task, files)]
+    words += ["--steps", "3", "--run-dir", str(run_dir), "--save-every", "2", "--log-every", "1"]
     assert gpt3.main(words) == 0
     text = capfd.readouterr().out
     rows = {row["step"]: row for row in map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())}

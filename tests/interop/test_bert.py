@@ -141,6 +141,8 @@ def test_heads_are_those_of_the_class(tmp_path):
     change_config(directory, tie_word_embeddings=False)
     with pytest.raises(ConfigError, match="tie_word_embeddings = False is not supported"):
         read_config(directory)
+    change_config(directory, architectures=["BertForSequenceClassification"])
+    assert read_config(directory)[1].output_heads == "classification"  # which has no table of words
     change_config(directory, tie_word_embeddings=True, architectures=["BertForTokenClassification"])
     with pytest.raises(ConfigError, match=r"architectures = \['BertForTokenClassification'\] is not supported"):
         read_config(directory)

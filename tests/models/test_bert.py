@@ -156,7 +156,7 @@ def test_without_the_order_head_the_loss_is_that_of_masked_words():
 @MODELS
 def test_classes_of_samples(config):
     """The loss is the mean over samples of weight 1; the predicted class has the largest logit."""
-    config = dataclasses.replace(config, output_heads="classification", classes=3)
+    config = dataclasses.replace(config, layers=1, output_heads="classification", classes=3)
     model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
     rows, head, scores = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"], []
@@ -167,10 +167,14 @@ def test_classes_of_samples(config):
         scores.append(pooled @ head["classifier"]["kernel"] + head["classifier"]["bias"])
     losses = [-math.log(softmax(score)[label]) for score, label in zip(scores, rows["class"], strict=True)]
     want = np.average(losses, weights=rows["weights"])
-    np.testing.assert_allclose(jax.jit(lambda p: mean_loss(model, p, batch))(params), want, rtol=1e-5)
 
-    run = jax.jit(lambda params: model.class_scores(params["shared"], encoder_output(model, params, rows), rows))
-    got, best = run(params)
+    @jax.jit
+    def run(params):
+        scores = model.class_scores(params["shared"], encoder_output(model, params, rows), rows)
+        return mean_loss(model, params, batch), *scores
+
+    value, got, best = run(params)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
 
@@ -178,7 +182,7 @@ def test_classes_of_samples(config):
 @MODELS
 def test_choices(config):
     """The cross entropy over the four samples of each question, a mean over the questions whose first sample counts."""
-    config = dataclasses.replace(config, output_heads="multiple_choice", choices=4)
+    config = dataclasses.replace(config, layers=1, output_heads="multiple_choice", choices=4)
     model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
     batch["weights"][0, 4] = 0  # of the second question
@@ -191,11 +195,14 @@ def test_choices(config):
     scores, classes, weights = np.reshape(scores, (-1, 4)), rows["class"][::4], rows["weights"][::4]
     losses = [-math.log(softmax(score)[label]) for score, label in zip(scores, classes, strict=True)]
     assert weights.tolist() == [1, 0, 1, 1]
-    value = jax.jit(lambda p: mean_loss(model, p, batch))(params)
-    np.testing.assert_allclose(value, np.average(losses, weights=weights), rtol=1e-5)
 
-    run = jax.jit(lambda params: model.class_scores(params["shared"], encoder_output(model, params, rows), rows))
-    got, best = run(params)
+    @jax.jit
+    def run(params):
+        scores = model.class_scores(params["shared"], encoder_output(model, params, rows), rows)
+        return mean_loss(model, params, batch), *scores
+
+    value, got, best = run(params)
+    np.testing.assert_allclose(value, np.average(losses, weights=weights), rtol=1e-5)
     np.testing.assert_allclose(got, losses * weights, rtol=1e-4)
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
     halves = {name: array.reshape(8, 2, *array.shape[2:]) for name, array in batch.items()}
@@ -208,7 +215,7 @@ def test_choices(config):
 @MODELS
 def test_first_and_last_token_of_an_answer(config):
     """The loss is the mean over samples of weight 1 of the mean of two cross entropies over all places, padding too."""
-    config = dataclasses.replace(config, output_heads="spans")
+    config = dataclasses.replace(config, layers=1, output_heads="spans")
     model, params = small.build_model(config), small.busy_params(config)
     assert "pooler" not in params["shared"]["head"]
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
@@ -225,10 +232,14 @@ def test_first_and_last_token_of_an_answer(config):
         first, last = (softmax(scores[-1][:, side]) for side in (0, 1))
         losses.append(-(math.log(first[rows["start"][row]]) + math.log(last[rows["end"][row]])) / 2)
     want = np.average(losses, weights=rows["weights"])
-    np.testing.assert_allclose(jax.jit(lambda p: mean_loss(model, p, batch))(params), want, rtol=1e-5)
 
-    run = jax.jit(lambda params: model.span_scores(params["shared"], encoder_output(model, params, rows), rows))
-    got, found = run(params)
+    @jax.jit
+    def run(params):
+        scores = model.span_scores(params["shared"], encoder_output(model, params, rows), rows)
+        return mean_loss(model, params, batch), *scores
+
+    value, got, found = run(params)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
     np.testing.assert_allclose(found, scores, rtol=1e-4, atol=1e-5)
 

@@ -12,9 +12,9 @@ POST = dataclasses.replace(small.BERT, post_norm=True, activation="gelu_exact", 
 # mesh (data, pipe, tensor), schedule, chunks, microbatches; other options of the layout
 QUICK = [
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
-    ((1, 2, 2), "interleaved_1f1b", 1, 4, {"context": 2, "recompute": "none"}),
 ]
 LONG = [
+    ((1, 2, 2), "interleaved_1f1b", 1, 4, {"context": 2, "recompute": "none"}),
     ((1, 1, 1), "1f1b", 1, 2, {"recompute": "none"}),
     ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
     ((2, 2, 2), "zb_v", 2, 4, {"recompute": "full"}),
@@ -36,13 +36,13 @@ def test_loss_and_gradients_equal_the_unpipelined_model(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [QUICK[0], QUICK[1], LONG[2]], ids=str)
+@pytest.mark.parametrize("case", [QUICK[0], LONG[0], LONG[3]], ids=str)
 def test_norms_after_the_additions(case):
     *sizes, options = case
     check(*sizes, True, model=POST, **{"recompute": "selective"} | options)
 
 
-@pytest.mark.parametrize("case", slow([QUICK[0], QUICK[1], LONG[1], LONG[2], LONG[7]]), ids=str)
+@pytest.mark.parametrize("case", slow([QUICK[0], LONG[0], LONG[2], LONG[3], LONG[8]]), ids=str)
 def test_classes(case):
     *sizes, options = case
     options = {"sequence_parallel": True, "recompute": "selective"} | options
@@ -91,7 +91,7 @@ def without_zeros(gradients):
     return gradients | {"shared": gradients["shared"] | {"head": head | kept}}
 
 
-@pytest.mark.parametrize("case", [SPANS[1], *slow([SPANS[0], *SPANS[2:]])], ids=str)
+@pytest.mark.parametrize("case", [SPANS[0], *slow(SPANS[1:])], ids=str)
 def test_spans(case):
     loss_and_gradients(dataclasses.replace(small.BERT, output_heads="spans"), case, without_zeros)
 
