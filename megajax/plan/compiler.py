@@ -79,10 +79,10 @@ def compile_for(
       ConfigError: the compiler is not installed, or the GPU is not NVIDIA's.
       CompilerError: it failed, or took longer than `timeout` seconds.
     """
-    if not has_compiler():
-        raise ConfigError(MISSING_PLUGIN + ".")
     if gpu.compute_capability is None:
         raise ConfigError(f"gpu = {gpu.name} is not NVIDIA's, whose GPUs alone are compiled for: pass --model-only.")
+    if not has_compiler():
+        raise ConfigError(MISSING_PLUGIN + ".")
     with tempfile.TemporaryDirectory() as folder:
         request = pathlib.Path(folder, "request.pickle")
         fields = {"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model), "training": training}

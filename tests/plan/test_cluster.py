@@ -5,6 +5,7 @@ import pytest
 from megajax.config import ConfigError
 from megajax.estimate.gpus import GPUS, find_gpu, published_peak
 from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
+from megajax.plan import dryrun
 from megajax.plan.cluster import Cluster, load_cluster
 
 
@@ -72,3 +73,12 @@ def test_a_wrong_file_is_one_line(text, says, tmp_path):
 def test_no_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read: .*; pass --cluster FILE.toml"):
         load_cluster(str(tmp_path / "none.toml"))
+
+
+def test_nothing_is_compiled_for_another_vendors_gpu(capsys):
+    words = "--model gpt3-125m --gpu mi300x --data 2 --global-batch-size 8"
+    assert dryrun.main(words.split()) == 2
+    assert (
+        "gpu = mi300x is not NVIDIA's, whose GPUs alone are compiled for: pass --model-only" in capsys.readouterr().err
+    )
+    assert dryrun.main([*words.split(), "--model-only"]) == 0
