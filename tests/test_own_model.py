@@ -149,6 +149,7 @@ def curve(mesh, schedule, chunks=1):
     return np.array(losses)
 
 
+@pytest.mark.slow
 def test_the_loss_curve_does_not_depend_on_the_mesh():
     """From initial values to the last step: initialization, optimizer and decay mask too."""
     want = curve((1, 1, 1), "1f1b")

@@ -13,7 +13,8 @@ from megajax.config.run_schedule import run_schedule
 from megajax.config.toml import config_tables, toml_text
 from megajax.data import preprocess
 from megajax.plan import __main__ as plan
-from megajax.plan import dryrun
+from megajax.plan import dryrun, goals
+from megajax.plan.options import plan_parser
 from megajax.schedules import draw
 from megajax.schedules.registry import names
 from tests.fuzz.values import command_lines, error_of, fuzz, outcome_of, remedies, rule_of, texts
@@ -84,14 +85,15 @@ NEEDED = {
 }
 
 
-@fuzz(command_lines(plan._parser(Parser(add_help=False)), NEEDED, most=4))
+@fuzz(command_lines(plan_parser(Parser(add_help=False), ""), NEEDED, most=4))
 def test_plan(words):
     usual = ["--model", "gpt2", "--gpus", "8", "--gpu", "h100-80gb", "--global-batch", "8"]
-    before, plan.search = plan.search, searched
+    before = plan.search
+    plan.search = goals.search = searched
     try:
         assert outcome_of(plan.main, [*usual, *words]).code == 2
     finally:
-        plan.search = before
+        plan.search = goals.search = before
 
 
 @fuzz(
