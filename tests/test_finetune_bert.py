@@ -112,6 +112,7 @@ def race_folders(tmp_path):
     return ["--task", "race", "--task-data", str(tmp_path / "train"), "--dev-data", str(tmp_path / "dev")]
 
 
+@pytest.mark.slow
 def test_it_learns_choices(race_folders, tmp_path, capsys):
     """On two replicas, a question in a microbatch of each."""
     run_dir = tmp_path / "run"

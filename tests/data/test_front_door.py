@@ -35,6 +35,7 @@ def test_a_blend_with_separate_documents_trains(pairs, capfd):
     assert "for data, the first batch included" in out
 
 
+@pytest.mark.slow
 def test_named_validation_sets_are_logged_one_by_one(pairs, capfd, tmp_path):
     """The set that is the training's data by itself has the same loss with and without a name."""
     words = [*SMALL, *SHORT, "--train-data-path", f"{pairs}/web", "--log-jsonl", str(tmp_path / "log.jsonl")]

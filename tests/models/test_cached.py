@@ -9,7 +9,7 @@ import pytest
 
 from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from tests import small
-from tests.models.configs import MODELS
+from tests.models.configs import GPT, LLAMA, QWEN
 
 LENGTHS = (16, 11, 3)  # tokens of the samples, which end together in slot 16
 SLOTS = 16
@@ -49,7 +49,9 @@ def cached(model, params, tokens, start, widths):
     return jnp.concatenate(logits, axis=1)
 
 
-@MODELS
+@pytest.mark.parametrize(
+    "config", [GPT, LLAMA, pytest.param(QWEN, marks=pytest.mark.slow)], ids=["gpt", "llama", "qwen"]
+)
 @pytest.mark.parametrize(
     "widths",
     [pytest.param((16,), id="at once", marks=pytest.mark.slow), pytest.param((4, 4, 4, 1, 1, 1, 1), id="chunks")],
