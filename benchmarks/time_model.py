@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import roofline
+from benchmarks.memory_model import summary
 from megajax.schedules.arguments import CommandParser
 from megajax.schedules.errors import exit_code
 
@@ -149,8 +150,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         times.append(abs(errors[0]))
         peaks.append(abs(errors[1]))
     for name, some in (("time", times), ("memory", peaks)):
-        within = sum(error <= 0.05 for error in some)
-        print(f"{name}: {within} of {len(some)} within 5%; mean {sum(some) / len(some):.1%}, worst {max(some):.1%}")
+        print(summary(name, some))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ it also has room for all rows that can be there (`Experts.rows`), which elementw
 from typing import NamedTuple
 
 from megajax.config import ParallelConfig
+from megajax.estimate.memory import rows_of
 from megajax.estimate.op_costs import OpCosts, spread
 from megajax.models.costs import ModelCosts
 
@@ -30,7 +31,7 @@ def expert_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> t
     weights = ops.traffic((held - counted) * ops.itemsize)
     gradients = ops.traffic(held * software.expert_gradient_bytes - counted * ops.itemsize)
 
-    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
+    tokens = rows_of(model, parallel)
     routed = [one for one in model.matmuls if one.name.startswith("experts")]
     widths = sum(max(one.inputs, one.outputs) for one in routed)  # before and after the activation
     more = 0.0 if software.routed_dispatch else experts.rows(degree) - 1

@@ -149,6 +149,14 @@ def search(question: Question) -> list[Candidate]:
     )
 
 
+def layouts_that_fit(question: Question) -> list[Candidate]:
+    """The layouts of `search` that fit, fastest first; none if none is legal."""
+    try:
+        return [one for one in search(question) if one.fits]
+    except NoLayout:
+        return []
+
+
 # Fields of `Question` that narrow the search, and the options that set them.
 NARROWING = {
     "microbatches": "--microbatch-sizes",
