@@ -166,11 +166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = json.loads(RESULTS.read_text())["rows"]
             return show([one for one in known if one["name"] in (options.case or CASES)])
         if options.case:
-            return show(list(map(measure, options.case)))
+            return show([measure(name) for name in options.case])
         known = {one["name"]: one for one in json.loads(RESULTS.read_text())["rows"]} if options.missing else {}
-        rows = [known.get(name) or measure(name) for name in CASES]
-        write(rows)
-        return show(rows)
+        for name in CASES:
+            if name not in known:
+                known[name] = measure(name)
+                write([known[one] for one in CASES if one in known])
+        return show([known[name] for name in CASES])
 
     return exit_code(command)
 
