@@ -133,9 +133,13 @@ def show(results: dict) -> None:
             f"{' held out' if row['held_out'] else ''}"
         )
     for name, some in (("all", errors[False] + errors[True]), ("held out", errors[True])):
-        within = sum(error <= 0.05 for error in some)
-        mean, worst = sum(some) / len(some), max(some)
-        print(f"{name}: {within} of {len(some)} within 5%; mean {mean:.1%}, worst {worst:.1%}")
+        print(summary(name, some))
+
+
+def summary(name: str, errors: Sequence[float]) -> str:
+    """A line with the mean and the largest of some relative errors."""
+    within, mean = sum(error <= 0.05 for error in errors), sum(errors) / len(errors)
+    return f"{name}: {within} of {len(errors)} within 5%; mean {mean:.1%}, worst {max(errors):.1%}"
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import roofline
+from benchmarks.memory_model import summary
 from megajax.schedules.arguments import CommandParser
 from megajax.schedules.errors import exit_code
 
@@ -149,8 +150,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         times.append(abs(errors[0]))
         peaks.append(abs(errors[1]))
     for name, some in (("time", times), ("memory", peaks)):
-        within = sum(error <= 0.05 for error in some)
-        print(f"{name}: {within} of {len(some)} within 5%; mean {sum(some) / len(some):.1%}, worst {max(some):.1%}")
+        print(summary(name, some))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,11 +166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = json.loads(RESULTS.read_text())["rows"]
             return show([one for one in known if one["name"] in (options.case or CASES)])
         if options.case:
-            return show(list(map(measure, options.case)))
+            return show([measure(name) for name in options.case])
         known = {one["name"]: one for one in json.loads(RESULTS.read_text())["rows"]} if options.missing else {}
-        rows = [known.get(name) or measure(name) for name in CASES]
-        write(rows)
-        return show(rows)
+        for name in CASES:
+            if name not in known:
+                known[name] = measure(name)
+                write([known[one] for one in CASES if one in known])
+        return show([known[name] for name in CASES])
 
     return exit_code(command)
 

@@ -22,9 +22,9 @@ from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import with_attention
 from megajax.estimate.memory import bytes_per_device
-from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
+from megajax.estimate.program_time import Program
 from megajax.estimate.published import MODEL_22B, make_run
-from megajax.estimate.step_time import layer_times, step_time
+from megajax.estimate.step_time import step_time
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_of
 from megajax.plan.compiler import compile_for
@@ -132,9 +132,9 @@ def layer_table() -> str:
         run = make_run(MODEL_22B, (8, 1, 1), 4, 4, 1, recompute=recompute, sequence_parallel=sequence_parallel)
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, precision="fp16"))
         parallel = dataclasses.replace(run.parallel, attention="xla")  # the paper's has dropout in attention
-        times = layer_times(model_costs(run.model), parallel, OpCosts(A100, "fp16", MEGAJAX, FITTED))
+        program = Program(dataclasses.replace(run, parallel=parallel), A100)
         name = f"recompute {recompute}{', sequence parallel' if sequence_parallel else ''}"
-        own = [1e3 * one.total for one in times]
+        own = [1e3 * one.total for one in (program.forward, program.backward)]
         lines.append(f"  {name:<42}{published[0]:>9.1f}{published[1]:>9.1f}{own[0]:>9.1f}{own[1]:>9.1f}")
     return "\n".join(lines)
 
@@ -195,7 +195,7 @@ def plot(found: Sequence[tuple[Exhibit, Sequence[Result]]], path: str) -> None:
         ticks = sorted({one.point.x for one in results})
         panel.set_xticks(ticks, [str(tick) for tick in ticks])
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.08 * panel.dataLim.ymax)
         panel.set_xlabel(exhibit.axis)
         panel.set_ylabel(f"{exhibit.unit}, {results[0].source}", fontsize=8)
         panel.set_title(f"{exhibit.name}: {exhibit.title}", fontsize=8)

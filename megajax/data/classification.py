@@ -6,7 +6,6 @@ sequence lose tokens at the end of the longer sentence, and are counted.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,6 +14,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.config.tasks import TASKS, Task
 from megajax.data.bert import WordPieces
+from megajax.data.json_values import object_of_line
 from megajax.data.loader import EpochOrder
 from megajax.data.sentence_rows import cut, sentence_row
 from megajax.data.text import numbered_lines
@@ -79,13 +79,7 @@ def _rows(file: str) -> Iterator[tuple[str, Mapping[str, object]]]:
             yield place, dict(zip(header, values, strict=True))
         return
     for place, line in numbered:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place} is not a JSON object: give a {FORMATS}.")
-        yield place, row
+        yield place, object_of_line(place, line, f"give a {FORMATS}")
 
 
 def _columns(task: Task, name: str, place: str, row: Mapping[str, object]) -> tuple[tuple[str, ...], object]:

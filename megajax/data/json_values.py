@@ -7,7 +7,7 @@ from typing import Any
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["read_json", "value_of"]
+__all__ = ["object_of_line", "read_json", "value_of"]
 
 KINDS = {str: "a text", list: "a list", int: "a whole number", bool: "true or false"}
 
@@ -22,6 +22,21 @@ def value_of(place: str, item: Any, name: str, kind: type, remedy: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{place} has no {name!r} that is {KINDS[kind]}: {remedy}.")
     return value
+
+
+def object_of_line(place: str, line: str, remedy: str) -> dict[str, Any]:
+    """The JSON object that a line is.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError):
+        item = None
+    if not isinstance(item, dict):
+        raise ConfigError(f"{place} is not a JSON object: {remedy}.")
+    return item
 
 
 def read_json(path: str, remedy: str) -> dict[str, Any]:

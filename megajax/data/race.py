@@ -9,7 +9,6 @@ article, whose end is cut off.
 """
 
 import dataclasses
-import json
 import pathlib
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.bert import WordPieces
-from megajax.data.json_values import value_of
+from megajax.data.json_values import object_of_line, value_of
 from megajax.data.loader import EpochOrder
 from megajax.data.sentence_rows import sentence_row
 from megajax.data.text import numbered_lines
@@ -64,7 +63,7 @@ def read_race(paths: Sequence[str], choices: int) -> Race:
         for file in _files(path):
             before = len(texts)
             for place, line in numbered_lines(str(file), REMEDY):
-                item = _object(place, line)
+                item = object_of_line(place, line, REMEDY)
                 for asked, label in _questions(place, item, choices):
                     article.append(len(articles))
                     texts.append(asked)
@@ -83,16 +82,6 @@ def _files(path: str) -> list[pathlib.Path]:
     if not found:
         raise ConfigError(f"{path} has no .txt file: {REMEDY}.")
     return found
-
-
-def _object(place: str, line: str) -> dict[str, Any]:
-    try:
-        item = json.loads(line)
-    except (ValueError, RecursionError):
-        item = None
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place} is not a JSON object: {REMEDY}.")
-    return item
 
 
 def _questions(place: str, item: Mapping[str, Any], choices: int) -> Iterator[tuple[list[str], int]]:

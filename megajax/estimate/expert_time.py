@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megajax.config import ParallelConfig, RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu
+from megajax.estimate.memory import rows_of
 from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts, spread
 from megajax.models.costs import Experts, ModelCosts
 
@@ -36,7 +37,7 @@ def expert_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> t
     weights = ops.traffic((held - counted) * ops.itemsize)
     gradients = ops.traffic(held * software.expert_gradient_bytes - counted * ops.itemsize)
 
-    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
+    tokens = rows_of(model, parallel)
     routed = [one for one in model.matmuls if one.name.startswith("experts")]
     widths = sum(max(one.inputs, one.outputs) for one in routed)  # before and after the activation
     more = 0.0 if software.routed_dispatch else experts.rows(degree) - 1
@@ -57,8 +58,8 @@ def expert_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> t
 
 def _tokens(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> float:
     """Bytes of the tokens that a device sends, for one microbatch."""
-    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
-    return tokens * model.hidden * ops.itemsize / (parallel.tensor if parallel.sequence_parallel else 1)
+    split = parallel.tensor if parallel.sequence_parallel else 1
+    return rows_of(model, parallel) * model.hidden * ops.itemsize / split
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tuple[float, float]:

@@ -35,10 +35,8 @@ def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
     tokens = model.sequence_length
     multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in model.matmuls}
     if model.attention:
-        window = min(tokens, model.attention.window or tokens)
-        every = attention == "full" or not model.attention.causal
-        twice_the_pairs = 2 * tokens * tokens if every else window * (2 * tokens - window)
-        product = twice_the_pairs * model.attention.heads * model.attention.head_size // 2
+        pairs = tokens * tokens if attention == "full" else model.attention.pairs(tokens)
+        product = int(pairs * model.attention.heads * model.attention.head_size)
         multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
     flops = {name: 2 * model.layers * count for name, count in multiply_adds_per_layer.items()}
     flops |= {one.name: 2 * tokens * one.inputs * one.outputs for one in model.head}

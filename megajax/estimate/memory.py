@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from megajax.config import RunConfig, padded_vocabulary
+from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.config.run_schedule import run_schedule, schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
@@ -127,29 +127,16 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
     sharding, slots = sharding or Sharding.from_config(run), slots or program_slots(run)
-    stage, tokens = parallel.stage_layers(model.layers), model.sequence_length // parallel.context
     state = sharded_parameters(run, sharding, sharding.zero >= 1)
     work = sharded_parameters(run, sharding, sharding.zero >= 3)
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
-    per_chunk = stage.slots
-    activation = parallel.microbatch_size * tokens * model.hidden * item
-    residual = activation // (parallel.tensor if parallel.sequence_parallel else 1)
-    layer = model.kept_bytes(
-        "none" if unrolls(run, parallel.attention) else parallel.recompute,
-        samples=parallel.microbatch_size,
-        sequence=tokens,
-        tensor=parallel.tensor,
-        sequence_parallel=parallel.sequence_parallel,
-        itemsize=item,
-        fused_attention=is_fused(parallel),
-        expert=parallel.expert,
-    )
-    layer //= parallel.recompute_blocks  # blocks that are recomputed together keep one input
+    per_chunk = parallel.stage_layers(model.layers).slots
+    residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
+    layer = kept_of_block(run, item, "none" if unrolls(run, parallel.attention) else None)
     stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
     workspace, copies = _workspace(run, item), stashed * stash_copies(run, item)
-    gathered = (
-        2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
-    )  # the current block's and the next one's
+    # ZeRO-3 gathers the weights of the current block and of the next one.
+    gathered = 2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
@@ -161,6 +148,32 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "inboxes": slots.inbox * residual,
         "workspace": workspace,
     }
+
+
+def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
+    """Tokens of a microbatch on a device: context parallelism splits the sequence."""
+    return parallel.microbatch_size * (model.sequence_length // parallel.context)
+
+
+def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
+    """Bytes that one block keeps from the forward to the backward of one microbatch, on one device.
+
+    Args:
+      item: bytes of an activation.
+      mode: recompute mode, if not the run's. Blocks that are recomputed together keep one input, a part of it each.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    kept = model.kept_bytes(
+        mode or parallel.recompute,
+        samples=parallel.microbatch_size,
+        sequence=model.sequence_length // parallel.context,
+        tensor=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        itemsize=item,
+        fused_attention=is_fused(parallel),
+        expert=parallel.expert,
+    )
+    return kept // parallel.recompute_blocks
 
 
 def kept_for_weights(run: RunConfig, item: int) -> int:
@@ -230,6 +243,5 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     common, experts = block_parameters(run)
     routed = [one for one in model.matmuls if one.name.startswith("experts")]
     widths = sum(max(one.inputs, one.outputs) for one in routed if one.split) / model.experts.chosen
-    tokens = parallel.microbatch_size * model.sequence_length // parallel.context
-    rows = tokens * model.experts.chosen * model.expert_rows(parallel.expert)
+    rows = rows_of(model, parallel) * model.experts.chosen * model.expert_rows(parallel.expert)
     return item * common + 4 * experts + int(rows * item * (2 * model.hidden + 2 * widths / parallel.tensor))

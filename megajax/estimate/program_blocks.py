@@ -26,6 +26,8 @@ from megajax.estimate.memory import (
     Sharding,
     is_paired,
     kept_for_weights,
+    kept_of_block,
+    rows_of,
     slots_of,
 )
 from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, spread
@@ -107,7 +109,7 @@ class Blocks:
         self.model, self.sharding = model_costs(run.model), sharding or Sharding.from_config(run)
         self.item, self.rates = ITEMSIZE[run.train.precision], rates_of(gpu, run.train.precision)
         parallel, model = self.parallel, self.model
-        self.rows = parallel.microbatch_size * model.sequence_length // parallel.context
+        self.rows = rows_of(model, parallel)
         self.split = parallel.tensor if parallel.sequence_parallel else 1
         self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
         self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
@@ -159,23 +161,21 @@ class Blocks:
     @functools.cached_property
     def _products(self) -> list[tuple[float, float, bool]]:
         """(inputs, outputs) of each weight on a device, and whether full recomputation repeats its product."""
-        tensor = self.parallel.tensor
         return [
-            (
-                one.inputs / tensor if one.split == "row" else one.inputs,
-                one.outputs / tensor if one.split == "column" else one.outputs,
-                self.parallel.recompute in one.recomputed,
-            )
+            (*one.on_device(self.parallel.tensor), self.parallel.recompute in one.recomputed)
             for one in self.model.matmuls
         ]
 
     @functools.cached_property
     def _elementwise(self) -> float:
         """Bytes that a block's forward moves besides matmuls, attention and the stash."""
-        traffic = self.model.elementwise
-        masks = traffic.masks * self.residual / self.item if self._drops else 0
-        within = self.rows * (traffic.inner / self.parallel.tensor + traffic.whole) * self.item
-        return traffic.residual_passes * self.residual + masks + within
+        return self.model.elementwise_bytes(
+            self.rows,
+            itemsize=self.item,
+            tensor=self.parallel.tensor,
+            sequence_parallel=self.parallel.sequence_parallel,
+            dropout=self._drops,
+        )
 
     @property
     def _drops(self) -> bool:
@@ -185,27 +185,16 @@ class Blocks:
     def _stash(self) -> float:
         """Seconds of writing what a block keeps for its backward to the stash: read and written."""
         on_device = not (self.unrolled or self.parallel.offload_activations)
-        return 0.0 if not on_device else 2 * self._kept / self.parallel.recompute_blocks / self.rates.memory
+        return 2 * self._kept / self.rates.memory if on_device else 0.0
 
     @property
     def _transfer(self) -> float:
         """Seconds in which a block's part of the stash is sent to host memory, or back, which nothing overlaps."""
-        if not self.parallel.offload_activations:
-            return 0.0
-        return self._kept / self.parallel.recompute_blocks / self.rates.pcie
+        return self._kept / self.rates.pcie if self.parallel.offload_activations else 0.0
 
     @functools.cached_property
-    def _kept(self) -> float:
-        parallel = self.parallel
-        return self.model.kept_bytes(
-            parallel.recompute,
-            samples=parallel.microbatch_size,
-            sequence=self.model.sequence_length // parallel.context,
-            tensor=parallel.tensor,
-            sequence_parallel=parallel.sequence_parallel,
-            itemsize=self.item,
-            fused_attention=is_fused(parallel),
-        )
+    def _kept(self) -> int:
+        return kept_of_block(self.run, self.item)
 
     @functools.cached_property
     def _attention(self) -> tuple[Work, Work, Work]:
@@ -216,9 +205,8 @@ class Blocks:
         tokens, heads = self.model.sequence_length, parallel.microbatch_size * attention.heads / parallel.tensor
         queries = tokens // parallel.context
         if is_fused(parallel):
-            window = min(tokens, attention.window or tokens)
-            seen = window * (2 * tokens - window) / 2 if attention.causal else tokens * tokens
-            one = 4 * heads * seen * attention.head_size / parallel.context / self.rates.attention
+            flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
+            one = flops / self.rates.attention
             factor = PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD
             return Work(attention=one, gaps=self.rates.gap), Work(attention=factor * one, gaps=self.rates.gap), Work()
         scores = heads * queries * tokens

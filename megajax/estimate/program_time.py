@@ -8,7 +8,7 @@ once a step    cast, sums over replicas, the gradient's norm, AdamW; zeros for t
 import functools
 
 from megajax.config import padded_vocabulary
-from megajax.estimate.memory import program_slots, shared_parameters
+from megajax.estimate.memory import program_slots, rank_parameters, sharded_parameters, shared_parameters
 from megajax.estimate.program_blocks import Blocks, Work
 from megajax.schedules.simulate import Costs
 
@@ -123,15 +123,15 @@ class Program(Blocks):
     def once(self) -> Work:
         """What a step does once."""
         run, parallel, model = self.run, self.parallel, self.model
-        stage, shared = (
-            parallel.stage_layers(model.layers),
+        shared, local = (
             shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding),
+            sum(rank_parameters(run, self.sharding)),
         )
-        local = stage.rank_slots * model.block.on_device(parallel.tensor) + shared
         replicas, zero = parallel.data * parallel.context, self.sharding.zero
-        state, sums = local / (replicas if zero else 1), local / (replicas if zero == 3 else 1)
+        state, sums = (sharded_parameters(run, self.sharding, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.unrolled or parallel.offload_activations)
-        stash = program_slots(run).stash * stage.slots * self._kept / parallel.recompute_blocks if in_memory else 0.0
+        slots = program_slots(run).stash * parallel.stage_layers(model.layers).slots
+        stash = slots * self._kept if in_memory else 0
         moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
         exchanged = shared if zero == 3 else local  # ZeRO-3 has scattered the blocks' gradients
         over_data = self.ring(exchanged * 4, replicas, "data")

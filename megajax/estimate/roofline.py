@@ -211,7 +211,7 @@ class _Reader:
             kind = line.op.removesuffix("-start").removesuffix("-done")
             if kind in KINDS:
                 if line.op.endswith("-done"):
-                    end = pending.pop(next(name for name in pending if name in line.rest))
+                    end = pending.pop(operands(line)[0])
                 else:
                     begin = max(now, free)
                     end = free = begin + self._collective_seconds(line, kind, types)

@@ -24,7 +24,9 @@ from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
+    kept_of_block,
     rank_parameters,
+    rows_of,
     sharded_parameters,
 )
 from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, RINGS_SHARE, Fitted, OpCosts, Software, spread
@@ -105,24 +107,14 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tu
     """(forward, backward) of one block for one microbatch; the backward includes what it recomputes."""
     rows, item, software = rows_of(model, parallel), ops.itemsize, ops.software
     tensor, mode = parallel.tensor, parallel.recompute
-    shapes = [
-        (
-            one.inputs / tensor if one.split == "row" else one.inputs,
-            one.outputs / tensor if one.split == "column" else one.outputs,
-        )
-        for one in model.matmuls
-    ]
+    shapes = [one.on_device(tensor) for one in model.matmuls]
     matmul = sum(ops.matmul(rows, k, n) for k, n in shapes)
     matmul_backward = sum(ops.matmul(rows, n, k) + ops.matmul(k, rows, n) for k, n in shapes)
     attention, attention_backward, again = _attention_times(model, parallel, ops)
 
     # Outside the matmuls. A backward also reads the gradient: half as much traffic again.
-    traffic = model.elementwise
-    split = tensor if parallel.sequence_parallel else 1
-    masks = traffic.masks if software.dropout else 0
-    residual = rows * model.hidden / split * (traffic.residual_passes * item + masks)
-    within = rows * (traffic.inner / tensor + traffic.whole) * item
-    elementwise = ops.traffic(residual + within)
+    sizes = {"itemsize": item, "tensor": tensor, "sequence_parallel": parallel.sequence_parallel}
+    elementwise = ops.traffic(model.elementwise_bytes(rows, dropout=software.dropout, **sizes))
 
     # Each pair of matmuls is gathered before and summed after, as an all-reduce is both (1909.08053, 2205.05198 4.2).
     whole = rows * model.hidden * item
@@ -142,11 +134,6 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) -> tu
     several = zip(model.matmuls, shapes, strict=True)
     matmul_again = sum(ops.matmul(rows, k, n) for one, (k, n) in several if mode in one.recomputed)
     return forward, backward + LayerTime(matmul=matmul_again, attention=again)
-
-
-def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
-    """Tokens of a microbatch on a device: context parallelism splits the sequence."""
-    return parallel.microbatch_size * model.sequence_length // parallel.context
 
 
 def _ring_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, gradients: int, attention: float) -> float:
@@ -173,9 +160,7 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts) 
     queries = tokens // parallel.context  # of one device, an equal share of the work (2407.21783 section 3.3.2)
     scores = heads * queries * tokens
     if software.fused_attention or is_fused(parallel):
-        window = min(tokens, model.attention.window or tokens)
-        seen = window * (2 * tokens - window) / 2 if model.attention.causal else tokens * tokens  # scores of a head
-        forward = ops.fused_attention(8 * heads * seen * head_size / parallel.context)
+        forward = ops.fused_attention(8 * heads * model.attention.pairs(tokens) * head_size / parallel.context)
         # A fused backward always computes the scores again.
         return forward, (PALLAS_BACKWARD if parallel.attention == "pallas" else ops.fused_backward) * forward, 0.0
     products = 2 * ops.matmul(queries, head_size, tokens, heads)
@@ -239,12 +224,9 @@ def step_time(
     model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
     ops = OpCosts(gpu, run.train.precision, software, fitted)
     forward, backward = layer_times(model, parallel, ops)
-    stage = parallel.stage_layers(model.layers)
-    layers, chunk = stage.rank_slots, stage.slots  # what runs for a slot without a layer takes as long
+    layers = parallel.stage_layers(model.layers).rank_slots  # what runs for a slot without a layer takes as long
     both = forward + backward
-    weight = chunk * (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
-    whole = backward.total * chunk
-    bubble = bubble_time(run, Costs(forward.total * chunk, whole, whole - weight, weight), software.lockstep)
+    bubble = bubble_time(run, _chunk_costs(run, forward, backward), software.lockstep)
     blocks = batches * layers * both.total
     if sharding.zero == 3:
         data = _gathers_time(run, ops, blocks, sharding.shards)
@@ -262,6 +244,25 @@ def step_time(
         offload=_offload_time(run, ops) if parallel.offload_activations else 0.0,
         expert=batches * layers * both.expert,
     )
+
+
+def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:
+    """Seconds of each operation on one chunk in megajax's program, of which `step_time` takes the bubble to consist.
+
+    Raises:
+      ConfigError: the GPU has no peak for the run's precision.
+    """
+    model = model_costs(run.model)
+    if not model.experts:
+        return Program(run, gpu).costs
+    return _chunk_costs(run, *layer_times(model, run.parallel, OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)))
+
+
+def _chunk_costs(run: RunConfig, forward: LayerTime, backward: LayerTime) -> Costs:
+    """The same from the times of one block; the matmuls of the weights' gradients are half of its backward's."""
+    weight = (backward.matmul - (forward.matmul if run.parallel.recompute == "full" else 0)) / 2
+    whole = Costs(forward.total, backward.total, backward.total - weight, weight)
+    return whole.scaled(run.parallel.stage_layers(run.model.layers).slots)
 
 
 def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
@@ -287,18 +288,8 @@ def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
 
 def _offload_time(run: RunConfig, ops: OpCosts) -> float:
     """Moving what each block keeps to host memory and back; that the copies overlap kernels is not counted on."""
-    model, parallel = model_costs(run.model), run.parallel
-    kept = model.kept_bytes(
-        parallel.recompute,
-        samples=parallel.microbatch_size,
-        sequence=model.sequence_length // parallel.context,
-        tensor=parallel.tensor,
-        sequence_parallel=parallel.sequence_parallel,
-        itemsize=ops.itemsize,
-        fused_attention=is_fused(parallel),
-    )
-    blocks = run.microbatches * parallel.stage_layers(run.model.layers).rank_slots // parallel.recompute_blocks
-    return 2 * blocks * kept / ops.gpu.pcie_bandwidth
+    blocks = run.microbatches * run.parallel.stage_layers(run.model.layers).rank_slots
+    return 2 * blocks * kept_of_block(run, ops.itemsize) / ops.gpu.pcie_bandwidth
 
 
 def _sends_time(run: RunConfig, ops: OpCosts) -> float:
@@ -369,8 +360,3 @@ def over_replicas(run: RunConfig, ops: OpCosts, sharding: Sharding, bytes_each: 
     distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
     of_experts = ops.collective(experts * bytes_each, replicas // parallel.expert, distance * parallel.expert)
     return ops.collective(common * bytes_each, replicas, distance) + (of_experts if experts else 0.0)
-
-
-def parameters_per_device(run: RunConfig, sharding: Sharding) -> int:
-    """Parameters on a device, before ZeRO."""
-    return sum(rank_parameters(run, sharding))

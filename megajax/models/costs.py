@@ -40,6 +40,11 @@ class Matmul:
     split: str | None = None
     recomputed: tuple[str, ...] = ()
 
+    def on_device(self, tensor: int) -> tuple[float, float]:
+        """(inputs, outputs) of the weight's part on one device of a tensor group of this size."""
+        inputs = self.inputs / tensor if self.split == "row" else self.inputs
+        return inputs, self.outputs / tensor if self.split == "column" else self.outputs
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -65,6 +70,11 @@ class Attention:
     causal: bool = True
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
+
+    def pairs(self, tokens: int) -> float:
+        """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""
+        window = min(tokens, self.window or tokens)
+        return window * (2 * tokens - window) / 2 if self.causal else tokens * tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +238,23 @@ class ModelCosts:
     def matmul_pairs(self) -> int:
         """Column- then row-parallel pairs of matmuls in a block; each has one sum over the tensor group."""
         return sum(one.split == "row" for one in self.matmuls)
+
+    def elementwise_bytes(
+        self, rows: float, *, itemsize: int, tensor: int, sequence_parallel: bool, dropout: bool
+    ) -> float:
+        """Bytes that a block's forward reads and writes outside matmuls and attention, on one device.
+
+        Args:
+          rows: tokens of a microbatch on the device.
+          itemsize: bytes of an activation.
+          tensor: devices of a tensor group.
+          sequence_parallel: whether they also split the residual stream along its sequence.
+          dropout: whether it reads the masks.
+        """
+        traffic, split = self.elementwise, tensor if sequence_parallel else 1
+        masks = traffic.masks if dropout else 0
+        residual = rows * self.hidden / split * (traffic.residual_passes * itemsize + masks)
+        return residual + rows * (traffic.inner / tensor + traffic.whole) * itemsize
 
     def kept_values(self, mode: str, fused_attention: bool = False) -> tuple[KeptValue, ...]:
         """The values that one block stores for its backward in recompute mode `mode`."""

@@ -173,7 +173,7 @@ class Attention(nnx.Module):
 def with_rotary_table(config: ModelConfig, microbatch: Microbatch, length: int) -> Microbatch:
     """The microbatch with "rotary", the table of its "positions" or of 0 to length - 1, if the model has one.
 
-    In a loop over blocks XLA computes it for each block anew, in kernels of their own.
+    Inside the loop over blocks XLA would compute it again for each block, in separate kernels.
     """
     if config.positions != "rotary" or "rotary" in microbatch:
         return microbatch

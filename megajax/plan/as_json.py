@@ -13,8 +13,8 @@ from megajax.plan.ties import is_tie
 __all__ = ["answer", "layout"]
 
 LAYOUT = (
-    *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero"),
-    *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch"),
+    *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero", "expert"),
+    *("vocab_parallel", "attention", "sequence_parallel", "expert_dispatch"),
 )
 
 
@@ -33,6 +33,7 @@ def layout(one: Candidate, fastest: Candidate, cluster: Cluster, tokens: float) 
         "days": one.days(tokens),
         "memory_bytes": one.peak,
         "memory_bytes_by_part": one.memory,
+        "memory_is_tight": one.is_tight,
         "cost": {**dataclasses.asdict(cost), "currency": cluster.currency},
     }
 
@@ -65,6 +66,7 @@ def answer(
         "gpu": gpu.name,
         "gpus": question.gpus,
         "usable_bytes": usable_bytes(gpu),
+        "memory_margin": question.memory_margin,
         "global_batch": question.global_batch,
         "sequence_length": costs.sequence_length,
         "precision": question.precision,

@@ -15,9 +15,10 @@ the restart and the work since the last save. Goodput is the share of time in wh
 
 import argparse
 import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 
 from megajax.config.options import Parser
@@ -86,20 +87,18 @@ class Failures:
         Hosts fail only while the job runs, so that at most `spares` + 1 are being repaired: Erlang's loss formula (1917) for
         as many servers, which holds for repairs of any distribution.
         """
-        load = self.host_share * self.repair / self.job_mtbf(gpus)
-        blocked = 1.0
-        for servers in range(1, spares + 2):
-            blocked = load * blocked / (servers + load * blocked)
-        return blocked
+        return next(itertools.islice(self._blocked(gpus), spares, None))
 
     def spares_for(self, gpus: int, most_stalled: float = MOST_STALLED) -> int:
         """The fewest spare hosts with which the job waits for at most this share of time."""
-        load = self.host_share * self.repair / self.job_mtbf(gpus)
-        blocked, servers = load / (1 + load), 1
-        while blocked > most_stalled:
-            servers += 1
+        return next(spares for spares, blocked in enumerate(self._blocked(gpus)) if blocked <= most_stalled)
+
+    def _blocked(self, gpus: int) -> Iterator[float]:
+        """`stalled` for 0, 1, 2, ... spare hosts, by the recursion of Erlang's formula."""
+        load, blocked = self.host_share * self.repair / self.job_mtbf(gpus), 1.0
+        for servers in itertools.count(1):
             blocked = load * blocked / (servers + load * blocked)
-        return servers - 1
+            yield blocked
 
     def slowdown(self, gpus: int) -> float:
         """The expected step time of a job, relative to a GPU's mean: each step waits for the slowest.
@@ -220,7 +219,9 @@ def plot(failures: Failures, path: str) -> None:
         values = [changed.goodput(n, best_interval(changed.save, changed.job_mtbf(n))) for n in counts]
         axis.plot(counts, [100 * value for value in values], label=f"restart {_time(restart)}")
     axis.plot([16384], [90], "kx")
-    axis.annotate("Llama 3: above 90%", (16384, 90), textcoords="offset points", xytext=(4, 8), ha="left", fontsize=8)
+    axis.annotate(
+        "Llama 3: above 90%", (16384, 90), textcoords="offset points", xytext=(-6, -4), ha="right", fontsize=8
+    )
     axis.set_xscale("log")
     axis.set_ylim(0, 100)
     axis.set_xlabel("GPUs")

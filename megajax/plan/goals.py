@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from megajax.config import PRESETS, ConfigError, ModelConfig
 from megajax.estimate import model_costs
 from megajax.plan.cluster import Cluster
-from megajax.plan.search import Candidate, NoLayout, Question, search
+from megajax.plan.search import Candidate, Question, layouts_that_fit
 from megajax.plan.ties import simplest_first
 
 __all__ = ["TOKENS_PER_PARAMETER", "best_model", "compare", "gpus_for", "tokens_for"]
@@ -48,10 +48,7 @@ class Purchase:
 
 def fastest(question: Question) -> Candidate | None:
     """The layout that the planner would choose; None if none is legal or none fits."""
-    try:
-        found = simplest_first([one for one in search(question) if one.fits])
-    except NoLayout:
-        return None
+    found = simplest_first(layouts_that_fit(question))
     return found[0] if found else None
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from megajax.estimate.step_time import chunk_costs
 from megajax.plan.search import Candidate, best_by
-from megajax.plan.sites import chunk_costs
 from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.render import IDLE, NAMES, SHADES
 from megajax.schedules.simulate import Simulation, simulate_lockstep

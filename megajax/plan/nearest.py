@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megajax.plan.search import Candidate, NoLayout, Question, search
+from megajax.plan.search import Candidate, Question, layouts_that_fit
 
 __all__ = ["better_counts", "good_counts", "nearest_counts"]
 
@@ -29,11 +29,7 @@ def good_counts(question: Question) -> list[Candidate]:
 
 def _fastest(question: Question, gpus: int) -> Candidate | None:
     """The fastest layout that fits, if there is one."""
-    try:
-        first = search(dataclasses.replace(question, gpus=gpus))[0]
-    except NoLayout:
-        return None
-    return first if first.fits else None
+    return next(iter(layouts_that_fit(dataclasses.replace(question, gpus=gpus))), None)
 
 
 def nearest_counts(question: Question) -> str:

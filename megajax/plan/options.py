@@ -7,7 +7,7 @@ from megajax.config import ConfigError, ModelConfig, preset
 from megajax.config.options import Parser, add_options, option_names
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
-from megajax.plan.search import Question
+from megajax.plan.search import MEMORY_MARGIN, Question
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.registry import names, search_order
 
@@ -68,6 +68,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
         expert=tuple(args.expert) if args.expert else None,
         vocab_parallel=args.vocab_parallel,
         attention=args.attention,
+        memory_margin=args.memory_margin,
     )
 
 
@@ -130,6 +131,13 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     add("--json", action="store_true", help="print the answer as JSON")
     add("--html", type=plain_text, metavar="FILE", help="write the answer as a page for a browser")
     add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    add(
+        "--memory-margin",
+        type=number(low=0, below=1),
+        default=MEMORY_MARGIN,
+        metavar="SHARE",
+        help="of the usable memory that layouts leave free, as predictions have errors (default: %(default)s)",
+    )
     _add_choices(parser)
     add_options(parser, ModelConfig, "model (default: the preset's)")
     return parser

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.config import ConfigError
 from megajax.estimate import model_costs
 from megajax.estimate.error_bars import bar_of
-from megajax.plan.search import Candidate, Question, best_by, fitting, usable_bytes
+from megajax.plan.search import MEMORY_MARGIN, Candidate, Question, best_by, fitting, usable_bytes
 from megajax.plan.ties import is_tie
 
 # The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
@@ -46,14 +46,19 @@ def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
 
 
 def table(candidates: Sequence[Candidate], tokens: float, fastest: Candidate) -> str:
-    """The candidates as rows, ties of the fastest marked; all must have been timed."""
+    """The candidates as rows, with `_marks`; all must have been timed."""
     head = (
         f"{'':>3} {'t':>3} {'p':>3} {'d':>4} {'v':>2} {'b':>2} {'m':>4}  {'schedule':<12}{'recompute':<10}{'zero':>4}"
         f"{'step s':>9}{'TFLOP/s':>8}{'MFU':>7}{'days':>7}{'bubble':>8}{'comm':>6}{'GB':>7}  memory"
     )
     return "\n".join(
-        [head, *(_row(index + 1, one, tokens) + "  =" * is_tie(one, fastest) for index, one in enumerate(candidates))]
+        [head, *(_row(number, one, tokens) + _marks(one, fastest) for number, one in enumerate(candidates, 1))]
     )
+
+
+def _marks(one: Candidate, fastest: Candidate) -> str:
+    """The marks behind a row: = for a tie of the fastest, ! for memory that may not suffice."""
+    return "  =" * is_tie(one, fastest) + "  !" * one.is_tight
 
 
 def _row(number: int, one: Candidate, tokens: float) -> str:
@@ -80,7 +85,8 @@ def shown_parameters(model: Any) -> str:
 def accuracy(best: Candidate) -> str:
     """How far the predictions are off, by the published runs that no constant was fitted to."""
     bar = bar_of(best.run.parallel)
-    return (
+    tight = f"!: less than {MEMORY_MARGIN:.0%} of the usable memory is free, and predictions were off by as much.\n"
+    return (tight if best.question.memory_margin < MEMORY_MARGIN else "") + (
         f"=: within {bar.within:.0%} of the fastest, which is what comparisons were off by; such ties are sorted by "
         f"simplicity. Predicted times of published runs were off by {bar.total:.0%} (megajax.estimate.validate)."
     )
@@ -92,7 +98,8 @@ def heading(question: Question, tokens: float, counted: int, fitting: int, secon
     experts = f"\n{EXPERTS}" if getattr(question.model, "experts", 0) else ""
     return (
         f"{question.model.name}: {shown_parameters(question.model)} on {question.gpus} {gpu.name} "
-        f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable), global batch {question.global_batch}, "
+        f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable, "
+        f"{question.memory_margin:.0%} of it left free), global batch {question.global_batch}, "
         f"{question.precision}, attention {question.resolved_attention}, {tokens / 1e9:.0f}B tokens\n"
         f"{counted} legal layouts, {fitting} fit; {seconds:.1f} s. Times are of {question.software.name}'s program, "
         f"predicted; each mesh with its fastest schedule, of ties the simplest:{experts}"
@@ -104,16 +111,18 @@ def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
     lines = ["nothing fits; the smallest:"]
     for one in candidates[:count]:
         parallel = one.run.parallel
-        limit = usable_bytes(one.question.gpu)
+        limit = one.question.memory_limit
         lines.append(
             f"  tensor {parallel.tensor} pipe {parallel.pipe} data {parallel.data}, {parallel.schedule}, recompute "
             f"{parallel.recompute}: {one.peak / 1e9:.1f} GB of {limit / 1e9:.1f}  {memory_bar(one.memory, limit)}"
         )
-    return "\n".join([*lines, _what_fits(candidates[0].question)])
+    return "\n".join([*lines, _what_fits(candidates[0].question, candidates[0].peak)])
 
 
-def _what_fits(question: Question) -> str:
-    """What else to pass: more of ZeRO, or more GPUs; layouts with the least activations are tried."""
+def _what_fits(question: Question, least: int) -> str:
+    """What else to pass: no margin for `least` bytes, more of ZeRO, or more GPUs; for these a few lean layouts are tried."""
+    if least <= usable_bytes(question.gpu):
+        return "pass --memory-margin 0, if the prediction's error may be ignored"
     schedule = "1f1b" if "1f1b" in question.schedules else question.schedules[0]
     lean = {"microbatches": question.microbatches[:1], "recomputes": question.recomputes[-1:], "schedules": (schedule,)}
     for growth in (1, 2, 4, 8, 16, 32, 64):

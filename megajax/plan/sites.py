@@ -19,8 +19,8 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, 
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
-from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
-from megajax.estimate.step_time import layer_times, rows_of
+from megajax.estimate.memory import rows_of
+from megajax.estimate.step_time import chunk_costs
 from megajax.plan.report import new_figure, save_figure
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import exit_code
@@ -62,16 +62,6 @@ class Row:
     live: float
 
 
-def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:
-    """Seconds of each operation on one chunk of a validated run."""
-    model, parallel = model_costs(run.model), run.parallel
-    ops = OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)
-    forward, backward = layer_times(model, with_attention(run, gpu).parallel, ops)
-    slots = parallel.stage_layers(model.layers).slots
-    weight = (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
-    return Costs(forward.total, backward.total, backward.total - weight, weight).scaled(slots)
-
-
 def activation_bytes(run: RunConfig) -> int:
     """Bytes of a microbatch's activation between two stages, of all replicas, in 16 bit."""
     return run.parallel.data * rows_of(model_costs(run.model), run.parallel) * model_costs(run.model).hidden * 2
@@ -91,8 +81,11 @@ def longer_1f1b(stages: int, microbatches: int, sites: Sites, latency: float, mi
     return pack(f"1f1b, {more} longer", orders, microbatches=microbatches, paired=False, parts={BACKWARD: 2})
 
 
-def rows(run: RunConfig, gpu: str, names: Sequence[str], latencies: Sequence[float], sites: Sites) -> list[Row]:
+def rows(run: RunConfig, gpu: Gpu, names: Sequence[str], latencies: Sequence[float], sites: Sites) -> list[Row]:
     """A row for each schedule, with two chunks where it takes them, and for 1F1B made for the largest latency.
+
+    Args:
+      run: with its attention resolved (`gpus.with_attention`).
 
     Raises:
       ConfigError: a schedule does not take the run's sizes, or does not train.
@@ -107,8 +100,8 @@ def rows(run: RunConfig, gpu: str, names: Sequence[str], latencies: Sequence[flo
         one = dataclasses.replace(run, parallel=parallel)
         one.validate()
         sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
-        found.append(_row(make_schedule(name, **sizes), chunk_costs(one, find_gpu(gpu)), latencies, sites))
-    costs = chunk_costs(run, find_gpu(gpu))
+        found.append(_row(make_schedule(name, **sizes), chunk_costs(one, gpu), latencies, sites))
+    costs = chunk_costs(run, gpu)
     made = longer_1f1b(run.parallel.pipe, run.microbatches, sites, latencies[-1], costs.forward + costs.backward)
     return [*found, _row(made, costs, latencies, sites)]
 
@@ -185,12 +178,13 @@ def _command(args: argparse.Namespace) -> int:
         attention="auto",
     )
     train = TrainConfig(global_batch_size=args.data * args.microbatch_size * args.microbatches, precision="bf16")
-    run = RunConfig(preset(args.model), parallel, train)
+    gpu = find_gpu(args.gpu)
+    run = with_attention(RunConfig(preset(args.model), parallel, train), gpu)
     sent = activation_bytes(run)
     sites = Sites(args.sites, transfer=sent / (args.gbps * GIGABIT), jitter=args.jitter * MILLI, seed=args.seed)
     latencies = [time * MILLI for time in sorted(args.latency)]
-    found = rows(run, args.gpu, args.schedules, latencies, sites)
-    costs = chunk_costs(run, find_gpu(args.gpu))
+    found = rows(run, gpu, args.schedules, latencies, sites)
+    costs = chunk_costs(run, gpu)
     title = (
         f"{run.model.name}, {args.pipe} stages of {args.data} x {args.tensor} {args.gpu} on {args.sites} sites, "
         f"{args.microbatches} microbatches"

@@ -296,6 +296,13 @@ def test_a_conditional_hides_a_collective_only_when_it_does_something(runs):
     assert one.hidden["collective-permute"] == pytest.approx(25e-6 + runs * branch)
 
 
+def test_a_collective_ends_where_its_own_start_is_named():
+    """XLA numbers the starts of one kind: the name of one is the beginning of another's."""
+    assert account(BRANCHED.replace("%again", "%send.1"), {"head/cond": 0.5}, RATES) == account(
+        BRANCHED, {"head/cond": 0.5}, RATES
+    )
+
+
 def test_what_a_long_branch_hides_in_half_of_its_executions():
     """The branch takes longer than both sends: half of their time is exposed, not what the average branch leaves."""
     long = BRANCHED.replace("%tanh = bf16[1000]{0} tanh(%a)", "%tanh = bf16[10000000]{0} broadcast(%a)")

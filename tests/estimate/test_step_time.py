@@ -8,11 +8,11 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, 
 from megajax.estimate import validate
 from megajax.estimate.error_bars import ERROR_BARS
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.memory import Sharding
+from megajax.estimate.memory import Sharding, rank_parameters
 from megajax.estimate.op_costs import FITTED, MEGAJAX, Fitted, OpCosts, Software, spread
 from megajax.estimate.published import DEEPSPEED_2021, MEGATRON_2021, MODEL_22B
 from megajax.estimate.published_recent import RECENT_ROWS
-from megajax.estimate.step_time import bubble_time, layer_times, parameters_per_device, step_time
+from megajax.estimate.step_time import bubble_time, layer_times, step_time
 from megajax.models.transformer_costs import transformer_costs
 from megajax.schedules.registry import SPECS, find, make_schedule
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
@@ -198,7 +198,7 @@ def test_zero_3_by_hand():
     parallel = ParallelConfig(data=8, recompute="full", sequence_parallel=False)
     run = RunConfig(preset("gpt3-1.3b"), parallel, TrainConfig(global_batch_size=16, precision="fp16"))
     level = Sharding(zero=3)
-    parameters = parameters_per_device(run, level)
+    parameters = sum(rank_parameters(run, level))
     # 24 layers of four matrices: 96 collectives, each with a start and seven hops; 7/8 of the bytes are sent
     one = 7 / 8 * 2 * parameters / (0.77 * 300e9) + 96 * (8.4e-6 + 7 * 3.4e-6)
     sent = 2 * 4 * one  # two microbatches; three gathers and a scatter
@@ -228,7 +228,7 @@ def test_shards_of_fewer_gpus_are_gathered_among_them():
     parallel = ParallelConfig(data=16, sequence_parallel=False)
     run = RunConfig(preset("gpt3-1.3b"), parallel, TrainConfig(global_batch_size=16))
     level, program = Sharding(zero=3, shards=8), Software("ideal", gathered_pieces=1)
-    parameters = parameters_per_device(run, level)
+    parameters = sum(rank_parameters(run, level))
     each = lambda item: 7 / 8 * item * parameters / (0.77 * 300e9) + 24 * (8.4e-6 + 7 * 3.4e-6)  # noqa: E731
     copies = 2 * (1 / 2 * 4 * parameters / 8 / (0.336 * 25e9) + 8.4e-6 + 14e-6)
     found = step_time(run, A100, program, sharding=level, fitted=IDEAL)

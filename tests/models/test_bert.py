@@ -65,6 +65,22 @@ def encode(config, params, tokens, types, length):
     return x if config.post_norm else norm(x, params["shared"]["head"]["norm"])
 
 
+def all_states(config, params, rows):
+    """The encoder's output of each sample of a microbatch."""
+    lengths = config.sequence_length - rows["padding"]
+    samples = zip(rows["tokens"], rows["types"], lengths, strict=True)
+    return [encode(config, params, *sample) for sample in samples]
+
+
+def classified(config, params, rows):
+    """The classifier's scores of each sample of a microbatch."""
+    head = params["shared"]["head"]
+    pooled = [
+        np.tanh(x[0] @ head["pooler"]["kernel"] + head["pooler"]["bias"]) for x in all_states(config, params, rows)
+    ]
+    return [x @ head["classifier"]["kernel"] + head["classifier"]["bias"] for x in pooled]
+
+
 def heads(config, params, states):
     """Logits of the words [s, v] and of the order [2]."""
     p, embedding = params["shared"]["head"], params["shared"]["embedding"]
@@ -79,9 +95,7 @@ def loss(config, params, batch):
     """The mean over masked words plus the mean over samples."""
     words, orders = [], []
     rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
-    for row in range(len(rows["tokens"])):
-        length = config.sequence_length - rows["padding"][row]
-        states = encode(config, params, rows["tokens"][row], rows["types"][row], length)
+    for row, states in enumerate(all_states(config, params, rows)):
         logits, order = heads(config, params, states)
         for place in np.flatnonzero(rows["weights"][row]):
             words.append(-math.log(softmax(logits[place])[rows["labels"][row, place]]))
@@ -96,6 +110,18 @@ def encoder_output(model, params, microbatch):
         weights = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
         x = model.block(weights, x, microbatch, jnp.int32(layer))
     return x
+
+
+def loss_and_scores(model, scores, params, batch):
+    """The loss of a batch of one microbatch, and what `scores`, a method of the model, returns for it."""
+
+    @jax.jit
+    def run(params):
+        rows = {name: array[0] for name, array in batch.items()}
+        found = scores(params["shared"], encoder_output(model, params, rows), rows)
+        return mean_loss(model, params, batch), *found
+
+    return run(params)
 
 
 def wide(params):
@@ -130,9 +156,7 @@ def test_states_and_both_heads(config):
         return model.states(shared, x), model.logits(shared, x), model.order_logits(shared, x, batch)
 
     states, words, orders = run(params)
-    for row in range(4):
-        length = config.sequence_length - batch["padding"][row]
-        want = encode(config, wide(params), batch["tokens"][row], batch["types"][row], length)
+    for row, want in enumerate(all_states(config, wide(params), batch)):
         np.testing.assert_allclose(states[row], want, rtol=1e-4, atol=1e-5)
         want_words, want_order = heads(config, wide(params), want)
         np.testing.assert_allclose(words[row, :, : config.vocabulary], want_words, rtol=1e-4, atol=1e-5)
@@ -159,21 +183,11 @@ def test_classes_of_samples(config):
     config = dataclasses.replace(config, layers=1, output_heads="classification", classes=3)
     model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
-    rows, head, scores = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"], []
-    for row in range(len(rows["tokens"])):
-        length = config.sequence_length - rows["padding"][row]
-        states = encode(config, wide(params), rows["tokens"][row], rows["types"][row], length)
-        pooled = np.tanh(states[0] @ head["pooler"]["kernel"] + head["pooler"]["bias"])
-        scores.append(pooled @ head["classifier"]["kernel"] + head["classifier"]["bias"])
+    rows = {name: array[0] for name, array in batch.items()}
+    scores = classified(config, wide(params), rows)
     losses = [-math.log(softmax(score)[label]) for score, label in zip(scores, rows["class"], strict=True)]
     want = np.average(losses, weights=rows["weights"])
-
-    @jax.jit
-    def run(params):
-        scores = model.class_scores(params["shared"], encoder_output(model, params, rows), rows)
-        return mean_loss(model, params, batch), *scores
-
-    value, got, best = run(params)
+    value, got, best = loss_and_scores(model, model.class_scores, params, batch)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
@@ -186,22 +200,12 @@ def test_choices(config):
     model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
     batch["weights"][0, 4] = 0  # of the second question
-    rows, head, scores = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"], []
-    for row in range(len(rows["tokens"])):
-        length = config.sequence_length - rows["padding"][row]
-        states = encode(config, wide(params), rows["tokens"][row], rows["types"][row], length)
-        pooled = np.tanh(states[0] @ head["pooler"]["kernel"] + head["pooler"]["bias"])
-        scores.append((pooled @ head["classifier"]["kernel"] + head["classifier"]["bias"]).item())
-    scores, classes, weights = np.reshape(scores, (-1, 4)), rows["class"][::4], rows["weights"][::4]
+    rows = {name: array[0] for name, array in batch.items()}
+    scores = np.reshape(classified(config, wide(params), rows), (-1, 4))
+    classes, weights = rows["class"][::4], rows["weights"][::4]
     losses = [-math.log(softmax(score)[label]) for score, label in zip(scores, classes, strict=True)]
     assert weights.tolist() == [1, 0, 1, 1]
-
-    @jax.jit
-    def run(params):
-        scores = model.class_scores(params["shared"], encoder_output(model, params, rows), rows)
-        return mean_loss(model, params, batch), *scores
-
-    value, got, best = run(params)
+    value, got, best = loss_and_scores(model, model.class_scores, params, batch)
     np.testing.assert_allclose(value, np.average(losses, weights=weights), rtol=1e-5)
     np.testing.assert_allclose(got, losses * weights, rtol=1e-4)
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
@@ -219,26 +223,14 @@ def test_first_and_last_token_of_an_answer(config):
     model, params = small.build_model(config), small.busy_params(config)
     assert "pooler" not in params["shared"]["head"]
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
-    rows, head, losses, scores = (
-        {name: array[0] for name, array in batch.items()},
-        wide(params)["shared"]["head"],
-        [],
-        [],
-    )
-    for row in range(len(rows["tokens"])):
-        length = config.sequence_length - rows["padding"][row]
-        states = encode(config, wide(params), rows["tokens"][row], rows["types"][row], length)
-        scores.append(states @ head["spans"]["kernel"] + head["spans"]["bias"])
-        first, last = (softmax(scores[-1][:, side]) for side in (0, 1))
+    rows, head = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"]["spans"]
+    scores = [states @ head["kernel"] + head["bias"] for states in all_states(config, wide(params), rows)]
+    losses = []
+    for row, logits in enumerate(scores):
+        first, last = (softmax(logits[:, side]) for side in (0, 1))
         losses.append(-(math.log(first[rows["start"][row]]) + math.log(last[rows["end"][row]])) / 2)
     want = np.average(losses, weights=rows["weights"])
-
-    @jax.jit
-    def run(params):
-        scores = model.span_scores(params["shared"], encoder_output(model, params, rows), rows)
-        return mean_loss(model, params, batch), *scores
-
-    value, got, found = run(params)
+    value, got, found = loss_and_scores(model, model.span_scores, params, batch)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(got, losses * rows["weights"], rtol=1e-4)
     np.testing.assert_allclose(found, scores, rtol=1e-4, atol=1e-5)

@@ -55,7 +55,11 @@ def test_every_layout_is_legal_once_and_sorted():
     assert fits == sorted(fits, reverse=True)
     times = [one.time.total for one in found if one.fits]
     assert times == sorted(times)
-    assert all(one.peak > usable_bytes(A100) for one in found if not one.fits)
+    assert all(one.peak > 0.95 * usable_bytes(A100) for one in found if not one.fits)
+    wider = search(Question(preset("gpt3-13b"), 32, A100, 64, memory_margin=0.0))
+    assert all((one.peak <= usable_bytes(A100)) == one.fits for one in wider)
+    more = {one.run.parallel for one in wider if one.fits} - {one.run.parallel for one in found if one.fits}
+    assert more == {one.run.parallel for one in wider if one.fits and one.is_tight} and more
 
 
 def test_all_shapes_are_searched():
