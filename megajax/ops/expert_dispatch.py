@@ -8,8 +8,8 @@ Shapes: N replicas of a group, each with b samples of s tokens and E / N experts
 With `all_to_all` a token is sent once to each replica that has any of its experts, min(k, N) at most, and comes back once
 from each, as the sum over that replica's experts (Megatron-LM's dispatcher "alltoall" sends it once for each expert). A
 replica has c places for the tokens of each other one: all that could choose its experts. Tokens take the first of them, in
-their order; nothing chooses an expert for the places that are left. So experts see their rows in the same order as with
-`gather`, and results add up in the same order.
+their order; nothing chooses an expert for the places that are left. So results add up in the same order as with `gather`,
+and but for several samples with a split sequence (below) an expert's rows have the same order too.
 
 Without capacity as many rows are sent as were routed, by `lax.ragged_all_to_all`, where XLA has it: not on CPUs (jax
 0.12). There, and where capacity makes c smaller than b s, all c places are sent.
