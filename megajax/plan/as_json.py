@@ -14,7 +14,7 @@ __all__ = ["answer", "layout"]
 
 LAYOUT = (
     *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero", "expert"),
-    *("vocab_parallel", "attention", "sequence_parallel"),
+    *("vocab_parallel", "attention", "sequence_parallel", "expert_dispatch"),
 )
 
 
