@@ -57,12 +57,14 @@ def compiled(words: Sequence[str], gpu_name: str, **options):
 
     jax.config.update("jax_platforms", "cpu")  # no GPU is used
     from megajax.config.cli import parse
+    from megajax.estimate.expert_time import with_expert_dispatch
     from megajax.estimate.gpus import find_gpu, with_attention
     from megajax.estimate.vocabulary import with_vocabulary
     from megajax.plan.compiler import CompilerError
 
     request, gpu = parse(words, __doc__, {}), find_gpu(gpu_name)
-    run = with_attention(with_vocabulary(request.run(request.devices_needed or 1, "bf16"), gpu), gpu)
+    run = with_expert_dispatch(request.run(request.devices_needed or 1, "bf16"), gpu)
+    run = with_attention(with_vocabulary(run, gpu), gpu)
     run.validate()
     try:
         return run, *compile_and_account(run, gpu, **options)

@@ -30,6 +30,12 @@ class ParallelConfig:
         "replicas that split a layer's experts among them: a group of neighbours on the mesh's data axis; divides data * "
         "context",
     )
+    expert_dispatch: str = setting(
+        "auto",
+        "how tokens get to the replicas that have their experts: an all-gather of all tokens, or an all-to-all of those "
+        "that each replica has experts for; auto: what the time model says is faster",
+        ("auto", "gather", "all_to_all"),
+    )
     chunks: int = setting(
         1, "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, any number for interleaved schedules, else 1"
     )

@@ -8,6 +8,7 @@ import dataclasses
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
+from megajax.estimate.expert_time import sent_share
 from megajax.estimate.memory import ITEMSIZE, Sharding, block_parameters, shared_parameters
 
 __all__ = ["Sent", "expected"]
@@ -16,7 +17,7 @@ GRADIENT = 4  # bytes: gradients are summed in fp32
 # Collectives of a pair of matmuls and a microbatch, each of b s h (t - 1) / t elements: an all-gather and a reduce-scatter
 # in the forward, and again in the backward.
 PAIR = 4
-# Of a layer with experts: an all-gather and a reduce-scatter in each direction.
+# Of a layer with experts: an all-gather and a reduce-scatter in each direction, or two all-to-alls.
 EXPERT_COLLECTIVES = 4
 
 
@@ -92,12 +93,16 @@ def _pipe(run: RunConfig) -> list[Sent]:
 
 
 def _expert(run: RunConfig) -> list[Sent]:
-    """Tokens gathered by their experts' replicas, and results scattered (`ops/expert_group.py`)."""
+    """Tokens sent to their experts' replicas, and results back (`ops/expert_dispatch.py`), with balanced routing."""
     parallel, model, degree = run.parallel, model_costs(run.model), run.parallel.expert
     part = _activation(run) / (parallel.tensor if parallel.sequence_parallel else 1)
     one = run.microbatches * parallel.stage_layers(model.layers).rank_slots * part * (degree - 1)
     count = EXPERT_COLLECTIVES + (parallel.recompute != "none")  # tokens again, for the weights' gradients
-    return [Sent("expert", "tokens and experts' results", f"{count} (N-1) bsh/t per layer and microbatch", count * one)]
+    share, each = 1.0, f"{count} (N-1) bsh/t per layer and microbatch"
+    if parallel.expert_dispatch == "all_to_all":
+        share, _ = sent_share(model.experts, parallel)
+        each = f"{share:.3g} of {each}"
+    return [Sent("expert", "tokens and experts' results", each, share * count * one)]
 
 
 def _data(run: RunConfig) -> list[Sent]:

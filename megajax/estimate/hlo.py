@@ -33,6 +33,7 @@ from megajax.estimate.hlo_parser import (
     known_trip_count,
     matmul_flops,
     numbers,
+    operands,
     scope_of,
     second_part,
     visits,
@@ -44,7 +45,16 @@ from megajax.pipeline.slots import slot_tables
 from megajax.schedules.registry import find
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
-__all__ = ["Collective", "HloModule", "Matmul", "collectives", "loop_trip_counts", "most_sent", "read"]
+__all__ = [
+    "Collective",
+    "HloModule",
+    "Matmul",
+    "collective_size",
+    "collectives",
+    "loop_trip_counts",
+    "most_sent",
+    "read",
+]
 
 # Bytes that a device sends for each byte that the collective returns, in a group of g, by a ring: the fewest possible.
 SENT = {
@@ -52,6 +62,7 @@ SENT = {
     "all-gather": lambda g: (g - 1) / g,
     "reduce-scatter": lambda g: g - 1,
     "all-to-all": lambda g: (g - 1) / g,
+    "ragged-all-to-all": lambda g: (g - 1) / g,
     "collective-permute": lambda g: 1,
 }
 COMPUTE = ("fusion", "custom-call", "dot", "while", "call", "conditional")
@@ -82,7 +93,7 @@ class Collective:
 
     kind: str
     shape: tuple[int, ...]
-    bytes: int
+    bytes: float
     groups: tuple[tuple[int, ...], ...]
     times: float
     conditional: bool
@@ -208,7 +219,7 @@ def _end_branches(run: RunConfig, schedule: Schedule) -> dict[str, float]:
     return {name: float(count) / (schedule.stages if shared else 1) for name, count in found.items()}
 
 
-def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule:
+def read(text: str, trip_counts: Mapping[str, float] | None = None, ragged_part: float = 1.0) -> HloModule:
     """Reads a module.
 
     Args:
@@ -216,6 +227,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
       trip_counts: total iterations of the loops with dynamic trip counts, by scope (`jax.named_scope`, the innermost one
         given). They are divided equally among the executions of these loops. Loops in no given scope count as one
         iteration.
+      ragged_part: of the rows that a ragged all-to-all has room for, the part that it sends (`roofline.Rates`).
     """
     modules, entry = computations(text)
     heavy = _with_matmuls(modules)
@@ -227,7 +239,8 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None) -> HloModule
         for place, line in enumerate(lines):
             kind = line.op.removesuffix("-start")
             if kind in KINDS:
-                found.append(_collective(lines, place, kind, heavy, visit))
+                shape, count = collective_size(line, kind, types, ragged_part)
+                found.append(_collective(lines, place, kind, shape, count, heavy, visit))
             if flops := matmul_flops(line, types):
                 matmuls.append(Matmul(arrays(line.type)[0][1], visit.times * flops, visit.scope, is_grouped(line)))
             if line.op == "fusion" and modules[called_by(line.rest)[0]][-1].op == "dynamic-slice":
@@ -255,25 +268,38 @@ def _with_matmuls(computations: dict[str, list[Line]]) -> set[str]:
     return heavy
 
 
-def _collective(lines, place, kind, heavy, visit: Visit) -> Collective:
-    line = lines[place]
+def collective_size(
+    line: Line, kind: str, types: Mapping[str, str], ragged_part: float
+) -> tuple[tuple[int, ...], float]:
+    """(shape of the first result, bytes that `SENT` is a factor of); `types`: of the lines of its computation.
+
+    The bytes are those of the results. A ragged all-to-all has room for all rows that could be sent either where they come
+    from or where they go, and `ragged_part` of that is sent.
+    """
     started = line.op.endswith("-start")
     # A start returns its operands, then its results; before jax 0.12 an all-reduce-start returned its results alone.
     with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
     returned = arrays(second_part(line.type) if with_operands else line.type)
-    done = f"{kind}-done"
+    if kind == "ragged-all-to-all":
+        rows = max(array_bytes(one) for one in (*arrays(types[operands(line)[0]]), *returned))
+        return returned[0][1], ragged_part * rows
+    return returned[0][1], sum(map(array_bytes, returned))
+
+
+def _collective(lines, place, kind, shape, count, heavy, visit: Visit) -> Collective:
+    line, done = lines[place], f"{kind}-done"
     end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
     between = lines[place + 1 : max(end, place + 1)]
     return Collective(
         kind=kind,
-        shape=returned[0][1],
-        bytes=sum(map(array_bytes, returned)),
+        shape=shape,
+        bytes=count,
         groups=collective_groups(line.rest),
         times=visit.times,
         conditional=visit.conditional,
         scope=visit.scope,
         in_loop=visit.in_loop,
-        asynchronous=started and '"is_sync":true' not in line.rest,
+        asynchronous=line.op.endswith("-start") and '"is_sync":true' not in line.rest,
         behind=sum(_multiplies(other, heavy) for other in between),
         overlapped=sum(other.op in COMPUTE for other in between),
     )

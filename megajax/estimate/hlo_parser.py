@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # The kernels of megajax/ops/flash_attention.py and grouped_kernels.py, by op name.
 OWN = re.compile(r"/((?:flash_attention|grouped_matmul)_\w+)/pallas_call")
 GROUPED = "grouped_matmul"  # their names begin so

@@ -10,7 +10,17 @@ from megajax.config import ParallelConfig
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE
 
-__all__ = ["FITTED", "MEGAJAX", "PALLAS_BACKWARD", "Fitted", "OpCosts", "Software", "spread"]
+__all__ = [
+    "FITTED",
+    "MEGAJAX",
+    "PALLAS_BACKWARD",
+    "RAGGED_PEER",
+    "RAGGED_SHARE",
+    "Fitted",
+    "OpCosts",
+    "Software",
+    "spread",
+]
 
 # Fraction of NVLink's one-way rate that NCCL's large collectives reach: nccl-tests on DGX A100, about 230 of 300 GB/s.
 LINK_SHARE = 0.77
@@ -20,6 +30,11 @@ STREAM_SHARE = 0.8
 # The same of collectives of many megabytes in which all adapters of a host take part, one ring for each: nccl-tests reach
 # 0.8 to 0.95, and the lower is used.
 RINGS_SHARE = 0.8
+# Fraction of NVLink's one-way rate that XLA's ragged all-to-all reaches within a host: 16.4 GiB/s of 900 GB/s on B200s, and
+# nearly all of the network's between hosts (openxla/xla#33386).
+RAGGED_SHARE = 0.02
+# Seconds that it takes for each device of the group, whatever is sent (openxla/xla#46982, A100s).
+RAGGED_PEER = 12e-6
 # Seconds to start a collective, and of a hop of its ring over NVLink and over the network: NCCL's own table for rings and
 # large messages (src/graph/tuning.cc: baseLat and hwLat, ring, Simple).
 START, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
@@ -170,6 +185,22 @@ class OpCosts:
             rate = min(rate, here * self.gpu.network_bandwidth * (network_share or self.gpu.network_share))
         hops = (group - hosts) * LINK_HOP + (hosts - 1) * NETWORK_HOP
         return count * (group - 1) / group / rate + pieces * (START + hops)
+
+    def all_to_all(self, count: float, group: int, spread: int, ragged: bool = False) -> float:
+        """An all-to-all in which a device sends `count` bytes to each other one of a group.
+
+        Args:
+          count: bytes.
+          group: devices.
+          spread: as of `collective`. What goes to other hosts takes the device's own adapter.
+          ragged: whether the sizes are known at run time only.
+        """
+        here = max(1, min(group, self.gpu.host_size // spread))
+        hosts = -(-group // here)
+        inside = (here - 1) * count / (self.gpu.host_bandwidth * (RAGGED_SHARE if ragged else LINK_SHARE))
+        outside = (group - here) * count / (self.gpu.network_bandwidth * self.gpu.network_share)
+        once = START + (NETWORK_HOP if hosts > 1 else LINK_HOP) + group * RAGGED_PEER * ragged
+        return max(inside, outside) + once
 
     def send(self, count: float, spread: int) -> float:
         """`count` bytes from a device to the one `spread` places later on the list."""

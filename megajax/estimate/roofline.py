@@ -17,24 +17,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.hlo import SENT, collective_groups
+from megajax.estimate.hlo import SENT, collective_groups, collective_size
 from megajax.estimate.hlo_parser import (
     KINDS,
     Line,
-    array_bytes,
-    arrays,
     average_trip_counts,
     called_by,
     computations,
     known_trip_count,
     operands,
     scope_of,
-    second_part,
     working_branches,
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
-from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RINGS_SHARE
+from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
 
@@ -56,6 +53,7 @@ class Rates:
         under a causal mask, else 1.
       pcie: bytes/s to and from the host's memory.
       routed_part: of the rows that a device has for experts, those that balanced routing gives it.
+      ragged_part: of the rows that a ragged all-to-all has room for, those that balanced routing sends.
       gap: seconds between two kernels.
       synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
     """
@@ -69,6 +67,7 @@ class Rates:
     attention_part: float = 0.5
     pcie: float = 64e9
     routed_part: float = 1.0
+    ragged_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
 
@@ -153,23 +152,30 @@ def _sum(parts: Sequence[Account]) -> Account:
     return dataclasses.replace(total, synchronisations=sum(part.synchronisations for part in parts))
 
 
-def account(text: str, trip_counts: Mapping[str, float], rates: Rates) -> Account:
+def account(text: str, trip_counts: Mapping[str, float], rates: Rates, places: Sequence[int] | None = None) -> Account:
     """The account of one run of a module.
 
     Args:
       text: the module, scheduled, as `compiled.as_text()`.
       trip_counts: total iterations of the loops with dynamic trip counts (`hlo.loop_trip_counts`).
       rates: of the GPU.
+      places: of the module's devices on the list of the cluster's, of which a host has consecutive ones; None: in order.
     """
     modules, entry = computations(text)
-    return _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates).computation(entry)
+    return _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates, places).computation(entry)
 
 
 class _Reader:
     """Reads computations once each: what one execution takes does not depend on the caller."""
 
-    def __init__(self, modules: Mapping[str, list[Line]], each: Mapping[str, float], rates: Rates):
-        self.modules, self.each, self.rates = modules, each, rates
+    def __init__(
+        self,
+        modules: Mapping[str, list[Line]],
+        each: Mapping[str, float],
+        rates: Rates,
+        places: Sequence[int] | None = None,
+    ):
+        self.modules, self.each, self.rates, self.places = modules, each, rates, places
         self._read: dict[str, Account] = {}
         # By the line's id, and whether its branch works.
         self._parts: dict[tuple[int, bool | None], Account | None] = {}
@@ -208,7 +214,7 @@ class _Reader:
                     end = pending.pop(operands(line)[0])
                 else:
                     begin = max(now, free)
-                    end = free = begin + self._collective_seconds(line, kind)
+                    end = free = begin + self._collective_seconds(line, kind, types)
                     queue.append((begin, end, kind))
                     total.hidden[kind] += end - begin
                     if line.op.endswith("-start"):
@@ -298,17 +304,31 @@ class _Reader:
         part.seconds[SYNCS] = self.rates.synchronisation
         return part
 
-    def _collective_seconds(self, line: Line, kind: str) -> float:
-        started = line.op.endswith("-start")
-        with_operands = started and (kind != "all-reduce" or line.type.startswith("(("))
-        size = sum(map(array_bytes, arrays(second_part(line.type) if with_operands else line.type)))
+    def _collective_seconds(self, line: Line, kind: str, types: Mapping[str, str]) -> float:
+        size = collective_size(line, kind, types, self.rates.ragged_part)[1]
         groups = collective_groups(line.rest)
-        sent = SENT[kind](len(groups[0])) * size
-        return sent / self._link(kind, groups) + self.rates.gap
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            return self._all_to_all_seconds(size, groups, kind != "all-to-all") + self.rates.gap
+        return SENT[kind](len(groups[0])) * size / self._link(kind, groups) + self.rates.gap
+
+    def _all_to_all_seconds(self, size: float, groups: Sequence[Sequence[int]], ragged: bool) -> float:
+        """Each device sends equal parts of `size` bytes to its peers: in its host, and by its own adapter to others."""
+        host, part = self.rates.host * (RAGGED_SHARE if ragged else 1), size / len(groups[0])
+        slowest = 0.0
+        for group in groups:
+            for here in self._by_host(group).values():
+                outside = part * (len(group) - here) / self.rates.network
+                slowest = max(slowest, part * (here - 1) / host, outside)
+        return slowest + len(groups[0]) * RAGGED_PEER * ragged
+
+    def _by_host(self, group: Sequence[int]) -> Counter:
+        """How many devices of a group each host has."""
+        places = group if self.places is None else (self.places[device] for device in group)
+        return Counter(place // self.rates.host_size for place in places)
 
     def _link(self, kind: str, groups: Sequence[Sequence[int]]) -> float:
         """Bytes/s at which a device sends to its group, the slowest of all; a pair of a permute has one adapter."""
-        hosts = [Counter(device // self.rates.host_size for device in group) for group in groups]
+        hosts = [self._by_host(group) for group in groups]
         if kind == "collective-permute":
             return self.rates.host if all(len(one) == 1 for one in hosts) else self.rates.network
         return min(self.rates.link(len(group), min(one.values())) for group, one in zip(groups, hosts, strict=True))

@@ -145,7 +145,7 @@ def model_context(
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
-        experts=_expert_group(run.parallel, rules),
+        experts=_expert_group(run.parallel, rules, device),
         grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward")),
         sum_over_sequence=partial(ring_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
@@ -160,8 +160,8 @@ def _replica_axis(parallel: ParallelConfig) -> AxisName:
     return (first, *others) if others else first
 
 
-def _expert_group(parallel: ParallelConfig, rules: AxisRules) -> ExpertGroup:
-    """The replicas that split the experts of a layer."""
+def _expert_group(parallel: ParallelConfig, rules: AxisRules, device: jax.Device) -> ExpertGroup:
+    """The replicas that split the experts of a layer. Dispatch "auto" counts as gather until it is resolved."""
     if parallel.expert == 1:
         return WHOLE_GROUP
     if not rules.expert_parallel:
@@ -169,7 +169,10 @@ def _expert_group(parallel: ParallelConfig, rules: AxisRules) -> ExpertGroup:
             f"expert = {parallel.expert}, but the rules do not shard experts and batch over the mesh axis expert: start "
             "from default_rules(expert_parallel=True), or pass --expert 1."
         )
-    return ExpertGroup(parallel.expert, only(rules.spec(RESIDUAL), ("tensor",)))
+    residual = only(rules.spec(RESIDUAL), ("tensor",))
+    dispatch = "all_to_all" if parallel.expert_dispatch == "all_to_all" else "gather"
+    shards = parallel.tensor if "tensor" in residual[1:2] else 1
+    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=device.platform != "cpu")
 
 
 def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: Choice) -> Operations:

@@ -6,9 +6,9 @@ Shapes: b samples, s tokens, h = hidden, E experts of inner width f, k experts f
                 -> dispatch [R, h], sorted by expert -> up, activation, weight -> down [R, h] -> combine [b, s, h]
 
 The experts' inner width is split over tensor, as a dense MLP's. Every replica has all experts, or with expert parallelism
-E / N of them: then its rows are those of a group of N replicas (`ops/expert_group.py`), R = N b s min(k, E / N) of them, of
-which the last ones belong to other replicas' experts and are zero. The router runs on a replica's own whole samples, so that
-a token's choice does not depend on the layout.
+E / N of them: then its rows are those of a group of N replicas (`ops/expert_dispatch.py`), R = N b s min(k, E / N) of them,
+of which the last ones belong to other replicas' experts and are zero. The router runs on a replica's own whole samples, so
+that a token's choice does not depend on the layout.
 
 **Balance.** With p the softmax over all E scores, c_i the choices of expert i in a sample of S tokens,
 f_i = E c_i / (k S), and P_i the mean of p_i over the sample, `balance_loss` adds its coefficient times the sum over
@@ -45,6 +45,7 @@ from megajax.config.experts import expert_tokens
 from megajax.models.feedforward import FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
+from megajax.ops.expert_dispatch import Gather, all_to_all
 from megajax.ops.grouped_matmul import dispatch, route
 from megajax.ops.linear import GATHERED, reduce_scattered
 
@@ -152,25 +153,28 @@ class Experts(nnx.Module):
 
         In training the microbatch may have the arrays of `balance_arrays`; without them nothing is balanced or reported.
         """
-        tokens = self.constrain(y, *GATHERED)
-        weights, experts = map(self.group.gather_choices, self.router(tokens, microbatch))
-        if self.group.size > 1:
-            tokens = self.constrain(self.group.gather(y), *GATHERED)
-        experts, count = self.group.local_experts(experts, self.config.experts)
+        group, tokens = self.group, self.constrain(y, *GATHERED)
+        weights, experts = map(group.gather_choices, self.router(tokens, microbatch))
+        local, count = group.local_experts(experts, self.config.experts)
         # A token chooses an expert once, so no more of its choices than this replica has experts can be here; nor more of a
         # sample's than these experts take.
         samples, length, choices = experts.shape
-        of_expert = expert_tokens(self.config, length) if self.training else length
-        at_most = samples * min(length * min(count, choices), count * of_expert)
-        routing = route(experts.reshape(-1), count, at_most)
+        most = count * (expert_tokens(self.config, length) if self.training else length)
+        exchange = Gather(group)
+        if group.dispatch == "all_to_all" and group.size > 1:
+            exchange = all_to_all(group, experts, self.config.experts, most)
+        if group.size > 1:
+            tokens = self.constrain(exchange.send(y), *GATHERED)
+        weights, local = exchange.choices(weights), exchange.choices(local)
+        routing = route(local.reshape(-1), count, samples * min(length * min(count, choices), most))
         gates = (None,) if self.config.is_gated else ()
         up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), self.up[...].astype(y.dtype), routing)
         up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
         # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
         active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), routing.order, routing.places)
         active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
-        out = self.matmuls.row(active, self.down[...].astype(y.dtype), routing, samples * length)
-        out = self.group.sum_scatter(reduce_scattered(out.reshape(tokens.shape), self.constrain))
+        out = self.matmuls.row(active, self.down[...].astype(y.dtype), routing, len(local))
+        out = exchange.collect(reduce_scattered(out.reshape(tokens.shape), self.constrain))
         return out + self.shared(y) if self.config.shared_feedforward else out
 
 

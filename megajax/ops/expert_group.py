@@ -1,8 +1,9 @@
 """Expert parallelism: N replicas, neighbours on the mesh axis `expert`, have E / N of a layer's E experts each.
 
-A token's experts may be on any of them. So each replica all-gathers the tokens of the group, passes those that chose one
-of its experts through it, and a reduce-scatter adds up what the replicas have computed for a token (Megatron-LM's
-dispatcher "allgather"). Both have static shapes and drop no token, whatever the router chose.
+A token's experts may be on any of them. One way is that each replica all-gathers the tokens of the group, passes those that
+chose one of its experts through it, and a reduce-scatter adds up what the replicas have computed for a token (Megatron-LM's
+dispatcher "allgather"). Both have static shapes and drop no token, whatever the router chose. `expert_dispatch.py` has this
+and the other way, by all-to-all.
 
     tokens [b, s, h] -> gather [N b, s, h] -> the replica's experts -> sum_scatter [b, s, h]
 
@@ -14,13 +15,14 @@ legal under every schedule.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-__all__ = ["WHOLE_GROUP", "ExpertGroup"]
+__all__ = ["AXIS", "WHOLE_GROUP", "ExpertGroup", "per_shard"]
 
 AXIS = "expert"
 
@@ -35,10 +37,16 @@ class ExpertGroup:
     Attributes:
       size: N, replicas.
       residual: the partition over tensor of the residual stream [b, s, h].
+      shards: parts in which that has the sequence.
+      dispatch: how tokens get to their experts, "gather" or "all_to_all" (`expert_dispatch.py`).
+      ragged: whether the devices can send arrays whose sizes are known at run time only (`lax.ragged_all_to_all`).
     """
 
     size: int = 1
     residual: PartitionSpec = PartitionSpec()
+    shards: int = 1
+    dispatch: str = "gather"
+    ragged: bool = False
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All replicas' x of [b, s, h], sharded as `residual`: [N b, s, h]. The gradient is `sum_scatter`'s."""
@@ -92,7 +100,7 @@ _sum_scatter.defvjp(
 
 
 def _gathered(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
-    return _per_shard(lambda x: lax.all_gather(x, AXIS, axis=0, tiled=True), tensor)(x)
+    return per_shard(lambda x: lax.all_gather(x, AXIS, axis=0, tiled=True), tensor, tensor)(x)
 
 
 def _summed(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
@@ -106,9 +114,12 @@ def _summed(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
         parts = parts.reshape(lax.axis_size(AXIS), -1, *x.shape[1:])
         return parts.astype(jnp.float32).sum(0).astype(x.dtype)
 
-    return _per_shard(local, tensor)(x)
+    return per_shard(local, tensor, tensor)(x)
 
 
-def _per_shard(function: Callable, tensor: PartitionSpec) -> Callable:
-    """XLA's partitioner could gather an operand over tensor first (jax 0.10.2): so each device works on its own shard."""
-    return jax.shard_map(function, in_specs=tensor, out_specs=tensor, axis_names={"tensor"})
+def per_shard(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` on each tensor rank's shards of its arguments.
+
+    XLA's partitioner could gather the operand of a collective over tensor first (jax 0.10.2).
+    """
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={"tensor"})

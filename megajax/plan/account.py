@@ -6,14 +6,16 @@ from typing import Any
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
+from megajax.estimate.expert_time import sent_share
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.kernels import CLASSES
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Account, account, rates_of
 from megajax.estimate.step_time import bubble_time
+from megajax.runtime.mesh import mesh_places
 from megajax.schedules.simulate import Costs
 
-__all__ = ["StepAccount", "account_of", "account_table", "largest_wastes", "routed_part", "to_json"]
+__all__ = ["StepAccount", "account_of", "account_table", "largest_wastes", "ragged_part", "routed_part", "to_json"]
 
 # What a better program of the same schedule would not spend. Elementwise kernels are not waste: a model has them.
 WASTES: Mapping[str, str] = {
@@ -51,13 +53,19 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     rates, attention = rates_of(gpu, run.train.precision), model_costs(run.model).attention
     if attention is not None and not attention.causal:
         rates = dataclasses.replace(rates, attention_part=1.0)
-    rates = dataclasses.replace(rates, routed_part=routed_part(run))
-    return StepAccount(account(hlo, loop_trip_counts(run), rates), bubble)
+    rates = dataclasses.replace(rates, routed_part=routed_part(run), ragged_part=ragged_part(run))
+    return StepAccount(account(hlo, loop_trip_counts(run), rates, mesh_places(run.parallel)), bubble)
 
 
 def routed_part(run: RunConfig) -> float:
     """Of the rows that a device has for experts, those that balanced routing gives it."""
     return 1 / model_costs(run.model).expert_rows(run.parallel.expert)
+
+
+def ragged_part(run: RunConfig) -> float:
+    """Of the rows that a ragged all-to-all has room for, those that balanced routing sends."""
+    experts = model_costs(run.model).experts
+    return sent_share(experts, run.parallel)[0] if experts else 1.0
 
 
 def account_table(found: StepAccount) -> str:

@@ -32,13 +32,14 @@ from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
+from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.account import account_of, account_table, routed_part, to_json
+from megajax.plan.account import account_of, account_table, ragged_part, routed_part, to_json
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
@@ -64,7 +65,7 @@ def _command(words: Sequence[str]) -> int:
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
     gpu = find_gpu(own.gpu)
-    run = with_attention(with_vocabulary(run, gpu), gpu)
+    run = with_attention(with_vocabulary(with_expert_dispatch(run, gpu), gpu), gpu)
     if own.json:
         return print_json(run, gpu, own.save_hlo, own.timeout)
     return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)
@@ -196,7 +197,7 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _title(run: RunConfig, gpu: Gpu) -> str:
     parallel = run.parallel
     context = f"context {parallel.context} x " if parallel.context > 1 else ""
-    experts = f" (expert {parallel.expert})" if parallel.expert > 1 else ""
+    experts = f" (expert {parallel.expert}, dispatch {parallel.expert_dispatch})" if parallel.expert > 1 else ""
     return (
         f"{run.model.name}: {shown_parameters(run.model)} on data {parallel.data}{experts} x {context}pipe "
         f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "
@@ -238,7 +239,7 @@ def _buffers(buffers: Sequence[Sequence]) -> str:
 
 def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     """Bytes sent by axis, and FLOPs."""
-    parallel, module = run.parallel, read(result["hlo"], loop_trip_counts(run))
+    parallel, module = run.parallel, read(result["hlo"], loop_trip_counts(run), ragged_part(run))
     mesh = tuple(parallel.mesh_sizes.values())
     rows: dict[tuple[str, str], list[Collective]] = {}
     for collective in module.collectives:

@@ -27,7 +27,7 @@ LEGEND = (
 )
 EXPERTS = (
     "experts: FLOPs and times are those of balanced routing; memory has room for all rows that can be on a GPU. A layout's "
-    "degree of expert parallelism, if above 1, is at the end of its line"
+    "degree of expert parallelism, if above 1, is at the end of its line, with all_to_all where that is the faster dispatch"
 )
 SHORT = {
     "interleaved_1f1b": "interleaved",
@@ -71,6 +71,7 @@ def _row(number: int, one: Candidate, tokens: float) -> str:
         f"{time.total:>9.2f}{one.teraflops:>8.0f}{one.utilisation:>7.1%}{one.days(tokens):>7.1f}"
         f"{time.bubble / time.total:>8.1%}{time.communication / time.total:>6.0%}{one.peak / 1e9:>7.1f}  {bar}"
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
+        + (", all_to_all" if parallel.expert > 1 and parallel.expert_dispatch == "all_to_all" else "")
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.errors import divisors
 from megajax.estimate import model_costs
+from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
@@ -257,6 +258,7 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                         )
                         run = RunConfig(model, parallel, train)
                         if _is_legal(run):
+                            run = with_expert_dispatch(run, question.gpu)
                             yield with_vocabulary(run, question.gpu)
 
 

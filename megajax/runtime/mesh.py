@@ -171,11 +171,19 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     """
     devices = jax.devices() if devices is None else devices
     _check_enough(devices, parallel.devices)
-    sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
-    ordered = np.array(devices[: parallel.devices], dtype=object).reshape([sizes[axis] for axis in parallel.axis_order])
-    grid = ordered.transpose([parallel.axis_order.index(axis) for axis in MESH_AXES])
+    grid = np.array(devices[: parallel.devices], dtype=object)[mesh_places(parallel)]
     axes, shape = zip(*parallel.mesh_sizes.items(), strict=True)
     return Mesh(grid.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def mesh_places(parallel: ParallelConfig) -> np.ndarray:
+    """The place on the list of devices of each device of the mesh, int [devices], in the order of the mesh's axes.
+
+    In compiled programs a collective's groups have numbers of devices in this order.
+    """
+    sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
+    places = np.arange(parallel.devices).reshape([sizes[axis] for axis in parallel.axis_order])
+    return places.transpose([parallel.axis_order.index(axis) for axis in MESH_AXES]).reshape(-1)
 
 
 def _check_enough(devices: Sequence[jax.Device], count: int) -> None:

@@ -23,6 +23,7 @@ from megajax.data.prefetch import Prefetch
 from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import load_tokenizer
+from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.gpus import device_peak, gpu_of
 from megajax.estimate.vocabulary import with_vocabulary
 from megajax.runtime.mesh import make_mesh
@@ -91,7 +92,8 @@ class Trainer:
         """
         devices = jax.devices() if devices is None else devices
         run.validate(len(devices))
-        run = with_vocabulary(run, gpu_of(devices[0]))
+        gpu = gpu_of(devices[0])
+        run = with_expert_dispatch(with_vocabulary(run, gpu), gpu)
         self.run, self.output = run, output
         self.tokenizer = None
         if data is None:

@@ -1,5 +1,7 @@
 """What a step sends by the formulas: worked by hand, and compared with compiled programs."""
 
+import dataclasses
+
 import pytest
 
 from benchmarks import communication
@@ -63,6 +65,9 @@ def test_expert_groups_send_all_tokens():
     one = 2 * 4 * 64 * 64 * 2 * (2 - 1)
     assert bytes_by_axis(model, 4, data=4, expert=2, recompute="none")["expert"] == [4 * one]
     assert bytes_by_axis(model, 4, data=4, expert=2)["expert"] == [5 * one]
+    chosen = 1 - 1 / 6  # two of four experts; of six pairs one is of the other replica's
+    routed = bytes_by_axis(model, 4, data=4, expert=2, expert_dispatch="all_to_all")["expert"]
+    assert routed == [pytest.approx(5 * chosen * one)]
     gradients = [bytes_by_axis(model, 4, data=4, expert=size)["data"][0] for size in (1, 2, 4)]
     experts = 2 * 4 * 2 * 64 * 32 * 4  # bytes
     common = gradients[2] / (2 * 3 / 4)
@@ -70,13 +75,15 @@ def test_expert_groups_send_all_tokens():
     assert gradients[1] == pytest.approx(2 * 3 / 4 * common + 2 * 1 / 2 * experts / 2)
 
 
-def compiled(axis: str, kind: str = "", **parallel) -> tuple[list[float], float]:
+DENSE = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)
+
+
+def compiled(axis: str, kind: str = "", model: ModelConfig = DENSE, **parallel) -> tuple[list[float], float]:
     """(the formulas for `axis`, bytes sent along it by collectives of a kind, or all) of a run compiled for CPU devices."""
-    model = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)
     layout = ParallelConfig(**parallel)
     run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
     run.validate()
-    shape = (layout.data * layout.context, layout.pipe, layout.tensor)
+    shape = tuple(layout.mesh_sizes.values())
     found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_trip_counts(run)).collectives
     sent = hlo.most_sent(one for one in found if one.axes(shape) == (axis,) and kind in one.kind)
     return [line.bytes for line in expected(run) if line.axis == axis], sent
@@ -97,6 +104,15 @@ def test_keys_and_values_are_sent_around_the_ring_as_the_formula_says():
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_send_what_the_formulas_say(zero):
     formulas, sent = compiled("data", data=4, zero=zero)
+    assert sent == pytest.approx(sum(formulas), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
+def test_replicas_that_split_experts_send_what_the_formulas_say(dispatch):
+    """With capacity: without, a CPU's all-to-all has room for more rows than were routed. Choices are gathered besides."""
+    model = dataclasses.replace(DENSE, experts=4, expert_capacity=1.0, feedforward=32, biases=False)
+    formulas, sent = compiled("expert", model=model, data=4, expert=4, expert_dispatch=dispatch)
     assert sent == pytest.approx(sum(formulas), rel=0.05)
 
 

@@ -181,6 +181,25 @@ def test_hlo_for_gpus():
     assert read.kernels == {"__cublas$lt$matmul": 7}
 
 
+RAGGED = """ENTRY %main (x: bf16[8,4], y: bf16[32,4], n: s64[4]) -> bf16[8,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = bf16[32,4]{1,0} parameter(1)
+  %n = s64[4]{0} parameter(2)
+  %out = ((bf16[8,4]{1,0}, bf16[32,4]{1,0:S(7)}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /*index=5*/s64[4]{0}), bf16[32,4]{1,0:S(7)}) ragged-all-to-all-start(%x, %y, %n, %n, %n, /*index=5*/%n), replica_groups={{0,1,2,3}}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %there = bf16[32,4]{1,0:S(7)} ragged-all-to-all-done(%out)
+  ROOT %back = bf16[8,4]{1,0} ragged-all-to-all(%there, %x, %n, %n, %n, /*index=5*/%n), replica_groups={{0,1,2,3}}
+}
+"""  # noqa: E501
+
+
+def test_a_ragged_all_to_all_sends_a_part_of_the_rows_that_it_has_room_for():
+    """32 rows of 8 bytes, on the side that receives or sends; three quarters of them for others, of which a half is sent."""
+    there, back = hlo.read(RAGGED, ragged_part=0.5).collectives
+    assert there.kind == back.kind == "ragged-all-to-all"
+    assert (there.shape, back.shape, there.asynchronous, back.asynchronous) == ((32, 4), (8, 4), True, False)
+    assert there.sent() == back.sent() == dict.fromkeys(range(4), 32 * 8 * 3 / 4 / 2)
+
+
 @pytest.mark.parametrize(
     ("groups", "axes"),
     [

@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 
+from megajax.config import ParallelConfig
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import read
 from megajax.estimate.hlo_parser import computations
 from megajax.estimate.kernels import kernel_of
+from megajax.estimate.op_costs import RAGGED_PEER, RAGGED_SHARE
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Rates, account, rates_of
+from megajax.runtime.mesh import mesh_places
 from tests.estimate.hlo_counter import Counter
 
 # One layer of 12 is [64, 32]. Each iteration of the loop cuts a layer's weights out of the stack, multiplies, adds the
@@ -221,6 +224,34 @@ def test_a_collective_is_exposed_by_what_kernels_do_not_cover():
     assert one.hidden["all-gather"] == pytest.approx(8 * beside)
     far = account(MODULE.replace("{{0,1}}", "{{0,8}}"), {"F": 3}, RATES)
     assert far.seconds[EXPOSED] == pytest.approx(8 * (256 / 1e5 + 1e-6 - beside))
+
+
+def test_the_axis_order_says_which_devices_share_a_host():
+    """Devices 0 and 1 of the program are 0 and 8 of the cluster, in two hosts."""
+    places = mesh_places(ParallelConfig(data=8, pipe=2, axis_order=("pipe", "data", "tensor")))
+    near, far = account(MODULE, {"F": 3}, RATES), account(MODULE, {"F": 3}, RATES, places)
+    assert far == account(MODULE.replace("{{0,1}}", "{{0,8}}"), {"F": 3}, RATES) != near
+
+
+EXCHANGE = """HloModule step, is_scheduled=true
+
+ENTRY %step (x: bf16[16,1000], n: s32[16]) -> bf16[16,1000] {
+  %x = bf16[16,1000]{1,0} parameter(0)
+  %n = s32[16]{0} parameter(1)
+  ROOT %back = bf16[16,1000]{1,0} ALL-TO-ALL, replica_groups=[1,16]<=[16]
+}
+"""
+DENSE = EXCHANGE.replace("ALL-TO-ALL", "all-to-all(%x), dimensions={0}")
+RAGGED = EXCHANGE.replace("ALL-TO-ALL", "ragged-all-to-all(%x, %x, %n, %n, %n, /*index=5*/%n)")
+
+
+def test_an_all_to_all_takes_each_device_s_own_adapter_to_other_hosts():
+    """Each of 16 devices has 2,000 bytes for each other one: for seven in its host at 1 MB/s, for eight at 0.1 MB/s."""
+    assert account(DENSE, {}, RATES).seconds[EXPOSED] == pytest.approx(8 * 2000 / 1e5 + 1e-6)
+    ragged = dataclasses.replace(RATES, ragged_part=0.25)
+    assert account(RAGGED, {}, ragged).seconds[EXPOSED] == pytest.approx(
+        7 * 500 / (RAGGED_SHARE * 1e6) + 16 * RAGGED_PEER + 1e-6
+    )
 
 
 def test_rates_of_an_h100():

@@ -50,6 +50,17 @@ def test_model_only_does_not_ask_for_the_compiler(capsys):
     assert "NOT COMPILED" not in out and "MEMORY MODEL" in out
 
 
+def test_it_says_how_tokens_get_to_their_experts(capsys):
+    words = "--model mixtral-8x7b --gpu h100-80gb --data 8 --pipe 8 --expert 8 --global-batch-size 64 --model-only"
+    order = "--axis-order pipe,data,tensor"
+    for more in ("", order, f"{order} --expert-capacity 1", f"{order} --expert-dispatch all_to_all"):
+        dryrun.main(f"{words} {more}".split())
+    found = [
+        line.split("dispatch ")[1].split(")")[0] for line in capsys.readouterr().out.splitlines() if "(expert" in line
+    ]
+    assert found == ["all_to_all", "gather", "all_to_all", "all_to_all"]  # over hosts, in one, with capacity, as given
+
+
 def test_it_says_which_stages_have_fewer_layers(capsys):
     """Llama 3.1 405B on 16 stages needs the memory of 128 layers."""
     words = (

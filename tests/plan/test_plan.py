@@ -53,6 +53,7 @@ def test_prints_the_best_layouts_and_writes_the_fastest(tmp_path, capsys):
 
 def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
     words = "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch 64 --schedules 1f1b --recompute full --top 1"
+    words += " --expert 4"
     assert main([*words.split(), "--memory-margin", "0", "--out", str(tmp_path / "plan.toml")]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("mixtral-8x7b: 46.7B parameters (12.9B for a token) on 64 h100-80gb")

@@ -46,7 +46,10 @@ GRID = [
     if (schedule != "dualpipe_v" or 8 // mesh[0] >= 2 * mesh[1]) and (mesh[1] > 1 or chunks == 1)
 ]
 # With the experts split over replicas (`--expert`). The quick one has mixed ticks, a split backward and gathered weights.
-EXPERT_QUICK = [(UNEVEN, ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 3}))]
+EXPERT_QUICK = [
+    (UNEVEN, ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 3})),
+    (UNEVEN, ((2, 1, 2), "1f1b", 1, 2, {"expert": 2, "expert_dispatch": "all_to_all"})),
+]
 EXPERT_LONG = [
     (UNEVEN, ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "zero": 1})),
     (UNEVEN, ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "zero": 3})),
@@ -62,6 +65,9 @@ DROPPING_LONG = [
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1}),
     ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full"}),
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {}),
+    ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "all_to_all"}),
+    ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full", "expert_dispatch": "all_to_all"}),
+    ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "sequence_parallel": False, "expert_dispatch": "all_to_all"}),
 ]
 EXPERT_GRID = [
     (
@@ -119,13 +125,25 @@ def test_replicas_that_split_the_experts(config, case):
     check(config, case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "case"),
+    EXPERT_QUICK[:1] + EXPERT_LONG + EXPERT_GRID,
+    ids=lambda one: "" if hasattr(one, "layers") else str(one),
+)
+def test_dispatch_by_all_to_all(config, case):
+    """Each case of `test_replicas_that_split_the_experts`; UNEVEN has an expert without tokens and equal scores."""
+    *sizes, options = case
+    check(config, (*sizes, options | {"expert_dispatch": "all_to_all"}))
+
+
 @pytest.mark.parametrize("case", slow(DROPPING_LONG), ids=str)
 def test_dropped_choices(case):
     """Which ones depends on the sample alone; the rows that no expert takes are not computed."""
     check(DROPPING, case)
 
 
-@pytest.mark.parametrize("case", slow([LONG[0], *LONG[2:6], EXPERT_QUICK[0][1]]), ids=str)
+@pytest.mark.parametrize("case", slow([LONG[0], *LONG[2:6], EXPERT_QUICK[0][1], DROPPING_LONG[3]]), ids=str)
 def test_bubbles_may_compute_nan(case):
     check(UNEVEN, case, poison_bubbles=True)
 
@@ -136,6 +154,7 @@ CURVES = [
     ((4, 2, 1), "zb_v", 2, 4, {"expert": 2, "zero": 1}),
     ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "zero": 3}),
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2}),
+    ((2, 2, 2), "zb_h1", 1, 4, {"expert": 2, "expert_dispatch": "all_to_all"}),
 ]
 
 

@@ -1,0 +1,269 @@
+"""How tokens get to the replicas that have their experts, and the results back: by all-gather, or by all-to-all.
+
+Shapes: N replicas of a group, each with b samples of s tokens and E / N experts; h = hidden, k choices of a token.
+
+    gather        [b, s, h] -> all-gather -> [N b, s, h] -> experts -> reduce-scatter -> [b, s, h]
+    all_to_all    [b, s, h] -> all-to-all -> [N, c, h]   -> experts -> all-to-all, sum -> [b, s, h]
+
+With `all_to_all` a token is sent once to each replica that has any of its experts, min(k, N) at most, and comes back once
+from each, as the sum over that replica's experts (Megatron-LM's dispatcher "alltoall" sends it once for each expert). A
+replica has c places for the tokens of each other one: all that could choose its experts. Tokens take the first of them, in
+their order; nothing chooses an expert for the places that are left. So results add up in the same order as with `gather`,
+and but for several samples with a split sequence (below) an expert's rows have the same order too.
+
+Without capacity as many rows are sent as were routed, by `lax.ragged_all_to_all`, where XLA has it: not on CPUs (jax
+0.12). There, and where capacity makes c smaller than b s, all c places are sent.
+
+With sequence parallelism each tensor rank sends the tokens of its own part of the sequence, into its own part of the
+places. Each device knows who sends how much: the group gathers all its choices, k integers of a token, in any case.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
+from megajax.ops.grouped_matmul import combine, dispatch, sort_by_group
+from megajax.runtime.compat import varying_axes
+
+__all__ = ["AllToAll", "Gather", "all_to_all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """Each replica has the tokens of all."""
+
+    group: ExpertGroup
+
+    def send(self, y: jax.Array) -> jax.Array:
+        """The tokens that are here, from each replica's y [b, s, h]: [N b, s, h]; both sharded over tensor as residuals."""
+        return self.group.gather(y)
+
+    def collect(self, out: jax.Array) -> jax.Array:
+        """The transpose of `send`: the sum of what all replicas have computed for the tokens of this one."""
+        return self.group.sum_scatter(out)
+
+    def choices(self, x: jax.Array) -> jax.Array:
+        """What all replicas have of each choice, [N b, s, k], for the tokens that are here: [tokens, k]."""
+        return x.reshape(-1, x.shape[-1])
+
+
+class Plan(NamedTuple):
+    """Which tokens of this replica go where, and how many come: int32, on the shards of the sequence.
+
+    Attributes:
+      order, places: [shards, rows], of `sort_by_group` for (token, destination) pairs sorted by destination.
+      sent: [shards, N], rows for each replica.
+      received: [shards, N], rows of each replica.
+      starts: [shards, N], which of each replica's sorted rows is the first that is sent here.
+    """
+
+    order: jax.Array
+    places: jax.Array
+    sent: jax.Array
+    received: jax.Array
+    starts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The static properties of an exchange.
+
+    Attributes:
+      residual: the partition over tensor of [b, s, h].
+      shards: parts of the sequence.
+      samples: b.
+      tokens: of one replica and one shard of the sequence, b s / shards.
+      room: c / shards, places for them on each replica.
+      ragged: whether only the rows that were routed are sent.
+    """
+
+    residual: P
+    shards: int
+    samples: int
+    tokens: int
+    room: int
+    ragged: bool
+
+    def per_shard(self, local: Callable) -> Callable:
+        """`local`, (an array sharded as the residual stream, a shard's plan) -> such an array, on each device's shard."""
+        sequence = _sequence_axis(self.residual)
+        squeezed = lambda x, plan: local(x, jax.tree.map(lambda leaf: leaf[0], plan))  # noqa: E731
+        return per_shard(squeezed, (self.residual, P(sequence)), self.residual)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """Each replica has the tokens that chose its experts; see `all_to_all`.
+
+    Attributes:
+      plan: of the tokens.
+      buffers: where they are sent.
+      order, places: as of `sort_by_group`: which of the group's tokens has which place here, int32 [places] and [tokens].
+    """
+
+    plan: Plan
+    buffers: Buffers
+    order: jax.Array
+    places: jax.Array
+
+    def send(self, y: jax.Array) -> jax.Array:
+        """The tokens that are here, from each replica's y [b, s, h]: [N, places, h]; both sharded over tensor as residuals.
+
+        Places that no token has are 0.
+        """
+        return _send(y, self.plan, self.buffers)
+
+    def collect(self, out: jax.Array) -> jax.Array:
+        """The transpose of `send`: sums, in fp32, what all replicas have computed for the tokens of this one."""
+        return _collect(out, self.plan, self.buffers)
+
+    def choices(self, x: jax.Array) -> jax.Array:
+        """What all replicas have of each choice, [N b, s, k], for each place here: [N places, k]."""
+        return dispatch(_by_shard(x, self.buffers), self.order, self.places)
+
+
+def all_to_all(group: ExpertGroup, experts: jax.Array, count: int, most: int) -> AllToAll:
+    """The exchange of tokens with these choices.
+
+    Args:
+      group: of N replicas.
+      experts: int32 [N b, s, k], all replicas' choices; `count`: a choice that is dropped.
+      count: of all experts.
+      most: tokens of a sample that one replica's experts take.
+    """
+    samples, length, shards = experts.shape[0] // group.size, experts.shape[1] // group.shards, group.shards
+    room = samples * min(length, most)
+    ragged = group.ragged and room == samples * length
+    buffers = Buffers(group.residual, shards, samples, samples * length, room, ragged)
+    owners, sequence = experts // (count // group.size), _sequence_axis(group.residual)
+    plan = per_shard(partial(_plan, group.size), P(None, sequence), P(sequence))(owners)
+    here = (_by_shard(owners, buffers) == lax.axis_index(AXIS)).any(-1).reshape(-1, buffers.tokens)
+    return AllToAll(plan, buffers, *_first_places(here, room))
+
+
+def _sequence_axis(residual: P) -> str | None:
+    """The mesh axis that splits the sequence of an array [b, s, h]."""
+    return residual[1] if len(residual) > 1 else None
+
+
+def _by_shard(x: jax.Array, buffers: Buffers) -> jax.Array:
+    """From [N b, s, k] to [N shards tokens, k]: each replica's tokens in the order in which its shards have them."""
+    split = x.reshape(-1, buffers.samples, buffers.shards, x.shape[1] // buffers.shards, x.shape[2])
+    return split.swapaxes(1, 2).reshape(-1, x.shape[2])
+
+
+def _first_places(here: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
+    """(order [parts * room], places [parts * tokens]) of tokens bool [parts, tokens], of which some are here, in parts.
+
+    Those that are here come first in the places of their part, and no more than `room` are; all others come after them,
+    or have no place, which is a number that is too large.
+    """
+    parts, tokens = here.shape
+    order, places = sort_by_group((2 * jnp.arange(parts, dtype=jnp.int32)[:, None] + ~here).reshape(-1))
+    part, place = places // tokens, places % tokens
+    places = jnp.where(place < room, part * room + place, parts * room)
+    return order.reshape(parts, tokens)[:, :room].reshape(-1), places
+
+
+def _plan(size: int, owners: jax.Array) -> Plan:
+    """The plan of one shard.
+
+    Args:
+      size: N.
+      owners: int32 [N b, s, k], the replica that each choice of the group is sent to; N: none.
+    """
+    here, choices = lax.axis_index(AXIS), owners.shape[-1]
+    # A token's destinations in order, each once; N for the rest.
+    chosen = jnp.sort(owners.reshape(size, -1, choices), axis=-1)
+    again = jnp.pad(chosen[..., 1:] == chosen[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    to = jnp.sort(jnp.where(again, size, chosen), axis=-1)[..., : min(choices, size)]
+    own = lax.dynamic_index_in_dim(to, here, keepdims=False).reshape(-1)
+    rows = lambda found: found.sum((1, 2), dtype=jnp.int32)  # noqa: E731
+    sent = (own[:, None] == jnp.arange(size)).sum(0, dtype=jnp.int32)
+    plan = Plan(*sort_by_group(own), sent, rows(to == here), rows(to < here))
+    return jax.tree.map(lambda x: x[None], plan)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _send(y: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
+    return _sent(y, plan, buffers)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _collect(out: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
+    return _collected(out, plan, buffers)
+
+
+_send.defvjp(
+    lambda y, plan, buffers: (_sent(y, plan, buffers), plan),
+    lambda buffers, plan, gradient: (_collected(gradient, plan, buffers), None),
+)
+_collect.defvjp(
+    lambda out, plan, buffers: (_collected(out, plan, buffers), plan),
+    lambda buffers, plan, gradient: (_sent(gradient, plan, buffers), None),
+)
+
+
+def _sent(y: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
+    def local(y, plan):
+        rows = dispatch(y.reshape(-1, y.shape[-1]), plan.order, plan.places)
+        return (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers.room)
+
+    return buffers.per_shard(local)(y, plan)
+
+
+def _collected(out: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
+    def local(out, plan):
+        rows = (_ragged_back if buffers.ragged else _padded_back)(out, plan, buffers.room)
+        summed = combine(rows, plan.order, plan.places, buffers.tokens)
+        return summed.reshape(buffers.samples, -1, out.shape[-1])
+
+    return buffers.per_shard(local)(out, plan)
+
+
+def _padded_out(rows: jax.Array, plan: Plan, room: int) -> jax.Array:
+    """Sorted rows [rows, h] to all their destinations' places: [N, room, h]."""
+    place = jnp.arange(room)
+    index = jnp.where(place < plan.sent[:, None], _starts(plan.sent)[:, None] + place, len(rows))
+    return lax.all_to_all(jnp.take(rows, index, axis=0, mode="fill", fill_value=0), AXIS, 0, 0, tiled=True)
+
+
+def _padded_back(out: jax.Array, plan: Plan, room: int) -> jax.Array:
+    """The transpose of `_padded_out`: [N, room, h] to sorted rows; 0 for rows that were sent to no one."""
+    parts, row = lax.all_to_all(out, AXIS, 0, 0, tiled=True), jnp.arange(plan.order.size)
+    to = (row[:, None] >= jnp.cumsum(plan.sent)).sum(1)
+    index = to * room + row - jnp.take(_starts(plan.sent), to, mode="clip")
+    index = jnp.where(to < len(parts), index, len(parts) * room)
+    return jnp.take(parts.reshape(-1, parts.shape[-1]), index, axis=0, mode="fill", fill_value=0)
+
+
+def _ragged_out(rows: jax.Array, plan: Plan, room: int) -> jax.Array:
+    """As `_padded_out`; sends the rows alone."""
+    first = jnp.full_like(plan.sent, room) * lax.axis_index(AXIS)
+    places = _zeros(rows, plan.sent.size * room)
+    out = lax.ragged_all_to_all(rows, places, _starts(plan.sent), plan.sent, first, plan.received, axis_name=AXIS)
+    return out.reshape(-1, room, rows.shape[-1])
+
+
+def _ragged_back(out: jax.Array, plan: Plan, room: int) -> jax.Array:
+    """As `_padded_back`; sends the rows alone."""
+    places, rows = out.reshape(-1, out.shape[-1]), _zeros(out, plan.order.size)
+    first = room * jnp.arange(len(out), dtype=jnp.int32)
+    return lax.ragged_all_to_all(places, rows, first, plan.received, plan.starts, plan.sent, axis_name=AXIS)
+
+
+def _zeros(like: jax.Array, rows: int) -> jax.Array:
+    zeros = jnp.zeros((rows, like.shape[-1]), like.dtype)
+    return lax.pcast(zeros, tuple(sorted(varying_axes(like) - varying_axes(zeros))), to="varying")
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    """Where each of consecutive groups of these sizes starts."""
+    return jnp.cumsum(sizes) - sizes

@@ -1,0 +1,91 @@
+"""What replicas that split experts send each other, in bytes and seconds worked by hand, and which dispatch `auto` takes."""
+
+import dataclasses
+
+import pytest
+
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate import model_costs
+from megajax.estimate.expert_time import dispatch_times, sent_share, with_expert_dispatch
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.op_costs import (
+    FITTED,
+    LINK_SHARE,
+    MEGAJAX,
+    NETWORK_HOP,
+    RAGGED_PEER,
+    RAGGED_SHARE,
+    START,
+    OpCosts,
+)
+from megajax.estimate.step_time import step_time
+
+H100 = find_gpu("h100-80gb")
+
+
+def run_of(dispatch="auto", capacity=0.0, model="mixtral-8x7b", **parallel) -> RunConfig:
+    model = dataclasses.replace(preset(model), sequence_length=4096, expert_capacity=capacity)
+    layout = ParallelConfig(**{"data": 16, "expert": 8, "expert_dispatch": dispatch} | parallel)
+    run = RunConfig(model, layout, TrainConfig(global_batch_size=64, precision="bf16"))
+    run.validate()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "share", "ragged"),
+    [
+        (run_of(), 2 / 8, True),  # two experts of eight, each on a replica of its own
+        (run_of(expert=4), 1 - 6 / 8 * 5 / 7, True),  # any of two
+        (run_of(model="qwen3-30b-a3b", expert=2), 1 - 1 / 2**8, True),  # nearly: eight of 128, of which 64 are there
+        (run_of(capacity=1.25), 1.25 * 2 / 8, False),  # the places of one expert
+        (run_of(capacity=1.25, tensor=2), 2 * 1.25 * 2 / 8, False),  # of each half of the sequence, as many
+        (run_of(capacity=4.0), 2 / 8, True),  # as many as a sample has tokens
+    ],
+)
+def test_the_part_of_its_tokens_that_a_replica_sends_to_another_one(run, share, ragged):
+    found = sent_share(model_costs(run.model).experts, run.parallel)
+    assert found == (pytest.approx(share, rel=2e-3), ragged)
+
+
+def test_seconds_of_both_dispatches_by_hand():
+    """Tokens of 4096 x 4096 elements. The group of eight is in a host, or in two: four and four."""
+    tokens, ops = 2 * 4096 * 4096, OpCosts(H100, "bf16", MEGAJAX, FITTED)
+    times = lambda *args, **fields: dispatch_times(  # noqa: E731
+        model_costs(run_of(*args, **fields).model), run_of(*args, **fields).parallel, ops
+    )
+    host, adapter = LINK_SHARE * 450e9, 0.8 * 50e9
+    there, back = times("gather")
+    assert there == pytest.approx(7 * tokens / host, rel=0.1) and back == pytest.approx(7 * tokens / host, rel=0.1)
+    ragged = 7 * tokens / 4 / (RAGGED_SHARE * 450e9) + 8 * RAGGED_PEER
+    assert times("all_to_all") == pytest.approx([ragged] * 2, rel=0.01)
+    # Between hosts all four adapters send a part of the gathered tokens, but each replica its own tokens by one.
+    apart = {"tensor": 2, "axis_order": ("pipe", "data", "tensor"), "sequence_parallel": False}
+    there, back = times("gather", **apart)
+    assert there == pytest.approx(7 * tokens / (4 * adapter), rel=0.1)
+    assert back == pytest.approx(4 * tokens / adapter, rel=0.1)
+    full = times("all_to_all", 1.0, **apart)
+    assert full == pytest.approx([4 * tokens / 4 / adapter + START + NETWORK_HOP] * 2)
+    assert times("gather", expert=1) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("run", "chosen"),
+    [
+        (run_of(), "gather"),  # XLA's ragged all-to-all is slow within a host
+        (run_of(tensor=8), "all_to_all"),  # and fast between hosts
+        (run_of(capacity=1.25), "all_to_all"),  # places for 5/16 of the tokens
+        (run_of(capacity=4.0), "gather"),
+        (run_of(expert=1, tensor=8), "gather"),
+        (run_of("all_to_all"), "all_to_all"),
+        (run_of("gather", tensor=8), "gather"),
+    ],
+)
+def test_auto_takes_what_is_faster(run, chosen):
+    resolved = with_expert_dispatch(run, H100)
+    assert resolved.parallel == dataclasses.replace(run.parallel, expert_dispatch=chosen)
+    others = (
+        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, expert_dispatch=name))
+        for name in ("gather", "all_to_all")
+    )
+    if run.parallel.expert_dispatch == "auto":
+        assert step_time(resolved, H100).total == min(step_time(one, H100).total for one in others)
