@@ -4,6 +4,7 @@ python -m benchmarks.standing_questions                 compiles the winner of e
                                                         cores) and writes benchmarks/results/standing_questions.json
 python -m benchmarks.standing_questions --question NAME    asks this one only (repeatable), and replaces its rows
 python -m benchmarks.standing_questions --best 10          compiles the ten best instead of the winner alone
+python -m benchmarks.standing_questions --missing          compiles the layouts that the file does not have yet
 python -m benchmarks.standing_questions --show             compares the models with the file; compiles nothing
 
 A question is a command line of `python -m megajax.plan`; its best are the rows which that command prints, each the fastest
@@ -87,13 +88,15 @@ def best(asked: Question, count: int) -> list[Candidate]:
     return list(best_by(fitting, lambda one: one.mesh).values())[:count]
 
 
-def measure(name: str, place: int, one: Candidate, timeout: float) -> dict[str, Any]:
-    """Compiles a layout; a row of the results. It has "failed" instead of figures if the compiler refuses the program.
+def measure(name: str, one: Candidate, timeout: float) -> dict[str, Any]:
+    """Compiles a layout; a row of the results, except its place.
+
+    It has "failed" instead of figures if the compiler refuses the program.
 
     Raises:
       ConfigError: the compiler is not installed.
     """
-    row = {"question": name, "place": place, "gpu": one.question.gpu.name, "run": dataclasses.asdict(one.run)}
+    row = {"question": name, "gpu": one.question.gpu.name, "run": dataclasses.asdict(one.run)}
     try:
         result, found = roofline.compile_and_account(one.run, one.question.gpu, timeout=timeout)
     except CompilerError as error:
@@ -172,6 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--best", type=whole(), default=1, metavar="COUNT", help="layouts to compile (default: the winner)"
     )
+    parser.add_argument(
+        "--missing", action="store_true", help="compile only the layouts that the results do not have yet"
+    )
     parser.add_argument("--show", action="store_true", help="compare the models with the existing results")
     parser.add_argument(
         "--timeout", type=number(below=10**8), default=900, metavar="COUNT", help="seconds for each (default: 900)"
@@ -184,9 +190,11 @@ def _command(options: argparse.Namespace) -> int:
     known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     asked = options.question or list(QUESTIONS)
     for name in () if options.show else asked:
+        before = {run_from_json(row["run"]): row for row in known if row["question"] == name and options.missing}
         known = [row for row in known if row["question"] != name]
         for place, one in enumerate(best(question(name), options.best), 1):
-            known.append(measure(name, place, one, options.timeout))
+            row = before.get(one.run) or measure(name, one, options.timeout)
+            known.append(row | {"place": place})
             write(known)
     rows = [row for row in known if row["question"] in asked]
     show(sorted(rows, key=_order))

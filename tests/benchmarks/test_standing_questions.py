@@ -1,6 +1,8 @@
 """The planner's answers to the standing questions, compiled: the rows of `python -m benchmarks.standing_questions`."""
 
+import dataclasses
 import json
+import types
 
 import pytest
 
@@ -41,6 +43,28 @@ def test_another_layout_faster_than_the_winner_is_said(capsys):
     half = {kind: seconds / 2 for kind, seconds in row["seconds"].items()}
     questions.show([row, row | {"place": 2, "seconds": half}])
     assert "the fastest of the 1 others is faster than the winner by 100.0%" in capsys.readouterr().out
+
+
+def test_missing_compiles_only_what_is_not_on_file(monkeypatch, tmp_path):
+    """A new winner comes first, and the layout on file second; the rows of other questions stay as they are."""
+    row, compiled = WINNERS["6.7b"], []
+    known = run_from_json(row["run"])
+    new = dataclasses.replace(known, parallel=dataclasses.replace(known.parallel, microbatch_size=2))
+
+    def measure(name, one, timeout):
+        compiled.append(one.run)
+        return {**row, "run": dataclasses.asdict(one.run)}
+
+    path = tmp_path / "rows.json"
+    path.write_text(questions.RESULTS.read_text())
+    monkeypatch.setattr(questions, "RESULTS", path)
+    monkeypatch.setattr(questions, "best", lambda *_: [types.SimpleNamespace(run=run) for run in (new, known)])
+    monkeypatch.setattr(questions, "measure", measure)
+    assert questions.main(["--question", "6.7b", "--missing"]) == 0
+    found = json.loads(path.read_text())["rows"]
+    mine = [(one["place"], run_from_json(one["run"])) for one in found if one["question"] == "6.7b"]
+    assert compiled == [new] and mine == [(1, new), (2, known)]
+    assert [one for one in found if one["question"] != "6.7b"] == [one for one in ROWS if one["question"] != "6.7b"]
 
 
 @pytest.mark.slow
