@@ -121,6 +121,12 @@ def compare(row: Mapping[str, Any]) -> Comparison:
     )
 
 
+def is_of(row: Mapping[str, Any], run: RunConfig) -> bool:
+    """Whether a row is of this run, by the options that there were when it was compiled."""
+    fields = json.loads(json.dumps(dataclasses.asdict(run)))
+    return all(row["run"][name].items() <= fields[name].items() for name in ("model", "parallel", "train"))
+
+
 def show(rows: Iterable[Mapping[str, Any]]) -> None:
     """Prints a line for each row, time and memory as compiled/predicted; and where there are several of a question, whether
     another is faster than its winner.
@@ -190,10 +196,10 @@ def _command(options: argparse.Namespace) -> int:
     known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     asked = options.question or list(QUESTIONS)
     for name in () if options.show else asked:
-        before = {run_from_json(row["run"]): row for row in known if row["question"] == name and options.missing}
+        before = [row for row in known if row["question"] == name and options.missing]
         known = [row for row in known if row["question"] != name]
         for place, one in enumerate(best(question(name), options.best), 1):
-            row = before.get(one.run) or measure(name, one, options.timeout)
+            row = next((row for row in before if is_of(row, one.run)), None) or measure(name, one, options.timeout)
             known.append(row | {"place": place})
             write(known)
     rows = [row for row in known if row["question"] in asked]
