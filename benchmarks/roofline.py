@@ -60,18 +60,25 @@ def compiled(words: Sequence[str], gpu_name: str, **options):
     from megajax.estimate.expert_time import with_expert_dispatch
     from megajax.estimate.gpus import find_gpu, with_attention
     from megajax.estimate.vocabulary import with_vocabulary
-    from megajax.plan.account import account_of
-    from megajax.plan.compiler import CompilerError, compile_for
+    from megajax.plan.compiler import CompilerError
 
     request, gpu = parse(words, __doc__, {}), find_gpu(gpu_name)
     run = with_expert_dispatch(request.run(request.devices_needed or 1, "bf16"), gpu)
     run = with_attention(with_vocabulary(run, gpu), gpu)
     run.validate()
     try:
-        result = compile_for(run, gpu, **options)
+        return run, *compile_and_account(run, gpu, **options)
     except CompilerError as error:
         raise ConfigError(str(error)) from error
-    return run, result, account_of(run, gpu, result["hlo"])
+
+
+def compile_and_account(run, gpu, **options):
+    """(what `compile_for` returns for a run's step, the step's account); `options` and errors as of `compile_for`."""
+    from megajax.plan.account import account_of
+    from megajax.plan.compiler import compile_for
+
+    result = compile_for(run, gpu, **options)
+    return result, account_of(run, gpu, result["hlo"])
 
 
 def report(words: Sequence[str], gpu_name: str, other: str | None = None) -> str:

@@ -13,8 +13,8 @@ from megajax.plan.ties import is_tie
 __all__ = ["answer", "layout"]
 
 LAYOUT = (
-    *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero", "expert"),
-    *("vocab_parallel", "attention", "sequence_parallel", "expert_dispatch"),
+    *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero"),
+    *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch"),
 )
 
 

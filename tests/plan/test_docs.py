@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from benchmarks import memory_model
+from benchmarks import memory_model, standing_questions
 from megajax.estimate import validate
 from megajax.plan import failures
 
@@ -22,6 +22,11 @@ def test_the_throughputs_are_those_of_the_command():
 
 def test_the_memory_is_that_of_the_benchmark(capsys):
     memory_model.show(json.loads(memory_model.RESULTS.read_text()))
+    shown(capsys.readouterr().out)
+
+
+def test_the_standing_questions_are_those_of_the_benchmark(capsys):
+    assert standing_questions.main(["--show"]) == 0
     shown(capsys.readouterr().out)
 
 

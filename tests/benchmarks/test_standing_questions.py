@@ -1,0 +1,73 @@
+"""The planner's answers to the standing questions, compiled: the rows of `python -m benchmarks.standing_questions`."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+
+from benchmarks import standing_questions as questions
+from megajax.plan.compiler import run_from_json
+
+ROWS = json.loads(questions.RESULTS.read_text())["rows"]
+WINNERS = {row["question"]: row for row in ROWS if row["place"] == 1}
+
+
+def test_every_question_has_a_compiled_winner():
+    assert list(WINNERS) == list(questions.QUESTIONS)
+    assert not any("failed" in row for row in WINNERS.values())
+
+
+@pytest.mark.parametrize("name", WINNERS)
+def test_a_winner_fits_and_takes_the_predicted_time(name):
+    found = questions.compare(WINNERS[name])
+    assert found.fits
+    assert abs(found.error) < 0.10
+
+
+def test_the_rows_are_of_the_questions_models_and_gpus():
+    for row in ROWS:
+        run, asked = run_from_json(row["run"]), questions.question(row["question"])
+        assert (run.model, run.parallel.devices, row["gpu"]) == (asked.model, asked.gpus, asked.gpu.name)
+        assert run.train.global_batch_size == asked.global_batch
+
+
+def test_a_layout_that_does_not_compile_is_said(capsys):
+    row = WINNERS["6.7b"] | {"failed": "the compiler aborted (signal 6)"}
+    questions.show([row])
+    assert "not compiled: the compiler aborted (signal 6)" in capsys.readouterr().out
+
+
+def test_another_layout_faster_than_the_winner_is_said(capsys):
+    row = WINNERS["6.7b"]
+    half = {kind: seconds / 2 for kind, seconds in row["seconds"].items()}
+    questions.show([row, row | {"place": 2, "seconds": half}])
+    assert "the fastest of the 1 others is faster than the winner by 100.0%" in capsys.readouterr().out
+
+
+def test_missing_compiles_only_what_is_not_on_file(monkeypatch, tmp_path):
+    """A new winner comes first, and the layout on file second; the rows of other questions stay as they are."""
+    row, compiled = WINNERS["6.7b"], []
+    known = run_from_json(row["run"])
+    new = dataclasses.replace(known, parallel=dataclasses.replace(known.parallel, microbatch_size=2))
+
+    def measure(name, one, timeout):
+        compiled.append(one.run)
+        return {**row, "run": dataclasses.asdict(one.run)}
+
+    path = tmp_path / "rows.json"
+    path.write_text(questions.RESULTS.read_text())
+    monkeypatch.setattr(questions, "RESULTS", path)
+    monkeypatch.setattr(questions, "best", lambda *_: [types.SimpleNamespace(run=run) for run in (new, known)])
+    monkeypatch.setattr(questions, "measure", measure)
+    assert questions.main(["--question", "6.7b", "--missing"]) == 0
+    found = json.loads(path.read_text())["rows"]
+    mine = [(one["place"], run_from_json(one["run"])) for one in found if one["question"] == "6.7b"]
+    assert compiled == [new] and mine == [(1, new), (2, known)]
+    assert [one for one in found if one["question"] != "6.7b"] == [one for one in ROWS if one["question"] != "6.7b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINNERS)
+def test_the_planner_still_gives_these_answers(name):
+    assert questions.best(questions.question(name), 1)[0].run == run_from_json(WINNERS[name]["run"])
