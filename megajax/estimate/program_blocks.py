@@ -210,12 +210,12 @@ class Blocks:
             factor = PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD
             return Work(attention=one, gaps=self.rates.gap), Work(attention=factor * one, gaps=self.rates.gap), Work()
         scores = heads * queries * tokens
-        moved = 2 * scores * self.item
+        moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
         product = max(2 * scores * attention.head_size / self.rates.matmul, scores * self.item / self.rates.memory)
         passes = self.traffic(moved + (scores * (2 * self.item + 1) if self._drops else 0), 4)
         forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
         again = forward if parallel.recompute in attention.scores_recomputed else Work()
-        backward = Work(matmul=4 * product, gaps=4 * self.rates.gap) + passes + self.traffic(scores * self.item)
+        backward = Work(matmul=4 * product, gaps=4 * self.rates.gap) + passes
         return forward, backward, again
 
     @functools.cached_property

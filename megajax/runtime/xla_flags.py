@@ -59,6 +59,9 @@ IN_PLACE_FLAGS = (
 GPU_FLAGS = (
     # Schedules a collective's start early and its end late, with compute between. The default in recent versions only.
     "--xla_gpu_enable_latency_hiding_scheduler=true",
+    # Its limit for temporaries, in percent of (0.8 GPU memory - arguments). By default 95, above which it saves memory and
+    # hides fewer collectives: steps that fit were up to 10% slower (docs/planning.md, standing questions).
+    "--xla_gpu_memory_limit_slop_factor=150",
     # CUDA graphs support neither the loops over ticks and blocks nor the overlap in them; JAX's advice for pipelines.
     "--xla_gpu_enable_command_buffer=",
     # Splits sends in a loop into chains, and loses data where one collective has several rings (openxla/xla#45222).
