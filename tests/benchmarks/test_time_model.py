@@ -51,7 +51,7 @@ def test_times_are_those_of_the_compiled_programs(compared):
 
 def test_the_classes_are_those_of_the_compiled_programs(compared):
     """No error of one class makes up for another's: the sum of their errors is a small part of the step."""
-    for name, found in compared.items():
+    for found in compared.values():
         off = sum(abs(modelled - compiled) for compiled, modelled in found["classes"].values())
         assert off < 0.12 * found["step"][0]
 
