@@ -5,6 +5,7 @@ choices; rules between two fields are in the `validate` method of the dataclass 
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_prob
 from megajax.schedules.errors import shown
 
 NUMBERS = (int, float, int | None, float | None)
+PLAIN = (bool, int, float, str, type(None))  # True is not 1 as an argument of a typed cache, but it is in a tuple
 OPTIONAL = (int | None, float | None, bool | None, str | None, tuple[str, ...] | None)
 
 
@@ -60,11 +62,23 @@ def check_fields(config: Any) -> None:
     Raises:
         ConfigError: for the first field that is illegal. Fields that were not declared with `setting` are not checked.
     """
-    for field in dataclasses.fields(config):
+    for field in _declared(type(config)):
         value = getattr(config, field.name)
-        problem = field_problem(field, value)
+        problem = (_known_problem if type(value) in PLAIN else field_problem)(field, value)
         if problem:
             raise ConfigError(f"{field.name} = {shown(value)} {problem.rule}: pass {problem.remedy}.")
+
+
+# The planner's search checks tens of thousands of layouts, with the same few values in each field.
+@functools.lru_cache(maxsize=4096, typed=True)
+def _known_problem(field: dataclasses.Field, value: Any) -> "Problem | None":
+    return field_problem(field, value)
+
+
+@functools.lru_cache
+def _declared(kind: type) -> tuple[dataclasses.Field, ...]:
+    """The fields of a dataclass that have rules."""
+    return tuple(field for field in dataclasses.fields(kind) if field.metadata)
 
 
 class Problem(NamedTuple):

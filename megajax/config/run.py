@@ -61,6 +61,16 @@ class RunConfig:
         for part in (self.model, self.parallel, self.train, self.data):
             if hasattr(part, "validate"):
                 part.validate()
+        self.validate_together()
+        if device_count is not None:
+            _check_device_count(self, device_count)
+
+    def validate_together(self) -> None:
+        """Checks the parts against one another; each of them is legal by itself.
+
+        Raises:
+            ConfigError: for the first rule that is broken: the field, its value, what is legal and which option to pass.
+        """
         if hasattr(self.model, "check_parallel"):
             self.model.check_parallel(self.parallel)
         _check_layers(self)
@@ -76,8 +86,6 @@ class RunConfig:
                 f"matmul_dtype = fp8 does not work with experts = {self.model.experts}, whose matmuls are in the run's "
                 "precision: omit --matmul-dtype."
             )
-        if device_count is not None:
-            _check_device_count(self, device_count)
 
 
 def _check_layers(run: RunConfig) -> None:

@@ -95,11 +95,11 @@ def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
     """
     if run.parallel.expert_dispatch != "auto":
         return run
+    names = ("gather", "all_to_all") if run.parallel.expert > 1 else ("gather",)
     choices = [
-        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, expert_dispatch=name))
-        for name in ("gather", "all_to_all")
+        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, expert_dispatch=name)) for name in names
     ]
-    if run.parallel.expert == 1:
+    if len(choices) == 1:
         return choices[0]
     ops = OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)
     return min(choices, key=lambda one: sum(dispatch_times(model_costs(one.model), one.parallel, ops)))

@@ -39,10 +39,6 @@ class Links(NamedTuple):
     all_reduce: Link | None = None
     ppermute: Link | None = None
 
-    def of(self, kind: str) -> Link | None:
-        """The link of one of XLA's kinds of collectives; None if it was not measured, or is of another kind."""
-        return next((getattr(self, field) for field, name in COLLECTIVES.items() if name == kind), None)
-
 
 class Measured(NamedTuple):
     """What was measured; a field that is empty or None was not.
@@ -62,6 +58,12 @@ class Measured(NamedTuple):
     attention: tuple[float, float] | None = None
     host: Links = Links()
     network: Links = Links()
+
+    @property
+    def links(self) -> dict[str, tuple[Link | None, Link | None]]:
+        """(within a host, between hosts) by XLA's kind of collective; {} if none was measured."""
+        pairs = {name: (getattr(self.host, field), getattr(self.network, field)) for field, name in COLLECTIVES.items()}
+        return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> Link:

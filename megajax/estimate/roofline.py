@@ -31,7 +31,7 @@ from megajax.estimate.hlo_parser import (
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
-from megajax.estimate.measured import Links, Measured, rate_at
+from megajax.estimate.measured import Link, Measured, rate_at
 from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
@@ -52,7 +52,8 @@ class Rates:
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
-      near, far: measured latencies and bandwidths within a host and between hosts, in place of `host` and `network`.
+      links: measured latencies and bandwidths by XLA's kind of collective, within a host and between hosts, in place of
+        `host` and `network`.
       attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
         under a causal mask, else 1.
       pcie: bytes/s to and from the host's memory.
@@ -76,8 +77,7 @@ class Rates:
     synchronisation: float = 25e-6
     matmuls: tuple[tuple[float, float], ...] = ()
     attention_backward: float | None = None
-    near: Links = Links()
-    far: Links = Links()
+    links: Mapping[str, tuple[Link | None, Link | None]] = dataclasses.field(default_factory=dict)
 
     def matmul_rate(self, flops: float) -> float:
         """FLOP/s of a product of this size."""
@@ -92,7 +92,7 @@ class Rates:
 
         A latency is of a measured link; otherwise it is the gap between two kernels. `group` and `here` as for `link`.
         """
-        near, far = self.near.of(kind), self.far.of(kind)
+        near, far = self.links.get(kind, (None, None))
         if here >= group:
             return near.seconds(sent) if near else sent / self.host + self.gap
         if far is None:
@@ -141,8 +141,7 @@ def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
         memory=measured.memory or rates.memory,
         host=near.bandwidth if near else rates.host,
         network=far.bandwidth if far else rates.network,
-        near=measured.host,
-        far=measured.network,
+        links=measured.links,
     )
     if measured.precision != precision:
         return rates

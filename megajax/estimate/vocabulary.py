@@ -12,7 +12,7 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import step_time
 
-__all__ = ["with_vocabulary"]
+__all__ = ["placements", "with_vocabulary"]
 
 
 def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:
@@ -21,10 +21,8 @@ def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:
     It is what the time model says is faster, of those that fit by the memory model; if neither fits, the smaller one. Losses
     do not depend on it, and a checkpoint can be loaded with either.
     """
-    if run.parallel.vocab_parallel != "auto":
-        return run
-    choices = [_placed(run, placement) for placement in ("pipe", "tensor")]
-    if run.parallel.pipe == 1 or not model_costs(run.model).vocabulary_width:
+    choices = placements(run)
+    if len(choices) == 1:
         return choices[0]
     known = {one: with_attention(one, gpu) for one in choices}
     peaks = {one: sum(bytes_per_device(known[one]).values()) for one in choices}
@@ -34,5 +32,12 @@ def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:
     return min(fitting, key=lambda one: step_time(known[one], gpu).total)
 
 
-def _placed(run: RunConfig, placement: str) -> RunConfig:
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, vocab_parallel=placement))
+def placements(run: RunConfig) -> list[RunConfig]:
+    """The runs that `vocab_parallel` may resolve to: one if it is not auto, or if all are the same."""
+    if run.parallel.vocab_parallel != "auto":
+        return [run]
+    differ = run.parallel.pipe > 1 and model_costs(run.model).vocabulary_width
+    return [
+        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, vocab_parallel=placement))
+        for placement in (("pipe", "tensor") if differ else ("pipe",))
+    ]

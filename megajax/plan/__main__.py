@@ -69,8 +69,8 @@ def _command(arguments: Sequence[str] | None) -> int:
     clusters = clusters_of(args)
     question = question_of(args, clusters[0])
     if args.compare:
-        if args.budget or args.deadline or args.json:
-            raise ConfigError("compare prints one table: omit --budget, --deadline and --json.")
+        if args.budget or args.deadline or args.json or args.html or args.plot:
+            raise ConfigError("compare prints one table: omit --budget, --deadline, --json, --html and --plot.")
         print(compare(dataclasses.replace(question, gpus=args.gpus or 0), clusters, args.tokens))
         return 0
     return _plan(args, clusters[0], *_goal(args, question, clusters[0]))

@@ -141,6 +141,11 @@ def gpus_for(question: Question, tokens: float, days: float, most: int | None) -
     slower: Candidate | None = None
     limit = min(most or MOST_GPUS, question.global_batch * model.layers * host)
     counts = [count for count in _counts(host) if least <= count <= limit][:COUNTS_TRIED]
+    if not counts:
+        raise ConfigError(
+            f"deadline = {days:g} days for {tokens / 1e9:,.0f}B tokens needs {math.ceil(least):,} GPUs or more, even at "
+            f"their peak; {_limited(question, most, limit)}: pass a longer --deadline, fewer --tokens, or a faster --gpu."
+        )
     for count in counts:
         best = fastest(dataclasses.replace(question, gpus=count))
         if best is None:
@@ -149,12 +154,18 @@ def gpus_for(question: Question, tokens: float, days: float, most: int | None) -
             text = f"deadline {days:g} days for {tokens / 1e9:,.0f}B tokens: {_took(best, tokens)}"
             return best, text + (f"; {_took(slower, tokens)}" if slower else "")
         slower = best
-    tried = f" of up to {counts[-1]}" if counts else ""
-    reached = f"the fastest takes {_took(slower, tokens)}" if slower else "no layout fits"
+    reached = _took(slower, tokens) if slower else "no layout fits"
     raise ConfigError(
-        f"deadline = {days:g} days is not met by any number of GPUs{tried} ({reached}): pass a longer --deadline, fewer "
-        "--tokens, a larger --global-batch, or a faster --gpu."
+        f"deadline = {days:g} days is not met by any number of GPUs of up to {counts[-1]} ({reached}): pass a longer "
+        "--deadline, fewer --tokens, a larger --global-batch, or a faster --gpu."
     )
+
+
+def _limited(question: Question, most: int | None, limit: int) -> str:
+    """Why no more GPUs than `limit` are tried."""
+    if most == limit:
+        return f"--gpus allows {limit:,}"
+    return f"a global batch of {question.global_batch} has work for {limit:,} at most"
 
 
 def _took(one: Candidate, tokens: float) -> str:

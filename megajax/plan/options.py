@@ -2,9 +2,13 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config.errors import divisors
 from megajax.config.options import Parser, add_options, option_names
+from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
 from megajax.plan.search import MEMORY_MARGIN, Question
@@ -55,6 +59,8 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             )
         if hasattr(model, "validate"):
             model.validate()
+    if args.expert:
+        _check_expert(model, args.expert)
     return Question(
         model,
         args.gpus or cluster.gpus or 0,
@@ -70,6 +76,19 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
         attention=args.attention,
         memory_margin=args.memory_margin,
     )
+
+
+def _check_expert(model: Any, degrees: Sequence[int]) -> None:
+    """Raises ConfigError if a degree of expert parallelism does not divide the model's experts."""
+    experts = model_costs(model).experts
+    count = experts.count if experts else 1
+    wrong = next((degree for degree in degrees if count % degree), None)
+    if wrong is None:
+        return
+    if experts is None:
+        raise ConfigError(f"expert = {wrong}, but {model.name} has no experts: omit --expert.")
+    legal = " ".join(map(str, sorted(divisors(count))))
+    raise ConfigError(f"expert = {wrong} does not divide the {count} experts of {model.name}: pass --expert {legal}.")
 
 
 def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.ArgumentParser:

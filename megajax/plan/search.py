@@ -20,7 +20,7 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
-from megajax.estimate.vocabulary import with_vocabulary
+from megajax.estimate.vocabulary import placements
 from megajax.schedules.registry import find, search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
@@ -148,7 +148,7 @@ def search(question: Question) -> list[Candidate]:
       NoLayout: there is no legal layout at all.
     """
     question.gpu.peak(question.precision)  # raises if the GPU does not support it
-    found = [evaluate(question, run) for run in _runs(question)]
+    found = [_fastest_placement(question, run) for run in _runs(question)]
     if not found:
         raise _no_layout(question)
     # Ties: less memory first, then the simpler schedule.
@@ -213,7 +213,14 @@ def _has_layout(question: Question) -> bool:
 
 def fitting(question: Question) -> Iterable[RunConfig]:
     """The legal runs that fit, in no order, found one by one and not timed."""
-    return (run for run in _runs(question) if sum(bytes_per_device(run).values()) <= question.memory_limit)
+    runs = (placed for run in _runs(question) for placed in placements(run))
+    return (run for run in runs if sum(bytes_per_device(run).values()) <= question.memory_limit)
+
+
+def _fastest_placement(question: Question, run: RunConfig) -> Candidate:
+    """The run with embedding and head where it is fastest, of those that fit; if neither does, where it is smallest."""
+    found = (evaluate(question, placed) for placed in placements(run))
+    return min(found, key=lambda one: (one.time is None, one.time.total if one.time else one.peak))
 
 
 def evaluate(question: Question, run: RunConfig) -> Candidate:
@@ -224,7 +231,7 @@ def evaluate(question: Question, run: RunConfig) -> Candidate:
 
 
 def _runs(question: Question) -> Iterable[RunConfig]:
-    """Every legal run."""
+    """Every legal run; `vocab_parallel` may be auto."""
     attention = question.resolved_attention
     model, train = question.model, TrainConfig(global_batch_size=question.global_batch, precision=question.precision)
     for tensor in question.tensor_sizes:
@@ -252,14 +259,14 @@ def _runs(question: Question) -> Iterable[RunConfig]:
                             recompute=recompute,
                             zero=zero,
                             expert=expert,
+                            expert_dispatch="auto" if expert > 1 else "gather",
                             vocab_parallel=question.vocab_parallel,
                             attention=attention,
                             sequence_parallel=question.sequence_parallel,
                         )
                         run = RunConfig(model, parallel, train)
-                        if _is_legal(run):
-                            run = with_expert_dispatch(run, question.gpu)
-                            yield with_vocabulary(run, question.gpu)
+                        if _is_legal_layout(run):
+                            yield with_expert_dispatch(run, question.gpu)
 
 
 def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
@@ -308,6 +315,16 @@ def _fewest(counts: Iterable[int], layers: int, each: int = 1) -> list[int]:
 def _is_legal(run: RunConfig) -> bool:
     try:
         run.validate()
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_legal_layout(run: RunConfig) -> bool:
+    """The same for a run whose model and training are known to be legal."""
+    try:
+        run.parallel.validate()
+        run.validate_together()
     except ConfigError:
         return False
     return True

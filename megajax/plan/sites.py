@@ -23,7 +23,7 @@ from megajax.estimate.memory import rows_of
 from megajax.estimate.step_time import chunk_costs
 from megajax.plan.report import new_figure, save_figure
 from megajax.schedules.arguments import number, plain_text, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import UserError, exit_code
 from megajax.schedules.one_f_one_b import alternate, depth_first
 from megajax.schedules.registry import find, make_schedule, specs
 from megajax.schedules.schedule import BACKWARD, Schedule, pack
@@ -98,9 +98,14 @@ def rows(run: RunConfig, gpu: Gpu, names: Sequence[str], latencies: Sequence[flo
             raise ConfigError(f"schedules = {name} is not one step of training that drains: pass --schedules {legal}.")
         parallel = dataclasses.replace(run.parallel, schedule=name, chunks=1 if spec.chunks == "one" else 2)
         one = dataclasses.replace(run, parallel=parallel)
-        one.validate()
         sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
-        found.append(_row(make_schedule(name, **sizes), chunk_costs(one, gpu), latencies, sites))
+        try:
+            one.validate()
+            schedule = make_schedule(name, **sizes)
+        except UserError as error:  # its remedy has options of a run, which are not these
+            problem, remedy = str(error).partition(": pass ")[0], "other --microbatches, --pipe or --tensor"
+            raise ConfigError(f"{problem}: pass {remedy}, or --schedules without {name}.") from error
+        found.append(_row(schedule, chunk_costs(one, gpu), latencies, sites))
     costs = chunk_costs(run, gpu)
     made = longer_1f1b(run.parallel.pipe, run.microbatches, sites, latencies[-1], costs.forward + costs.backward)
     return [*found, _row(made, costs, latencies, sites)]
@@ -178,6 +183,11 @@ def _command(args: argparse.Namespace) -> int:
         attention="auto",
     )
     train = TrainConfig(global_batch_size=args.data * args.microbatch_size * args.microbatches, precision="bf16")
+    if args.sites > args.pipe:
+        raise ConfigError(
+            f"sites = {args.sites} must be at most pipe = {args.pipe}, since each has a stage: pass fewer --sites, or more "
+            "--pipe."
+        )
     gpu = find_gpu(args.gpu)
     run = with_attention(RunConfig(preset(args.model), parallel, train), gpu)
     sent = activation_bytes(run)

@@ -1,6 +1,8 @@
 """What the command lines of all commands share: a parser that raises its errors, and readers of options' values."""
 
 import argparse
+import difflib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +25,16 @@ class CommandParser(argparse.ArgumentParser):
             if word.endswith("=--"):
                 self.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
         return super().parse_known_args(words, namespace)
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse's; the error of an unknown option has the nearest ones."""
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+            close = (difflib.get_close_matches(one, self._option_string_actions, n=1) for one in options)
+            hints = " and ".join(dict.fromkeys(itertools.chain(*close)))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f": did you mean {hints}?" if hints else ""))
+        return known
 
     def error(self, message: str):
         self.exit(2, f"error: {one_line(message.removeprefix('argument '))}; --help lists every option\n")

@@ -45,14 +45,13 @@ def _1p_slots(stages: int, microbatches: int, chunks: int) -> Slots:
     return Slots(min(microbatches * chunks, stages * chunks), min(microbatches, stages), inbox + 2)
 
 
-def _v_slots(stages: int, microbatches: int, chunks: int) -> Slots | None:
-    """None for fewer than 2p - 1 microbatches, where the generator omits some of the warm-up."""
-    if microbatches < 2 * stages - 1:
-        return None
-    held = min(2 * microbatches, 2 * stages)
+def _v_slots(stages: int, microbatches: int, chunks: int) -> Slots:
+    """As counted in all tables of up to 30 ranks; W starts to wait for more than one I with more than p microbatches."""
     if stages == 1:
-        return Slots(1, min(held - 1, 1), 1 + 2)
-    return Slots(held, held - 1, min(microbatches, 2) + (2 if microbatches > 2 else 1) + 2)
+        return Slots(1, 1, 1 + 2)
+    more = microbatches - stages
+    inbox = 4 if more > 0 else min(microbatches + 1, 3)
+    return Slots(min(2 * microbatches, 2 * stages), min(max(1, 2 * more + 1), 2 * stages - 1), inbox + 2)
 
 
 @register("zb_h1", split=True, paired=False, placement="loop", slots=_h1_slots, bubble=split_bubble, simplicity=4)

@@ -35,8 +35,12 @@ def test_closed_form_slots_are_those_counted_in_the_tables(name):
     spec, checked = find(name), 0
     for pipe in (1, 2, 3, 4, 6, 8):
         for chunks in {"one": (1,), "two": (2,), "any": (1, 2, 3)}[spec.chunks]:
-            for microbatches in {1, 2, 3, pipe, 2 * pipe, 4 * pipe}:
-                if pipe == 1 < chunks or check_sizes(spec, stages=pipe, microbatches=microbatches, chunks=chunks):
+            for microbatches in {1, 2, 3, pipe, pipe + 1, 2 * pipe - 2, 2 * pipe - 1, 2 * pipe, 4 * pipe}:
+                if (
+                    pipe == 1 < chunks
+                    or not microbatches
+                    or check_sizes(spec, stages=pipe, microbatches=microbatches, chunks=chunks)
+                ):
                     continue
                 run = run_of("tiny", microbatches, pipe=pipe, chunks=chunks, schedule=name)
                 arguments = schedule_arguments(run)

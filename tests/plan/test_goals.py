@@ -130,7 +130,10 @@ def test_a_number_of_gpus_that_divides_badly_is_said_so(plan):
             f"{MODEL} --global-batch 8 --gpu b200 --deadline 1 --budget 5",
             "--budget: not allowed with argument --deadline",
         ),
-        (f"{MODEL} --global-batch 8 --gpu b200 --deadline 0.001", "deadline = 0.001 days is not met"),
+        (
+            f"{MODEL} --global-batch 8 --gpu b200 --deadline 0.001",
+            "has work for 2,048 at most: pass a longer --deadline",
+        ),
         (f"{MODEL} --global-batch 8 --gpu b201 --gpus 8", "gpu = 'b201' is not known: did you mean b200"),
         (f"{MODEL} --global-batch 8 --gpu b200 --budget -5", "--budget: -5.0 must be a number, above 0"),
     ],

@@ -40,7 +40,7 @@ def test_a_longer_warm_up_hides_the_link(latency, transfer):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--sites 9", "4 stages cannot be on 9 sites"),
+        ("--sites 9", "sites = 9 must be at most pipe = 4"),
         ("--latency -1", "--latency: -1.0 must be a number, 0 or more"),
         ("--gbps 0", "--gbps: 0.0 must be a number, above 0"),
         ("--schedules zb_h9", "schedule 'zb_h9' is unknown; did you mean zb_"),
