@@ -6,7 +6,7 @@ from html import escape
 from megajax.estimate.step_time import chunk_costs
 from megajax.plan.search import Candidate, best_by
 from megajax.schedules.registry import find, make_schedule
-from megajax.schedules.render import IDLE, NAMES, SHADES
+from megajax.schedules.render import NAMES, SHADES
 from megajax.schedules.simulate import Simulation, simulate_lockstep
 
 __all__ = ["bar", "heat_map", "timeline"]
@@ -66,7 +66,7 @@ def _timeline_svg(simulation: Simulation, chunks: int, ranks: int, kind) -> str:
     return (
         f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" '
         f'style="height:{min(height, 480)}px" aria-label="timeline of the schedule">'
-        f'<rect width="{WIDTH}" height="{height}" fill="{IDLE}"/>{drawn}</svg>'
+        f'<rect width="{WIDTH}" height="{height}" style="fill:var(--idle)"/>{drawn}</svg>'
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from megajax.config.toml import save_config
+from megajax.estimate.step_time import StepTime
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
 from megajax.plan.html_charts import bar, heat_map, timeline
@@ -13,32 +14,38 @@ from megajax.plan.report import PARTS, accuracy, shown_parameters
 from megajax.plan.search import Candidate, usable_bytes
 from megajax.plan.ties import is_tie
 from megajax.schedules.registry import find
-from megajax.schedules.render import IDLE, NAMES, SHADES
+from megajax.schedules.render import NAMES, SHADES
 
 __all__ = ["page", "write_page"]
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and greys.
-COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#555555", "#bbbbbb")
+COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#8c8c8c", "#555555", "#b9a3e3")
+COLOURS += ("#7b4f9d", "#8c510a", "#66c2a4")
 MEMORY = dict(zip(PARTS, COLOURS, strict=False))
+TIMES = dict(zip((field.name for field in dataclasses.fields(StepTime)), COLOURS, strict=True))
 STYLE = """
-:root { color-scheme: light; --ink: #1b1f24; --soft: #5b6570; --line: #d8dee4; --paper: #fff; --panel: #f6f8fa; }
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d8dee4; --paper: #fff; --panel: #f6f8fa;
+  --chosen: #fff8e1; --idle: #eeeeee; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --soft: #9aa5b1; --line: #3a424c; --paper: #14181d;
+  --panel: #1d232a; --chosen: #3a3320; --idle: #323a44; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 24px; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; max-width: 1180px; padding: clamp(10px, 2.5vw, 24px); background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; } p { margin: 4px 0; }
-.soft, figcaption, caption { color: var(--soft); font-size: 13px; text-align: left; }
+.soft, figcaption { color: var(--soft); font-size: 13px; }
 .facts { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; padding: 0; }
 .facts div { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; }
 .facts dt { color: var(--soft); font-size: 12px; } .facts dd { margin: 0; font-size: 19px; font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 9px; text-align: right; white-space: nowrap; } thead th { border-bottom: 2px solid var(--line);
-  font-size: 12px; color: var(--soft); } tbody tr { border-bottom: 1px solid var(--line); }
-td.text, th.text { text-align: left; } tr.chosen { background: #fff8e1; font-weight: 600; }
-td.wide { width: 260px; min-width: 200px; } svg.bar { width: 100%; height: 14px; background: #eeeeee; display: block; }
+th, td { padding: 4px 6px; text-align: right; white-space: nowrap; font-size: 13px; }
+thead th { border-bottom: 2px solid var(--line); font-size: 11px; color: var(--soft); }
+tbody tr { border-bottom: 1px solid var(--line); } td.text, th.text { text-align: left; }
+tr.chosen { background: var(--chosen); font-weight: 600; } table.full { width: 100%; }
+td.wide { width: 100%; min-width: 90px; } svg.bar { width: 100%; height: 14px; background: var(--idle); display: block; }
 svg.timeline { width: 100%; display: block; border: 1px solid var(--line); } figure { margin: 0; }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 8px 0; padding: 0; list-style: none; font-size: 13px; }
 .key i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; border-radius: 2px; }
-table.heat td { min-width: 52px; text-align: center; } td.none { color: var(--soft); }
+table.heat td, table.heat thead th { min-width: 52px; text-align: center; } td.none { color: var(--soft); }
 td.best { outline: 3px solid #d55e00; outline-offset: -3px; font-weight: 700; }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px; white-space: pre-wrap;
   font-size: 12.5px; line-height: 1.45; }
@@ -86,6 +93,9 @@ def page(
     if cost.money is not None:
         facts["cost"] = f"{cost.money:,.0f} {cluster.currency}"
     caption, picture = timeline(best)
+    caption += ". One row for each rank, time to the right" + "; later chunks are darker." * (
+        best.run.parallel.chunks > 1
+    )
     stages = best.run.parallel.pipe > 1
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -121,16 +131,16 @@ def page(
 <section id="timeline">
 <h2>The schedule of the first layout</h2>
 {
-        f"<figure>{picture}<figcaption>{escape(caption)}. One row for each rank, time to the right.</figcaption></figure>"
+        f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
         if stages
         else "<p>The first layout has no pipeline.</p>"
     }
-{_key({NAMES[op]: SHADES[op][0] for op in _operations(best)} | {"idle": IDLE}) if stages else ""}
+{_key({NAMES[op]: SHADES[op][0] for op in _operations(best)} | {"idle": "var(--idle)"}) if stages else ""}
 </section>
 <section id="meshes">
 <h2>Throughput over mesh shapes</h2>
 <p class="soft">Model TFLOP/s per GPU of the fastest layout with this tensor and pipeline size; the remaining GPUs are data
-parallel. ✕ does not fit. Outlined: the first layout.</p>
+parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
 <div class="scroll">{heat_map(candidates, best)}</div>
 </section>
 <section id="why">
@@ -164,8 +174,9 @@ def _table(shown: Sequence[Candidate], best: Candidate, fastest: Candidate, toke
     head = "".join(f'<th scope="col"{_text(name)}>{name}</th>' for name in names)
     rows = "".join(_row(one, one is best, is_tie(one, fastest), tokens) for one in shown)
     return (
-        '<div class="scroll"><table><caption>Each mesh with its fastest schedule, the simplest of ties first; memory '
-        f"relative to what is usable.</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        '<p class="soft">Each mesh with its fastest schedule, the simplest of ties first; memory relative to what is '
+        'usable.</p><div class="scroll"><table class="full">'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
@@ -199,16 +210,15 @@ def _row(one: Candidate, chosen: bool, tie: bool, tokens: float) -> str:
 def _times(shown: Sequence[Candidate]) -> str:
     """A bar for each layout, all on the slowest one's scale."""
     whole = max(one.time.total for one in shown)
-    parts = [field.name for field in dataclasses.fields(shown[0].time)]
-    used = [name for name in parts if any(getattr(one.time, name) for one in shown)]
-    colours = {name: COLOURS[parts.index(name) % len(COLOURS)] for name in used}
+    used = [name for name in TIMES if any(getattr(one.time, name) for one in shown)]
+    colours = {name: TIMES[name] for name in used}
     bars = [bar({name: getattr(one.time, name) for name in used}, whole, colours, "{:.3f} s") for one in shown]
     rows = "".join(
         f'<tr><th scope="row">t{one.mesh[0]} p{one.mesh[1]} d{one.mesh[2]}</th><td>{one.time.total:.2f} s</td>'
-        f'<td class="wide" style="width:100%">{drawn}</td></tr>'
+        f'<td class="wide">{drawn}</td></tr>'
         for one, drawn in zip(shown, bars, strict=True)
     )
-    return f'<table style="width:100%"><tbody>{rows}</tbody></table>{_key(colours)}'
+    return f'<div class="scroll"><table class="full"><tbody>{rows}</tbody></table></div>{_key(colours)}'
 
 
 def _key(colours: dict[str, str]) -> str:
