@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.config.run_schedule import run_schedule, schedule_arguments
-from megajax.estimate import model_costs
+from megajax.estimate import check_one_kind, model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
@@ -124,6 +124,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I
       keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
     """
+    check_one_kind(model_costs(run.model))
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
     sharding, slots = sharding or Sharding.from_config(run), slots or program_slots(run)

@@ -18,7 +18,7 @@ import functools
 
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.run_schedule import schedule_arguments
-from megajax.estimate import model_costs
+from megajax.estimate import check_one_kind, model_costs
 from megajax.estimate.expert_time import expert_times
 from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
@@ -218,6 +218,7 @@ def step_time(
     Raises:
       ConfigError: the GPU has no peak for the run's precision.
     """
+    check_one_kind(model_costs(run.model))
     sharding = sharding or Sharding.from_config(run)
     if software is MEGAJAX and not model_costs(run.model).experts:
         return _program_time(run, gpu, sharding)

@@ -24,7 +24,8 @@ def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:
     if run.parallel.vocab_parallel != "auto":
         return run
     choices = [_placed(run, placement) for placement in ("pipe", "tensor")]
-    if run.parallel.pipe == 1 or not model_costs(run.model).vocabulary_width:
+    costs = model_costs(run.model)
+    if run.parallel.pipe == 1 or not costs.vocabulary_width or costs.kinds:  # the models know one kind of layers
         return choices[0]
     known = {one: with_attention(one, gpu) for one in choices}
     peaks = {one: sum(bytes_per_device(known[one]).values()) for one in choices}

@@ -150,7 +150,7 @@ def forward_function(
         counts.
       schedule: a schedule without backwards.
       mesh: as for `gradient_function`.
-      options: constrain, specs, share_ends and block_counts apply.
+      options: constrain, specs, share_ends, block_counts and stage_kinds apply.
 
     Returns:
       `f(params, batch) -> outputs`, with outputs a pytree of [microbatches, data * n, ...].

@@ -10,6 +10,7 @@ from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
+from megajax.schedules.stages import StageLayers
 
 UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
 MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
@@ -37,6 +38,8 @@ class ExecutorOptions:
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
+      stage_kinds: the layers of each stage, of a model that has several kinds of them (`mixed.py`); not with `merged` and
+        `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.
     """
@@ -51,6 +54,7 @@ class ExecutorOptions:
     compute_bubbles: bool = False
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
+    stage_kinds: StageLayers | None = None
     statistics: Callable | None = None
 
 

@@ -72,12 +72,16 @@ class PipeDream2BW:
     ):
         """Arguments as for `executor.gradient_function`; the model has one chunk on each of the `stages` ranks.
 
-        Of the options constrain, specs, share_ends and block_counts apply.
+        Of the options constrain, specs, share_ends, block_counts and stage_kinds apply.
         """
         self.mesh, self.axes = mesh, manual_axes_of(mesh)
         self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
         self.options = ExecutorOptions(
-            options.constrain, options.specs, options.share_ends, block_counts=options.block_counts
+            options.constrain,
+            options.specs,
+            options.share_ends,
+            block_counts=options.block_counts,
+            stage_kinds=options.stage_kinds,
         )
         weights = options.specs.manual.weights
         shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)

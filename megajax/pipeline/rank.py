@@ -15,12 +15,13 @@ from jax import lax
 
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.ends import Ends, EndState, run_together
-from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
+from megajax.pipeline.layout import fp32_zeros, full_specs, in_row_major, is_spec, vary
 from megajax.pipeline.loops import counted_loop, run_one_of
+from megajax.pipeline.mixed import MixedStack
 from megajax.pipeline.options import ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import Recorder, empty_records
 from megajax.pipeline.slots import OperationRow, Tables, TickRow
-from megajax.pipeline.stage import Stack, fp32_zeros
+from megajax.pipeline.stage import Stack
 from megajax.pipeline.stash import StashRef, TickStash
 from megajax.runtime.compat import set_xla_metadata
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
@@ -65,6 +66,7 @@ class Rank:
       shared: the weights outside of the blocks (embedding, head), on this rank.
       batch: pytree of [microbatches, samples, ...], this replica's.
       stack: this rank's blocks.
+      per_chunk, places: slots for blocks in a chunk, and in all of them.
     """
 
     def __init__(
@@ -87,18 +89,18 @@ class Rank:
         specs = full_specs(options.specs.weights, params)["blocks"]
         self.batch, blocks = vary(batch), vary(params["blocks"])
         self.shared = vary(params["shared"])
-        self.per_chunk = jax.tree.leaves(blocks)[0].shape[2]
+        where = options.stage_kinds
+        self.per_chunk = where.slots if where else jax.tree.leaves(blocks)[0].shape[2]
+        self.places = jax.tree.leaves(blocks)[0].shape[0] * self.per_chunk
         weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks)
-        self.stack = Stack(
-            functions.block,
-            in_row_major(weights) if options.in_place else weights,
-            self.per_chunk,
-            cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
-            in_place=options.in_place,
-            unrolled=options.unrolled,
-            parts=table.backward_parts,
-            counts=options.block_counts,
-        )
+        weights = in_row_major(weights) if options.in_place else weights
+        cut = jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec)
+        how = {"in_place": options.in_place, "parts": table.backward_parts}
+        if where:
+            self.stack = MixedStack(functions.block, weights, where, cut=cut, **how)
+        else:
+            more = {"unrolled": options.unrolled, "counts": options.block_counts}
+            self.stack = Stack(functions.block, weights, self.per_chunk, cut=cut, **how, **more)
 
     def start(self) -> Carry:
         """Empty stash and inboxes, and zero accumulators."""
@@ -122,8 +124,7 @@ class Rank:
             output = jax.tree.map(lambda a: vary(jnp.zeros((count, *a.shape), a.dtype)), result)
         records = ()
         if self.options.statistics is not None:
-            blocks = jax.tree.leaves(self.stack.weights)[0].shape[0]
-            records = vary(empty_records(self.options.statistics, x, first, (blocks, count)))
+            records = vary(empty_records(self.options.statistics, x, first, (self.places, count)))
         embedded = x if any(self.embeds_ahead(segment) for segment in self.schedule.segments) else ()
         return Carry(stash, activations, gradients, x, kept, *totals, output, vary(jnp.int32(0)), records, embedded)
 

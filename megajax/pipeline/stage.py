@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.jaxprs import with_fp32_gradients
+from megajax.pipeline.layout import fp32_zeros
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
 from megajax.pipeline.split_backward import Split, split_backward
@@ -33,11 +34,6 @@ from megajax.schedules.schedule import BACKWARD, FORWARD
 from megajax.sharding.zero import ZeroSharding
 
 Tree = Any
-
-
-def fp32_zeros(tree: Tree) -> Tree:
-    """Zeros of the shapes in `tree`, in fp32."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
 
 
 class Stack:
@@ -217,19 +213,7 @@ class Stack:
           (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
           iteration count, the records).
         """
-        template = self._template(dy, work.microbatch)
-
-        def step(index, place, zero, state):
-            dy, gradients, buffer, records = state
-            residuals, weights, x = self._saved(index, place, work, template, zero)
-            split = self._split(template, residuals, weights, x)
-            dx, early, new = split.input(residuals, weights, x, dy)
-            buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
-            dx = self.blocks.select(work.stage, index, dx, dy)
-            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
-            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
-
-        state = (dy, gradients, work.kept.buffer, work.records)
+        state, step = (dy, gradients, work.kept.buffer, work.records), self._input_step(dy, work)
         iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, step, state, backwards=True)
         return dx, gradients, buffer, iterations, records
 
@@ -239,16 +223,7 @@ class Stack:
         Returns:
           (the accumulators, the iteration count).
         """
-        template = self._template(x, work.microbatch)
-
-        def step(index, place, zero, gradients):
-            residuals, weights, x = self._saved(index, place, work, template, zero)
-            split = self._split(template, residuals, weights, x)
-            kept = work.kept.read(index, zero)
-            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
-            return self._add(gradients, late, place, split.is_late, True)
-
-        iterations, gradients = self._run_blocks(iterations, work, step, gradients)
+        iterations, gradients = self._run_blocks(iterations, work, self._weight_step(x, work), gradients)
         return gradients, iterations
 
     def part_bounds(self, part, parts) -> tuple:
@@ -297,6 +272,35 @@ class Stack:
                 return dx, jax.tree.map(add, gradients, dw, self.cut), records
             new = jax.tree.map(add, gradients[place], dw, self.cut)
             return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
+
+        return step
+
+    def _input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
+        """`step(index, place, zero, (dy, gradients, buffer of work.kept, records))`: a block's I."""
+        template = self._template(dy, work.microbatch)
+
+        def step(index, place, zero, state):
+            dy, gradients, buffer, records = state
+            residuals, weights, x = self._saved(index, place, work, template, zero)
+            split = self._split(template, residuals, weights, x)
+            dx, early, new = split.input(residuals, weights, x, dy)
+            buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
+            dx = self.blocks.select(work.stage, index, dx, dy)
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
+
+        return step
+
+    def _weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
+        """`step(index, place, zero, gradients) -> gradients`: a block's W."""
+        template = self._template(x, work.microbatch)
+
+        def step(index, place, zero, gradients):
+            residuals, weights, x = self._saved(index, place, work, template, zero)
+            split = self._split(template, residuals, weights, x)
+            kept = work.kept.read(index, zero)
+            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
+            return self._add(gradients, late, place, split.is_late, True)
 
         return step
 

@@ -5,6 +5,7 @@ import dataclasses
 
 from megajax.config import ConfigError, ModelConfig, preset
 from megajax.config.options import Parser, add_options, option_names
+from megajax.estimate import check_one_kind, model_costs
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
 from megajax.plan.search import MEMORY_MARGIN, Question
@@ -55,6 +56,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             )
         if hasattr(model, "validate"):
             model.validate()
+        check_one_kind(model_costs(model))
     return Question(
         model,
         args.gpus or cluster.gpus or 0,
