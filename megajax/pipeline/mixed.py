@@ -27,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.pipeline.chunk_work import ChunkWork
+from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.stage import Stack
 from megajax.pipeline.uneven import StageBlocks
+from megajax.schedules.schedule import BACKWARD, FORWARD
 from megajax.schedules.stages import StageLayers, stage_number
 
 __all__ = ["MixedStack"]
@@ -39,7 +40,7 @@ __all__ = ["MixedStack"]
 Tree = Any
 
 
-class MixedStack:
+class MixedStack(ChunkParts):
     """The blocks of one rank, of several kinds, run by chunk; it has the methods of `Stack` for ticks that are not merged.
 
     Attributes:
@@ -47,7 +48,6 @@ class MixedStack:
       where: the layers of each stage.
       per_chunk: blocks in a chunk, at most.
       in_place: as for `Stack`.
-      parts: as for `Stack`.
     """
 
     def __init__(
@@ -58,10 +58,9 @@ class MixedStack:
         *,
         cut: Tree,
         in_place: bool = False,
-        parts: Sequence[int] = (1,),
     ):
         """Arguments: as for `Stack`, `weights` and `cut` for each kind."""
-        self.where, self.per_chunk, self.in_place, self.parts = where, where.slots, in_place, parts
+        self.where, self.per_chunk, self.in_place = where, where.slots, in_place
         self.stacks = {
             kind: _KindStack(block, weights[kind], where.of(kind), cut=cut[kind], in_place=in_place)
             for kind in where.kind_names
@@ -168,7 +167,24 @@ class MixedStack:
         iterations, gradients = self._run_blocks(iterations, work, of, gradients)
         return gradients, iterations
 
-    part_bounds = Stack.part_bounds
+    def forward_and_backward(
+        self,
+        x: jax.Array,
+        dy: jax.Array,
+        works: tuple[ChunkWork, ChunkWork],
+        gradients: Tree,
+        pairs: Sequence,
+        iterations,
+    ) -> tuple[jax.Array, jax.Array, Tree, Tree, jax.Array, Tree]:
+        """As `Stack.forward_and_backward`, but one after the other: their blocks may be of different kinds."""
+        low, high = works[1].blocks  # the same part of both, and a backward's first part is the last blocks
+        back = dataclasses.replace(works[1], blocks=(self.per_chunk - high, self.per_chunk - low))
+        with jax.named_scope(BACKWARD):
+            dx, gradients, iterations, records = self.backward(dy, back, gradients, iterations=iterations)
+        with jax.named_scope(FORWARD):
+            ahead = dataclasses.replace(works[0], records=records)
+            y, buffer, iterations, records = self.forward_stashing(x, ahead, iterations)
+        return y, dx, buffer, gradients, iterations, records
 
     def _of_kind(self, work: ChunkWork, kind: str) -> ChunkWork:
         """The work as a kind's stack gets it: with its part of the buffers, and a recorder that knows its blocks' places."""
@@ -216,14 +232,11 @@ class MixedStack:
     ) -> tuple[jax.Array, Tree]:
         """`_run_blocks` with `in_place`: a branch for each chunk, order of kinds and range of blocks."""
         low, high = blocks
-        parts = [(part, count) for count in self.parts for part in range(count)] if backwards else [(0, 1)]
-        ranges = sorted({self.part_bounds(*part) for part in parts})
         choices = [
             (chunk, order, start, stop)
             for chunk in range(self.where.chunks)
             for order in self._orders_of(chunk)
-            for start, stop in ranges
-            if start < stop
+            for start, stop in self.ranges(work.parts, backwards=backwards)
         ]
 
         def branch(chunk, order, start, stop, zero, state):
