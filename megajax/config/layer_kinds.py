@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from megajax.config.errors import ConfigError, option
+from megajax.schedules.errors import shown
 
 __all__ = [
     "DENSE",
@@ -27,7 +28,7 @@ DENSE, SPARSE = "dense", "sparse"
 MOST_LAYERS = 10000  # of a model whose layers are listed one by one
 RINGS_OFF = {"context": "1", "tensor_overlap": "none"}
 TOKEN = re.compile(r"\s*([0-9]+|[][()*+,])")
-DEPTH = 16  # of parentheses
+DEPTH, DIGITS = 16, 10  # fewer digits than these, and no more parentheses in one another
 
 
 def layer_kinds(model: Any) -> tuple[str, ...] | None:
@@ -41,13 +42,13 @@ def read_pattern(text: str, layers: int) -> tuple[str, ...]:
     Raises:
         ConfigError: it is neither a number nor a pattern of as many zeros and ones as there are layers.
     """
-    if text.isascii() and text.isdecimal() and int(text) > 0:
+    if text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) > 0:
         return tuple(DENSE if layer % int(text) else SPARSE for layer in range(layers))
     try:
         kinds = _Pattern(text, layers).read()
     except ValueError as error:
         raise ConfigError(
-            f"moe_layer_freq = {text!r} {error}: pass --moe-layer-freq N, or a pattern such as "
+            f"moe_layer_freq = {shown(text)} {error}: pass --moe-layer-freq N, or a pattern such as "
             f"'{pattern_of((DENSE, *[SPARSE] * (layers - 1)))}'."
         ) from None
     return tuple(SPARSE if one else DENSE for one in kinds)
@@ -158,7 +159,7 @@ class _Pattern:
     def read(self) -> list[int]:
         kinds = self._sum(0)
         if self.tokens:
-            raise ValueError(f"cannot be read from {self.tokens[0]!r} on")
+            raise ValueError(f"cannot be read from {shown(self.tokens[0])} on")
         if len(kinds) != self.layers:
             raise ValueError(f"has {len(kinds)} layers, and layers = {self.layers}")
         return kinds
@@ -166,7 +167,9 @@ class _Pattern:
     def _next(self, *legal: str) -> str:
         token = self.tokens.pop(0) if self.tokens else ""
         if token not in legal:
-            raise ValueError(f"has {token!r} where {' or '.join(map(repr, legal))} must be" if token else "ends early")
+            raise ValueError(
+                f"has {shown(token)} where {' or '.join(map(repr, legal))} must be" if token else "ends early"
+            )
         return token
 
     def _sum(self, depth: int) -> list[int]:
@@ -189,7 +192,7 @@ class _Pattern:
         while self.tokens[:1] == ["*"]:
             self.tokens.pop(0)
             count = self.tokens.pop(0) if self.tokens else ""
-            if not count.isdecimal() or len(count) > 9 or not int(count):
+            if not count.isdecimal() or len(count) >= DIGITS or not int(count):
                 raise ValueError("has no number after '*'")
             if len(kinds) * int(count) > self.layers:
                 raise ValueError(f"has {len(kinds) * int(count)} layers or more, and layers = {self.layers}")

@@ -40,6 +40,7 @@ def test_patterns(text, kinds, short):
     ("text", "message"),
     [
         ("0", "cannot be read|has '0' where"),
+        ("9" * 5000, "has '999"),
         ("-1", "has '-', which no pattern has"),
         ("[0]*3+[1]*2", "has 5 layers, and layers = 6"),
         ("[0]*3+[1]*4", "has 7 layers, and layers = 6"),
