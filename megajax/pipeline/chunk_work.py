@@ -1,6 +1,7 @@
 """What one operation of a tick runs on: the arguments that `stage.Stack` and `rank.Rank` pass to each other."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ class ChunkWork:
       kept: the slot that I writes and W reads. None: the backward is not split.
       blocks: (low, high), the range of the chunk's blocks to run. Python ints if known at compile time, else int32
         scalars, equal where the rank has no work. None: all blocks.
+      parts: the numbers of parts, of which `blocks` is one, in which a rank runs such an operation (`Stack.part_bounds`).
       recorder: records statistics of the blocks' inputs, outputs and gradients. None: nothing is recorded.
       records: its buffers.
     """
@@ -33,6 +35,7 @@ class ChunkWork:
     stash: StashRef | TickStash | None = None
     kept: StashRef | None = None
     blocks: tuple | None = None
+    parts: Sequence[int] = (1,)
     recorder: Recorder | None = None
     records: Tree = ()
 

@@ -13,6 +13,7 @@ from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
 
 UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
 MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
+SEND = "send"  # and of the sends between stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ExecutorOptions:
         `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
       merged: the forward and the backward of a tick run as one loop over blocks, in the ticks in which every rank has both
         (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. Needs `in_place`, and has no
-        effect on schedules of mixed ticks.
+        effect on schedules of mixed ticks, where that loop runs the operations that overlap (`schedule.OVERLAP_PARTS`).
       unrolled: a tick's blocks are traced one after the other, without a loop, and what a forward saves is not copied to a
         stash. For schedules of which `stashes_nothing` holds; needs `in_place`.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
@@ -59,7 +60,7 @@ DEFAULT_OPTIONS = ExecutorOptions()
 
 def merges(parallel: ParallelConfig) -> bool:
     """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble."""
-    return parallel.tensor > 1 and not parallel.rings
+    return (parallel.tensor > 1 or parallel.expert > 1) and not parallel.rings
 
 
 def stashes_nothing(schedule: Schedule) -> bool:

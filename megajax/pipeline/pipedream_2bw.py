@@ -29,9 +29,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.pipeline.carry import Carry
 from megajax.pipeline.layout import batch_spec, is_spec, manual_axes_of, reduce_gradients, sum_over, vary
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions
-from megajax.pipeline.rank import Carry, Rank, local_rows
+from megajax.pipeline.rank import Rank, local_rows
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
 from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.one_f_one_b import backward_lag
@@ -225,6 +226,7 @@ class PipeDream2BW:
             loss_gradient=~is_last,  # slot 0 of the inbox on the last rank, the extra slot 1 elsewhere
             activation_arrivals=(ranks == 0,) * len(self.table.routes[FORWARD]),  # of one rank there is no route
             gradient_arrivals=(is_last,) * len(self.table.routes[BACKWARD]),
+            sends=1,
         )
         return jax.tree.map(lambda column: jnp.broadcast_to(jnp.asarray(column, jnp.int32), (count, stages)), rows)
 
