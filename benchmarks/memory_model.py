@@ -166,6 +166,12 @@ def summary(name: str, errors: Sequence[float]) -> str:
     return f"{name}: {within} of {len(errors)} within 5%; mean {mean:.1%}, worst {max(errors):.1%}"
 
 
+def write(results: dict) -> None:
+    """Writes the results, a row a line."""
+    rows = ",\n".join(f" {json.dumps(row)}" for row in results["rows"])
+    RESULTS.write_text(f"{json.dumps(results | {'rows': []})[:-2]}\n{rows}\n]}}\n")
+
+
 def main() -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="compare the model with the existing results")
@@ -174,7 +180,7 @@ def main() -> None:
     if not options.show:
         RESULTS.parent.mkdir(exist_ok=True)
         known = json.loads(RESULTS.read_text())["rows"] if options.missing else ()
-        RESULTS.write_text(json.dumps(measure(known), indent=1) + "\n")
+        write(measure(known))
     show(json.loads(RESULTS.read_text()))
 
 

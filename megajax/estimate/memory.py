@@ -284,7 +284,10 @@ def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
     if parallel.attention in FUSED:
-        recomputed = kept_of_block(run, item, "none") if parallel.recompute == "full" else 0
+        again = (
+            parallel.recompute == "full" and model.experts is None
+        )  # what experts compute again is in their own workspace
+        recomputed = kept_of_block(run, item, "none") if again else 0
         return gradients + recomputed + logits + item * samples * tokens * model.hidden
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
