@@ -8,6 +8,7 @@ import dataclasses
 
 from megajax.config import ParallelConfig
 from megajax.estimate.gpus import Gpu
+from megajax.estimate.measured import Link, Measured, rate_at
 from megajax.estimate.memory import ITEMSIZE
 
 __all__ = [
@@ -156,14 +157,22 @@ class OpCosts:
         self.matmul_rate = peak * fitted.matmul_share[gpu.family]
         self.attention_rate = peak * (software.attention_share or FUSED_ATTENTION_SHARE[gpu.family])
         self.memory_rate = gpu.memory_bandwidth * fitted.memory_share
+        self.measured = gpu.measured or Measured(precision)
+        self.matmuls = self.measured.matmuls if self.measured.precision == precision else ()
+        self.memory_rate = self.measured.memory or self.memory_rate
+        if self.measured.attention and self.measured.precision == precision:
+            self.attention_rate, backward = self.measured.attention
+            self.fused_backward = FUSED_BACKWARD * self.attention_rate / backward
 
     def matmul(self, rows: float, inner: float, columns: float, batch: float = 1) -> float:
         """`batch` products of [rows, inner] and [inner, columns]: the arithmetic, and operands and result moved once.
 
-        The two are added, which makes small and narrow matmuls slower for each FLOP, as they are.
+        The two are added, which makes small and narrow matmuls slower for each FLOP, as they are. Measured rates are of
+        both, by size: then the longer of the two counts.
         """
-        moved = batch * (rows * inner + inner * columns + rows * columns) * self.itemsize
-        return 2 * batch * rows * inner * columns / self.matmul_rate + self.traffic(moved)
+        moved = self.traffic(batch * (rows * inner + inner * columns + rows * columns) * self.itemsize)
+        flops = 2 * batch * rows * inner * columns
+        return max(flops / rate_at(self.matmuls, flops), moved) if self.matmuls else flops / self.matmul_rate + moved
 
     def traffic(self, count: float) -> float:
         """Reading or writing `count` bytes of memory."""
@@ -178,6 +187,8 @@ class OpCosts:
     ) -> float:
         """A reduce-scatter or an all-gather of `count` bytes in all over `group` devices. An all-reduce is both.
 
+        Of measured links both take the all-gather's.
+
         Args:
           count: bytes.
           group: devices.
@@ -190,11 +201,13 @@ class OpCosts:
             return 0.0
         here = max(1, min(group, self.gpu.host_size // spread))
         hosts = -(-group // here)
-        rate = self.gpu.host_bandwidth * LINK_SHARE
-        if hosts > 1:
-            rate = min(rate, here * self.gpu.network_bandwidth * (network_share or self.gpu.network_share))
         hops = (group - hosts) * LINK_HOP + (hosts - 1) * NETWORK_HOP
-        return count * (group - 1) / group / rate + pieces * (START + hops)
+        link = self.measured.host.all_gather or Link(START + hops, self.gpu.host_bandwidth * LINK_SHARE)
+        if hosts > 1:
+            rate = self.gpu.network_bandwidth * (network_share or self.gpu.network_share)
+            adapter = self.measured.network.all_gather or Link(START + hops, rate)
+            link = Link(adapter.latency, min(link.bandwidth, here * adapter.bandwidth))
+        return count * (group - 1) / group / link.bandwidth + pieces * link.latency
 
     def all_to_all(self, count: float, group: int, spread: int, ragged: bool = False) -> float:
         """An all-to-all in which a device sends `count` bytes to each other one of a group.
@@ -207,16 +220,23 @@ class OpCosts:
         """
         here = max(1, min(group, self.gpu.host_size // spread))
         hosts = -(-group // here)
-        inside = (here - 1) * count / (self.gpu.host_bandwidth * (RAGGED_SHARE if ragged else LINK_SHARE))
-        outside = (group - here) * count / (self.gpu.network_bandwidth * self.gpu.network_share)
+        near, far = self.measured.host.all_gather, self.measured.network.all_gather
+        inside = (here - 1) * count / (near.bandwidth if near else self.gpu.host_bandwidth * LINK_SHARE)
+        if ragged:
+            inside = (here - 1) * count / (self.gpu.host_bandwidth * RAGGED_SHARE)
+        outside = (
+            (group - here) * count / (far.bandwidth if far else self.gpu.network_bandwidth * self.gpu.network_share)
+        )
         once = START + (NETWORK_HOP if hosts > 1 else LINK_HOP) + group * RAGGED_PEER * ragged
         return max(inside, outside) + once
 
     def send(self, count: float, spread: int) -> float:
         """`count` bytes from a device to the one `spread` places later on the list."""
         if spread < self.gpu.host_size:
-            return count / (self.gpu.host_bandwidth * LINK_SHARE) + START + LINK_HOP
-        return count / (self.gpu.network_bandwidth * STREAM_SHARE) + START + NETWORK_HOP
+            link = Link(START + LINK_HOP, self.gpu.host_bandwidth * LINK_SHARE)
+            return (self.measured.host.ppermute or link).seconds(count)
+        link = Link(START + NETWORK_HOP, self.gpu.network_bandwidth * STREAM_SHARE)
+        return (self.measured.network.ppermute or link).seconds(count)
 
 
 def spread(parallel: ParallelConfig, axis: str) -> int:
