@@ -161,13 +161,14 @@ def measure(args: MfuOptions) -> dict:
         raise ConfigError("peers run on one device, and no run here does: pass --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
-        from benchmarks.ceilings import copy_ceiling, matmul_ceiling
+        from benchmarks.ceilings import matmul_ceiling
+        from megajax.plan.measure import copy_rate
 
         peak = device_peak(devices, run.train.precision)
         results["peak"] = {"flops": peak.flops, "source": peak.source}
         results["ceilings"] = {
             "matmul_flops": matmul_ceiling(devices[0], run.train.precision),
-            "copy_bytes": copy_ceiling(devices[0]),
+            "copy_bytes": copy_rate(devices[0]),
         }
     runs = list(dict.fromkeys(case.run for case in cases))
     seconds = time_interleaved(runs, devices, args.rounds) if on_cpu else time_one_by_one(runs, devices, args.rounds)

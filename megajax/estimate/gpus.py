@@ -15,6 +15,7 @@ import numpy as np
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, near
 from megajax.estimate import model_costs
+from megajax.estimate.measured import Measured
 from megajax.ops.attention_choice import FUSED, choose_attention
 
 __all__ = [
@@ -84,6 +85,7 @@ class Gpu:
       shared_memory: bytes of one multiprocessor's shared memory.
       description: the device description passed to the XLA compiler.
       watts: of the board at full load, without its share of the host.
+      measured: what a calibration measured; the estimates take it in place of shares of the rates above.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Gpu:
     shared_memory: int
     description: str
     watts: float = 0.0
+    measured: Measured | None = None
 
     @property
     def family(self) -> str:

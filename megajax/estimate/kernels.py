@@ -73,6 +73,7 @@ class Kernel:
       flops: of its matmuls; of attention those of the whole square of scores, see `_attention_flops`; of experts those of
         all rows.
       fp8: whether its matmuls multiply 8-bit floats.
+      backward: whether it is of attention's backward.
       part: of the square of scores, the part that attention computes; None: the program does not say.
     """
 
@@ -83,6 +84,7 @@ class Kernel:
     flops: float = 0.0
     part: float | None = None
     fp8: bool = False
+    backward: bool = False
 
     @property
     def bytes(self) -> int:
@@ -126,7 +128,8 @@ def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
     results = [array for array in arrays(line.type) if array[0] != "s8"]
     read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
     if _is_attention(line):
-        return Kernel(line.name, "attention", read, written, _attention_flops(line, types), _attention_part(line))
+        flops, part = _attention_flops(line, types), _attention_part(line)
+        return Kernel(line.name, "attention", read, written, flops, part, backward=_is_backward(line))
     kind = "experts" if is_grouped(line) else "matmul" if is_matmul(line) else "elementwise"
     return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)), fp8=_is_fp8(line, types))
 
@@ -138,6 +141,12 @@ def _is_fp8(line: Line, types: Mapping[str, str]) -> bool:
 
 def _is_attention(line: Line) -> bool:
     return line.op == "custom-call" and kernel_name(line).startswith(("__cudnn$fmha", "flash_attention"))
+
+
+def _is_backward(line: Line) -> bool:
+    """Whether a kernel of attention is cuDNN's backward, or one of megajax's two."""
+    name = kernel_name(line)
+    return name in OWN_PRODUCTS or "Backward" in name
 
 
 def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
@@ -176,7 +185,8 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     flops = sum(matmul_flops(one, types) for one in inner)
     if fused := [one for one in inner if _is_attention(one)]:
         flops = sum(_attention_flops(one, types) for one in fused)
-        return Kernel(line.name, "attention", read, written, flops, _attention_part(fused[0]))
+        part, backward = _attention_part(fused[0]), _is_backward(fused[0])
+        return Kernel(line.name, "attention", read, written, flops, part, backward=backward)
     if any(is_grouped(one) for one in inner):
         kind = "experts"
     elif any(is_matmul(one) for one in inner):

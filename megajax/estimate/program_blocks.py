@@ -59,6 +59,8 @@ RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
 RING_VALUES, RING_MATMUL = 2, 12
 # Zero bubble: passes over what I keeps for W.
 KEPT_PASSES = 4
+# Of the collectives of activations, and of ZeRO's, half are of each of these kinds.
+RING = ("all-gather", "reduce-scatter")
 
 
 class Work(NamedTuple):
@@ -132,29 +134,31 @@ class Blocks:
 
     def matmul(self, rows: float, inner: float, columns: float, *, sums: bool = False) -> Work:
         """A product of [rows, inner] and [inner, columns]; `sums`: added to fp32 sums in memory."""
-        return Work(matmul=self._seconds(rows, inner, columns, self.rates.matmul, sums), gaps=self.rates.gap)
+        return Work(matmul=self._seconds(rows, inner, columns, 1, sums), gaps=self.rates.gap)
 
     def _matmuls(self, sizes: Iterable[tuple[float, float, float]], *, sums: bool = False) -> Work:
         """The products of these sizes of a block, which with fp8 have twice the rate."""
-        rate = self.rates.matmul * (2 if self.fp8 else 1)
-        seconds = [self._seconds(*size, rate, sums) for size in sizes]
+        faster = 2 if self.fp8 else 1
+        seconds = [self._seconds(*size, faster, sums) for size in sizes]
         return Work(matmul=sum(seconds), gaps=len(seconds) * self.rates.gap)
 
-    def _seconds(self, rows: float, inner: float, columns: float, rate: float, sums: bool) -> float:
+    def _seconds(self, rows: float, inner: float, columns: float, faster: int, sums: bool) -> float:
         moved = self.item * (rows * inner + inner * columns) + rows * columns * (8 if sums else self.item)
-        return max(2 * rows * inner * columns / rate, moved / self.rates.memory)
+        flops = 2 * rows * inner * columns
+        return max(flops / self.rates.matmul_rate(flops) / faster, moved / self.rates.memory)
 
     def ring(self, count: float, group: int, axis: str) -> float:
-        """Seconds of an all-gather or a reduce-scatter of `count` bytes in all; an all-reduce sends twice as much."""
+        """Seconds of an all-gather or a reduce-scatter of `count` bytes in all, their mean; an all-reduce is both."""
         if group == 1:
             return 0.0
         here = max(1, min(group, self.gpu.host_size // spread(self.parallel, axis)))
-        return count * (group - 1) / group / self.rates.link(group, here) + self.rates.gap
+        sent = count * (group - 1) / group
+        return sum(self.rates.collective(kind, sent, group, here) for kind in RING) / len(RING)
 
     def send(self, count: float, axis: str, ranks: int) -> float:
         """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""
         here = ranks * spread(self.parallel, axis) <= self.gpu.host_size
-        return count / (self.rates.host if here else self.rates.network) + self.rates.gap
+        return self.rates.collective("collective-permute", count, 2, 2 if here else 1)
 
     # One block.
 
@@ -206,12 +210,16 @@ class Blocks:
         queries = tokens // parallel.context
         if is_fused(parallel):
             flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
-            one = flops / self.rates.attention
             factor = PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD
-            return Work(attention=one, gaps=self.rates.gap), Work(attention=factor * one, gaps=self.rates.gap), Work()
+            forward, backward = (
+                flops / self.rates.attention_rate(False),
+                factor * flops / self.rates.attention_rate(True),
+            )
+            return Work(attention=forward, gaps=self.rates.gap), Work(attention=backward, gaps=self.rates.gap), Work()
         scores = heads * queries * tokens
         moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
-        product = max(2 * scores * attention.head_size / self.rates.matmul, scores * self.item / self.rates.memory)
+        flops = 2 * scores * attention.head_size
+        product = max(flops / self.rates.matmul_rate(flops), scores * self.item / self.rates.memory)
         passes = self.traffic(moved + (scores * (2 * self.item + 1) if self._drops else 0), 4)
         forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
         again = forward if parallel.recompute in attention.scores_recomputed else Work()

@@ -31,7 +31,8 @@ from megajax.estimate.hlo_parser import (
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
-from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
+from megajax.estimate.measured import Links, Measured, rate_at
+from megajax.estimate.op_costs import CHIPS, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
 
@@ -46,9 +47,12 @@ class Rates:
 
     Attributes:
       matmul, attention: FLOP/s, of matmuls in 8 bits twice as many. Attention's are of the scores that are computed.
+      matmuls: measured rates by size (`measured.rate_at`), in place of `matmul`.
+      attention_backward: measured FLOP/s of attention's backward; None: those of its forward.
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
+      near, far: measured latencies and bandwidths within a host and between hosts, in place of `host` and `network`.
       attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
         under a causal mask, else 1.
       pcie: bytes/s to and from the host's memory.
@@ -70,6 +74,31 @@ class Rates:
     ragged_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
+    matmuls: tuple[tuple[float, float], ...] = ()
+    attention_backward: float | None = None
+    near: Links = Links()
+    far: Links = Links()
+
+    def matmul_rate(self, flops: float) -> float:
+        """FLOP/s of a product of this size."""
+        return rate_at(self.matmuls, flops) if self.matmuls else self.matmul
+
+    def attention_rate(self, backward: bool) -> float:
+        """FLOP/s of attention's forward or backward."""
+        return self.attention_backward if backward and self.attention_backward else self.attention
+
+    def collective(self, kind: str, sent: float, group: int, here: int) -> float:
+        """Seconds of one of XLA's kinds of collectives, in which each device of a group sends `sent` bytes.
+
+        A latency is of a measured link; otherwise it is the gap between two kernels. `group` and `here` as for `link`.
+        """
+        near, far = self.near.of(kind), self.far.of(kind)
+        if here >= group:
+            return near.seconds(sent) if near else sent / self.host + self.gap
+        if far is None:
+            return sent / self.link(group, here) + self.gap
+        fastest = near.bandwidth if near else self.host
+        return far.latency + sent / min(fastest, here * far.bandwidth)
 
     def link(self, group: int, here: int) -> float:
         """Bytes/s at which a device sends in a ring of `group` devices, `here` of them in each host.
@@ -79,20 +108,25 @@ class Rates:
         return self.host if here >= group else min(self.host, here * self.network)
 
 
+# The share of the peak that a large product reaches with the traffic of its operands, which is not added here. The A100's
+# is that of two matrices of 8192 x 8192 by `OpCosts`, with the constants fitted there.
+MATMUL_SHARE = {"a100": 0.784, **CHIPS}
 MEMORY = 0.9  # of the HBM's bandwidth: what copy kernels reach
 
 
 def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention the shares of the peak in `op_costs.py`.
+    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention by their shares of the peak.
 
-    Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests.
+    Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests. What
+    a calibration measured replaces all of these; matmuls and attention if it was in this precision. All-to-alls, which it
+    does not measure, have its bandwidths of all-gathers.
 
     Raises:
       ConfigError: the GPU has no tensor cores for that type.
     """
     peak = gpu.peak(precision)
-    return Rates(
-        matmul=FITTED.matmul_share[gpu.family] * peak,
+    published = Rates(
+        matmul=MATMUL_SHARE[gpu.family] * peak,
         attention=FUSED_ATTENTION_SHARE[gpu.family] * peak,
         memory=MEMORY * gpu.memory_bandwidth,
         host=gpu.host_bandwidth,
@@ -100,6 +134,23 @@ def rates_of(gpu: Gpu, precision: str) -> Rates:
         host_size=gpu.host_size,
         pcie=gpu.pcie_bandwidth,
     )
+    return published if gpu.measured is None else _with_measured(published, gpu.measured, precision)
+
+
+def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
+    near, far = measured.host.all_gather, measured.network.all_gather
+    rates = dataclasses.replace(
+        rates,
+        memory=measured.memory or rates.memory,
+        host=near.bandwidth if near else rates.host,
+        network=far.bandwidth if far else rates.network,
+        near=measured.host,
+        far=measured.network,
+    )
+    if measured.precision != precision:
+        return rates
+    forward, backward = measured.attention or (rates.attention, None)
+    return dataclasses.replace(rates, matmuls=measured.matmuls, attention=forward, attention_backward=backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +316,10 @@ class _Reader:
             return None
         attention = self.rates.attention_part if kernel.part is None else kernel.part
         flops = kernel.flops * {"attention": attention, "experts": self.rates.routed_part}.get(kernel.kind, 1)
-        rate = self.rates.attention if kernel.kind == "attention" else self.rates.matmul * (2 if kernel.fp8 else 1)
+        if kernel.kind == "attention":
+            rate = self.rates.attention_rate(kernel.backward)
+        else:
+            rate = self.rates.matmul_rate(flops) * (2 if kernel.fp8 else 1)
         part = _nothing()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
         part.seconds[GAPS] = self.rates.gap
@@ -309,7 +363,8 @@ class _Reader:
         groups = collective_groups(line.rest)
         if kind in ("all-to-all", "ragged-all-to-all"):
             return self._all_to_all_seconds(size, groups, kind != "all-to-all") + self.rates.gap
-        return SENT[kind](len(groups[0])) * size / self._link(kind, groups) + self.rates.gap
+        sent = SENT[kind](len(groups[0])) * size
+        return max(self.rates.collective(kind, sent, *spans) for spans in self._spans(kind, groups))
 
     def _all_to_all_seconds(self, size: float, groups: Sequence[Sequence[int]], ragged: bool) -> float:
         """Each device sends equal parts of `size` bytes to its peers: in its host, and by its own adapter to others."""
@@ -326,12 +381,12 @@ class _Reader:
         places = group if self.places is None else (self.places[device] for device in group)
         return Counter(place // self.rates.host_size for place in places)
 
-    def _link(self, kind: str, groups: Sequence[Sequence[int]]) -> float:
-        """Bytes/s at which a device sends to its group, the slowest of all; a pair of a permute has one adapter."""
+    def _spans(self, kind: str, groups: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+        """(devices of a group, those of them in each host) of all groups; a pair of a permute has one adapter."""
         hosts = [self._by_host(group) for group in groups]
         if kind == "collective-permute":
-            return self.rates.host if all(len(one) == 1 for one in hosts) else self.rates.network
-        return min(self.rates.link(len(group), min(one.values())) for group, one in zip(groups, hosts, strict=True))
+            return {(2, 2 if all(len(one) == 1 for one in hosts) else 1)}
+        return {(len(group), min(one.values())) for group, one in zip(groups, hosts, strict=True)}
 
 
 def _attribute(line: Line, name: str) -> str:

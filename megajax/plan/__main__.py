@@ -5,6 +5,7 @@ python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batc
 python -m megajax.plan --model gpt3-175b --cluster ours.toml --global-batch 1536 --deadline 60
 python -m megajax.plan --cluster ours.toml --global-batch 1024 --budget 1e6
 python -m megajax.plan --model gpt3-175b --compare ours.toml theirs.toml --global-batch 1536 --tokens 300e9
+python -m megajax.plan --calibrate --cluster ours.toml
 """
 
 import argparse
@@ -52,7 +53,18 @@ def _command(arguments: Sequence[str] | None) -> int:
         metavar="FILE.py",
         help="a Python file or module to import first, which registers schedules or models (repeatable)",
     )
-    import_user_files(first.parse_known_args(arguments)[0].imports)
+    first.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="plan nothing: measure the devices there are and write their rates to the cluster's file "
+        "(--calibrate --help lists its options)",
+    )
+    known = first.parse_known_args(arguments)[0]
+    if known.calibrate:
+        from megajax.plan.calibrate import calibrate  # it alone runs something on devices
+
+        return calibrate(sys.argv[1:] if arguments is None else arguments)
+    import_user_files(known.imports)
     args = plan_parser(first, __doc__).parse_args(arguments)
     clusters = clusters_of(args)
     question = question_of(args, clusters[0])
@@ -159,6 +171,7 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    # No GPU is used; without one, the CUDA plugin prints errors when jax starts.
-    jax.config.update("jax_platforms", "cpu")
+    if "--calibrate" not in sys.argv:
+        # No GPU is used; without one, the CUDA plugin prints errors when jax starts.
+        jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

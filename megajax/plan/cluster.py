@@ -14,6 +14,8 @@ price = 2.5             # of a GPU for an hour
 currency = "USD"
 watts = 1300            # of a GPU with its share of host and network; by default the board's
 pue = 1.2               # power of the building over that of its computers; by default 1
+
+[measured]              # rates of its own GPUs, which --calibrate writes (`measured_table.py`)
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ from typing import Any
 
 from megajax.config import ConfigError, near
 from megajax.estimate.gpus import GIGA, Gpu, find_gpu
+from megajax.plan.measured_table import measured_of
 from megajax.schedules.errors import shown
 
 __all__ = ["Cluster", "Cost", "load_cluster"]
@@ -115,6 +118,7 @@ def load_cluster(path: str) -> Cluster:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster = {path} is not a TOML file: {error}.") from error
+    measured = measured_of(path, fields.pop("measured")) if "measured" in fields else None
     for name, value in fields.items():
         _check(path, name, value)
     if "gpu" not in fields:
@@ -123,7 +127,7 @@ def load_cluster(path: str) -> Cluster:
         raise ConfigError(
             f"cluster = {path} has one of rails and rail_gbits: write both, as rails = 8, rail_gbits = 400."
         )
-    gpu = _gpu(path, fields)
+    gpu = dataclasses.replace(_gpu(path, fields), measured=measured)
     return Cluster(
         fields.get("name", pathlib.Path(path).stem),
         gpu,
@@ -159,7 +163,7 @@ def _gpu(path: str, fields: dict[str, Any]) -> Gpu:
 def _check(path: str, name: str, value: Any) -> None:
     """Raises ConfigError if a field is not legal."""
     if name not in FIELDS:
-        raise ConfigError(f"cluster = {path}: {name} is not a field: {near(name, FIELDS)}")
+        raise ConfigError(f"cluster = {path}: {name} is not a field: {near(name, [*FIELDS, 'measured'])}")
     kind, low, high = FIELDS[name]
     if kind is str:
         legal = isinstance(value, str) and value.strip() and value.isprintable()

@@ -6,6 +6,7 @@ python -m megajax.plan.dryrun --config plan.toml --gpu a100-80gb
 Options are those of experiments.gpt3 (its --help lists them), and
 
   --gpu NAME        the GPUs of the cluster: {gpus}
+  --cluster FILE    instead: a cluster's TOML file, with its links, and the rates that --calibrate measured
   --import FILE.py  a Python file or module to import first, which registers schedules or models (repeatable)
   --run FILE.py     a Python file or module with a RunConfig called RUN, of any model, instead of these options
   --json            print the compiled program's figures as a JSON object instead of the report
@@ -40,6 +41,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_of, account_table, ragged_part, routed_part, to_json
+from megajax.plan.cluster import load_cluster
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
@@ -65,7 +67,7 @@ def _command(words: Sequence[str]) -> int:
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
     check_one_kind(model_costs(run.model))
-    gpu = find_gpu(own.gpu)
+    gpu = load_cluster(own.cluster).gpu if own.cluster else find_gpu(own.gpu)
     run = with_attention(with_vocabulary(with_expert_dispatch(run, gpu), gpu), gpu)
     if own.json:
         return print_json(run, gpu, own.save_hlo, own.timeout)
@@ -185,7 +187,9 @@ def _with_xlas_attention(run: RunConfig) -> RunConfig:
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", required=True, type=plain_text)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--gpu", type=plain_text)
+    where.add_argument("--cluster", type=plain_text)
     parser.add_argument("--import", action="append", default=[], dest="imports", type=plain_text)
     parser.add_argument("--run", type=plain_text)
     parser.add_argument("--json", action="store_true")
