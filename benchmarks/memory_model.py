@@ -29,12 +29,17 @@ MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary
 
 def _run(model: str | ModelConfig, mesh: tuple[int, int, int], microbatches: int, **options) -> RunConfig:
     """A run on (data, pipe, tensor) = mesh; `options` are ParallelConfig's, or precision. Ends as in Megatron-LM."""
-    precision = options.pop("precision", "bf16")
+    train = {name: options.pop(name) for name in ("precision", "matmul_dtype") if name in options}
     options = {"attention": "xla", "vocab_parallel": "tensor"} | options
     parallel = ParallelConfig(**dict(zip(("data", "pipe", "tensor"), mesh, strict=True)), **options)
     batch = microbatches * parallel.microbatch_size * parallel.data
     model = preset(model) if isinstance(model, str) else model
-    return RunConfig(model, parallel, TrainConfig(global_batch_size=batch, precision=precision))
+    return RunConfig(model, parallel, TrainConfig(global_batch_size=batch, **({"precision": "bf16"} | train)))
+
+
+def _fused(model: str, mesh: tuple[int, int, int], microbatches: int, **options) -> RunConfig:
+    """The same with megajax's defaults on an H100: cuDNN's attention, and ends over all stages."""
+    return _run(model, mesh, microbatches, **({"attention": "cudnn", "vocab_parallel": "pipe"} | options))
 
 
 GRID = [
@@ -78,6 +83,16 @@ GRID = [
     _run("megatron-18.4b", (32, 1, 8), 4, microbatch_size=8, recompute="full", attention="cudnn"),
     _run("gpt3-13b", (2, 4, 4), 16, schedule="zb_v", chunks=2, attention="cudnn"),
     _run("megatron-7.5b", (32, 1, 4), 4, microbatch_size=4, recompute="none", attention="cudnn"),
+    # rotary positions and gated MLPs; chunks of one block; ZeRO-1, fp8 and what recompute none keeps
+    _fused("llama3-8b", (8, 4, 2), 8, chunks=4, zero=1, recompute="full"),
+    _fused("llama2-7b", (4, 2, 2), 16, chunks=4, zero=1, recompute="full"),
+    _fused("llama3.1-70b", (1, 4, 8), 16, chunks=20),
+    _fused("llama3-8b", (1, 8, 2), 16, chunks=4, microbatch_size=2),
+    _fused("llama2-7b", (1, 8, 1), 16, chunks=4, microbatch_size=2),
+    _fused("llama3-8b", (1, 4, 2), 32, schedule="1f1b", matmul_dtype="fp8"),
+    _fused("gpt3-13b", (1, 2, 4), 64, chunks=2, matmul_dtype="fp8"),
+    _fused("gpt3-13b", (1, 2, 4), 64, chunks=2, recompute="none"),
+    _fused("gpt3-6.7b", (1, 4, 2), 32, schedule="1f1b", recompute="none", microbatch_size=2),
 ]
 
 # Runs that no term of the model was read from.
@@ -92,21 +107,25 @@ HELD_OUT = [
     _run("megatron-145.6b", (2, 16, 8), 64, chunks=5, microbatch_size=2, attention="cudnn", vocab_parallel="pipe"),
     _run("llama2-7b", (1, 4, 2), 8, chunks=2, microbatch_size=2, attention="cudnn"),
     _run("gpt3-13b", (2, 4, 4), 16, schedule="1f1b", microbatch_size=4, attention="cudnn"),
+    _fused("llama3-8b", (1, 2, 4), 16, schedule="eager_1f1b", recompute="none", microbatch_size=2),
+    _fused("gpt3-13b", (2, 2, 8), 16, chunks=2, zero=1, recompute="none"),
+    _fused("llama3-8b", (1, 4, 2), 16, schedule="gpipe", recompute="full"),
+    _fused("gpt3-2.7b", (1, 4, 2), 16, schedule="zb_h1", recompute="none"),
 ]
 
 
 def measure(known: Sequence[dict] = ()) -> dict:
     """Compiles the grid, except the runs in the rows of `known`; a row is the run, XLA's bytes and seconds."""
     found = {run_from_json(row["run"]): row for row in known}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
     rows = []
     for run in GRID + HELD_OUT:
         run.validate()
         if run not in found:
             result = compile_for(run, find_gpu(GPU))
-            found[run] = {key: result[key] for key in ("memory", "arguments", "seconds")}
+            found[run] = {"jax": versions["jax"]} | {key: result[key] for key in ("memory", "arguments", "seconds")}
             print(describe(run), f"{result['memory']['peak'] / 1e9:.2f} GB, {result['seconds']:.0f} s", flush=True)
         rows.append(found[run] | {"held_out": run in HELD_OUT, "run": dataclasses.asdict(run)})
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
     return {"command": "python -m benchmarks.memory_model", "gpu": GPU, "versions": versions, "rows": rows}
 
 
@@ -120,12 +139,17 @@ def describe(run: RunConfig) -> str:
     )
 
 
+def modelled(row: dict) -> dict[str, int]:
+    """The model's bytes of a row's program. Programs compiled with jax before 0.12 merge no ticks."""
+    run = run_from_json(row["run"])
+    return bytes_per_device(run, slots=slots_of(run) if row["jax"] < "0.12" else None)
+
+
 def show(results: dict) -> None:
     """Prints measured and predicted peaks."""
     errors = {False: [], True: []}
     for row in results["rows"]:
-        run, peak = run_from_json(row["run"]), row["memory"]["peak"]
-        predicted = sum(bytes_per_device(run, slots=slots_of(run)).values())  # jax before 0.12 merges no ticks
+        run, peak, predicted = run_from_json(row["run"]), row["memory"]["peak"], sum(modelled(row).values())
         error = predicted / peak - 1
         errors[row["held_out"]].append(abs(error))
         print(
@@ -142,6 +166,12 @@ def summary(name: str, errors: Sequence[float]) -> str:
     return f"{name}: {within} of {len(errors)} within 5%; mean {mean:.1%}, worst {max(errors):.1%}"
 
 
+def write(results: dict) -> None:
+    """Writes the results, a row a line."""
+    rows = ",\n".join(f" {json.dumps(row)}" for row in results["rows"])
+    RESULTS.write_text(f"{json.dumps(results | {'rows': []})[:-2]}\n{rows}\n]}}\n")
+
+
 def main() -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="compare the model with the existing results")
@@ -150,7 +180,7 @@ def main() -> None:
     if not options.show:
         RESULTS.parent.mkdir(exist_ok=True)
         known = json.loads(RESULTS.read_text())["rows"] if options.missing else ()
-        RESULTS.write_text(json.dumps(measure(known), indent=1) + "\n")
+        write(measure(known))
     show(json.loads(RESULTS.read_text()))
 
 

@@ -38,6 +38,9 @@ UNEVEN = dataclasses.replace(
 )
 # An expert takes 6 of a sample's 16 tokens; the others are dropped.
 DROPPING = dataclasses.replace(UNEVEN, expert_capacity=0.75)
+# The first three layers are dense, with a wider MLP; and every second one, from the second on.
+FIRST_DENSE = dataclasses.replace(UNEVEN, dense_layers=3, dense_feedforward=40)
+ALTERNATING = dataclasses.replace(PLAIN, moe_layer_freq="([0]+[1])*4", dense_feedforward=40)
 MODELS = {"plain": PLAIN, "uneven": UNEVEN, "dropping": DROPPING}
 
 
@@ -46,11 +49,27 @@ def params_of(config):
     """Random parameters; of UNEVEN's experts, 1 and 2 have the same score 0, and 5 is never chosen."""
     params = small.busy_params(config)
     if config.balance_bias_rate:
-        router = params["blocks"]["feedforward"]["router"]
+        router = of_experts(params["blocks"])["feedforward"]["router"]
         router["kernel"], router["bias"] = np.array(router["kernel"]), np.array(router["bias"])
         router["kernel"][..., 1:3] = 0
         router["bias"][:, 1:3], router["bias"][:, 5] = 0.05, -10
     return params
+
+
+def of_experts(blocks):
+    """The blocks that have experts; the others are dense."""
+    return blocks.get("sparse", blocks)
+
+
+def layers(config, blocks):
+    """The weights of each layer in the model's order, and whether it has experts."""
+    counts, found = {"dense": 0, "sparse": 0}, []
+    for kind in config.layer_kinds or ("",) * config.layers:
+        stack, place = (blocks[kind], counts[kind]) if kind else (blocks, len(found))
+        found.append((jax.tree.map(lambda leaf: leaf[place], stack), kind != "dense"))  # noqa: B023
+        if kind:
+            counts[kind] += 1
+    return found
 
 
 def norm(x, scale):
@@ -104,6 +123,7 @@ def experts(config, x, p):
 def loss(config, params, batch):
     """(mean loss with the balance losses, (without them, choices [layers, E], balance and z-loss [layers, 2])).
 
+    The layers are those with experts.
     With capacity the last one has a third column, the dropped choices.
     """
     rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
@@ -117,7 +137,16 @@ def loss(config, params, batch):
         losses = (real[:, None] * of_samples).sum(0) / real.sum()
         return x + out, ((real[:, None] * counts).sum(0), losses, (real * lost).sum())
 
-    x, (loads, losses, dropped) = jax.lax.scan(block, x, params["blocks"])
+    measured = []
+    for p, sparse in layers(config, params["blocks"]):
+        if sparse:
+            x, values = block(x, p)
+            measured.append(values)
+        else:
+            x = x + attention(norm(x, p["attention_norm"]["scale"]), p["attention"])
+            up, down = (p["feedforward"][name]["kernel"] for name in ("up", "down"))
+            x = x + mlp(norm(x, p["feedforward_norm"]["scale"]), up, down)
+    loads, losses, dropped = map(jnp.stack, zip(*measured, strict=True))
     logits = norm(x, params["shared"]["head"]["norm"]["scale"]) @ embedding["tokens"][: config.vocabulary].T
     likelihoods = jnp.take_along_axis(jax.nn.log_softmax(logits), rows["labels"][..., None], -1)[..., 0]
     mean = -(likelihoods * rows["weights"]).sum() / rows["weights"].sum()
@@ -133,6 +162,6 @@ def expected(config, seed: int = 0):
     batch = small.make_batch(small.make_run(microbatches=1, model=config), seed)
     of = jax.jit(jax.value_and_grad(lambda params: loss(config, params, batch), has_aux=True))
     (_, (mean, loads, losses)), gradients = jax.tree.map(np.asarray, of(params_of(config)))
-    router = gradients["blocks"]["feedforward"]["router"]
+    router = of_experts(gradients["blocks"])["feedforward"]["router"]
     router["bias"], router["losses"] = loads, losses
     return mean, gradients

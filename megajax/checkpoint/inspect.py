@@ -61,7 +61,8 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (OverflowError, ValueError, OSError):
         saved = "at an unknown time"
-    unused = () if model.get("experts") else ("experts", "experts_per_token", "shared_feedforward")
+    unused = ["experts", "experts_per_token", "shared_feedforward"] if not model.get("experts") else []
+    unused += [] if model.get("dense_layers") else ["dense_layers"]
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
     print(one_line(str(path)))
     print(

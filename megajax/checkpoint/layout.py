@@ -2,8 +2,9 @@
 
 A name is the leaf's path without indices into tuples: "params/blocks/attention/qkv/kernel", "optimizer_state/mu/...". A
 leaf with "blocks" in its path is [chunks, pipe, slots of a stage, ...] on devices (pipeline/layout.py) and [layers, ...]
-in a checkpoint. Both conversions run leaf by leaf on the devices and stay sharded: no host and no device holds a whole
-leaf that is sharded, and the extra memory on a device is its shard of one leaf.
+in a checkpoint; if layers are of several kinds, the name after "blocks" is the kind, and these are its layers. Both
+conversions run leaf by leaf on the devices and stay sharded: no host and no device holds a whole leaf that is sharded, and
+the extra memory on a device is its shard of one leaf.
 """
 
 import dataclasses
@@ -68,9 +69,18 @@ def is_block(name: str) -> bool:
     return "blocks" in name.split("/")
 
 
+def layers_of(name: str, where: StageLayers) -> StageLayers | None:
+    """Where the layers are that a leaf has rows for: all, or those of its kind. None: it has no axis of layers."""
+    if not is_block(name):
+        return None
+    path = name.split("/")
+    return where if where.kinds is None else where.of(path[path.index("blocks") + 1])
+
+
 def canonical_shape(name: str, shape: tuple[int, ...], where: StageLayers) -> tuple[int, ...]:
-    """The shape in a checkpoint of a leaf that has `shape` on devices."""
-    return (where.layers, *shape[3:]) if is_block(name) else shape
+    """The shape in a checkpoint of a leaf that has `shape` on devices; `where`: of the model."""
+    own = layers_of(name, where)
+    return (own.layers, *shape[3:]) if own else shape
 
 
 def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers) -> NamedSharding:
@@ -84,35 +94,30 @@ def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedShardin
       name: of the leaf.
       shape: of the leaf on devices.
       sharding: of the leaf on devices.
-      where: the layers of each stage.
+      where: the layers of each stage, of the model.
     """
-    names = sharding.mesh.axis_names
-    axes = _spread(name, shape, sharding, where, ("pipe", *names) if is_block(name) and where.idle else names)
+    names, own = sharding.mesh.axis_names, layers_of(name, where)
+    axes = _spread(shape, sharding, own, ("pipe", *names) if own and own.idle else names)
     return NamedSharding(sharding.mesh, P(*(over or None for over in axes)))
 
 
 def without_pipe(shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers) -> NamedSharding:
     """The sharding of a leaf of blocks in pipeline layout while its layers move from stage to stage (see `arrange`).
 
-    Pipe shards the largest of the other axes that it divides. Arguments as for `canonical_sharding`.
+    Pipe shards the largest of the other axes that it divides. Arguments as for `canonical_sharding`; `where`: of the leaf.
     """
-    _, *axes = _spread("blocks", shape, sharding, where, ("pipe",))
+    _, *axes = _spread(shape, sharding, where, ("pipe",))
     return NamedSharding(sharding.mesh, P(None, None, None, *(over or None for over in axes)))
 
 
-def _spread(
-    name: str, shape: tuple[int, ...], sharding: NamedSharding, where: StageLayers, names: Iterable[str]
-) -> list:
+def _spread(shape: tuple[int, ...], sharding: NamedSharding, own: StageLayers | None, names: Iterable[str]) -> list:
     """For each axis of the leaf in canonical order the mesh axes that shard it, the unused ones of `names` included."""
     mesh, spec = sharding.mesh, tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
     axes = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    uneven = is_block(name) and where.idle > 0
-    if is_block(name):
-        axes = [() if uneven else sum(axes[:3], ()), *axes[3:]]
-    left = [
-        size // math.prod(mesh.shape[axis] for axis in over)
-        for size, over in zip(canonical_shape(name, shape, where), axes, strict=True)
-    ]
+    uneven = own is not None and own.idle > 0
+    if own:
+        axes, shape = [() if uneven else sum(axes[:3], ()), *axes[3:]], (own.layers, *shape[3:])
+    left = [size // math.prod(mesh.shape[axis] for axis in over) for size, over in zip(shape, axes, strict=True)]
     for axis in names:
         if axis in sum(axes, ()):
             continue
@@ -190,8 +195,8 @@ def to_canonical(state: Tree, where: StageLayers, into: Mapping[str, jax.Array] 
         old = into.get(name)
         fits = on_host and old is not None and old.shape == canonical_shape(name, leaf.shape, where)
         fits = fits and old.sharding.is_equivalent_to(sharding, old.ndim)
-        stages = where if is_block(name) else None
-        between = without_pipe(leaf.shape, leaf.sharding, where) if stages and where.idle else None
+        stages = layers_of(name, where)
+        between = without_pipe(leaf.shape, leaf.sharding, stages) if stages and stages.idle else None
         copy = _to_layers(leaf, old if fits else None, stages, between, sharding)
         if on_host:
             before = copy  # CPU devices that run several collectives at once can deadlock
@@ -211,6 +216,6 @@ def from_canonical(copies: dict[str, jax.Array], target: StateLayout) -> Tree:
     """
     leaves = []
     for name, sharding in zip(named(target.shapes), jax.tree.leaves(target.shardings), strict=True):
-        where = target.where if is_block(name) else None
+        where = layers_of(name, target.where)
         leaves.append(jax.block_until_ready(_to_pipeline(copies.pop(name), where, sharding)))
     return jax.tree.unflatten(jax.tree.structure(target.shapes), leaves)

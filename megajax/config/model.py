@@ -1,12 +1,14 @@
 """The transformer: its shape, its legal values, and the layouts that can split it."""
 
+import dataclasses
 import math
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
-from megajax.config.experts import check_expert_parallel, check_experts, expert_parameters
+from megajax.config.experts import ONLY_WITH_EXPERTS, check_expert_parallel, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
+from megajax.config.layer_kinds import DENSE, check_kinds_parallel, check_layer_kinds, model_kinds
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
 
@@ -61,6 +63,17 @@ class ModelConfig:
     )
     experts: int = setting(0, "experts of each block's MLP (mixture of experts); 0: a dense MLP", low=0)
     experts_per_token: int = setting(2, "experts that each token is routed to, those with the highest scores (top-k)")
+    dense_layers: int = setting(
+        0, "of a model with experts, the first layers, which have a dense MLP instead (first_k_dense_replace)", low=0
+    )
+    moe_layer_freq: str = setting(
+        "1",
+        "layers that have experts: the first of every N, or a list of 0 (dense) and 1, such as ([0]*3+[1]*58)",
+        metavar="N|LIST",
+    )
+    dense_feedforward: int | None = setting(
+        None, "inner width of the MLP of the layers without experts", shown_default="feedforward"
+    )
     shared_feedforward: int = setting(
         0, "inner width of the shared expert, an MLP for every token in addition to its experts; 0: none", low=0
     )
@@ -135,6 +148,22 @@ class ModelConfig:
         return 4 * self.hidden if self.feedforward is None else self.feedforward
 
     @property
+    def layer_kinds(self) -> tuple[str, ...] | None:
+        """The kind of each layer, "dense" or "sparse", of a model that has both; None: all layers are alike."""
+        kinds = model_kinds(self) if self.experts else ()
+        return kinds if len(set(kinds)) > 1 else None
+
+    def of_kind(self, kind: str | None) -> "ModelConfig":
+        """The configuration of a model all of whose layers are as those of one kind; `layers` stays. None: itself."""
+        if kind is None:
+            return self
+        changes = {"dense_layers": 0, "moe_layer_freq": "1", "dense_feedforward": None}
+        if kind == DENSE:
+            width = self.feedforward if self.dense_feedforward is None else self.dense_feedforward
+            changes |= {"experts": 0, "feedforward": width} | dict.fromkeys(ONLY_WITH_EXPERTS, 0)
+        return dataclasses.replace(self, **changes)
+
+    @property
     def parameters(self) -> int:
         """Exact number of trainable parameters, with the vocabulary unpadded.
 
@@ -147,11 +176,12 @@ class ModelConfig:
         attention = (self.hidden + int(self.has_qkv_biases)) * query_key_value
         attention += (self.heads * size + bias) * self.hidden + self.query_key_norm_parameters
         into_mlp = 2 if self.is_gated else 1
-        mlp = into_mlp * (self.hidden + bias) * self.feedforward_size + (self.feedforward_size + bias) * self.hidden
-        mlp = expert_parameters(self) if self.experts else mlp
+        dense, width = self._dense_layers if self.experts else self.layers, self.of_kind(DENSE).feedforward_size
+        mlp = dense * (into_mlp * (self.hidden + bias) * width + (width + bias) * self.hidden)
+        mlp += (self.layers - dense) * expert_parameters(self) if self.experts else 0
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + mlp + 2 * norm) + position_table + token_tables + norm
+        return self.layers * (attention + 2 * norm) + mlp + position_table + token_tables + norm
 
     @property
     def query_key_norm_parameters(self) -> int:
@@ -167,7 +197,12 @@ class ModelConfig:
         if not self.experts:
             return self.parameters
         unused = expert_parameters(self) - expert_parameters(self, self.experts_per_token)
-        return self.parameters - self.layers * unused
+        return self.parameters - (self.layers - self._dense_layers) * unused
+
+    @property
+    def _dense_layers(self) -> int:
+        """Layers without experts, of a model with experts."""
+        return (self.layer_kinds or ()).count(DENSE)
 
     def validate(self) -> None:
         """Checks the model's own shape.
@@ -189,6 +224,7 @@ class ModelConfig:
             )
         check_rotary(self)
         check_experts(self)
+        check_layer_kinds(self)
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Checks that this model's arrays can be split as `parallel` requires; both are already validated.
@@ -200,6 +236,7 @@ class ModelConfig:
             ConfigError: for the first size that cannot be split.
         """
         check_expert_parallel(self, parallel)
+        check_kinds_parallel(self, parallel)
         if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
             legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
             raise ConfigError(
@@ -216,6 +253,8 @@ class ModelConfig:
         split = {"heads": self.heads, "kv_heads": self.key_value_heads, "feedforward": self.feedforward_size}
         if self.experts and self.shared_feedforward:
             split["shared_feedforward"] = self.shared_feedforward
+        if self.layer_kinds:
+            split["dense_feedforward"] = self.of_kind(DENSE).feedforward_size
         if parallel.sequence_parallel:
             split["sequence_length"] = self.sequence_length // parallel.context
         legal = divisors(math.gcd(*split.values()))

@@ -118,9 +118,9 @@ class ParallelConfig:
         tensor = self.tensor_overlap == "ring" and self.tensor > 1
         return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
 
-    def stage_layers(self, layers: int, placement: str = "loop") -> StageLayers:
-        """The layers of each stage, of a model with this many; `placement` as `Schedule.placement`."""
-        return StageLayers(layers, self.pipe, self.chunks, placement, self.recompute_blocks)
+    def stage_layers(self, layers: int, placement: str = "loop", kinds: tuple[str, ...] | None = None) -> StageLayers:
+        """The layers of each stage, of a model with this many; `placement` as `Schedule.placement`, `kinds` of layers."""
+        return StageLayers(layers, self.pipe, self.chunks, placement, self.recompute_blocks, kinds)
 
     def validate(self) -> None:
         """Checks the layout by itself; `ModelConfig.check_parallel` checks it against the model.

@@ -32,13 +32,15 @@ def forward_flops(model: ModelCosts, attention: str = "full") -> dict[str, int]:
     """
     if attention not in ATTENTION:
         raise ValueError(f"attention = {attention!r}; it is counted in {' or '.join(ATTENTION)}")
-    tokens = model.sequence_length
-    multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in model.matmuls}
-    if model.attention:
-        pairs = tokens * tokens if attention == "full" else model.attention.pairs(tokens)
-        product = int(pairs * model.attention.heads * model.attention.head_size)
-        multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
-    flops = {name: 2 * model.layers * count for name, count in multiply_adds_per_layer.items()}
+    tokens, flops = model.sequence_length, {}
+    for layers, kind in model.layers_of_kinds:
+        multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in kind.matmuls}
+        if kind.attention:
+            pairs = tokens * tokens if attention == "full" else kind.attention.pairs(tokens)
+            product = int(pairs * kind.attention.heads * kind.attention.head_size)
+            multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
+        for name, count in multiply_adds_per_layer.items():
+            flops[name] = flops.get(name, 0) + 2 * layers * count
     flops |= {one.name: 2 * tokens * one.inputs * one.outputs for one in model.head}
     return flops | {"logits": 2 * tokens * model.hidden * model.vocabulary}
 
@@ -57,7 +59,7 @@ def hardware_flops_per_step(run: RunConfig, attention: str = "full") -> int:
     """Model FLOPs and those of the matmuls that the run's recompute mode does twice (`models/remat.py`)."""
     model = model_costs(run.model)
     forward = forward_flops(model, attention)
-    modes = {one.name: one.recomputed for one in model.matmuls}
+    modes = {one.name: one.recomputed for _, kind in model.layers_of_kinds for one in kind.matmuls}
     if model.attention:
         modes["attention_scores"] = model.attention.scores_recomputed
         modes["attention_values"] = model.attention.values_recomputed

@@ -40,10 +40,10 @@ from megajax.estimate.hlo_parser import (
 )
 from megajax.estimate.memory import Sharding
 from megajax.pipeline.ends import ENDS
-from megajax.pipeline.options import MERGED, embeds_ahead, is_merged, merged_schedule, merges
+from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged, merged_schedule, merges
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.registry import find
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT, Schedule
 
 __all__ = [
     "Collective",
@@ -181,12 +181,15 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     in ticks in which no rank idles, whose trip counts are static. F/cond: how often a conditional in this scope takes a
     branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `EACH_END`: iterations,
     one for each microbatch, on the ranks that compute them, or branches outside of merged and mixed ticks; ends/cond: how
-    often those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick
-    (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond.
+    often those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick, or of parts that
+    overlap (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond. send/cond: how often there is a send, in
+    schedules that overlap. Where ranks differ, it is their mean.
     """
     schedule, parallel = run_schedule(run), run.parallel
     blocks = parallel.stage_layers(run.model.layers).in_groups.slots
-    parts = {work.parts for tick in schedule.ticks for works in tick for work in works}
+    every = [works for tick in schedule.ticks for works in tick]
+    pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
+    parts = {work.parts for works in every if not schedule.overlaps(works) for work in works}
     total, full = run.microbatches * parallel.chunks, Counter()
     for segment in schedule.segments:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
@@ -197,9 +200,13 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     for op in BLOCKS:
         static = full[op] if parallel.chunks == 1 else 0  # where there is no choice
         several = max(parts) if op == BACKWARD and not schedule.split else 1
-        chosen = total - (merged if merged and op in MERGED else static)
-        found |= {op: (total - full[op]) * blocks, op + BRANCHES: chosen * several}
-    return found | {MERGED + BRANCHES: float(merged)}
+        chosen = total - pairs - (merged if merged and op in MERGED else static)
+        loops = total - full[op]
+        if schedule.split and op != FORWARD:  # a pair's backward is whole
+            loops = pairs if op == BACKWARD else total - pairs
+        found |= {op: loops * blocks, op + BRANCHES: chosen * several}
+    found |= {MERGED + BRANCHES: merged + pairs * min(OVERLAP_PARTS, blocks)}
+    return found | {SEND + BRANCHES: float(slot_tables(schedule).rows.sends[:, 0].sum())} if pairs else found
 
 
 def _end_branches(run: RunConfig, schedule: Schedule) -> dict[str, float]:

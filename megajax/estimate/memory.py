@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.config.run_schedule import run_schedule, schedule_arguments
-from megajax.estimate import model_costs
+from megajax.estimate import check_one_kind, model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
@@ -124,9 +124,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I
       keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
     """
+    check_one_kind(model_costs(run.model))
     model, parallel = model_costs(run.model), run.parallel
     item = ITEMSIZE[run.train.precision]
-    sharding, slots = sharding or Sharding.from_config(run), slots or program_slots(run)
+    sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(run)
+    slots = slots or program_slots(run)
     state = sharded_parameters(run, sharding, sharding.zero >= 1)
     work = sharded_parameters(run, sharding, sharding.zero >= 3)
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
@@ -134,20 +136,39 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
     layer = kept_of_block(run, item, "none" if unrolls(run, parallel.attention) else None)
     stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
-    workspace, copies = _workspace(run, item), stashed * stash_copies(run, item)
+    workspace, copies = _workspace(run, item, sharding), stashed * stash_copies(run, item)
     # ZeRO-3 gathers the weights of the current block and of the next one.
     gathered = 2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
+    during = {
+        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0)
+        + gathered
+        + _transposed(run, item),
+        "stash": stashed * layer,
+        "copies": max(0, copies - (workspace if per_chunk == 1 else 0)) + swapped,
+        "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
+        "inboxes": slots.inbox * residual,
+    }
+    # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
+    uneven = parallel.stage_layers(model.layers).idle > 0 and parallel.data * parallel.context > 1
+    copied = 4 * work if sharding.zero == 1 and uneven else 0
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
         "gradients": versions * 4 * work,
-        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered,
-        "stash": stashed * layer,
-        "copies": max(0, copies - (workspace if per_chunk == 1 else 0)),
-        "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
-        "inboxes": slots.inbox * residual,
-        "workspace": workspace,
+        **during,
+        "workspace": max(workspace, copied - sum(during.values())),
     }
+
+
+def _transposed(run: RunConfig, item: int) -> int:
+    """Bytes of a second copy of the blocks' 16-bit weights.
+
+    Products in 8 bits want both operands with the summed dimension innermost, which is another one in the backward. XLA
+    hoists the transposition of the weights out of the loops.
+    """
+    if run.train.matmul_dtype != "fp8":
+        return 0
+    return item * sum(block_parameters(run)) * run.parallel.stage_layers(model_costs(run.model).layers).rank_slots
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
@@ -173,7 +194,16 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
         fused_attention=is_fused(parallel),
         expert=parallel.expert,
     )
+    if (mode or parallel.recompute) == "none":
+        kept += _gathered_bytes(run, item)
     return kept // parallel.recompute_blocks
+
+
+def _gathered_bytes(run: RunConfig, item: int) -> int:
+    """Bytes by which what the column-parallel matmuls read is larger gathered, as recompute none stores it."""
+    values = [value for value in model_costs(run.model).kept if value.name in ("attention_input", "feedforward_input")]
+    whole = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, sequence_parallel=False))
+    return _bytes_of(values, whole, item) - _bytes_of(values, run, item)
 
 
 def kept_for_weights(run: RunConfig, item: int) -> int:
@@ -204,32 +234,62 @@ def stash_copies(run: RunConfig, item: int) -> int:
     The backward's matmuls want some values transposed. XLA's GPU compiler hoists the transposition out of the loop over
     blocks and so transposes the whole stash, once for each chunk.
 
-    Which values was read off compiled programs (jax 0.10.2) and is `KeptValue.transposed_from`: unfused attention's scores,
-    whenever they are kept; queries, keys and values where they are rotated and a microbatch has several samples. With
-    a fused kernel there are none. Where a chunk is one block there is no loop: the workspace reuses the copy's memory.
+    Which values was read off compiled programs and is `KeptValue.transposed_from`: unfused attention's scores, whenever they
+    are kept; queries, keys and values where they are rotated and a microbatch has several samples. With a fused kernel there
+    are none of these. With fp8, what a gated activation reads. Where a chunk is one block there is no loop: the workspace
+    reuses the copy's memory.
     """
     parallel, model = run.parallel, model_costs(run.model)
-    if parallel.pipe == 1 or parallel.recompute == "full" or parallel.attention in FUSED:
+    if parallel.pipe == 1 or parallel.recompute == "full":
         return 0
     kept = model.kept_values(parallel.recompute, is_fused(parallel))
-    copied = (value for value in kept if value.transposed_from is not None)
-    return _bytes_of((value for value in copied if parallel.microbatch_size >= value.transposed_from), run, item)
+    first = 1 if parallel.attention in FUSED else parallel.microbatch_size + 1
+    copied = [value for value in kept if value.transposed_from is not None and value.transposed_from < first]
+    if run.train.matmul_dtype == "fp8" and _is_gated(model):
+        copied += [value for value in kept if value.name == "up"]
+    return _bytes_of(copied, run, item)
 
 
-def _workspace(run: RunConfig, item: int) -> int:
+def _swapped_sums(run: RunConfig) -> int:
+    """Bytes of a copy of the summed gradients of one of the MLP's matrices, where both have the same shape on a device.
+
+    XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers.
+    """
+    parallel, model = run.parallel, model_costs(run.model)
+    stages = parallel.stage_layers(model.layers)
+    shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
+    if parallel.pipe == 1 or not merges(parallel) or not is_paired(run) or stages.slots == 1 or "mlp_in" not in shapes:
+        return 0
+    inputs, outputs = shapes["mlp_in"]
+    return 4 * stages.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
+
+
+def _is_gated(model: ModelCosts) -> bool:
+    """Whether the MLP's activation multiplies two halves of what its first matmul computes."""
+    widths = {value.name: value.per_token for value in model.kept}
+    return widths.get("up", 0) > widths.get("activation", 0)
+
+
+def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
     A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
     grid gives 1.14 and 4.23; activations and logits add nothing, because they share the same memory at other times.) The
-    head: logits and their gradient. With a fused kernel there are no scores, and the sum of those gradients, the head's
-    two arrays and an activation of all tokens remains. cuDNN's own workspace is unknown without a GPU, and not counted.
+    head: logits, of the columns that a device has, and their gradient. With a fused kernel there are no scores, and the sum
+    of those gradients, the head's two arrays and an activation of all tokens remains; with full recomputation also what the
+    block's second forward keeps. cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
+    split = tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
-    logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, tensor) // tensor
+    logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
     if parallel.attention in FUSED:
-        return gradients + logits + item * samples * tokens * model.hidden
+        again = (
+            parallel.recompute == "full" and model.experts is None
+        )  # what experts compute again is in their own workspace
+        recomputed = kept_of_block(run, item, "none") if again else 0
+        return gradients + recomputed + logits + item * samples * tokens * model.hidden
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
 

@@ -13,6 +13,7 @@ from megajax.estimate.memory import ITEMSIZE
 
 __all__ = [
     "FITTED",
+    "FLASH_1_SHARE",
     "MEGAJAX",
     "PALLAS_BACKWARD",
     "RAGGED_PEER",
@@ -39,10 +40,11 @@ RAGGED_PEER = 12e-6
 # Seconds to start a collective, and of a hop of its ring over NVLink and over the network: NCCL's own table for rings and
 # large messages (src/graph/tuning.cc: baseLat and hwLat, ring, Simple).
 START, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
-# Fused attention's fraction of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract); cuDNN's
-# and FlashAttention-3's kernels 400 to 640 TFLOP/s on H100 for causal attention at head dimension 128 (2407.08608, figure
-# 5). A backward is five matmuls to the forward's two (2307.08691 section 3.1); Pallas's two kernels
-# (megajax/ops/flash_attention.py) compute seven.
+# Fused attention's fraction of the matmul peak: FlashAttention-2 reaches 50 to 73% on A100, its first version 25 to 40%, of
+# which the middle is taken (2307.08691, abstract); cuDNN's and FlashAttention-3's kernels 400 to 640 TFLOP/s on H100 for
+# causal attention at head dimension 128 (2407.08608, figure 5). A backward is five matmuls to the forward's two (2307.08691
+# section 3.1); Pallas's two kernels (megajax/ops/flash_attention.py) compute seven.
+FLASH_1_SHARE = 0.325
 FUSED_ATTENTION_SHARE = {"a100": 0.6, "h100": 0.455, "h200": 0.455}
 FUSED_BACKWARD, PALLAS_BACKWARD = 2.5, 3.5
 
@@ -55,13 +57,18 @@ class Software:
       name: as printed.
       fused_attention: scores are never written to memory (2205.14135), and masked ones are not computed. A run may also
         select this (`gpus.is_fused`).
+      attention_share: fused attention's fraction of the matmul peak; None: that of the GPU's best kernels.
       tensor_overlap: fraction of the tensor-parallel communication that overlaps matmuls.
       data_overlap: the gradient reduction overlaps the last microbatch's backward.
-      send_overlap: pipeline sends overlap the next chunk.
+      send_overlap: with several chunks a rank, pipeline sends overlap the next chunk, except while the pipeline fills and
+        drains: there an operation waits for what the rank before it has just computed.
       scatter_gather: a tensor group sends each element once (2104.04473 section 4.1), without sequence parallelism too.
       context_overlap: sends round the rings of context parallelism overlap attention.
       lockstep: all ranks start a tick together.
       gradient_bytes: bytes of a gradient element in the reduction over data-parallel replicas.
+      accumulation_bytes: memory traffic, for each parameter and microbatch, of the kernels that add gradients to their sum,
+        or with ZeRO-3 copy and scale them before they are scattered; 0 where the matmul that computes a gradient adds it.
+      buffer_bytes: memory traffic, for each parameter and step, of setting the sums to zero, checking and scaling them.
       logit_bytes: memory traffic of the loss for each logit, forward and backward.
       dropout: blocks draw and apply masks.
       gathers_again: all-gathers in a block's backward beyond those of its matmul pairs, with sequence parallelism: the
@@ -79,6 +86,7 @@ class Software:
 
     name: str
     fused_attention: bool = False
+    attention_share: float | None = None
     tensor_overlap: float = 0.0
     data_overlap: bool = False
     send_overlap: bool = False
@@ -86,6 +94,8 @@ class Software:
     context_overlap: bool = False
     lockstep: bool = False
     gradient_bytes: int = 4
+    accumulation_bytes: int = 0
+    buffer_bytes: int = 0
     logit_bytes: int = 10
     dropout: bool = False
     gathers_again: int = 0
@@ -132,7 +142,7 @@ class Fitted:
 # steps of training at up to 544. The H200 is the H100's chip.
 H100_MATMUL_SHARE = 0.71
 CHIPS = {"h100": H100_MATMUL_SHARE, "h200": H100_MATMUL_SHARE}
-FITTED = Fitted({"a100": 0.784, **CHIPS}, 0.771, 0.147, 0.486)
+FITTED = Fitted({"a100": 0.838, **CHIPS}, 0.717, 0.151, 0.441)
 
 
 class OpCosts:
@@ -145,7 +155,7 @@ class OpCosts:
         peak = gpu.peak(precision)
         self.gpu, self.software, self.fitted, self.itemsize = gpu, software, fitted, ITEMSIZE[precision]
         self.matmul_rate = peak * fitted.matmul_share[gpu.family]
-        self.attention_rate = peak * FUSED_ATTENTION_SHARE[gpu.family]
+        self.attention_rate = peak * (software.attention_share or FUSED_ATTENTION_SHARE[gpu.family])
         self.memory_rate = gpu.memory_bandwidth * fitted.memory_share
         self.measured = gpu.measured or Measured(precision)
         self.matmuls = self.measured.matmuls if self.measured.precision == precision else ()

@@ -18,15 +18,38 @@ ZERO_3 = "2104 table 2, ZeRO-3"
 A100, H100 = find_gpu("a100-80gb"), find_gpu("h100-80gb")
 # 52 bytes a logit: the passes of Megatron-LM's vocab_parallel_cross_entropy, counted in tensor_parallel/cross_entropy.py:
 # to fp32, maximum, subtract, exponential, sum, divide; in the backward copy, scale, to 16 bit. Gradients are reduced in the
-# type of the weights for fp16 (accumulate_allreduce_grads_in_fp32 is set for bf16 only, arguments.py of v2.5).
-MEGATRON_2021 = Software("Megatron-LM, 2021", gradient_bytes=2, logit_bytes=52, dropout=True, scatter_gather=True)
+# type of the weights for fp16 (accumulate_allreduce_grads_in_fp32 is set for bf16 only, arguments.py of v2.5). A hook adds
+# each microbatch's to a buffer: both read and the sum written, 6 bytes of fp16. The buffer is set to zero and divided by the
+# number of replicas, which are three passes over it (model/distributed.py of v2.5).
+MEGATRON_2021 = Software(
+    "Megatron-LM, 2021",
+    gradient_bytes=2,
+    accumulation_bytes=6,
+    buffer_bytes=6,
+    logit_bytes=52,
+    dropout=True,
+    scatter_gather=True,
+)
+# From February 2022 the matmuls of bf16 add gradients to the fp32 sum in place (gradient_accumulation_fusion, the default).
+MEGATRON_2022 = dataclasses.replace(
+    MEGATRON_2021, name="Megatron-LM, 2022", gradient_bytes=4, accumulation_bytes=0, buffer_bytes=12
+)
 # DeepSpeed, which 2104.04473 ran for ZeRO-3. By its defaults (deepspeed/runtime/zero/constants.py) stage 3 overlaps its
-# communication, and every GPU keeps whole tensors of under 100,000 elements: all of a block except the four matrices.
-DEEPSPEED_2021 = dataclasses.replace(MEGATRON_2021, name="DeepSpeed, 2021", gathered_pieces=4, gathers_ahead=True)
+# communication, and every GPU keeps whole tensors of under 100,000 elements: all of a block except the four matrices. A
+# gradient is copied into a bucket and divided, in fp16 (zero/stage3.py of v0.3.16).
+DEEPSPEED_2021 = dataclasses.replace(
+    MEGATRON_2021,
+    name="DeepSpeed, 2021",
+    accumulation_bytes=8,
+    buffer_bytes=0,
+    gathered_pieces=4,
+    gathers_ahead=True,
+)
 # Table 1's models on one pipeline stage ran under torch's DDP, which overlaps (examples/sc21/run_table_1.sh).
 MEGATRON_2021_DDP = dataclasses.replace(MEGATRON_2021, data_overlap=True)
 # Transformer Engine's attention, and overlap of all three kinds of communication, as the README says. The fraction of the
-# tensor-parallel communication that overlaps is not published: half is assumed.
+# tensor-parallel communication that overlaps is not published: half is assumed. The fp32 buffer of gradients is set to zero,
+# its norm is checked for NaN, and it is scaled: four passes (core/distributed/param_and_grad_buffer.py).
 MEGATRON_2024 = Software(
     "Megatron-Core r0.8",
     fused_attention=True,
@@ -34,6 +57,7 @@ MEGATRON_2024 = Software(
     data_overlap=True,
     send_overlap=True,
     scatter_gather=True,
+    buffer_bytes=16,
     logit_bytes=52,
     dropout=True,
 )
@@ -143,7 +167,7 @@ def _table_2205() -> Iterable[Row]:
         run = make_run(model, (8, pipe, data), batch, microbatch, chunks)
         teraflops = flops_per_step(run) / seconds / run.parallel.devices / 1e12
         table = "2205 table 5" if data == 1 else "2205 section 6.3"
-        yield Row(table, (run,), A100, MEGATRON_2021, teraflops)
+        yield Row(table, (run,), A100, MEGATRON_2022, teraflops)
 
 
 def _table_h100() -> Iterable[Row]:
@@ -168,7 +192,7 @@ def _table_h100() -> Iterable[Row]:
             for chunks in range(1, layers // pipe + 1)
             if layers % (pipe * chunks) == 0 and (pipe > 1 or chunks == 1) and batch // 48 // microbatch % pipe == 0
         )
-        fitting = tuple(run for run in runs if _megatron_bytes(run) < USABLE_SHARE * 85e9)
+        fitting = tuple(run for run in runs if megatron_bytes(run) < USABLE_SHARE * 85e9)
         yield Row(
             "Megatron-LM, H100",
             fitting,
@@ -179,7 +203,7 @@ def _table_h100() -> Iterable[Row]:
         )
 
 
-def _megatron_bytes(run: RunConfig) -> float:
+def megatron_bytes(run: RunConfig) -> float:
     """Memory of Megatron-LM's program on a device.
 
     2205.05198 table 2 without the scores, with interleaving, and the distributed optimizer's 6 + 12/d bytes a parameter;

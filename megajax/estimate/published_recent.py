@@ -2,11 +2,13 @@
 
 Sources, each read: NVIDIA's DGX Cloud benchmarking recipes (github.com/NVIDIA/dgxc-benchmarking, README files of
 nemo_megatron, nemotron, llama3.1 and maxtext, bf16 tables); MosaicML's LLM Foundry (github.com/mosaicml/llm-foundry,
-scripts/train/benchmarking/README.md); JAX-Toolbox's README for PAX; BLOOM's training notes (github.com/bigscience-workshop/
-bigscience, train/tr11-176B-ml/README.md); MT-NLG, 2201.11990 section 2.4; Llama 3, 2407.21783 table 4. With experts: the
-README of Megatron-Core's MoE (github.com/NVIDIA/Megatron-LM, megatron/core/transformer/moe; the throughput of v0.9, the
-layout of v0.8), and NeMo AutoModel's (github.com/NVIDIA-NeMo/Automodel, docs/performance-summary.md, bf16). The FLOPs are
-this project's count for the model and the printed seconds or tokens per second, where a table prints either.
+scripts/train/benchmarking/README.md); JAX-Toolbox's README for PAX; BLOOM's training notes
+(github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/README.md); MT-NLG, 2201.11990 section 2.4; Llama 3,
+2407.21783 table 4; Megatron-LM's rows of MegaScale, 2402.15627 table 2 and figure 9; GPT-NeoX-20B, 2204.06745 and
+github.com/EleutherAI/gpt-neox. With experts: the README of Megatron-Core's MoE (github.com/NVIDIA/Megatron-LM,
+megatron/core/transformer/moe; the throughput of v0.9, the layout of v0.8), and NeMo AutoModel's
+(github.com/NVIDIA-NeMo/Automodel, docs/performance-summary.md, bf16). The FLOPs are this project's count for the model
+and the printed seconds or tokens per second, where a table prints either.
 """
 
 import dataclasses
@@ -16,23 +18,44 @@ from megajax.config import ModelConfig, RunConfig, preset
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.memory import USABLE_SHARE, Sharding, bytes_per_device
-from megajax.estimate.op_costs import Software
-from megajax.estimate.published import A100, H100, MEGATRON_2021, MEGATRON_2024, Row, make_run
+from megajax.estimate.op_costs import FLASH_1_SHARE, Software
+from megajax.estimate.published import (
+    A100,
+    H100,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_2024,
+    Row,
+    make_run,
+    megatron_bytes,
+)
 
 __all__ = ["RECENT_ROWS"]
 
 # As Megatron-Core; the recipes' models train without dropout.
 NEMO_2024 = dataclasses.replace(MEGATRON_2024, name="NeMo 24.09", dropout=False, context_overlap=True)
-# Meta's trainer gathers the keys and values of context ranks before attention (2407.21783 section 3.3.2).
-# Both in bf16, whose gradients Megatron-LM sums in fp32.
-MEGATRON_DEEPSPEED = dataclasses.replace(MEGATRON_2021, name="Megatron-DeepSpeed", gradient_bytes=4)
-META_2024 = dataclasses.replace(NEMO_2024, name="Meta, 2024", context_overlap=False)
+# MT-NLG and BLOOM in bf16. DeepSpeed's pipeline converts a microbatch's gradients to fp32 (2 bytes read, 4 written) and adds
+# them to the sum (8 read, 4 written: bf16_optimizer.py of v0.6.3), which is set to zero and divided, in three passes.
+MEGATRON_DEEPSPEED = dataclasses.replace(
+    MEGATRON_2021, name="Megatron-DeepSpeed", gradient_bytes=4, accumulation_bytes=18, buffer_bytes=12
+)
+GPT_NEOX = dataclasses.replace(MEGATRON_2021, name="GPT-NeoX", dropout=False)  # fp16
+# The commit that the paper names, 285068c8 of January 2023, which added the first FlashAttention.
+MEGATRON_2023 = dataclasses.replace(MEGATRON_2022, name="Megatron-LM, 2023", attention_share=FLASH_1_SHARE)
+# Meta's trainer (2407.21783 section 3.3.2) gathers the keys and values of context ranks before attention, and autograd's
+# kernels sum gradients in fp32. The paper says that sends and FSDP's collectives overlap, not those of tensor parallelism.
+META_2024 = dataclasses.replace(
+    NEMO_2024, name="Meta, 2024", context_overlap=False, tensor_overlap=0.0, accumulation_bytes=10, buffer_bytes=4
+)
 # PyTorch's FSDP gathers a block as one array, the next one ahead, and for the backward once, recomputation included.
-# Composer's DEFAULT policy reduces gradients in fp32, PURE in bf16.
 FSDP = Software(
     "PyTorch FSDP", fused_attention=True, gathered_pieces=1, gathers_hidden=True, gathers_for_recompute=False
 )
-FSDP_PURE = dataclasses.replace(FSDP, name="PyTorch FSDP, 16-bit gradients", gradient_bytes=2)
+# In 2023, with the first FlashAttention, it joined a block's gradients in one array (4 bytes of traffic a parameter),
+# divided it by a part of the number of replicas and scattered it (torch/distributed/fsdp/_runtime_utils.py). Composer's
+# DEFAULT policy does so in fp32 (6 bytes to convert, 8 to divide), PURE in bf16.
+MPT_FSDP = dataclasses.replace(FSDP, attention_share=FLASH_1_SHARE, accumulation_bytes=18)
+FSDP_PURE = dataclasses.replace(MPT_FSDP, name="PyTorch FSDP, 16-bit gradients", gradient_bytes=2, accumulation_bytes=8)
 # XLA gathers each of a block's tensors, which its combiner joins, and reduces gradients in the type of the weights.
 JAX_FSDP = dataclasses.replace(FSDP, name="JAX FSDP", gradient_bytes=2)
 
@@ -43,6 +66,8 @@ AUTOMODEL = dataclasses.replace(FSDP, name="NeMo AutoModel", routed_dispatch=Tru
 A100_40GB = find_gpu("a100-40gb")
 # Jean Zay: four Omni-Path links of 100 Gb/s for the eight GPUs of a node (the notes' "Hardware").
 JEAN_ZAY = dataclasses.replace(A100, network_bandwidth=6.25e9)
+# Four links of 200 Gb/s for the eight GPUs of a node (2204.06745 section 2.3).
+NEOX_NODES = dataclasses.replace(A100_40GB, network_bandwidth=12.5e9)
 ZERO_1, FULL_SHARD = Sharding(zero=1), Sharding(zero=3)
 
 NEMOTRON_15B = ModelConfig(
@@ -56,6 +81,17 @@ NEMOTRON_15B = ModelConfig(
     tied_embeddings=False,
     biases=False,
     positions="rotary",
+)
+NEOX_20B = ModelConfig(
+    name="gpt-neox-20b",
+    layers=44,
+    hidden=6144,
+    heads=64,
+    vocabulary=50432,
+    sequence_length=2048,
+    tied_embeddings=False,
+    positions="rotary",
+    rotary_fraction=0.25,
 )
 BLOOM = ModelConfig(name="bloom-176b", layers=70, hidden=14336, heads=112, vocabulary=250880, sequence_length=2048)
 # MPT's layers and widths: with learned positions, biases and 50,368 tokens they have the printed numbers of parameters.
@@ -117,6 +153,54 @@ def _nemo_context() -> Iterable[Row]:
         yield _timed("NeMo 24.09, context 2", (run,), H100, NEMO_2024, time, ZERO_1)
 
 
+def _megascale() -> Iterable[Row]:
+    """Megatron-LM's rows of 2402.15627: table 2 (175B) and figure 9 (530B, from the printed MFU); 2,048 tokens.
+
+    The layout is table 1's, with six and three chunks; data parallelism is reduced by a reduce-scatter and an all-gather
+    (section 3.2). Not printed are the microbatch size and whether FlashAttention, which that commit adds, was on.
+    """
+    small, large = (
+        ModelConfig(
+            name=name, layers=layers, hidden=hidden, heads=heads, vocabulary=64000, sequence_length=2048, dropout=0.1
+        )
+        for name, layers, hidden, heads in (("megascale-175b", 96, 12288, 128), ("megascale-530b", 105, 20480, 160))
+    )
+    for data, batch, seconds in (
+        (4, 768, 40.0),
+        (8, 768, 21.2),
+        (12, 768, 15.2),
+        (16, 768, 11.9),
+        (48, 6144, 29.02),
+        (96, 6144, 14.78),
+        (128, 6144, 12.24),
+        (192, 6144, 8.57),
+    ):
+        runs = _megascale_runs(small, (8, 8, data), batch, 6)
+        yield _timed("MegaScale, 2402.15627", runs, A100, MEGATRON_2023, seconds, ZERO_1)
+    for data, share in ((8, 0.492), (16, 0.488), (40, 0.482)):
+        runs = _megascale_runs(large, (8, 35, data), 280 * data, 3)
+        teraflops = share * A100.peak("bf16") / 1e12
+        yield Row("MegaScale, 2402.15627", runs, A100, MEGATRON_2023, teraflops, sharding=ZERO_1)
+
+
+def _megascale_runs(model: ModelConfig, mesh: tuple[int, int, int], batch: int, chunks: int) -> tuple[RunConfig, ...]:
+    """With each microbatch size that the schedule takes and that fits, with and without FlashAttention."""
+    _, pipe, data = mesh
+    runs = (
+        make_run(model, mesh, batch, microbatch, chunks, attention=attention)
+        for microbatch in (1, 2, 4)
+        for attention in ("xla", "cudnn")
+        if batch // data % (microbatch * pipe) == 0
+    )
+    return tuple(run for run in runs if megatron_bytes(run) < USABLE_SHARE * A100.memory)
+
+
+def _neox() -> Iterable[Row]:
+    """GPT-NeoX-20B (2204.06745): 150,000 steps in 1,830 hours, with the repository's configs/20B.yml; 96 A100s of 40 GB."""
+    run = make_run(NEOX_20B, (2, 4, 12), 1536, 4, 1, recompute="full", sequence_parallel=False)
+    yield _timed("GPT-NeoX-20B", (run,), NEOX_NODES, GPT_NEOX, 1830 * 3600 / 150_000, ZERO_1)
+
+
 def _megatron_style() -> Iterable[Row]:
     """MT-NLG, with the layout of 2104.04473's 530B; BLOOM; Llama 3 405B at 8,192 tokens, its chunks not printed."""
     old = {"recompute": "full", "sequence_parallel": False}
@@ -162,7 +246,7 @@ def _fsdp() -> Iterable[Row]:
         ("1b", 8, 14, 4, "none", 20513, False),
         ("760m", 8, 24, 2, "none", 32434, False),
     ):
-        yield _mpt(A100, name, gpus, microbatch, accumulated, mode, tokens, FSDP_PURE if pure else FSDP)
+        yield _mpt(A100, name, gpus, microbatch, accumulated, mode, tokens, FSDP_PURE if pure else MPT_FSDP)
     for name, gpus, microbatch, accumulated, tokens in (
         ("70b", 128, 4, 1, 376),
         ("70b", 64, 2, 1, 276),
@@ -216,4 +300,12 @@ def _experts() -> Iterable[Row]:
     yield _timed("AutoModel, MoE", (run,), H100, AUTOMODEL, 21.773, FULL_SHARD)
 
 
-RECENT_ROWS: tuple[Row, ...] = (*_nemo(), *_megatron_style(), *_nemo_context(), *_fsdp(), *_experts())
+RECENT_ROWS: tuple[Row, ...] = (
+    *_nemo(),
+    *_megatron_style(),
+    *_megascale(),
+    *_neox(),
+    *_nemo_context(),
+    *_fsdp(),
+    *_experts(),
+)

@@ -32,7 +32,7 @@ from megajax.estimate.hlo_parser import (
 )
 from megajax.estimate.kernels import kernel_of
 from megajax.estimate.measured import Link, Measured, rate_at
-from megajax.estimate.op_costs import FITTED, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
+from megajax.estimate.op_costs import CHIPS, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
 
 __all__ = ["Account", "Rates", "account", "rates_of"]
 
@@ -108,11 +108,14 @@ class Rates:
         return self.host if here >= group else min(self.host, here * self.network)
 
 
+# The share of the peak that a large product reaches with the traffic of its operands, which is not added here. The A100's
+# is that of two matrices of 8192 x 8192 by `OpCosts`, with the constants fitted there.
+MATMUL_SHARE = {"a100": 0.784, **CHIPS}
 MEMORY = 0.9  # of the HBM's bandwidth: what copy kernels reach
 
 
 def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention the shares of the peak in `op_costs.py`.
+    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention by their shares of the peak.
 
     Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests. What
     a calibration measured replaces all of these; matmuls and attention if it was in this precision. All-to-alls, which it
@@ -123,7 +126,7 @@ def rates_of(gpu: Gpu, precision: str) -> Rates:
     """
     peak = gpu.peak(precision)
     published = Rates(
-        matmul=FITTED.matmul_share[gpu.family] * peak,
+        matmul=MATMUL_SHARE[gpu.family] * peak,
         attention=FUSED_ATTENTION_SHARE[gpu.family] * peak,
         memory=MEMORY * gpu.memory_bandwidth,
         host=gpu.host_bandwidth,

@@ -18,7 +18,8 @@ import functools
 
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.run_schedule import schedule_arguments
-from megajax.estimate import model_costs
+from megajax.estimate import check_one_kind, model_costs
+from megajax.estimate.exchange_time import gathers_time, reduction_time, sends_time
 from megajax.estimate.expert_time import expert_times
 from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
@@ -29,7 +30,7 @@ from megajax.estimate.memory import (
     rows_of,
     sharded_parameters,
 )
-from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, RINGS_SHARE, Fitted, OpCosts, Software, spread
+from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, Fitted, OpCosts, Software, spread
 from megajax.estimate.program_time import Program
 from megajax.models.costs import ModelCosts
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
@@ -185,6 +186,14 @@ def head_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, shardin
     return products + passes + 4 * one
 
 
+def _exposed_head(run: RunConfig, ops: OpCosts, sharding: Sharding, layer: float) -> float:
+    """Seconds of the head for which the other ranks wait: less those of the `layer` that an uneven last stage lacks."""
+    model, parallel = model_costs(run.model), run.parallel
+    stages = parallel.stage_layers(model.layers)
+    short = 0 if ops.software.lockstep else stages.slots - stages.counts[-1]
+    return max(0.0, head_time(model, parallel, ops, sharding) - short * layer)
+
+
 def bubble_time(run: RunConfig, costs: Costs, lockstep: bool) -> float:
     """Seconds that a rank idles in a step: the closed form of the schedule's spec, or simulated where there is none.
 
@@ -196,12 +205,12 @@ def bubble_time(run: RunConfig, costs: Costs, lockstep: bool) -> float:
     spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
     if spec.bubble:
         return spec.bubble(costs=costs, lockstep=lockstep, **arguments)
-    simulation = (simulate_lockstep if lockstep else simulate_event)(_table(spec, **arguments), costs)
+    simulation = (simulate_lockstep if lockstep else simulate_event)(_schedule(spec, **arguments), costs)
     return simulation.makespan - simulation.ideal
 
 
 @functools.lru_cache(maxsize=64)  # a search repeats the call for each recompute mode and microbatch size
-def _table(spec: ScheduleSpec, **arguments) -> Schedule:
+def _schedule(spec: ScheduleSpec, **arguments) -> Schedule:
     return make_schedule(spec.name, **arguments)
 
 
@@ -218,6 +227,7 @@ def step_time(
     Raises:
       ConfigError: the GPU has no peak for the run's precision.
     """
+    check_one_kind(model_costs(run.model))
     sharding = sharding or Sharding.from_config(run)
     if software is MEGAJAX and not model_costs(run.model).experts:
         return _program_time(run, gpu, sharding)
@@ -226,18 +236,19 @@ def step_time(
     forward, backward = layer_times(model, parallel, ops)
     layers = parallel.stage_layers(model.layers).rank_slots  # what runs for a slot without a layer takes as long
     both = forward + backward
+    sums = sum(rank_parameters(run, sharding)) * software.accumulation_bytes
     bubble = bubble_time(run, _chunk_costs(run, forward, backward), software.lockstep)
     blocks = batches * layers * both.total
     if sharding.zero == 3:
-        data = _gathers_time(run, ops, blocks, sharding.shards)
+        data = gathers_time(run, ops, blocks, sharding.shards)
     else:
-        data = _reduction_time(run, ops, sharding, forward.total * layers, backward.total * layers)
+        data = reduction_time(run, ops, sharding, forward.total * layers, backward.total * layers)
     return StepTime(
-        blocks=blocks - batches * layers * (both.tensor + both.context + both.expert),
-        head=batches * head_time(model, parallel, ops, sharding),
+        blocks=blocks - batches * layers * (both.tensor + both.context + both.expert) + batches * ops.traffic(sums),
+        head=batches * _exposed_head(run, ops, sharding, both.total),
         tensor=batches * layers * both.tensor,
         bubble=bubble,
-        sends=_sends_time(run, ops),
+        sends=sends_time(run, ops),
         data=data,
         optimizer=_optimizer_time(run, ops, sharding),
         context=batches * layers * both.context,
@@ -292,71 +303,11 @@ def _offload_time(run: RunConfig, ops: OpCosts) -> float:
     return 2 * blocks * kept_of_block(run, ops.itemsize) / ops.gpu.pcie_bandwidth
 
 
-def _sends_time(run: RunConfig, ops: OpCosts) -> float:
-    """Exposed sends: one per tick and direction, or only in the fill and drain if sends overlap the next chunk."""
-    model, parallel, software = model_costs(run.model), run.parallel, ops.software
-    if parallel.pipe == 1:
-        return 0.0
-    split = parallel.tensor if parallel.sequence_parallel or software.scatter_gather else 1
-    count = rows_of(model, parallel) * model.hidden * ops.itemsize / split
-    exposed = 0 if software.send_overlap else run.microbatches * parallel.chunks
-    return 2 * ops.send(count, spread(parallel, "pipe")) * (exposed + parallel.pipe - 1)
-
-
-def _reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: float, backward: float) -> float:
-    """Exposed gradient reduction over replicas, once a step; `forward` and `backward` are those of one microbatch.
-
-    With ZeRO-1 it is a reduce-scatter, and the new weights are gathered. Where the program overlaps them, gradients are
-    reduced during the last backwards and weights gathered during the first forwards: those of one microbatch, or with
-    several chunks, which finish one after the other, of a group of p microbatches, except the last (or first) chunk's.
-    """
-    parallel, software = run.parallel, ops.software
-    gradients = over_replicas(run, ops, sharding, software.gradient_bytes)
-    weights = over_replicas(run, ops, sharding, ops.itemsize)
-    if not software.data_overlap:
-        return gradients + (weights if sharding.zero else gradients)
-    window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
-    if not sharding.zero:
-        return max(0.0, 2 * gradients - window * backward)
-    return max(0.0, gradients - window * backward) + max(0.0, weights - window * forward)
-
-
-def _gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | None) -> float:
-    """Exposed part of ZeRO-3's communication (1910.02054 section 5.3, 2104.07857), all microbatches.
-
-    A block's weights are gathered for its forward and for its backward, and by some programs once more for recomputing the
-    forward; its gradients are scattered. Where the program gathers ahead, this overlaps the compute of the blocks, `blocks`
-    seconds in all: for `gather_overlap` of the shorter of the two, or entirely. With fewer `shards` than replicas the
-    shards' gradients are summed over the copies, once a step.
-    """
-    parallel, software, fitted = run.parallel, ops.software, ops.fitted
-    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
-    local, experts = rank_parameters(run, Sharding(zero=3))
-    shards = shards or replicas
-    pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
-    share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
-
-    def one(bytes_each):
-        own = experts * bytes_each, replicas // parallel.expert, distance * parallel.expert
-        of_experts = ops.collective(*own, pieces, share) if experts else 0.0
-        return ops.collective(local * bytes_each, shards, distance, pieces, share) + of_experts
-
-    gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
-    times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
-    overlap = fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
-    copies = 2 * ops.collective(local / shards * software.gradient_bytes, replicas // shards, distance * shards)
-    return times - overlap * min(times, blocks) + copies
-
-
 def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
-    """Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written."""
+    """Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written.
+
+    And the passes over the sums of gradients before that, which ZeRO 1 does not shard.
+    """
     state = sharded_parameters(run, sharding, sharding.zero > 0)
-    return ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]))
-
-
-def over_replicas(run: RunConfig, ops: OpCosts, sharding: Sharding, bytes_each: int) -> float:
-    """A reduce-scatter or an all-gather of a rank's parameters over their replicas; experts have fewer of them."""
-    parallel, (common, experts) = run.parallel, rank_parameters(run, sharding)
-    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
-    of_experts = ops.collective(experts * bytes_each, replicas // parallel.expert, distance * parallel.expert)
-    return ops.collective(common * bytes_each, replicas, distance) + (of_experts if experts else 0.0)
+    sums = sharded_parameters(run, sharding, sharding.zero == 3) * ops.software.buffer_bytes
+    return ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]) + sums)

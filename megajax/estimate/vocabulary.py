@@ -36,7 +36,8 @@ def placements(run: RunConfig) -> list[RunConfig]:
     """The runs that `vocab_parallel` may resolve to: one if it is not auto, or if all are the same."""
     if run.parallel.vocab_parallel != "auto":
         return [run]
-    differ = run.parallel.pipe > 1 and model_costs(run.model).vocabulary_width
+    costs = model_costs(run.model)
+    differ = run.parallel.pipe > 1 and costs.vocabulary_width and not costs.kinds  # the models know one kind of layers
     return [
         dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, vocab_parallel=placement))
         for placement in (("pipe", "tensor") if differ else ("pipe",))

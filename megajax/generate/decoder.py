@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import StateLayout, without_pipe
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.config.layer_kinds import layer_kinds
 from megajax.config.run_schedule import run_schedule
 from megajax.config.sample import SampleConfig
 from megajax.generate.sampling import draw
@@ -170,12 +171,14 @@ class Decoder:
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed
-        self.where = run.parallel.stage_layers(run.model.layers)
+        kinds = layer_kinds(run.model)
+        self.where = run.parallel.stage_layers(run.model.layers, kinds=kinds)
         of_layer = jax.tree.map(lambda spec: P("pipe", *spec[3:]), specs["blocks"], is_leaf=is_spec)
-        self.specs = {"blocks": (of_layer,) * self.where.slots, "shared": specs["shared"]}
+        blocks = layout.map_kinds(lambda where, of_layer: (of_layer,) * where.slots, self.where, of_layer)
+        self.specs = {"blocks": blocks, "shared": specs["shared"]}
         sample = partial(draw, sampling=sampling, seed=seed)
-        slots, counts = self.sizes.slots, self.where.unequal_counts
-        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, slots, counts)
+        stages = {"stage_kinds": self.where} if kinds else {"layer_counts": self.where.unequal_counts}
+        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots, **stages)
         self._prefill, self._decode = self._jitted()
         self._compiled: dict[str, jax.stages.Compiled] = {}
 
@@ -217,20 +220,42 @@ class Decoder:
         dtype = compute_dtype(self.run.train.precision)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs["shared"], is_leaf=is_spec)
         shared = jax.jit(partial(cast, dtype=dtype), out_shardings=shardings)(params["shared"])
-        leaves, structure = jax.tree.flatten(params["blocks"])
-        del params  # a caller that keeps no reference has its memory back leaf by leaf
-        specs = (
-            jax.tree.leaves(tree, is_leaf=is_spec) for tree in (self.stored_specs["blocks"], self.specs["blocks"][0])
+        stored, blocks, specs = (
+            stored or self.where,
+            params["blocks"],
+            (self.stored_specs["blocks"], self.specs["blocks"]),
         )
-        layers: list[list] = [[] for _ in range(self.where.slots)]
-        stored = stored or self.where
-        for pair in zip(*specs, strict=True):
+        del params  # a caller that keeps no reference has its memory back leaf by leaf
+        if self.where.kinds is None:
+            leaves, structure = jax.tree.flatten(blocks)
+            del blocks
+            return {"blocks": self._layers(leaves, structure, specs, (stored, self.where)), "shared": shared}
+        flat = {kind: jax.tree.flatten(tree) for kind, tree in blocks.items()}
+        del blocks
+        split = {
+            kind: self._layers(*tree, tuple(one[kind] for one in specs), (stored.of(kind), self.where.of(kind)))
+            for kind, tree in flat.items()
+        }
+        return {"blocks": split, "shared": shared}
+
+    def _layers(self, leaves: list, structure: Any, specs: tuple[Tree, Tree], where: tuple) -> tuple:
+        """A tree for each slot of a stage, from the leaves of one kind of layers, which are removed from the list.
+
+        Args:
+          leaves, structure: blocks in the layout of a training.
+          specs: of blocks as they are stored, and as the programs take them.
+          where: the layers of each stage, there and here.
+        """
+        dtype = compute_dtype(self.run.train.precision)
+        flat = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (specs[0], specs[1][0]))
+        layers: list[list] = [[] for _ in range(where[1].slots)]
+        for pair in zip(*flat, strict=True):
             whole, own = (NamedSharding(self.mesh, spec) for spec in pair)
-            between = without_pipe(leaves[0].shape, whole, stored)
-            split = _split_layers(leaves.pop(0), stored, self.where, dtype, (between, own))
+            between = without_pipe(leaves[0].shape, whole, where[0])
+            split = _split_layers(leaves.pop(0), *where, dtype, (between, own))
             for layer, own in zip(layers, split, strict=True):
                 layer.append(own)
-        return {"blocks": tuple(jax.tree.unflatten(structure, layer) for layer in layers), "shared": shared}
+        return tuple(jax.tree.unflatten(structure, layer) for layer in layers)
 
     def compile(self, weights: Tree) -> float:
         """Compiles both programs; returns the seconds that it took."""

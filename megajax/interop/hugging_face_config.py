@@ -11,6 +11,7 @@ from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
+from megajax.config.layer_kinds import DENSE, pattern_of
 from megajax.interop.hugging_face_experts import NAMES_OF_EXPERTS
 from megajax.interop.hugging_face_families import FAMILIES
 from megajax.interop.hugging_face_keys import Family, Keys
@@ -19,6 +20,7 @@ from megajax.schedules.errors import shown
 
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
+LATENT = ("deepseek_v2", "deepseek_v3")  # their layers of two kinds are not the obstacle
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
 FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
 
@@ -59,6 +61,11 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
         )
     keys = Keys(read_json(path), path)
     kind = keys.get("model_type", str, "")
+    if kind in LATENT:
+        raise ConfigError(
+            f"{path}: model_type = {shown(kind)} has multi-head latent attention, which megajax's blocks do not have: give "
+            f"a model of {', '.join(FAMILIES)}"
+        )
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"{path}: model_type = {shown(kind)} is not supported: give a model of {known}")
@@ -153,6 +160,9 @@ def _explicit(model: ModelConfig) -> ModelConfig:
         idle |= {name: usual[name].default for name in ("experts_per_token", "router_softmax", "router_normalize")}
     elif model.router_softmax == "after":  # the same as a softmax before the choice whose weights are normalized
         idle |= {"router_softmax": "before", "router_normalize": True}
+    if kinds := model.layer_kinds:
+        width = model.of_kind(DENSE).feedforward_size
+        idle |= {"dense_layers": 0, "moe_layer_freq": pattern_of(kinds), "dense_feedforward": width}
     if not model.query_key_norm:
         idle["query_key_norm_over"] = usual["query_key_norm_over"].default
     if "rotary_original_length" in used and "rotary_original_length" not in idle:

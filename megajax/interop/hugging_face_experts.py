@@ -4,9 +4,11 @@ The coefficient of transformers' auxiliary loss, router_aux_loss_coef, is neithe
 another one (docs/models.md): it is of the tokens of all layers and of the whole batch together.
 """
 
+import math
 from typing import Any
 
 from megajax.config import ModelConfig
+from megajax.config.layer_kinds import DENSE, MOST_LAYERS, SPARSE, pattern_of
 from megajax.interop.hugging_face_keys import Family, Keys
 from megajax.interop.hugging_face_llama import read_llama, write_llama, write_window
 
@@ -46,14 +48,13 @@ def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
 
 def _read_qwen3(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
-    keys.require("decoder_sparse_step", 1)
-    keys.require("mlp_only_layers", [])
     window = None
     if keys.get("use_sliding_window", bool, False):
         keys.require("max_window_layers", 0)  # read by transformers 4 only
         window = keys.get("sliding_window", int, None)
     fields = read_llama(keys, inner="moe_intermediate_size") | _read_experts(keys, *NAMES_OF_EXPERTS)
     return fields | {
+        **_read_kinds(keys),
         "query_key_norm": True,
         "router_normalize": keys.get("norm_topk_prob", bool, False),
         "sliding_window": window,
@@ -62,14 +63,43 @@ def _read_qwen3(keys: Keys) -> dict[str, Any]:
 
 def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     keys = write_llama(model) | write_window(model)
-    del keys["intermediate_size"]  # of dense layers, of which there are none
+    del keys["intermediate_size"]  # of dense layers
     return keys | {
+        **_write_kinds(model),
         "head_dim": model.head_dimension,
         "moe_intermediate_size": model.feedforward_size,
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": _normalizes(model),
     }
+
+
+def _read_kinds(keys: Keys) -> dict[str, Any]:
+    """Which layers are dense (mlp_only_layers, and i where decoder_sparse_step does not divide i + 1), and their width."""
+    step, layers = keys.get("decoder_sparse_step", int, 1), keys.get("num_hidden_layers", int)
+    dense = keys.get("mlp_only_layers", list, [])
+    if step == 1 and not dense:
+        return {}
+    if step < 1 or not 1 <= layers <= MOST_LAYERS:
+        keys.refuse("decoder_sparse_step" if step < 1 else "num_hidden_layers")
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        keys.refuse("mlp_only_layers")
+    kinds = tuple(SPARSE if (layer + 1) % step == 0 and layer not in dense else DENSE for layer in range(layers))
+    if SPARSE not in kinds:
+        keys.refuse("mlp_only_layers" if dense else "decoder_sparse_step")
+    if DENSE not in kinds:
+        return {}
+    return {"moe_layer_freq": pattern_of(kinds), "dense_feedforward": keys.get("intermediate_size", int)}
+
+
+def _write_kinds(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a model with dense layers: every layer is sparse but those that are listed; or none without them."""
+    if not (kinds := model.layer_kinds):
+        return {}
+    step = math.gcd(*(layer + 1 for layer, kind in enumerate(kinds) if kind == SPARSE))
+    dense = [layer for layer, kind in enumerate(kinds) if kind == DENSE and (layer + 1) % step == 0]
+    width = model.of_kind(DENSE).feedforward_size
+    return {"decoder_sparse_step": step, "mlp_only_layers": dense, "intermediate_size": width}
 
 
 def _read_olmoe(keys: Keys) -> dict[str, Any]:

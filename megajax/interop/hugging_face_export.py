@@ -1,6 +1,7 @@
 """Exports a checkpoint as a Hugging Face directory: config.json, safetensors, and the tokenizer's files of the import."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -26,15 +27,15 @@ from megajax.config import (
 from megajax.interop.hugging_face_config import family_of_model, merge_config, read_json
 from megajax.interop.hugging_face_import import FOLDER, TOKENIZER_FILES, replace_directory
 from megajax.interop.hugging_face_tensors import (
+    Piece,
     axis_sizes,
     from_leaf,
     lead_axis,
     rows_of,
     stacked_axes,
-    tensor_names,
     tensor_shape,
 )
-from megajax.interop.hugging_face_weights import PART_BYTES, grid, pieces_of, stacked_indices
+from megajax.interop.hugging_face_weights import PART_BYTES, grid, pieces_of, stacked_indices, tensor_names
 from megajax.interop.safetensors import Shards
 from megajax.models.context import model_shapes
 from megajax.models.interface import model_class
@@ -76,18 +77,17 @@ def export_run(
     name, numpy_dtype = DTYPES[dtype]
     reader.verify(path)
     shapes, sizes = _leaves(path, model), axis_sizes(model)
-    tensors = {}
-    for leaf in shapes:
-        for piece in pieces_of(family.name, leaf):
-            tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
+    pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
+    for piece in itertools.chain(*pieces.values()):
+        tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
     with replace_directory(out, "--out") as unfinished:
         shards = Shards(unfinished, tensors, numpy_dtype, largest)
         on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
 
         def write_own() -> None:
-            for number, (leaf, box) in enumerate(_boxes(path, family.name, shapes, sizes)):
+            for number, (leaf, box) in enumerate(_boxes(path, shapes, pieces, sizes)):
                 if number % jax.process_count() == jax.process_index():
-                    _write_box(shards, path, family.name, leaf, box, sizes)
+                    _write_box(shards, path, leaf, pieces[leaf], box, sizes)
 
         on_all_processes("export/tensors", write_own)
         if jax.process_index() == 0:
@@ -154,13 +154,13 @@ def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]
     return found
 
 
-def _boxes(path, family: str, shapes, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
+def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
     """Regions of all leaves that are read at once: whole stored chunks, and at most PART_BYTES where chunks are smaller.
 
     A region is whole but for layers, experts and its first piece's leading axis, so that it has whole rows of the tensors.
     """
     for name, shape in shapes.items():
-        pieces = pieces_of(family, name)
+        pieces = pieces_of_leaves[name]
         if not pieces:
             continue
         first = stacked_axes(pieces[0])
@@ -175,10 +175,10 @@ def _boxes(path, family: str, shapes, sizes) -> Iterator[tuple[str, tuple[slice,
             yield name, box
 
 
-def _write_box(shards: Shards, path, family: str, name: str, box: tuple[slice, ...], sizes) -> None:
+def _write_box(shards: Shards, path, name: str, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
     values = open_leaf(path, f"params/{name}")[box].read().result()
-    for piece in pieces_of(family, name):
+    for piece in pieces:
         first = stacked_axes(piece)
         start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)
         for place, index in stacked_indices(box[:first]):
-            shards.write(piece.tensor.format(*index), start, from_leaf(piece, values[place], sizes))
+            shards.write(piece.name(index), start, from_leaf(piece, values[place], sizes))

@@ -212,7 +212,7 @@ def _streamed(name: str, shape: tuple[int, ...], dtype, weights: Weights, family
     """A leaf of the state: read, or given, or zero."""
     parameter = next((name.partition(part)[2] for part in ("params/", "/mu/", "/nu/") if part in name), "")
     if parameter:
-        chunk, boxes = regions(shape, pieces_of(family, parameter))
+        chunk, boxes = regions(shape, pieces_of(family, parameter, weights.model.layer_kinds))
     else:
         chunk, boxes = shape, [tuple(slice(0, size) for size in shape)]
 

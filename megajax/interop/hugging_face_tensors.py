@@ -8,7 +8,7 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     a heads    g key and value heads   n queries of a group (a / g)   q query, key and value (3)   1 an axis of size 1
     p queries, key and value of a group (n + 2)
     e a second axis of size hidden   t token types   o the orders of two segments (2)   c classes
-    l layers   x experts
+    l layers   x experts   w feedforward of dense layers between sparse ones
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
@@ -21,14 +21,14 @@ The first letter of a tensor is the axis along which a leaf is read and written 
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from megajax.config import ModelConfig
+from megajax.config.layer_kinds import DENSE
 
 __all__ = ["TABLES", "Piece", "Table", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
 
@@ -45,12 +45,18 @@ class Piece(NamedTuple):
       theirs: its axes, as products of letters.
       ours: the axes of the leaf (of one layer and expert).
       part: start and stop on the leaf's last but one axis; None: the whole leaf.
+      layers: the numbers of the layers that the leaf has rows for; None: all.
     """
 
     tensor: str
     theirs: str
     ours: str
     part: tuple[int, int | None] | None = None
+    layers: tuple[int, ...] | None = None
+
+    def name(self, index: tuple[int, ...]) -> str:
+        """The tensor of a row of the leaf, or of a row and expert; of a leaf without layers () is its index."""
+        return self.tensor.format(*(index if self.layers is None else (self.layers[index[0]], *index[1:])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +303,7 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
     return {
         "h": model.hidden,
         "f": model.feedforward_size,
+        "w": model.of_kind(DENSE).feedforward_size,
         "v": model.vocabulary,
         "s": model.sequence_length,
         "d": model.head_dimension,
@@ -387,9 +394,3 @@ def _ones(piece: Piece) -> tuple[int, ...]:
 def stacked_axes(piece: Piece) -> int:
     """The number of the leaf's first axes with a tensor for each index: 0, 1 for layers, or 2 for layers and experts."""
     return piece.tensor.count("{}")
-
-
-def tensor_names(piece: Piece, sizes: Mapping[str, int]) -> Iterator[str]:
-    """The names of a piece's tensors, of all layers and experts."""
-    for index in itertools.product(*(range(sizes[letter]) for letter in STACKED[: stacked_axes(piece)])):
-        yield piece.tensor.format(*index)

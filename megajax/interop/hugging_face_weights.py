@@ -15,7 +15,9 @@ from jax.sharding import NamedSharding
 from megajax.checkpoint import layout
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, ModelConfig, near
+from megajax.config.layer_kinds import DENSE
 from megajax.interop.hugging_face_tensors import (
+    STACKED,
     TABLES,
     Piece,
     axis_sizes,
@@ -23,7 +25,6 @@ from megajax.interop.hugging_face_tensors import (
     overlap,
     rows_of,
     stacked_axes,
-    tensor_names,
     tensor_shape,
     to_leaf,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "pieces_of",
     "regions",
     "stacked_indices",
+    "tensor_names",
 ]
 
 NEW_HEADS = ("shared/head/classifier", "shared/head/spans", "shared/head/pooler")  # that fine-tuning may begin without
@@ -89,7 +91,7 @@ class Weights:
         self.model, self._sizes = model, axis_sizes(model)
         table = TABLES[family]
         self._tensors = {_renamed(name, table.renamed): tensor for name, tensor in tensors.items()}
-        self.pieces = {name: pieces_of(family, name) for name in leaves}
+        self.pieces = {name: pieces_of(family, name, model.layer_kinds) for name in leaves}
         has_prefix = any(name.startswith(table.prefix) for name in self._tensors)
         self._cut = "" if has_prefix else table.prefix
         wanted = {}
@@ -132,7 +134,7 @@ class Weights:
             inside, ranges = found
             start, stop = (rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
             for place, index in stacked_indices(region[:first]):
-                rows = self._tensors[self._stored(piece.tensor.format(*index))].rows(start, stop)
+                rows = self._tensors[self._stored(piece.name(index))].rows(start, stop)
                 out[place + inside] = to_leaf(piece, rows, ranges, self._sizes)
         return out
 
@@ -142,16 +144,35 @@ def _renamed(name: str, endings: Mapping[str, str]) -> str:
     return name.removesuffix(old) + endings.get(old, "")
 
 
-def pieces_of(family: str, name: str) -> tuple[Piece, ...]:
+def pieces_of(family: str, name: str, kinds: tuple[str, ...] | None = None) -> tuple[Piece, ...]:
     """The tensors of a leaf.
+
+    Args:
+      family: model_type.
+      name: of the leaf, "blocks/..." or "shared/..."; of a model with kinds of layers "blocks/dense/..." and so on.
+      kinds: of the model's layers (`ModelConfig.layer_kinds`).
 
     Raises:
       ConfigError: the family has none.
     """
-    pieces = TABLES[family].leaves.get(name)
+    of_blocks = kinds is not None and name.startswith("blocks/")
+    kind, _, rest = name.removeprefix("blocks/").partition("/") if of_blocks else ("", "", "")
+    is_mlp = kind == DENSE and rest.startswith("feedforward/")  # all sparse families have llama's MLP in dense layers
+    pieces = TABLES["llama" if is_mlp else family].leaves.get(f"blocks/{rest}" if of_blocks else name)
     if pieces is None:
         raise ConfigError(f"the parameter {name} has no tensor in a {family} of Hugging Face")
-    return pieces
+    if not of_blocks:
+        return pieces
+    layers = tuple(number for number, one in enumerate(kinds) if one == kind)
+    wide = (lambda axes: axes.replace("f", "w")) if kind == DENSE else str
+    return tuple(piece._replace(theirs=wide(piece.theirs), ours=wide(piece.ours), layers=layers) for piece in pieces)
+
+
+def tensor_names(piece: Piece, sizes: Mapping[str, int]) -> Iterator[str]:
+    """The names of a piece's tensors, of all layers and experts."""
+    rows = sizes if piece.layers is None else {**sizes, "l": len(piece.layers)}
+    for index in itertools.product(*(range(rows[letter]) for letter in STACKED[: stacked_axes(piece)])):
+        yield piece.name(index)
 
 
 def stacked_indices(region: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

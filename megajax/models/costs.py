@@ -207,6 +207,9 @@ class ModelCosts:
       elementwise: memory traffic of a block's forward.
       head: matmuls of the head on every token, beside the logits; their weights are replicated over tensor.
       experts: of a block; None: it has none.
+      kinds: of a model whose layers are of several kinds, the number of layers of each kind and the costs of a model of that
+        kind alone; `block` and all else about a block are then those of one kind, the one with experts, and only FLOPs and
+        parameters are counted for all layers (`check_one_kind`).
     """
 
     layers: int
@@ -223,6 +226,12 @@ class ModelCosts:
     elementwise: Elementwise = Elementwise()
     head: tuple[Matmul, ...] = ()
     experts: Experts | None = None
+    kinds: tuple[tuple[int, "ModelCosts"], ...] = ()
+
+    @property
+    def layers_of_kinds(self) -> tuple[tuple[int, "ModelCosts"], ...]:
+        """The number of layers of each kind, with costs that describe a block of it."""
+        return self.kinds or ((self.layers, self),)
 
     def expert_rows(self, degree: int) -> float:
         """`Experts.rows`; 1 without experts."""
@@ -232,7 +241,7 @@ class ModelCosts:
     def parameters(self) -> int:
         """Trainable parameters, with the vocabulary unpadded."""
         tables = self.vocabulary * self.vocabulary_width
-        return self.layers * self.block.total + self.shared.total + tables
+        return sum(layers * kind.block.total for layers, kind in self.layers_of_kinds) + self.shared.total + tables
 
     @property
     def matmul_pairs(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
+from megajax.config.layer_kinds import SPARSE
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
@@ -129,13 +130,18 @@ class GPT(NNXModel):
     vocabulary_over_pipe = True
     scaled_arrays = moe.SCALED
 
+    @property
+    def measured_kind(self) -> str | None:
+        """Only sparse layers have routers."""
+        return SPARSE if self.config.layer_kinds else None
+
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
         """With experts, also the samples' shares in the balance losses; a batch without "weights" has no losses."""
         has_losses = self.config.experts and "weights" in batch
         return {**batch, **moe.balance_arrays(batch)} if has_losses else batch
 
     def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        """With experts, "expert_load" and "router_losses" of each layer (`moe.take_measurements`)."""
+        """With experts, "expert_load" and "router_losses" of each layer that has them (`moe.take_measurements`)."""
         return moe.take_measurements(gradients) if self.config.experts else (gradients, {})
 
     def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:

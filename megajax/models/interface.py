@@ -4,7 +4,9 @@ A model is `embed`, then `config.layers` equal blocks, then `head_loss`: pure fu
 
     params = {"blocks": leaves [layers, ...], "shared": leaves}
 
-Every pipeline rank holds "shared" and its own layers of "blocks". Register a subclass of `PipelineModel` for the type of
+Every pipeline rank holds "shared" and its own layers of "blocks". Blocks may be of several kinds that differ in their
+parameters: a config with `layer_kinds`, the name of each layer's kind, has {kind: leaves [layers of the kind, ...]} as
+"blocks", and `block` gets weights of any of these structures. Register a subclass of `PipelineModel` for the type of
 its config; `megajax.models.nnx_model.NNXModel` implements most of it from two Flax NNX modules.
 """
 
@@ -21,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config import ConfigError, RunConfig
+from megajax.config.layer_kinds import layer_kinds
 from megajax.models.costs import ModelCosts
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
@@ -102,13 +105,19 @@ class PipelineModel(abc.ABC):
         run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`).
       scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
         factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
-      config: any frozen dataclass with `layers` and `name`.
+      measured_kind: the kind of the layers that `take_measurements` measures; None: all layers.
+      config: any frozen dataclass with `layers` and `name`; optionally with `layer_kinds`, see above.
       context: see `ModelContext`.
     """
 
     activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
     scaled_arrays: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def measured_kind(self) -> str | None:
+        """See above."""
+        return None
 
     def __init__(self, config: Any, context: ModelContext = ModelContext()):  # noqa: B008 (frozen)
         """Builds the model's functions; creates no arrays."""
@@ -288,7 +297,7 @@ def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Arra
     Returns:
       fp32 scalar: summed `head_loss` over `loss_weight`, both of the whole batch.
     """
-    layers, batch = len(jax.tree.leaves(params["blocks"])[0]), model.prepare_batch(batch)
+    kinds, batch = layer_kinds(model.config), model.prepare_batch(batch)
 
     def one(total, microbatch):
         def through(x, weights_and_layer):
@@ -296,7 +305,14 @@ def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Arra
             return model.block(weights, x, microbatch, layer), None
 
         x = model.embed(params["shared"], microbatch)
-        y, _ = lax.scan(through, x, (params["blocks"], jnp.arange(layers)))
+        if kinds is None:
+            layers = len(jax.tree.leaves(params["blocks"])[0])
+            y, _ = lax.scan(through, x, (params["blocks"], jnp.arange(layers)))
+        else:
+            y = x
+            for layer, kind in enumerate(kinds):
+                own = jax.tree.map(lambda leaf: leaf[kinds[:layer].count(kind)], params["blocks"][kind])  # noqa: B023
+                y = model.block(own, y, microbatch, jnp.int32(layer))
         return total + model.head_loss(params["shared"], y, microbatch), None
 
     return lax.scan(one, jnp.float32(0), batch)[0] / model.loss_weight(batch)

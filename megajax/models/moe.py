@@ -42,6 +42,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
 from megajax.config.experts import expert_tokens
+from megajax.config.layer_kinds import SPARSE
 from megajax.models.feedforward import FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
@@ -201,14 +202,14 @@ def take_measurements(gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
     """Separates what `report` returned from the gradients of the parameters.
 
     Args:
-      gradients: like the parameters, blocks [..., n].
+      gradients: like the parameters, blocks [..., n]; with dense layers too, the sparse ones are in blocks["sparse"].
 
     Returns:
       (the gradients, with zeros for the router's `bias` and `losses`; "expert_load" [..., E], the choices of each expert in
       the global batch, and "router_losses" [..., 2], balance loss and z-loss without coefficients, of each layer; with
       capacity also "dropped_choices" [...], how many of them were dropped).
     """
-    router = gradients["blocks"]["feedforward"]["router"]
+    router = _sparse(gradients["blocks"])["feedforward"]["router"]
     zeros = {name: jnp.zeros_like(router[name]) for name in ("bias", "losses")}
     measured = {"expert_load": router["bias"], "router_losses": router["losses"][..., : len(LOSSES)]}
     if router["losses"].shape[-1] > len(LOSSES):
@@ -222,6 +223,12 @@ def move_biases(updates: Tree, loads: jax.Array, rate: float) -> Tree:
 
 
 def _with_router(tree: Tree, changed: dict[str, jax.Array]) -> Tree:
-    blocks, feedforward = tree["blocks"], tree["blocks"]["feedforward"]
-    router = {**feedforward["router"], **changed}
-    return {**tree, "blocks": {**blocks, "feedforward": {**feedforward, "router": router}}}
+    sparse = _sparse(blocks := tree["blocks"])
+    router = {**sparse["feedforward"]["router"], **changed}
+    sparse = {**sparse, "feedforward": {**sparse["feedforward"], "router": router}}
+    return {**tree, "blocks": {**blocks, SPARSE: sparse} if SPARSE in blocks else sparse}
+
+
+def _sparse(blocks: Tree) -> Tree:
+    """The blocks that have experts."""
+    return blocks.get(SPARSE, blocks)

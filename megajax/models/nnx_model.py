@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megajax.config import ConfigError
+from megajax.config.layer_kinds import layer_kinds
 from megajax.models import remat
 from megajax.models.interface import Microbatch, ModelContext, PipelineModel, Tree, register_model
 from megajax.ops.cached_attention import Cache
@@ -46,6 +48,7 @@ class NNXModel(PipelineModel):
     """A model from two module classes, both constructed as `Module(config, key, context)`.
 
     A subclass sets `block_module` and `shared_module` and writes `batch_shapes`; `key` is a different one for each layer.
+    If the config has kinds of layers (`PipelineModel`), the block of a kind is that of `config.of_kind(kind)`.
 
     Attributes:
       block_module: its `__call__(x, microbatch, layer)` returns x. For a model that generates text it has
@@ -70,8 +73,10 @@ class NNXModel(PipelineModel):
         self._checkpointed = remat.checkpointed(self._run_block, context.recompute, self.saved_names)
 
     @functools.cached_property
-    def _block(self) -> tuple[nnx.GraphDef, nnx.State]:
-        return _split(lambda key: self.block_module(self.config, key, self.context))
+    def _blocks(self) -> dict[str | None, tuple[nnx.GraphDef, nnx.State]]:
+        """Structure and parameters of the block of each kind; of a model without kinds those of None."""
+        configs = {kind: self.config.of_kind(kind) if kind else self.config for kind in _kinds(self.config)}
+        return {kind: _split(lambda key: self.block_module(configs[kind], key, self.context)) for kind in configs}  # noqa: B023
 
     @functools.cached_property
     def _shared(self) -> tuple[nnx.GraphDef, nnx.State]:
@@ -80,26 +85,32 @@ class NNXModel(PipelineModel):
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters. A value depends on the key, the parameter's name and the layer, not on the mesh."""
 
-        def block(layer):
-            layer_key = jax.random.fold_in(named_key(key, "blocks"), layer)
-            return _values(self.block_module(self.config, layer_key, self.context))
+        def of(kind):
+            config = self.config.of_kind(kind) if kind else self.config
+
+            def block(layer):
+                layer_key = jax.random.fold_in(named_key(key, "blocks"), layer)
+                return _values(self.block_module(config, layer_key, self.context))
+
+            numbers = np.flatnonzero(np.array(layer_kinds(self.config)) == kind) if kind else jnp.arange(config.layers)
+            return jax.vmap(block)(numbers)
 
         return {
-            "blocks": jax.vmap(block)(jnp.arange(self.config.layers)),
+            "blocks": _by_kind({kind: of(kind) for kind in _kinds(self.config)}),
             "shared": _values(self.shared_module(self.config, named_key(key, "shared"), self.context)),
         }
 
     def logical_axes(self) -> Tree:
         """From the parameters' metadata."""
         return {
-            "blocks": _map_parameters(lambda p: ("layers", *_axes(p)), self._block[1]),
+            "blocks": self._map_blocks(lambda p: ("layers", *_axes(p))),
             "shared": _map_parameters(_axes, self._shared[1]),
         }
 
     def decay_mask(self) -> Tree:
         """From the parameters' metadata."""
         return {
-            "blocks": _map_parameters(_decays, self._block[1]),
+            "blocks": self._map_blocks(_decays),
             "shared": _map_parameters(_decays, self._shared[1]),
         }
 
@@ -107,9 +118,13 @@ class NNXModel(PipelineModel):
         """From the parameters' metadata."""
         of = lambda p: p.get_metadata().get("fp32", False)  # noqa: E731
         return {
-            "blocks": _map_parameters(of, self._block[1]),
+            "blocks": self._map_blocks(of),
             "shared": _map_parameters(of, self._shared[1]),
         }
+
+    def _map_blocks(self, of: Callable[[nnx.Param], Any]) -> Tree:
+        """`of` each parameter of the blocks."""
+        return _by_kind({kind: _map_parameters(of, block[1]) for kind, block in self._blocks.items()})
 
     def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
         """The shared module's `embed`."""
@@ -141,10 +156,34 @@ class NNXModel(PipelineModel):
         """The block module's `cached`."""
         if not hasattr(self.block_module, "cached"):
             return super().block_cached(weights, x, cache, microbatch, layer)
-        return nnx.merge(self._block[0], weights).cached(x, cache, microbatch, layer)
+        return self._merged(weights).cached(x, cache, microbatch, layer)
 
     def _run_block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
-        return nnx.merge(self._block[0], weights)(x, microbatch, layer)
+        return self._merged(weights)(x, microbatch, layer)
+
+    def _merged(self, weights: Tree) -> nnx.Module:
+        """The block that has these weights; kinds differ in their structure."""
+        graphs = [graph for graph, _ in self._blocks.values()]
+        if len(graphs) > 1:
+            found = jax.tree.structure(weights)
+            graphs = [
+                graph
+                for graph, parameters in self._blocks.values()
+                if jax.tree.structure(_map_parameters(lambda _: 0, parameters)) == found
+            ]
+            assert len(graphs) == 1, "kinds of layers must differ in the structure of their parameters"
+        return nnx.merge(graphs[0], weights)
+
+
+def _kinds(config: Any) -> tuple[str | None, ...]:
+    """The kinds of layers of a model's configuration; None: they are all alike."""
+    kinds = layer_kinds(config)
+    return (None,) if kinds is None else tuple(sorted(set(kinds)))
+
+
+def _by_kind(trees: dict[str | None, Tree]) -> Tree:
+    """A tree for each kind, or the one tree of a model without kinds."""
+    return trees[None] if None in trees else trees
 
 
 def _split(make: Callable[[jax.Array], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.config import ConfigError
+from megajax.config.layer_kinds import layer_kinds
 from megajax.models.costs import Elementwise, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 from megajax.ops.linear import plain_operations
@@ -33,7 +35,16 @@ SAME_AXES = ("convert_element_type", "copy", "sharding_constraint", "optimizatio
 
 
 def traced_costs(model) -> ModelCosts:
-    """FLOPs of the block's matmuls, values that its backward keeps, and parameters of a `PipelineModel`."""
+    """FLOPs of the block's matmuls, values that its backward keeps, and parameters of a `PipelineModel`.
+
+    Raises:
+      ConfigError: its blocks are of several kinds.
+    """
+    if layer_kinds(model.config):
+        raise ConfigError(
+            f"the costs of {model.config.name}, whose layers are of several kinds, cannot be traced: define costs() of "
+            f"{type(model).__name__}."
+        )
     modes = {mode: _Trace(model, mode) for mode in MODES}
     none = modes["none"]
     tokens, hidden = math.prod(none.x.shape[1:-1]), none.x.shape[-1]

@@ -4,6 +4,7 @@ import dataclasses
 
 from megajax.config import ModelConfig
 from megajax.config.experts import expert_tokens
+from megajax.config.layer_kinds import DENSE, SPARSE
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 
@@ -12,6 +13,10 @@ __all__ = ["transformer_costs"]
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
     """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
+    if config.layer_kinds:
+        kinds = {kind: transformer_costs(config.of_kind(kind)) for kind in (DENSE, SPARSE)}
+        counted = tuple((config.layer_kinds.count(kind), costs) for kind, costs in kinds.items())
+        return dataclasses.replace(kinds[SPARSE], kinds=counted)
     hidden, bias, size = config.hidden, int(config.biases), config.head_dimension
     heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
     query_key_value = heads + 2 * groups

@@ -24,7 +24,8 @@ The program is a `jax.shard_map`, manual over data and pipe as the executor's. I
     logits(shared, y) -> fp32 [b, n, vocabulary or more]
     cache_arrays(b, slots) -> CachedArray by name
 
-Weights are {"blocks": one tree for each of a stage's layers, with leaves [pipe, ...], "shared": tree}. Each layer has its
+Weights are {"blocks": one tree for each of a stage's layers, with leaves [pipe, ...], "shared": tree}; with several kinds
+of layers "blocks" has such a list for each kind, and the order of kinds is a branch (`mixed.py`). Each layer has its
 own arrays, and its caches too: a slice of a stack would be copied before each matmul that reads it.
 """
 
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -43,6 +45,7 @@ from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from megajax.pipeline.layout import MANUAL_AXES, batch_spec, full_specs, is_spec, manual_axes_of, sum_over, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting
 from megajax.pipeline.uneven import StageBlocks
+from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules, only
 
 __all__ = ["DecodeProgram", "Rows"]
@@ -74,6 +77,7 @@ class DecodeProgram:
       weight_specs: tree of PartitionSpec like the weights, or a prefix of it.
       slots: of each sample's cache.
       layer_counts: layers of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
+      stage_kinds: the layers of each stage, of a model with several kinds of them. None: there is one kind.
     """
 
     model: Any
@@ -83,6 +87,11 @@ class DecodeProgram:
     weight_specs: Tree
     slots: int
     layer_counts: tuple[int, ...] | None = None
+    stage_kinds: StageLayers | None = None
+
+    def stage_slots(self, weights: Tree) -> int:
+        """Slots for layers of a stage."""
+        return self.stage_kinds.slots if self.stage_kinds else len(weights["blocks"])
 
     def cache_specs(self, layers: int) -> Tree:
         """PartitionSpecs of the cache of `layers` layers a stage: for each, arrays [pipe, groups, samples, ...] by name."""
@@ -119,7 +128,7 @@ class DecodeProgram:
             drawn = lax.map(lambda of: rank.draw(*of, chunks * width), (last, *rank.rows))
             return cache, rank.from_last(drawn)
 
-        cache_specs = self.cache_specs(len(weights["blocks"]))
+        cache_specs = self.cache_specs(self.stage_slots(weights))
         of_rows = batch_spec(self.mesh)
         mapped = self._mapped(run, weights, (of_rows, of_rows, P()), (_manual(cache_specs), of_rows))
         return mapped(weights, tokens, rows, chunks)
@@ -153,7 +162,7 @@ class DecodeProgram:
             cache, (_, drawn) = rank.run(cache, count, 1, slot, last_token, draw, state)
             return cache, rank.from_last(drawn)
 
-        cache_specs = _manual(self.cache_specs(len(weights["blocks"])))
+        cache_specs = _manual(self.cache_specs(self.stage_slots(weights)))
         of_rows = batch_spec(self.mesh)
         mapped = self._mapped(run, weights, (cache_specs, of_rows, of_rows, P()), (cache_specs, P(None, *of_rows)))
         return mapped(weights, cache, tokens, rows, slot)
@@ -176,7 +185,8 @@ class _Rank:
         self.rows = vary(rows)
         self.rank, self.ranks = lax.axis_index("pipe"), lax.axis_size("pipe")
         self.groups = rows.start.shape[0]
-        self.blocks = StageBlocks(len(self.layers), program.layer_counts)
+        self.slots = program.stage_slots(weights)
+        self.blocks = StageBlocks(self.slots, program.layer_counts)
 
     def empty_cache(self) -> Tree:
         """The caches of this rank's layers: for each layer, arrays [1, groups, samples, ...] by name."""
@@ -187,7 +197,7 @@ class _Rank:
             zeros = jnp.zeros((1, self.groups, *array.shape), array.dtype)
             return vary(constrain(zeros, None, None, *array.axes))
 
-        return tuple({name: empty(array) for name, array in arrays.items()} for _ in self.layers)
+        return tuple({name: empty(array) for name, array in arrays.items()} for _ in range(self.slots))
 
     def run(self, cache: Tree, turns, width: int, slot: jax.Array, tokens: Callable, finish: Callable, state: Tree):
         """Runs `turns` units of every group through all ranks.
@@ -242,16 +252,43 @@ class _Rank:
         start, slots = self.rows.start[group], jnp.arange(self.program.slots)
         microbatch = self._microbatch(tokens, start, slot)
         positions = jnp.where(slots < slot, _positions(slots, start), PADDING_POSITION)
+
+        def one(weights, x, arrays, number):
+            """One layer: its result, and its cache."""
+            own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
+            y, entries = self.model.block_cached(weights, x, own, microbatch, number)
+            entries = _after(y, entries)
+            return y, {
+                name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()
+            }
+
+        if self.program.stage_kinds:
+            return self._layers_of_kinds(one, x, cache)
         after = []
         for index, (weights, arrays) in enumerate(zip(self.layers, cache, strict=True)):
-            own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
-            y, entries = self.model.block_cached(weights, x, own, microbatch, self.blocks.number(self.rank, index))
-            entries = _after(y, entries)
+            y, stored = one(weights, x, arrays, self.blocks.number(self.rank, index))
             x = self.blocks.select(self.rank, index, y, x)
-            after.append(
-                {name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()}
-            )
+            after.append(stored)
         return x, tuple(after)
+
+    def _layers_of_kinds(self, one: Callable, x, cache: Tree):
+        """`_layers` with `one(weights, x, arrays, number)` for a layer, in a branch for each order of kinds of a stage."""
+        where = self.program.stage_kinds
+        orders = sorted(set(where.stage_kinds))
+        first = jnp.array(np.cumsum([0, *where.counts[:-1]]), jnp.int32)[self.rank]
+
+        def branch(order, x, cache):
+            after = list(cache)
+            for index, kind in enumerate(order):
+                weights = self.layers[kind][order[:index].count(kind)]
+                x, after[index] = one(weights, x, cache[index], first + index)
+            return x, tuple(after)
+
+        branches = [functools.partial(branch, order) for order in orders]
+        if len(branches) == 1:
+            return branches[0](x, cache)
+        numbers = jnp.array([orders.index(order) for order in where.stage_kinds], jnp.int32)
+        return lax.switch(numbers[self.rank], branches, x, cache)
 
     def _store(self, array: jax.Array, entry: jax.Array, name: str, group, slot, works) -> jax.Array:
         """The cache [1, groups, b, ...] with a unit's entry [b, ...] in its slots, if the unit `works`."""

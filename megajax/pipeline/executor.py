@@ -32,7 +32,8 @@ After the loop come the head, the embedding's backward and the embedding for the
 sends.
 
 Mixed ticks: each rank runs one operation, F, B, I or W, or one part of a B that takes two ticks; then come the ends and the
-sends, as in merged ticks.
+sends, as in merged ticks. In dualpipe_v a rank may run a third of an F and of a B of another microbatch or chunk in a tick:
+on GPUs these overlap, in one loop over blocks as in merged ticks.
 1f1b and the zero-bubble schedules have them. For 1f1b on 2 ranks with 3 microbatches, and zb_h1:
 
     tick       0    1    2    3    4    5    6    7    8    9    10   11
@@ -120,7 +121,7 @@ def gradient_function(
         blocks = jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"])
         blocks = clear_empty_slots(blocks, options.block_counts, schedule)
         gradients = {"blocks": blocks, "shared": carry.shared_gradients}
-        records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.per_chunk, *a.shape[1:]), carry.records)
+        records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.blocks.per_chunk, *a.shape[1:]), carry.records)
         return sum_over(carry.output, axes), reduce_gradients(gradients, options.specs), records
 
     axes = manual_axes_of(mesh)
@@ -150,7 +151,7 @@ def forward_function(
         counts.
       schedule: a schedule without backwards.
       mesh: as for `gradient_function`.
-      options: constrain, specs, share_ends and block_counts apply.
+      options: constrain, specs, share_ends, block_counts and stage_kinds apply.
 
     Returns:
       `f(params, batch) -> outputs`, with outputs a pytree of [microbatches, data * n, ...].

@@ -12,15 +12,21 @@ With "loop" the two layouts differ by a reshape alone; with "v" the ranks of the
 stages do not divide the layers, the last slot of some of them is empty (`schedules/stages.py`): it is zero in parameters
 and everything made like them, and no canonical layout has it.
 
+If the layers are of several kinds, with different parameters, `blocks` has a tree for each kind, {kind: leaves}. A leaf is
+[layers of the kind, ...], and on devices every stage has as many slots as the most layers of the kind on any stage, which
+the first of its slots hold.
+
 The executor is a `jax.shard_map` that is manual over the mesh axes `data`, `pipe` and, if the mesh has it, `expert`
 (`MANUAL_AXES`); the axis `tensor` is left to XLA's partitioner.
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
@@ -53,21 +59,47 @@ def to_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
       blocks: pytree in canonical layout.
       where: the layers of each stage.
     """
-    shape = (where.chunks, where.ranks, where.slots)
-    return jax.tree.map(
-        lambda a: _reverse_second_chunk(_with_empty_slots(a, where).reshape(*shape, *a.shape[1:]), where.placement),
-        blocks,
-    )
+
+    def arrange(where: StageLayers, blocks: Tree) -> Tree:
+        shape = (where.chunks, where.ranks, where.slots)
+        return jax.tree.map(
+            lambda a: _reverse_second_chunk(_with_empty_slots(a, where).reshape(*shape, *a.shape[1:]), where.placement),
+            blocks,
+        )
+
+    return map_kinds(arrange, where, blocks)
 
 
 def from_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
     """The inverse of `to_pipeline_layout`: leaves [chunks, ranks, slots of a stage, ...] to [layers, ...]."""
 
-    def canonical(leaf):
-        slots = _reverse_second_chunk(leaf, where.placement).reshape(-1, *leaf.shape[3:])
-        return _without_empty_slots(slots, where)
+    def canonical(where: StageLayers, blocks: Tree) -> Tree:
+        def one(leaf):
+            slots = _reverse_second_chunk(leaf, where.placement).reshape(-1, *leaf.shape[3:])
+            return _without_empty_slots(slots, where)
 
-    return jax.tree.map(canonical, blocks)
+        return jax.tree.map(one, blocks)
+
+    return map_kinds(canonical, where, blocks)
+
+
+def map_kinds(function: Callable, where: StageLayers, *blocks: Tree) -> Tree:
+    """`function(where, *blocks)`, of a model with kinds of layers for each kind: {kind: its result}."""
+    if where.kinds is None:
+        return function(where, *blocks)
+    return {kind: function(where.of(kind), *(tree[kind] for tree in blocks)) for kind in where.kind_names}
+
+
+def of_all_layers(measured: Tree, where: StageLayers, kind: str | None) -> Tree:
+    """Values of the layers of one kind, leaves [chunks, ranks, slots of a stage, ...], as [layers, ...] with NaN for others.
+
+    `kind` is None for values of all layers.
+    """
+    if kind is None:
+        return from_pipeline_layout(measured, where)
+    own = where.of(kind)
+    empty = lambda a: jnp.full((where.layers, *a.shape[1:]), jnp.nan, a.dtype)  # noqa: E731
+    return jax.tree.map(lambda a: empty(a).at[np.array(own.numbers)].set(a), from_pipeline_layout(measured, own))
 
 
 def _with_empty_slots(leaf, where: StageLayers):
@@ -94,7 +126,7 @@ def _without_empty_slots(leaf, where: StageLayers):
 
 
 def _runs(where: StageLayers) -> list[tuple[int, int]]:
-    """(layers of each, number of stages) of the runs of stages with equal numbers of layers; three at most."""
+    """(layers of each, number of stages) of the runs of stages with equal numbers of layers; without kinds three at most."""
     return [(count, len(list(stages))) for count, stages in itertools.groupby(where.counts)]
 
 
@@ -160,6 +192,11 @@ def vary(tree: Tree) -> Tree:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
+
+
+def fp32_zeros(tree: Tree) -> Tree:
+    """Zeros of the shapes in `tree`, in fp32."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
 
 
 def in_row_major(tree: Tree) -> Tree:

@@ -10,9 +10,11 @@ from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
+from megajax.schedules.stages import StageLayers
 
 UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
 MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
+SEND = "send"  # and of the sends between stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +32,15 @@ class ExecutorOptions:
         `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
       merged: the forward and the backward of a tick run as one loop over blocks, in the ticks in which every rank has both
         (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. Needs `in_place`, and has no
-        effect on schedules of mixed ticks.
+        effect on schedules of mixed ticks, where that loop runs the operations that overlap (`schedule.OVERLAP_PARTS`).
       unrolled: a tick's blocks are traced one after the other, without a loop, and what a forward saves is not copied to a
         stash. For schedules of which `stashes_nothing` holds; needs `in_place`.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
+      stage_kinds: the layers of each stage, of a model that has several kinds of them (`mixed.py`); not with `merged` and
+        `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.
     """
@@ -51,6 +55,7 @@ class ExecutorOptions:
     compute_bubbles: bool = False
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
+    stage_kinds: StageLayers | None = None
     statistics: Callable | None = None
 
 
@@ -59,7 +64,7 @@ DEFAULT_OPTIONS = ExecutorOptions()
 
 def merges(parallel: ParallelConfig) -> bool:
     """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble."""
-    return parallel.tensor > 1 and not parallel.rings
+    return (parallel.tensor > 1 or parallel.expert > 1) and not parallel.rings
 
 
 def stashes_nothing(schedule: Schedule) -> bool:

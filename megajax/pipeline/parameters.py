@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ParallelConfig
+from megajax.config.layer_kinds import layer_kinds
 from megajax.pipeline import layout
 from megajax.pipeline.layout import Specs, is_spec
 from megajax.schedules.stages import StageLayers
@@ -42,7 +43,7 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
     """The sharding of a model's parameters.
 
     Args:
-      model: has `logical_axes()` and `init(key)`.
+      model: has `logical_axes()`, `init(key)` and `config`.
       parallel: the mesh's sizes, chunks and the ZeRO level.
       rules: logical axis -> mesh axes.
     """
@@ -74,7 +75,7 @@ def initial_params(
     `arrange` is a `layout.to_pipeline_layout` that also shards.
     """
     params = model.init(key)
-    where = parallel.stage_layers(len(jax.tree.leaves(params["blocks"])[0]), placement)
+    where = parallel.stage_layers(model.config.layers, placement, layer_kinds(model.config))
     return {**params, "blocks": arrange(params["blocks"], where)}
 
 

@@ -29,9 +29,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.pipeline.carry import Carry
 from megajax.pipeline.layout import batch_spec, is_spec, manual_axes_of, reduce_gradients, sum_over, vary
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions
-from megajax.pipeline.rank import Carry, Rank, local_rows
+from megajax.pipeline.rank import Rank, local_rows
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
 from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.one_f_one_b import backward_lag
@@ -72,12 +73,16 @@ class PipeDream2BW:
     ):
         """Arguments as for `executor.gradient_function`; the model has one chunk on each of the `stages` ranks.
 
-        Of the options constrain, specs, share_ends and block_counts apply.
+        Of the options constrain, specs, share_ends, block_counts and stage_kinds apply.
         """
         self.mesh, self.axes = mesh, manual_axes_of(mesh)
         self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
         self.options = ExecutorOptions(
-            options.constrain, options.specs, options.share_ends, block_counts=options.block_counts
+            options.constrain,
+            options.specs,
+            options.share_ends,
+            block_counts=options.block_counts,
+            stage_kinds=options.stage_kinds,
         )
         weights = options.specs.manual.weights
         shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)
@@ -225,6 +230,7 @@ class PipeDream2BW:
             loss_gradient=~is_last,  # slot 0 of the inbox on the last rank, the extra slot 1 elsewhere
             activation_arrivals=(ranks == 0,) * len(self.table.routes[FORWARD]),  # of one rank there is no route
             gradient_arrivals=(is_last,) * len(self.table.routes[BACKWARD]),
+            sends=1,
         )
         return jax.tree.map(lambda column: jnp.broadcast_to(jnp.asarray(column, jnp.int32), (count, stages)), rows)
 

@@ -46,8 +46,10 @@ class OperationRow(NamedTuple):
     microbatch: Column
     first: Column  # 1 on the model's first stage
     last: Column  # 1 on the model's last stage
-    part: Column  # which part of a backward, from 0; part 0 is the last blocks of the chunk
-    parts: Column  # in how many parts the backward runs
+    part: (
+        Column  # which part, from 0; a forward's are the blocks of the chunk from the first, a backward's from the last
+    )
+    parts: Column  # in how many parts the operation runs
     stash: Column  # slot of the stash that a forward writes and that a backward and W read
     kept: Column  # slot that I writes and W reads
     inbox: Column  # slot in which the operation's input waits
@@ -64,7 +66,7 @@ class EndRow(NamedTuple):
 
 
 class TickRow(NamedTuple):
-    """The operations of all ranks in a tick.
+    """The operations of all ranks in a tick. In a mixed tick a rank that has a forward and a backward overlaps them.
 
     `activation_arrivals[j]` is the inbox slot for the activation received over route j at the end of the tick, and
     `gradient_arrivals[j]` the one for the gradient. In paired ticks a gradient is received one tick after it was sent,
@@ -81,6 +83,7 @@ class TickRow(NamedTuple):
     loss_gradient: Column  # slot of the gradient inbox in which the head leaves the gradient of its input
     activation_arrivals: tuple[Column, ...]
     gradient_arrivals: tuple[Column, ...]
+    sends: Column  # 1, on all ranks, if an operation reads any of what a mixed tick sends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +108,22 @@ class Tables:
 
     @property
     def backward_parts(self) -> list[int]:
-        """The numbers of parts in which backwards run; where rows are computed at run time they run whole."""
-        if self.rows is None:
+        """The numbers of parts in which backwards run; where rows are computed at run time they run whole.
+
+        Those that overlap a forward do not count.
+        """
+        if self.rows is None or self.schedule.paired:
             return [1]
-        return np.unique(self.rows.backward.parts[self.rows.backward.on == 1]).tolist()
+        alone = (self.rows.backward.on == 1) & (self.rows.forward.on == 0)
+        return np.unique(self.rows.backward.parts[alone]).tolist()
 
     def chunk_pairs(self, segment: Segment) -> list[tuple[int, int]]:
-        """The (forward's chunk, backward's chunk) of all ranks and ticks of a full segment of paired ticks."""
+        """The (forward's chunk, backward's chunk) that ranks have in the same tick of a segment."""
         ticks = slice(segment.start, segment.stop)
-        return sorted(set(zip(self.rows.forward.chunk[ticks].flat, self.rows.backward.chunk[ticks].flat, strict=True)))
+        forward, backward = self.rows.forward, self.rows.backward
+        both = (forward.on & backward.on)[ticks] == 1
+        chunks = (row.chunk[ticks][both].tolist() for row in (forward, backward))
+        return sorted(set(zip(*chunks, strict=True)))
 
     def end_combinations(self, segment: Segment) -> Counter:
         """Which of a tick's head, embedding's backward and next tick's embedding a merged or mixed segment has together.
@@ -158,25 +168,30 @@ def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
         for result in schedule.results(work):
             finish[result, stage, work.microbatch] = tick
     routes = {direction: _routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
-    stash_slots = _assign_stash(schedule, operations, finish) if schedule.has_backward else 0
+    stash_slots = _assign_stash(schedule, operations, (start, finish)) if schedule.has_backward else 0
     kept_slots = _assign_kept(schedule, operations, finish)
     times = start, finish
     activation_slots, activation_arrivals = _assign_inbox(schedule, operations, times, FORWARD, routes[FORWARD])
     gradient_slots, gradient_arrivals = _assign_inbox(schedule, operations, times, BACKWARD, routes[BACKWARD])
     loss_gradient = _loss_gradient(schedule, operations, gradient_slots)
+    inbox_slots = {FORWARD: _count(activation_slots), BACKWARD: _count(gradient_slots)}
+    read = [arrivals < inbox_slots[FORWARD] for arrivals in activation_arrivals]
+    read += [arrivals < inbox_slots[BACKWARD] for arrivals in gradient_arrivals]
     forward, backward, weight = (operations[op] for op in (FORWARD, BACKWARD, WEIGHT))
     rows = TickRow(
         forward,
         backward,
         weight,
-        embed=_end(forward, forward.on & forward.first, share_ends),
-        head=_end(forward, forward.on & forward.last, share_ends),
+        embed=_end(forward, forward.on & forward.first & (forward.part == 0), share_ends),
+        head=_end(forward, forward.on & forward.last & (forward.part == forward.parts - 1), share_ends),
         embed_backward=_end(backward, backward.on & backward.first & (backward.part == backward.parts - 1), share_ends),
         loss_gradient=loss_gradient,
         activation_arrivals=activation_arrivals,
         gradient_arrivals=gradient_arrivals,
+        sends=np.broadcast_to(np.any(read, (0, 2), keepdims=True)[0], forward.on.shape).astype(np.int32)
+        if read
+        else np.zeros_like(forward.on),
     )
-    inbox_slots = {FORWARD: _count(activation_slots), BACKWARD: _count(gradient_slots)}
     return Tables(schedule, rows, stash_slots, kept_slots, inbox_slots, routes)
 
 
@@ -196,7 +211,7 @@ def _operations(schedule: Schedule) -> dict[str, OperationRow]:
         row.microbatch[tick, rank] = work.microbatch
         row.first[tick, rank] = stage == 0
         row.last[tick, rank] = stage == schedule.last_stage
-        if op == BACKWARD:  # I and W are parts of a B in the schedule, and run whole here
+        if op in (FORWARD, BACKWARD):  # I and W are parts of a B in the schedule, and run whole here
             row.part[tick, rank] = work.part
             row.parts[tick, rank] = work.parts
     return operations
@@ -253,16 +268,16 @@ def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     return tuple(tuple(sorted(route)) for route in routes)
 
 
-def _assign_stash(schedule: Schedule, operations: dict[str, OperationRow], finish: Times) -> int:
+def _assign_stash(schedule: Schedule, operations: dict[str, OperationRow], times: tuple[Times, Times]) -> int:
     """Gives each forward the slot that its backward reads; returns how many slots the rank with most needs.
 
     A slot is occupied until the weights' gradients are computed. In paired ticks a forward in a bubble writes too, so
     it gets a slot that is free in that tick.
     """
-    forward = operations[FORWARD]
+    (start, finish), forward = times, operations[FORWARD]
     spans = [range(segment.start, segment.stop) for segment in schedule.segments if FORWARD in segment.ops]
     occupied: dict[int, list[Interval]] = {rank: [] for rank in range(schedule.stages)}
-    for (result, stage, microbatch), tick in finish.items():
+    for (result, stage, microbatch), tick in start.items():
         if result == FORWARD:
             span = (tick, finish[WEIGHT, stage, microbatch], (stage, microbatch))
             occupied[schedule.home(stage)[1]].append(span)
@@ -343,7 +358,8 @@ def _loss_gradient(schedule: Schedule, operations: dict[str, OperationRow], slot
     slots = np.full_like(operations[FORWARD].on, _count(slots_of))
     for tick, rank, work in _works(schedule):
         stage = schedule.stage(work.chunk, rank)
-        if work.op == FORWARD and stage == schedule.last_stage and schedule.has_backward:
+        ends = FORWARD in schedule.results(work) and stage == schedule.last_stage
+        if ends and schedule.has_backward:
             slots[tick, rank] = slots_of[rank][stage, work.microbatch]
     return slots
 

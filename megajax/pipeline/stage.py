@@ -21,8 +21,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
-from megajax.pipeline.chunk_work import ChunkWork
+from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.jaxprs import with_fp32_gradients
+from megajax.pipeline.layout import fp32_zeros
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
 from megajax.pipeline.split_backward import Split, split_backward
@@ -35,12 +36,7 @@ from megajax.sharding.zero import ZeroSharding
 Tree = Any
 
 
-def fp32_zeros(tree: Tree) -> Tree:
-    """Zeros of the shapes in `tree`, in fp32."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
-
-
-class Stack:
+class Stack(ChunkParts):
     """The blocks of one rank, run by chunk.
 
     Attributes:
@@ -51,7 +47,6 @@ class Stack:
         runs, and its gradient is reduce-scattered at once.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk.
-      parts: the numbers of parts in which backwards run.
       blocks: the numbers of the stages' blocks.
     """
 
@@ -64,12 +59,11 @@ class Stack:
         cut: Tree | None = None,
         in_place: bool = False,
         unrolled: bool = False,
-        parts: Sequence[int] = (1,),
         counts: Sequence[int] | None = None,
     ):
         """Arguments: see above, and `counts` as of `StageBlocks`."""
         self.block, self.weights, self.per_chunk = block, weights, per_chunk
-        self.in_place, self.unrolled, self.parts = in_place, unrolled, parts
+        self.in_place, self.unrolled = in_place, unrolled
         self.blocks = StageBlocks(per_chunk, counts)
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
 
@@ -162,14 +156,14 @@ class Stack:
         pairs: Sequence,
         iterations,
     ) -> tuple[jax.Array, jax.Array, Tree, Tree, jax.Array, Tree]:
-        """`forward_stashing` and `backward`, of different microbatches, in one loop: a block of each in every iteration.
+        """`forward_stashing` and `backward`, which do not depend on each other, in one loop: a block of each an iteration.
 
-        The two do not depend on each other, so on GPUs the collectives of one run beside the matmuls of the other.
+        On GPUs the collectives of one run beside the matmuls of the other.
 
         Args:
           x: the forward's input, [samples, sequence, hidden].
           dy: the backward's.
-          works: of the forward and of the backward, both with work; they share a stash, and records.
+          works: of the forward and of the backward; they share a stash, and records. Both have blocks, as many, or neither.
           gradients: as for `backward`.
           pairs: the (forward's chunk, backward's chunk) that occur, Python ints.
 
@@ -178,7 +172,7 @@ class Stack:
         """
         write, read = self._forward_step(works[0]), self._backward_step(dy, works[1])
 
-        def both(starts, zero, state):
+        def both(starts, low, high, zero, state):
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
 
             def one(count, state):
@@ -193,16 +187,22 @@ class Stack:
                     x, buffer, records = write(count, first + count, zero, (x, buffer, records))
                 return x, dy, buffer, gradients, records
 
-            return lax.fori_loop(0, self.per_chunk, one, state)
+            return lax.fori_loop(low, high, one, state)
 
-        state = (x, dy, works[0].stash.buffer, gradients, works[0].records)
-        if len(pairs) == 1:
-            iterations, state = iterations + self.per_chunk, both(pairs[0], 0, state)
+        state, (low, high) = (x, dy, works[0].stash.buffer, gradients, works[0].records), works[0].blocks
+        choices = [(pair, *bounds) for pair in pairs for bounds in self.ranges(works[0].parts)]
+        always = isinstance(high, int)
+        if always and len(choices) == 1:
+            iterations, state = iterations + self.per_chunk, both(*choices[0], 0, state)
         else:
-            index = which((works[0].chunk == forward) & (works[1].chunk == backward) for forward, backward in pairs)
-            branches = [functools.partial(both, pair) for pair in pairs]
+            forward, backward = (work.chunk for work in works)
+            index = which(
+                (forward == pair[0]) & (backward == pair[1]) & (low == start) & (high == stop)
+                for pair, start, stop in choices
+            )
+            branches = [functools.partial(both, *choice) for choice in choices]
             with jax.named_scope(MERGED):
-                iterations, state = run_one_of(iterations, index, branches, state, always=True)
+                iterations, state = run_one_of(iterations, index, branches, state, always=always)
         x, dy, buffer, gradients, records = state
         return x, dy, buffer, gradients, iterations, records
 
@@ -217,19 +217,7 @@ class Stack:
           (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
           iteration count, the records).
         """
-        template = self._template(dy, work.microbatch)
-
-        def step(index, place, zero, state):
-            dy, gradients, buffer, records = state
-            residuals, weights, x = self._saved(index, place, work, template, zero)
-            split = self._split(template, residuals, weights, x)
-            dx, early, new = split.input(residuals, weights, x, dy)
-            buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
-            dx = self.blocks.select(work.stage, index, dx, dy)
-            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
-            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
-
-        state = (dy, gradients, work.kept.buffer, work.records)
+        state, step = (dy, gradients, work.kept.buffer, work.records), self._input_step(dy, work)
         iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, step, state, backwards=True)
         return dx, gradients, buffer, iterations, records
 
@@ -239,25 +227,8 @@ class Stack:
         Returns:
           (the accumulators, the iteration count).
         """
-        template = self._template(x, work.microbatch)
-
-        def step(index, place, zero, gradients):
-            residuals, weights, x = self._saved(index, place, work, template, zero)
-            split = self._split(template, residuals, weights, x)
-            kept = work.kept.read(index, zero)
-            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
-            return self._add(gradients, late, place, split.is_late, True)
-
-        iterations, gradients = self._run_blocks(iterations, work, step, gradients)
+        iterations, gradients = self._run_blocks(iterations, work, self._weight_step(x, work), gradients)
         return gradients, iterations
-
-    def part_bounds(self, part, parts) -> tuple:
-        """(low, high) blocks of part `part` of a backward in `parts` parts: part 0 is the last blocks of the chunk.
-
-        Earlier parts have as many blocks as later ones, or one more. The arguments may be traced.
-        """
-        bound = lambda part: self.per_chunk - -(-self.per_chunk * part // parts)  # noqa: E731
-        return bound(part + 1), bound(part)
 
     def _forward_step(self, work: ChunkWork) -> Callable:
         """`step(index, place, zero, (x, stash's buffer, records))`: a block's forward, which writes to the stash."""
@@ -300,6 +271,35 @@ class Stack:
 
         return step
 
+    def _input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
+        """`step(index, place, zero, (dy, gradients, buffer of work.kept, records))`: a block's I."""
+        template = self._template(dy, work.microbatch)
+
+        def step(index, place, zero, state):
+            dy, gradients, buffer, records = state
+            residuals, weights, x = self._saved(index, place, work, template, zero)
+            split = self._split(template, residuals, weights, x)
+            dx, early, new = split.input(residuals, weights, x, dy)
+            buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
+            dx = self.blocks.select(work.stage, index, dx, dy)
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
+
+        return step
+
+    def _weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
+        """`step(index, place, zero, gradients) -> gradients`: a block's W."""
+        template = self._template(x, work.microbatch)
+
+        def step(index, place, zero, gradients):
+            residuals, weights, x = self._saved(index, place, work, template, zero)
+            split = self._split(template, residuals, weights, x)
+            kept = work.kept.read(index, zero)
+            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
+            return self._add(gradients, late, place, split.is_late, True)
+
+        return step
+
     def _run_blocks(
         self, iterations, work: ChunkWork, step: Callable, state: Tree, *, backwards=False
     ) -> tuple[jax.Array, Tree]:
@@ -337,9 +337,7 @@ class Stack:
         layers, always = jax.tree.leaves(self.weights)[0].shape[0], isinstance(high, int)
         if always and layers == self.per_chunk:
             return iterations + high - low, several(0, low, high, 0, state)
-        parts = [(part, count) for count in self.parts for part in range(count)] if backwards else [(0, 1)]
-        ranges = sorted({self.part_bounds(*part) for part in parts})
-        ranges = [(start, stop) for start, stop in ranges if start < stop]
+        ranges = self.ranges(work.parts, backwards=backwards)
         choices = [(first, start, stop) for first in range(0, layers, self.per_chunk) for start, stop in ranges]
         index = which(
             (chunk * self.per_chunk == first) & (low == start) & (high == stop) for first, start, stop in choices

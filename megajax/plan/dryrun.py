@@ -32,7 +32,7 @@ import jax
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
-from megajax.estimate import model_costs
+from megajax.estimate import check_one_kind, model_costs
 from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
@@ -66,6 +66,7 @@ def _command(words: Sequence[str]) -> int:
     own, rest = _own(words)
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
+    check_one_kind(model_costs(run.model))
     gpu = load_cluster(own.cluster).gpu if own.cluster else find_gpu(own.gpu)
     run = with_attention(with_vocabulary(with_expert_dispatch(run, gpu), gpu), gpu)
     if own.json:

@@ -2,7 +2,8 @@
 
 CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W
 likewise; a blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
-(0F3;7B1)OVERLAP_F_B is read as its two actions, one after the other.
+(0F3;7B1)OVERLAP_F_B of a forward and a backward overlaps them in mixed ticks (`schedule.OVERLAP_PARTS`); in paired ticks,
+and if it is a pair of other operations, they run one after the other.
 """
 
 import csv
@@ -19,9 +20,11 @@ from megajax.schedules.schedule import (
     INPUT,
     MOST_FORWARDS,
     WEIGHT,
+    Action,
     Operation,
     Schedule,
     ScheduleError,
+    operations_of,
     pack,
 )
 from megajax.schedules.simulate import simulate_lockstep
@@ -31,7 +34,7 @@ OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")  # numbers that are int32
 MOST_NUMBER = 10**9
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)\d*")
 
 
 def is_schedule_file(name: str) -> bool:
@@ -78,15 +81,18 @@ def save(schedule: Schedule, path: str) -> None:
 
 def to_csv(schedule: Schedule) -> str:
     """The orders in torch's notation, one line for each rank."""
-    lines = [
-        ",".join(f"{schedule.stage(chunk, rank)}{op}{microbatch}" for op, chunk, microbatch in order)
-        for rank, order in enumerate(schedule.orders())
-    ]
+
+    def cell(rank: int, action: Action) -> str:
+        if isinstance(action, Operation):
+            return f"{schedule.stage(action.chunk, rank)}{action.op}{action.microbatch}"
+        return f"({';'.join(cell(rank, operation) for operation in action)})OVERLAP_F_B"
+
+    lines = [",".join(cell(rank, action) for action in order) for rank, order in enumerate(schedule.actions())]
     return "\n".join(lines) + "\n"
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """The orders, sizes, placement and kind of tick, as JSON values."""
+    """The orders, sizes, placement and kind of tick, as JSON values; two operations that overlap are a list of both."""
     return {
         "schedule": schedule.name,
         "stages": schedule.stages,
@@ -94,19 +100,22 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "chunks": schedule.chunks,
         "placement": schedule.placement,
         "paired": schedule.paired,
-        "orders": [[list(operation) for operation in order] for order in schedule.orders()],
+        "orders": [
+            [list(action if isinstance(action, Operation) else map(list, action)) for action in order]
+            for order in schedule.actions()
+        ],
     }
 
 
 def from_orders(
-    name: str, orders: list[list[Operation]], *, chunks: int, placement: str = "loop", paired: bool | None = None
+    name: str, orders: list[list[Action]], *, chunks: int, placement: str = "loop", paired: bool | None = None
 ) -> Schedule:
     """Places orders into ticks: mixed ticks if backwards are split, else paired or mixed, whichever takes less time.
 
     Raises:
       ScheduleError: the orders deadlock, or an operation is missing.
     """
-    operations = [operation for order in orders for operation in order]
+    operations = [operation for order in orders for action in order for operation in operations_of(action)]
     if not operations:
         raise ScheduleError("it holds no operations")
     if len(operations) > 3 * MOST_FORWARDS:
@@ -142,13 +151,23 @@ def _from_json(name: str, text: str) -> Schedule:
         if not isinstance(order, list):
             raise ScheduleError(f"rank {rank} has {shown(order)}; it must have a list of operations")
     orders = [
-        [_operation(rank, place, value) for place, value in enumerate(order)]
+        [_action(rank, place, value) for place, value in enumerate(order)]
         for rank, order in enumerate(values["orders"])
     ]
-    chunks = 1 + max((operation.chunk for order in orders for operation in order), default=0)
+    every = (operation for order in orders for action in order for operation in operations_of(action))
+    chunks = 1 + max((operation.chunk for operation in every), default=0)
     if placement == "v" and chunks != 2:
         raise ScheduleError(f'placement "v" is for two chunks on each rank, not {chunks}')
     return from_orders(name, orders, chunks=chunks, placement=placement, paired=paired)
+
+
+def _action(rank: int, place: int, value: Any) -> Action:
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, list) for one in value):
+        both = tuple(_operation(rank, place, one) for one in value)
+        if [operation.op for operation in both] == [FORWARD, BACKWARD]:
+            return both
+        raise ScheduleError(f"rank {rank}, operation {place}: two that overlap must be a forward and then a backward")
+    return _operation(rank, place, value)
 
 
 def _operation(rank: int, place: int, value: Any) -> Operation:
@@ -172,7 +191,7 @@ def _from_rows(name: str, rows: list[list[str]]) -> Schedule:
         for rank, row in enumerate(rows)
     ]
     stages = len(actions)
-    held = [{stage for stage, _, _ in row} for row in actions]
+    held = [{operation.chunk for action in row for operation in operations_of(action)} for row in actions]
     chunks = max((len(stages_held) for stages_held in held), default=0)
     placement = "loop"
     if chunks == 2 and stages > 1 and all(kept == {rank, 2 * stages - 1 - rank} for rank, kept in enumerate(held)):
@@ -184,20 +203,27 @@ def _from_rows(name: str, rows: list[list[str]]) -> Schedule:
                 f"row {rank + 1} (rank {rank}) has stages {_list(kept)}; with {stages} rows and {chunks} chunks on "
                 f"each rank it must have {_list(expected)}, or {_list({rank, 2 * stages - 1 - rank})} if the chunks form a V"
             )
-    orders = [[Operation(op, stage // stages, microbatch) for stage, op, microbatch in row] for row in actions]
-    return from_orders(name, orders, chunks=chunks, placement=placement)
+
+    def placed(action: Action) -> Action:
+        if isinstance(action, Operation):
+            return action._replace(chunk=action.chunk // stages)
+        return tuple(map(placed, action))
+
+    return from_orders(name, [list(map(placed, row)) for row in actions], chunks=chunks, placement=placement)
 
 
-def _actions(rank: int, column: int, cell: str) -> list[tuple[int, str, int]]:
-    """The (stage, op, microbatch) of a cell, if any."""
+def _actions(rank: int, column: int, cell: str) -> list[Action]:
+    """What a cell holds, if anything, with the stage in place of the chunk."""
     pair = PAIR.fullmatch(cell)
     if pair:
         parts = [part.strip() for part in re.split("[;,]", pair[1])]
         if not any(map(PAIR.fullmatch, parts)):
-            return [action for part in parts for action in _actions(rank, column, part)]
+            actions = [action for part in parts for action in _actions(rank, column, part)]
+            overlap = [operation.op for operation in actions] == [FORWARD, BACKWARD]
+            return [tuple(actions)] if overlap else actions
     action = ACTION.fullmatch(cell)
     if action:
-        return [(int(action[1]), action[2], int(action[3]))]
+        return [Operation(action[2], int(action[1]), int(action[3]))]
     if cell and not COMMUNICATION.fullmatch(cell):
         raise ScheduleError(
             f"row {rank + 1}, column {column + 1}: {shown(cell)} is not an action; write stage, op ({', '.join(OPS)}) and "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.schedules.io import to_json
-from megajax.schedules.schedule import Schedule, ScheduleError, show
+from megajax.schedules.schedule import BACKWARD, OVERLAP_PARTS, Schedule, ScheduleError, Work, show
 from megajax.schedules.simulate import Simulation, Span
 
 # Light for the first chunk, darker for later ones. Blue, orange and green are distinguishable with colour blindness.
@@ -125,12 +125,15 @@ def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) 
     for rank, work, start, stop in _operations(schedule, simulation):
         op = schedule.does(work)
         shade = min(work.chunk, 3) if schedule.chunks > 1 else 0
+        # Of two that overlap, the forward is above the backward.
+        height = 0.46 if _overlaps(schedule, work) else 0.92
+        top = rank + (0.5 if height < 0.9 and op == BACKWARD else 0.04)
         axes.add_patch(
-            Rectangle((start, rank + 0.04), stop - start, 0.92, facecolor=SHADES[op][shade], edgecolor="white", lw=0.8)
+            Rectangle((start, top), stop - start, height, facecolor=SHADES[op][shade], edgecolor="white", lw=0.8)
         )
-        ink = "white" if shade >= 2 else "black"
-        place = ((start + stop) / 2, rank + 0.52)
-        axes.text(*place, str(work.microbatch), ha="center", va="center", fontsize=8, color=ink, clip_on=True)
+        ink, size = "white" if shade >= 2 else "black", 8 if height > 0.9 else 6
+        place = ((start + stop) / 2, top + height / 2 + 0.02)
+        axes.text(*place, str(work.microbatch), ha="center", va="center", fontsize=size, color=ink, clip_on=True)
     unit = "chunks in flight" if schedule.chunks > 1 else "in flight"
     for rank in range(schedule.stages):
         text = f"{simulation.busy[rank]:.0%} busy, {simulation.peak_live[rank]} {unit}"
@@ -150,13 +153,23 @@ def _draw_one(axes, schedule: Schedule, simulation: Simulation, longest: float) 
         side.set_visible(False)
 
 
+def _overlaps(schedule: Schedule, work: Work) -> bool:
+    return not schedule.paired and work.parts == OVERLAP_PARTS
+
+
 def _operations(schedule: Schedule, simulation: Simulation) -> list[Span]:
-    """The spans, with consecutive parts of a backward merged into one."""
+    """The spans, with consecutive parts of a backward merged into one, and so those of two operations that overlap."""
     whole: list[Span] = []
     last: dict[int, int] = {}
     for span in simulation.spans:
         before = whole[last[span.rank]] if span.rank in last else None
-        if span.work.part and not schedule.split and before.stop == span.start:
+        if _overlaps(schedule, span.work) and (span.work.part or span.work.op == BACKWARD):
+            if not span.work.part:  # the backward, after the forward's first part
+                whole.append(span._replace(start=before.start))
+                last[span.rank] += 1
+            for place in (last[span.rank] - 1, last[span.rank]):
+                whole[place] = whole[place]._replace(stop=span.stop)
+        elif span.work.part and not schedule.split and before.stop == span.start:
             whole[last[span.rank]] = before._replace(stop=span.stop)
         else:
             last[span.rank] = len(whole)

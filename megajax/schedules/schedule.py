@@ -9,6 +9,7 @@ schedule. A schedule is plain data: this file imports no jax.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megajax.schedules.errors import UserError
@@ -16,6 +17,9 @@ from megajax.schedules.stages import stage_number
 
 FORWARD, BACKWARD = "F", "B"
 INPUT, WEIGHT = "I", "W"  # a split backward: gradient of the input, gradients of the weights (2401.10241)
+OVERLAP_PARTS = (
+    3  # ticks of a forward and a backward that overlap, together three times a forward: a third of both in each
+)
 # Forwards of all ranks in one table. A trillion parameters on 64 stages with 2 chunks and 512 microbatches are 65,536. To
 # build, validate and simulate a table takes about 50 us for each of them, and the program holds it as constants.
 MOST_FORWARDS = 2**18
@@ -43,16 +47,26 @@ class Work(NamedTuple):
         return Operation(self.op, self.chunk, self.microbatch)
 
 
+Action = Operation | tuple[Operation, Operation]  # of an order: an operation, or a forward and a backward that overlap
+
+
+def operations_of(action: Action) -> tuple[Operation, ...]:
+    """The one or two operations of an item of an order."""
+    return (action,) if isinstance(action, Operation) else action
+
+
 class Segment(NamedTuple):
     """A run of ticks [start, stop) in which ranks do the same ops, forwards before backwards; one `lax.scan` each.
 
     `full`: in each of these paired ticks every rank does all of the ops; no rank waits.
+    `overlaps`: in some of these mixed ticks ranks have a forward and a backward.
     """
 
     start: int
     stop: int
     ops: tuple[str, ...]
     full: bool
+    overlaps: bool = False
 
 
 class ScheduleError(UserError):
@@ -66,11 +80,12 @@ class Schedule:
     Attributes:
       ticks: `ticks[tick][rank]` is the tuple of `Work` that the rank does in that tick, in order.
       paired: the kind of tick. True: a forward and then a backward on every rank, either of which may be absent.
-        False: a mixed tick, in which each rank does at most one piece of work.
+        False: a mixed tick, in which each rank does at most one piece of work, or a part of a forward and of a backward
+        of another microbatch or chunk, which overlap.
       placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, whose stages go down the ranks
         and up again.
-      split: backwards run as I and W. A whole backward then takes two ticks, I (part 0) and W (part 1); otherwise its
-        parts are consecutive blocks of the chunk, the last blocks first.
+      split: backwards run as I and W. A whole backward then takes two ticks, I (part 0) and W (part 1); otherwise, and
+        where it overlaps a forward, its parts are consecutive blocks of the chunk, the last blocks first.
     """
 
     name: str
@@ -102,18 +117,32 @@ class Schedule:
             for rank in range(self.stages)
         ]
 
+    def actions(self) -> list[list[Action]]:
+        """`orders`, with the forwards and backwards that overlap as pairs."""
+
+        def starts(works: tuple[Work, ...]) -> list[Action]:
+            started = [work.operation for work in works if work.part == 0]
+            return [tuple(started)] if started and self.overlaps(works) else started
+
+        return [[action for tick in self.ticks for action in starts(tick[rank])] for rank in range(self.stages)]
+
+    def overlaps(self, works: tuple[Work, ...]) -> bool:
+        """Whether a rank's works of a mixed tick are a forward and a backward that overlap."""
+        return not self.paired and len(works) == 2
+
     def does(self, work: Work) -> str:
         """The op that the program runs for a piece of work: F, B, I or W."""
-        if self.split and work.op == BACKWARD:
+        if self.split and work.op == BACKWARD and work.parts < OVERLAP_PARTS:
             return WEIGHT if work.part else INPUT
         return work.op
 
     def results(self, work: Work) -> tuple[str, ...]:
         """The results that a piece of work completes: F an activation, I a gradient to send, W a weight gradient."""
         op = self.does(work)
-        if op != BACKWARD:
+        if op in (INPUT, WEIGHT):
             return (op,)
-        return (INPUT, WEIGHT) if work.part == work.parts - 1 else ()
+        whole = (FORWARD,) if op == FORWARD else (INPUT, WEIGHT)
+        return whole if work.part == work.parts - 1 else ()
 
     def needs(self, work: Work, stage: int) -> list[tuple[str, int]]:
         """The (result, stage) of the same microbatch that this work depends on."""
@@ -128,7 +157,7 @@ class Schedule:
     def has_backward(self) -> bool:
         return any(work.op != FORWARD for tick in self.ticks for works in tick for work in works)
 
-    @property
+    @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Runs of ticks: the fill (forwards only), the steady state, and the drain (no forward).
 
@@ -148,7 +177,13 @@ class Schedule:
             low, high = (start + bound for bound in _longest_run(full))
             bounds = [start, low, high, stop] if len(both) > 1 else [start, stop]
             segments += [
-                Segment(a, b, tuple(sorted(both, key=order.index)), all(full[a - start : b - start]))
+                Segment(
+                    a,
+                    b,
+                    tuple(sorted(both, key=order.index)),
+                    all(full[a - start : b - start]),
+                    any(self.overlaps(works) for tick in self.ticks[a:b] for works in tick),
+                )
                 for a, b in itertools.pairwise(bounds)
                 if b > a
             ]
@@ -218,9 +253,14 @@ class Schedule:
 
     def _check_phases(self, tick: int, rank: int, works: tuple[Work, ...]) -> None:
         ops = [work.op for work in works]
-        legal = ops in ([], [FORWARD], [BACKWARD], [FORWARD, BACKWARD]) if self.paired else len(ops) <= 1
+        if self.paired:
+            legal = ops in ([], [FORWARD], [BACKWARD], [FORWARD, BACKWARD])
+        else:
+            parts = {(work.part, work.parts) for work in works}
+            both = ops == [FORWARD, BACKWARD] and len(parts) == 1 and works[0].parts == OVERLAP_PARTS
+            legal = len(ops) <= 1 or both
         if not legal:
-            rule = "a forward and then a backward" if self.paired else "one piece of work"
+            rule = "a forward and then a backward" if self.paired else "one piece of work, or parts of two that overlap"
             self._refuse(tick, rank, f"{' '.join(map(show, works))}: a tick holds at most {rule}")
 
     def _refuse(self, tick: int, rank: int, problem: str):
@@ -263,7 +303,7 @@ def show(work: Work, short: bool = False) -> str:
 
 def pack(
     name: str,
-    orders: list[list[Operation]],
+    orders: Sequence[Sequence[Action]],
     *,
     microbatches: int,
     chunks: int = 1,
@@ -275,7 +315,8 @@ def pack(
     """Places each rank's operations into ticks, each as early as its dependencies and its place in the order allow.
 
     Args:
-      orders: for each rank its operations, in the order in which it must start them.
+      orders: for each rank its operations, in the order in which it must start them. A forward and a backward that overlap
+        are one item, and take `OVERLAP_PARTS` mixed ticks; in paired ticks they are two.
       paired: a tick holds a forward and then a backward (True) or a single piece of work (False).
       parts: how many ticks an operation takes, by op; 1 where not given. If a backward costs twice a forward,
         `{"B": 2}` makes all pieces of work cost the same, so that no rank waits for another within a tick.
@@ -285,15 +326,7 @@ def pack(
     """
     parts = parts or {}
     table = Schedule(name, len(orders), microbatches, chunks, paired, (), placement, split)
-    queues = [
-        [
-            Work(*operation, part, count)
-            for operation in order
-            for count in [parts.get(operation.op, 1)]
-            for part in range(count)
-        ]
-        for order in orders
-    ]
+    queues = [[works for action in order for works in _ticks_of(action, parts, paired)] for order in orders]
     position = [0] * len(orders)
     available: set[tuple[str, int, int]] = set()  # (result, stage, microbatch) of the ticks before
     ticks = []
@@ -303,24 +336,42 @@ def pack(
             works: list[Work] = []
             mine: set[tuple[str, int, int]] = set()
             while position[rank] < len(queue):
-                work = queue[position[rank]]
-                stage = table.stage(work.chunk, rank)
-                fits = not works or (paired and works[-1].op == FORWARD and work.op != FORWARD)
-                wanted = [(result, of, work.microbatch) for result, of in table.needs(work, stage)]
+                following = queue[position[rank]]
+                fits = not works or (paired and works[-1].op == FORWARD and following[0].op != FORWARD)
+                wanted = [
+                    (result, of, work.microbatch)
+                    for work in following
+                    for result, of in table.needs(work, table.stage(work.chunk, rank))
+                ]
                 if not fits or any(want not in available and want not in mine for want in wanted):
                     break
-                works.append(work)
+                works += following
                 position[rank] += 1
-                mine |= {(result, stage, work.microbatch) for result in table.results(work)}
+                for work in following:
+                    stage = table.stage(work.chunk, rank)
+                    mine |= {(result, stage, work.microbatch) for result in table.results(work)}
             new |= mine
             row.append(tuple(works))
         if not any(row):
             waiting = "; ".join(
                 f"rank {rank} "
-                + (f"waits at {show(queue[position[rank]])}" if position[rank] < len(queue) else "is done")
+                + (f"waits at {show(queue[position[rank]][0])}" if position[rank] < len(queue) else "is done")
                 for rank, queue in enumerate(queues)
             )
             raise ScheduleError(f"{name}: the orders deadlock: {waiting}")
         available |= new
         ticks.append(tuple(row))
     return dataclasses.replace(table, ticks=tuple(ticks))
+
+
+def _ticks_of(action: Action, parts: dict[str, int], paired: bool) -> Iterator[tuple[Work, ...]]:
+    """What a rank does in each of the ticks that an item of its order takes."""
+    operations = operations_of(action)
+    if len(operations) == 2 and not paired:
+        for part in range(OVERLAP_PARTS):
+            yield tuple(Work(*operation, part, OVERLAP_PARTS) for operation in operations)
+        return
+    for operation in operations:
+        count = parts.get(operation.op, 1)
+        for part in range(count):
+            yield (Work(*operation, part, count),)

@@ -28,7 +28,7 @@ class Costs:
         """Time of a piece of work."""
         op = schedule.does(work)
         whole = {FORWARD: self.forward, BACKWARD: self.backward, INPUT: self.input, WEIGHT: self.weight}[op]
-        return whole / work.parts if op == BACKWARD else whole
+        return whole / work.parts if op in (FORWARD, BACKWARD) else whole
 
     def scaled(self, factor: float) -> "Costs":
         """All operations `factor` times as long; sends stay as they are."""
@@ -75,10 +75,15 @@ class Simulation:
 def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
     """Each rank runs its order, each operation as soon as its inputs have arrived.
 
+    Parts that overlap end together.
+
     Raises:
       ScheduleError: the orders deadlock. Those of a schedule that does not drain always do.
     """
-    queues = [[work for tick in schedule.ticks for work in tick[rank]] for rank in range(schedule.stages)]
+    queues = [
+        [together for tick in schedule.ticks for together in run_together(schedule, tick[rank])]
+        for rank in range(schedule.stages)
+    ]
     position, clock = [0] * schedule.stages, [0.0] * schedule.stages
     finished: dict[tuple[str, int, int], float] = {}  # when each (result, stage, microbatch) was
     spans: list[Span] = []
@@ -86,17 +91,24 @@ def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  #
         moved = False
         for rank, queue in enumerate(queues):
             while position[rank] < len(queue):
-                work = queue[position[rank]]
-                stage = schedule.stage(work.chunk, rank)
-                wanted = [(result, of, work.microbatch) for result, of in schedule.needs(work, stage)]
+                works = queue[position[rank]]
+                stages = [schedule.stage(work.chunk, rank) for work in works]
+                wanted = [
+                    (result, of, work.microbatch)
+                    for work, stage in zip(works, stages, strict=True)
+                    for result, of in schedule.needs(work, stage)
+                ]
                 if any(want not in finished for want in wanted):
                     break
                 away = [costs.latency if schedule.home(of)[1] != rank else 0.0 for _, of, _ in wanted]
-                start = max([clock[rank], *(finished[want] + late for want, late in zip(wanted, away, strict=True))])
-                clock[rank] = start + costs.of(schedule, work)
-                for result in schedule.results(work):
-                    finished[result, stage, work.microbatch] = clock[rank]
-                spans.append(Span(rank, work, start, clock[rank]))
+                clock[rank] = max(
+                    [clock[rank], *(finished[want] + late for want, late in zip(wanted, away, strict=True))]
+                )
+                for work in works:
+                    spans.append(Span(rank, work, clock[rank], clock[rank] + costs.of(schedule, work)))
+                    clock[rank] = spans[-1].stop
+                for work, stage in zip(works, stages, strict=True):
+                    finished |= {(result, stage, work.microbatch): clock[rank] for result in schedule.results(work)}
                 position[rank] += 1
                 moved = True
         if not moved:
@@ -104,11 +116,16 @@ def simulate_event(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  #
     return simulation_of(schedule, spans)
 
 
+def run_together(schedule: Schedule, works: tuple[Work, ...]) -> list[tuple[Work, ...]]:
+    """A rank's works of a tick: those that overlap together, others one by one."""
+    return [works] if schedule.overlaps(works) else [(work,) for work in works]
+
+
 def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:  # noqa: B008
     """All ranks start each tick together.
 
     In a paired tick each phase that any rank has takes its op's time on all ranks; a mixed tick takes as long as its
-    slowest piece of work. `latency` is added once per tick.
+    slowest rank. `latency` is added once per tick.
     """
     spans: list[Span] = []
     now = 0.0
@@ -119,9 +136,14 @@ def simulate_lockstep(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
                 spans += [Span(rank, work, now, now + time) for rank, work in active]
                 now += time if active else 0.0
         else:
-            work_of = [(rank, work, costs.of(schedule, work)) for rank, works in enumerate(row) for work in works]
-            spans += [Span(rank, work, now, now + time) for rank, work, time in work_of]
-            now += max((time for _, _, time in work_of), default=0.0)
+            ends = [now]
+            for rank, works in enumerate(row):
+                start = now
+                for work in works:
+                    spans.append(Span(rank, work, start, start + costs.of(schedule, work)))
+                    start = spans[-1].stop
+                ends.append(start)
+            now = max(ends)
         now += costs.latency
     return simulation_of(schedule, spans)
 
@@ -160,7 +182,7 @@ def _peaks(schedule: Schedule, spans: list[Span]) -> list[int]:
         for span in own:
             place = (span.work.chunk, span.work.microbatch)
             if span.work.op == FORWARD:
-                forwards[place] = span
+                forwards.setdefault(place, span)
             if WEIGHT in schedule.results(span.work):
                 weights[place] = span
         changes = [(span.start, 1) for span in forwards.values()] + [(span.stop, -1) for span in weights.values()]

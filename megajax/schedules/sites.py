@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megajax.schedules.schedule import FORWARD, INPUT, Schedule, ScheduleError, Work
-from megajax.schedules.simulate import Costs, Simulation, Span, simulation_of
+from megajax.schedules.simulate import Costs, Simulation, Span, run_together, simulation_of
 
 __all__ = ["Sites", "simulate_sites"]
 
@@ -51,7 +51,10 @@ def simulate_sites(schedule: Schedule, costs: Costs, sites: Sites) -> Simulation
     """
     if not 1 <= sites.count <= schedule.stages:
         raise ScheduleError(f"{schedule.stages} stages cannot be on {sites.count} sites; each has at least one stage")
-    queues = [[work for tick in schedule.ticks for work in tick[rank]] for rank in range(schedule.stages)]
+    queues = [
+        [together for tick in schedule.ticks for together in run_together(schedule, tick[rank])]
+        for rank in range(schedule.stages)
+    ]
     place = [sites.of(rank, schedule.stages) for rank in range(schedule.stages)]
     random = np.random.default_rng(sites.seed)
     position, clock, waiting = [0] * schedule.stages, [0.0] * schedule.stages, set(range(schedule.stages))
@@ -65,13 +68,18 @@ def simulate_sites(schedule: Schedule, costs: Costs, sites: Sites) -> Simulation
         """Starts the rank's next operation if the arrival of all its inputs is known."""
         if rank not in waiting or position[rank] == len(queues[rank]):
             return
-        work = queues[rank][position[rank]]
-        needs = schedule.needs(work, schedule.stage(work.chunk, rank))
-        times = [arrived.get((result, stage, work.microbatch, rank)) for result, stage in needs]
+        works = queues[rank][position[rank]]
+        times = [
+            arrived.get((result, stage, work.microbatch, rank))
+            for work in works
+            for result, stage in schedule.needs(work, schedule.stage(work.chunk, rank))
+        ]
         if None not in times:
-            start = max([clock[rank], *times])
+            end = start = max([clock[rank], *times])
             waiting.remove(rank)
-            heapq.heappush(ends, (start + costs.of(schedule, work), rank, start))
+            for work in works:
+                end += costs.of(schedule, work)
+            heapq.heappush(ends, (end, rank, start))
 
     def arrival(now: float, source: int, target: int) -> float:
         """When a message that is ready now arrives."""
@@ -87,18 +95,19 @@ def simulate_sites(schedule: Schedule, costs: Costs, sites: Sites) -> Simulation
         start_next(rank)
     while ends:
         now, rank, start = heapq.heappop(ends)
-        work = queues[rank][position[rank]]
-        stage = schedule.stage(work.chunk, rank)
-        spans.append(Span(rank, work, start, now))
+        works = queues[rank][position[rank]]
         position[rank] += 1
         clock[rank] = now
         waiting.add(rank)
-        for result in schedule.results(work):
-            arrived[result, stage, work.microbatch, rank] = now
-        for result, target in _sends(schedule, work, stage):
-            if target != rank:
-                arrived[result, stage, work.microbatch, target] = arrival(now, rank, target)
-                start_next(target)
+        for work in works:
+            spans.append(Span(rank, work, start, start + costs.of(schedule, work)))
+            start, stage = spans[-1].stop, schedule.stage(work.chunk, rank)
+            for result in schedule.results(work):
+                arrived[result, stage, work.microbatch, rank] = now
+            for result, target in _sends(schedule, work, stage):
+                if target != rank:
+                    arrived[result, stage, work.microbatch, target] = arrival(now, rank, target)
+                    start_next(target)
         start_next(rank)
     if any(position[rank] < len(queues[rank]) for rank in range(schedule.stages)):
         raise ScheduleError(f"{schedule.name}: the orders deadlock")

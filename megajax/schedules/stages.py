@@ -15,8 +15,9 @@ Layers that are recomputed together are not separated: the unit that is placed i
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
-__all__ = ["StageLayers", "stage_number"]
+__all__ = ["KindLayers", "StageLayers", "stage_number"]
 
 
 def stage_number(chunk: int, rank: int, ranks: int, placement: str) -> int:
@@ -34,6 +35,7 @@ class StageLayers:
       chunks: of each rank; a chunk is a stage.
       placement: of the stages on ranks, "loop" or "v" (`Schedule.placement`).
       group: layers that stay together; it divides `layers`.
+      kinds: the kind of each layer, of a model whose layers have different parameters (`of`). None: they have the same.
     """
 
     layers: int
@@ -41,6 +43,7 @@ class StageLayers:
     chunks: int = 1
     placement: str = "loop"
     group: int = 1
+    kinds: tuple[str, ...] | None = None
 
     @property
     def stages(self) -> int:
@@ -69,6 +72,38 @@ class StageLayers:
         """Empty slots of all stages."""
         return self.stages * self.slots - self.layers
 
+    @functools.cached_property
+    def stage_kinds(self) -> tuple[tuple[str, ...], ...]:
+        """The kinds of the layers of each stage, of a model that has kinds."""
+        kinds = iter(self.kinds)
+        return tuple(tuple(next(kinds) for _ in range(count)) for count in self.counts)
+
+    @property
+    def same_stages(self) -> bool:
+        """Whether all stages have layers of the same kinds in the same order."""
+        return len(set(self.stage_kinds)) == 1
+
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The kinds that there are, sorted; none for a model without."""
+        return tuple(sorted(set(self.kinds or ())))
+
+    def of(self, kind: str) -> "KindLayers":
+        """Where the layers of one kind are."""
+        counts = tuple(stage.count(kind) for stage in self.stage_kinds)
+        numbers = tuple(number for number, one in enumerate(self.kinds) if one == kind)
+        return KindLayers(len(numbers), self.ranks, self.chunks, self.placement, stage_counts=counts, numbers=numbers)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The layers' numbers in the model."""
+        return range(self.layers)
+
+    @property
+    def without_kinds(self) -> "StageLayers":
+        """The layers of each stage, for arrays that have a row for each layer of any kind."""
+        return dataclasses.replace(self, kinds=None)
+
     @property
     def in_groups(self) -> "StageLayers":
         """The groups of each stage, as layers."""
@@ -78,6 +113,26 @@ class StageLayers:
     def unequal_counts(self) -> tuple[int, ...] | None:
         """(Groups of) layers of each stage if these are not equal; None: they are."""
         return self.in_groups.counts if self.idle else None
+
+    @property
+    def kind_slots(self) -> dict[str, int]:
+        """For each kind the slots of a rank: its parameters are stacked apart, and every chunk has room for the most."""
+        return {kind: self.of(kind).rank_slots for kind in self.kind_names}
+
+    def describe_kinds(self) -> str:
+        """In words: "1 dense, 7 sparse layers; slots on each of 2 ranks: 1 dense, 4 sparse; 2 of 10 slots idle (20.0%)"."""
+        named = lambda counts: ", ".join(f"{count} {kind}" for kind, count in counts.items())  # noqa: E731
+        slots = self.ranks * sum(self.kind_slots.values())
+        idle = slots - self.layers
+        text = f"{named({kind: self.kinds.count(kind) for kind in self.kind_names})} layers"
+        if self.ranks > 1:
+            text += f"; slots on each of {self.ranks} ranks: {named(self.kind_slots)}"
+        return text + (f"; {idle} of {slots} slots idle ({idle / slots:.1%})" if idle else "")
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a run says about its layers: that stages have unequal numbers of them, and which kinds they are."""
+        return [self.describe()] * (self.idle > 0) + ([self.describe_kinds()] if self.kinds else [])
 
     def describe(self) -> str:
         """In words: "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last); 2 of 128 slots idle"."""
@@ -92,3 +147,24 @@ class StageLayers:
             f"{text}: {stages - short} of {slots} layers, {short} of {slots - self.group} ({which}); {self.idle} of {total} "
             f"slots idle ({self.idle / total:.1%})"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class KindLayers(StageLayers):
+    """Where the layers of one kind are, `layers` in all: any number of them on each stage.
+
+    Attributes:
+      stage_counts: of each stage.
+      numbers: of these layers in the model.
+    """
+
+    stage_counts: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.stage_counts
+
+    @property
+    def slots(self) -> int:
+        return max(self.stage_counts)

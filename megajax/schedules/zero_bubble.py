@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from megajax.schedules.one_f_one_b import depth_first
 from megajax.schedules.registry import Slots, register
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, pack
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Operation, Schedule, pack
 from megajax.schedules.simulate import Costs
 
 
@@ -170,13 +170,13 @@ class OrderWriter:
     """Writes one rank's order: each op takes the next microbatch of its chunk, and is omitted after the last one.
 
     Attributes:
-      order: the operations written so far.
+      order: what was written so far.
       done: by (op, chunk), how many microbatches have it; a whole backward counts as I and as W.
     """
 
     def __init__(self, microbatches: int):
         self.microbatches = microbatches
-        self.order: list[Operation] = []
+        self.order: list[Action] = []
         self.done = {(op, chunk): 0 for op in (FORWARD, INPUT, WEIGHT) for chunk in (0, 1)}
 
     def do(self, chunk: int, *ops: str) -> None:
@@ -189,6 +189,15 @@ class OrderWriter:
                 for part in parts:
                     self.done[part, chunk] += 1
 
+    def overlap(self, forward: int, backward: int) -> None:
+        """Writes a forward and a whole backward of two chunks, which overlap if there are microbatches left for both."""
+        before = len(self.order)
+        self.do(forward, FORWARD)
+        self.do(backward, BACKWARD)
+        both = self.order[before:]
+        if len(both) == 2:
+            self.order[before:] = [tuple(both)]
+
 
 def in_a_v(name: str, stages: int, microbatches: int, write: Callable[..., None], at_least: int = 0) -> Schedule:
     """The schedule in V placement whose orders `write(writer, stages, rank)` writes.
@@ -199,7 +208,9 @@ def in_a_v(name: str, stages: int, microbatches: int, write: Callable[..., None]
     for rank in range(stages):
         writer = OrderWriter(max(microbatches, at_least))
         write(writer, stages, rank)
-        orders.append([operation for operation in writer.order if operation.microbatch < microbatches])
+        orders.append(
+            [action for action in writer.order if at_least <= microbatches or action.microbatch < microbatches]
+        )
     return pack(
         name,
         orders,

@@ -14,6 +14,7 @@ from typing import Any
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
+from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import Heartbeat
@@ -138,7 +139,7 @@ def describe_shapes(run: RunConfig) -> str:
         total += bytes_here
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_here:,}"))
-    where = parallel.stage_layers(run.model.layers)
+    where = parallel.stage_layers(run.model.layers, kinds=layer_kinds(run.model))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
@@ -151,7 +152,7 @@ def describe_shapes(run: RunConfig) -> str:
     return "\n".join(
         [
             f"{run.model.name}: {run.model.parameters:,} parameters{active} on {mesh_shown}",
-            *([where.describe()] if where.idle else []),
+            *where.remarks,
             *lines,
             f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "
             f"{total / 1e9:.3f} GB of gradients: {4 * total / 1e9:.3f} GB",

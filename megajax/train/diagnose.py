@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import is_block, named
+from megajax.checkpoint.layout import layers_of, named
 from megajax.data.loader import PADDING
 from megajax.pipeline import layout
 from megajax.schedules.stages import StageLayers
@@ -113,9 +113,9 @@ def not_finite(training: Training, tree: Tree) -> list[str]:
         )
     found = []
     for name, finite in flags.items():
-        if is_block(name):
-            short = name.split("blocks/")[1]
-            found += [(1, -layer, f"layer {layer}, {short}") for layer in np.flatnonzero(~finite)]
+        if own := layers_of(name, training.where):
+            short = name.split("blocks/")[1].partition("/")[2] if training.where.kinds else name.split("blocks/")[1]
+            found += [(1, -layer, f"layer {layer}, {short}") for layer in np.array(own.numbers)[~finite]]
         elif not finite:
             found.append((0 if "head" in name else 2, 0, name))
     return [text for _, _, text in sorted(found)]
@@ -125,10 +125,11 @@ def _flags(leaves: dict[str, jax.Array], where: StageLayers) -> dict[str, jax.Ar
     """Whether each leaf is finite: a bool, for blocks [layers]."""
 
     def finite(name, leaf):
-        if not is_block(name):
+        own = layers_of(name, where)
+        if own is None:
             return jnp.isfinite(leaf).all()
         each = jnp.isfinite(leaf).all(tuple(range(3, leaf.ndim)))
-        return layout.from_pipeline_layout(each, where)
+        return layout.from_pipeline_layout(each, own)
 
     return {name: finite(name, leaf) for name, leaf in leaves.items()}
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from megajax.config import ConfigError
 from megajax.train.log_file import FULL, LogFile
 
-Record = Mapping[str, float | list[float] | None]  # a list has a value for each layer
+Record = Mapping[str, float | list[float | None] | None]  # a list has a value for each layer, or None
 
 
 class Sink(Protocol):

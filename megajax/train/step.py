@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import StateLayout, arrange
 from megajax.config import RunConfig
+from megajax.config.layer_kinds import layer_kinds
 from megajax.config.run_schedule import run_schedule
 from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
@@ -27,7 +28,7 @@ from megajax.models.remat import grouped
 from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
-from megajax.pipeline.layout import batch_spec, from_pipeline_layout, is_spec
+from megajax.pipeline.layout import batch_spec, is_spec, map_kinds, of_all_layers
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
@@ -91,7 +92,8 @@ class Training:
         self.rules = rules or model_rules(run, self.model_class)
         self.attention = attention_choice(run, mesh.devices.flat[0], self.model_class)
         check_offload(run, mesh.devices.flat[0])
-        self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement)
+        kinds = layer_kinds(run.model)
+        self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement, kinds)
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         self.optimizer = make_optimizer(run.train, self.model.decay_mask())
@@ -104,10 +106,11 @@ class Training:
             share_ends=self.rules.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
             in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
-            merged=in_place and merges(run.parallel),
-            unrolled=in_place and unrolls(run, self.attention.name),
+            merged=in_place and not kinds and merges(run.parallel),
+            unrolled=in_place and not kinds and unrolls(run, self.attention.name),
             compute_bubbles=bool(run.parallel.rings),
-            block_counts=self.where.unequal_counts,
+            block_counts=None if kinds else self.where.unequal_counts,
+            stage_kinds=self.where if kinds else None,
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
@@ -148,7 +151,7 @@ class Training:
         self, state: TrainState, batch: Tree, hold: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; `state` is donated. Metrics: scalars loss, grad_norm, learning_rate, loss_scale, skipped, tokens; and
-        the model's measurements of each layer, [layers, n] (`PipelineModel.take_measurements`).
+        the model's measurements of each layer, [layers, n] (`PipelineModel.take_measurements`), NaN for a layer without any.
 
         If the loss or the gradient is not finite only the loss scale is updated, and skipped is 1. "tokens" is the batch's
         `loss_weight`.
@@ -219,7 +222,8 @@ class Training:
         shapes = model_shapes(self.run, self.model_class, self.rules)
         key, shardings = jax.random.key(self.run.train.seed), self.params_sharding["blocks"]
         one = lambda where: lambda leaf, sharding: arrange(leaf, where, sharding)  # noqa: E731
-        place = lambda blocks, where: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
+        of_kind = lambda where, blocks, shardings: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
+        place = lambda blocks, where: map_kinds(of_kind, where, blocks, shardings)  # noqa: E731
         return initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
@@ -272,7 +276,7 @@ class Training:
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": self._loss_weight(batch),
         }
-        return new, metrics | from_pipeline_layout(measurements, self.where)
+        return new, metrics | of_all_layers(measurements, self.where, self.model.measured_kind)
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         return self._execute(params, batch, scale, poison_bubbles=poison_bubbles)[:2]

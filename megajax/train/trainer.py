@@ -208,7 +208,7 @@ class Trainer:
             f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
             f"{parallel.microbatch_size}: bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "
             f"{len(schedule.ticks)} ticks",
-            *([f"layers    {self.training.where.describe()}"] if self.training.where.idle else []),
+            *(f"layers    {line}" for line in self.training.where.remarks),
             f"steps     {run.train.steps} of {run.train.global_batch_size} samples",
             *(f"data      {line}" for line in self._data_description),
             f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers",

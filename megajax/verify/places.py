@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from megajax.checkpoint.layout import layers_of
 from megajax.pipeline import layout
+from megajax.schedules.stages import StageLayers
 from megajax.train.step import Training
 
 
@@ -18,8 +20,15 @@ class Places:
         `layers`: int [chunks, pipe, slots of a stage], the model's number of each stored layer; -1 for an empty slot.
         """
         self.mesh, self.parallel, self.microbatches = training.mesh, training.run.parallel, training.run.microbatches
-        numbers = np.arange(training.run.model.layers)
-        self.layers = np.asarray(layout.to_pipeline_layout(numbers + 1, training.where)) - 1
+        self.where = training.where
+        self.layers = self._numbers(training.where.without_kinds)
+
+    def layers_of(self, name: str) -> np.ndarray:
+        """`layers` of the rows of a leaf of blocks."""
+        return self._numbers(layers_of(name, self.where))
+
+    def _numbers(self, where: StageLayers) -> np.ndarray:
+        return np.asarray(layout.to_pipeline_layout(np.array(where.numbers) + 1, where)) - 1
 
     def layer(self, number: int) -> str:
         """Where a layer is computed, "pipe rank 1, chunk 0"; empty without a pipeline."""

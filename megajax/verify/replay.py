@@ -176,7 +176,7 @@ class Replay:
     def _canonical(self, record: np.ndarray) -> np.ndarray:
         """The executor's record [chunks, pipe, groups, microbatches, data * context * samples, WIDTH], as in StepRecord."""
         parallel = self.run.parallel
-        layers = np.asarray(layout.from_pipeline_layout(record, self.training.where.in_groups))
+        layers = np.asarray(layout.from_pipeline_layout(record, self.training.where.without_kinds.in_groups))
         shape = (*layers.shape[:2], parallel.data, parallel.context, parallel.microbatch_size, WIDTH)
         layers = layers.reshape(shape)
         whole = layers[:, :, :, 0] if parallel.context == 1 else add_parts(layers, 3)

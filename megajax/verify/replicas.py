@@ -25,15 +25,20 @@ def differing_replicas(state: Tree, check: ReplicaCheck, places: Places) -> list
 
 def _describe(difference: Difference, leaf: jax.Array, places: Places) -> str:
     devices = "; ".join(places.device(device) for device in difference.suspects)
-    layer = _layer(leaf, difference.suspects, places) if is_block(difference.name) else None
+    layer = None
+    if is_block(difference.name):
+        layer = _layer(leaf, difference.suspects, places.layers_of(difference.name))
     tensor = difference.name if layer is None else f"{difference.name} of layer {layer}"
     if difference.majority:
         return f"{tensor}: the copy of {devices} differs from the others"
     return f"{tensor}: the copies of {devices} differ from one another"
 
 
-def _layer(leaf: jax.Array, suspects: tuple[jax.Device, ...], places: Places) -> int | None:
-    """The first layer of a suspect's copy that is not as in another copy; None if this process has only one of them."""
+def _layer(leaf: jax.Array, suspects: tuple[jax.Device, ...], numbers: np.ndarray) -> int | None:
+    """The first layer of a suspect's copy that is not as in another copy; None if this process has only one of them.
+
+    `numbers`: of the layers of the leaf's rows.
+    """
     shards = leaf.addressable_shards
     for suspect in (shard for shard in shards if shard.device in suspects):
         for other in shards:
@@ -42,6 +47,6 @@ def _layer(leaf: jax.Array, suspects: tuple[jax.Device, ...], places: Places) ->
             bits, expected = (np.ascontiguousarray(shard.data).view(np.uint32) for shard in (suspect, other))
             unequal = (bits != expected).reshape(*bits.shape[:3], -1).any(-1)
             if unequal.any():
-                layers = places.layers[suspect.index[:3]][unequal]
+                layers = numbers[suspect.index[:3]][unequal]
                 return min((int(layer) for layer in layers if layer >= 0), default=None)
     return None

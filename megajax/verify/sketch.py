@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.checkpoint.layout import is_block, named
+from megajax.checkpoint.layout import layers_of, named
 from megajax.pipeline import layout
 from megajax.schedules.stages import StageLayers
 
@@ -79,11 +79,17 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def tensor_sketches(tree: Tree, where: StageLayers) -> dict[str, jax.Array]:
-    """By name (checkpoint/layout.py): fp32 [layers, WIDTH] for a leaf of blocks, in the model's order, else [1, WIDTH]."""
+    """By name (checkpoint/layout.py): fp32 [layers, WIDTH] for a leaf of blocks, in the model's order, else [1, WIDTH].
+
+    Of a leaf that only layers of one kind have, the rows of the others are zero.
+    """
 
     def one(name, leaf):
-        if is_block(name):
-            return layout.from_pipeline_layout(sketch(leaf, 3), where)
+        if own := layers_of(name, where):
+            rows = layout.from_pipeline_layout(sketch(leaf, 3), own)
+            if own.layers == where.layers:
+                return rows
+            return jnp.zeros((where.layers, WIDTH), rows.dtype).at[np.array(own.numbers)].set(rows)
         return sketch(leaf, 0)[None]
 
     return {name: one(name, leaf) for name, leaf in named(tree).items()}

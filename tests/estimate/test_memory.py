@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import pathlib
 import subprocess
 import sys
 
@@ -11,17 +10,16 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from benchmarks.memory_model import RESULTS, describe, modelled
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, padded_vocabulary, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
-from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots, slots_of
+from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots, kept_of_block, slots_of
 from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.plan.compiler import run_from_json
 from megajax.schedules.registry import SPECS, check_sizes, find
-
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 
 
 def run_of(name="gpt3-175b", batch=64, precision="bf16", **parallel) -> RunConfig:
@@ -108,14 +106,15 @@ def test_memory_does_not_grow_with_microbatches():
 def test_compiled_programs_agree_within_five_percent():
     """XLA's own peaks for H100s (`python -m benchmarks.memory_model`); held out: runs that no term was read from."""
     rows = json.loads(RESULTS.read_text())["rows"]
-    assert len(rows) >= 20 and sum(row["held_out"] for row in rows) >= 5
+    assert len(rows) >= 60 and sum(row["held_out"] for row in rows) >= 5
     assert {"gpt3-175b", "megatron-529.6b", "megatron-1008b"} <= {row["run"]["model"]["name"] for row in rows}
     for row in rows:
-        run, peak = run_from_json(row["run"]), row["memory"]["peak"]
-        parts = bytes_per_device(run, slots=slots_of(run))  # jax 0.10.2 merges no ticks
-        assert sum(parts.values()) == pytest.approx(peak, rel=0.05), run
-        assert parts["weights"] == row["arguments"]["weights"]
-        assert parts["optimizer"] == pytest.approx(row["arguments"]["optimizer"], rel=1e-6)
+        parts = modelled(row)
+        error = sum(parts.values()) / row["memory"]["peak"] - 1
+        assert abs(error) < 0.05, describe(run_from_json(row["run"]))
+        # ZeRO shards no array that replicas do not divide
+        assert parts["weights"] == pytest.approx(row["arguments"]["weights"], rel=1e-4)
+        assert parts["optimizer"] == pytest.approx(row["arguments"]["optimizer"], rel=1e-4)
 
 
 @pytest.mark.parametrize(("mode", "scores"), [("none", 1), ("selective", 0), ("full", 0)])
@@ -132,6 +131,56 @@ def test_cudnns_attention_keeps_no_scores(mode, scores):
     assert fused["workspace"] < plain["workspace"]
     same = ("weights", "optimizer", "gradients", "16-bit weights", "inboxes")
     assert all(fused[part] == plain[part] for part in same)
+
+
+def test_the_logits_of_a_device_are_those_of_its_columns():
+    """Llama 3 8B, 8,192 tokens: logits and their gradient in bf16, of 128,256 tokens over tensor, or over pipe too."""
+    sizes = {"pipe": 4, "tensor": 2, "chunks": 2, "attention": "cudnn"}
+    over_pipe, over_tensor = (
+        bytes_per_device(run_of("llama3-8b", vocab_parallel=axis, **sizes))["workspace"] for axis in ("pipe", "tensor")
+    )
+    assert over_tensor - over_pipe == 2 * 2 * 8192 * (
+        padded_vocabulary(128256, 2) // 2 - padded_vocabulary(128256, 8) // 8
+    )
+
+
+def test_recompute_none_keeps_what_matmuls_read_gathered():
+    """Two norms' outputs of 2,048 tokens, 5,120 wide, whole on four tensor ranks; the other values are split."""
+    for tensor, more in ((1, 0), (4, 3 / 4)):
+        parallel = {"pipe": 2, "tensor": tensor, "schedule": "1f1b", "recompute": "none", "attention": "cudnn"}
+        run = run_of("gpt3-13b", **parallel)
+        block = transformer_costs(run.model).kept_bytes("none", samples=1, tensor=tensor, fused_attention=True)
+        assert kept_of_block(run, 2) - block == 2 * more * 2048 * 5120 * 2
+
+
+def test_fp8_keeps_a_second_copy_of_the_blocks_weights():
+    run = run_of("gpt3-13b", pipe=4, tensor=4, attention="cudnn")
+    fp8 = dataclasses.replace(run, train=dataclasses.replace(run.train, matmul_dtype="fp8"))
+    plain, more = (bytes_per_device(one) for one in (run, fp8))
+    assert more["16-bit weights"] - plain["16-bit weights"] == 2 * 10 * transformer_costs(run.model).block.on_device(4)
+    assert more["copies"] == plain["copies"]  # GELU's input stays as it is, a gated activation's is transposed
+    gated = run_of("llama3-8b", pipe=4, tensor=2, schedule="1f1b", attention="cudnn")
+    gated = dataclasses.replace(gated, train=fp8.train)
+    assert bytes_per_device(gated)["copies"] == 4 * 8 * 8192 * 14336 * 2  # four microbatches of eight blocks
+
+
+def test_two_gradients_of_one_shape_are_swapped_by_a_copy():
+    """GPT-3 13B on four tensor ranks: [5120, 20480 / 4] and [20480 / 4, 5120], in fp32, of the 20 blocks of a rank."""
+    of = lambda **sizes: bytes_per_device(run_of("gpt3-13b", attention="cudnn", **sizes))["copies"]  # noqa: E731
+    assert of(pipe=2, tensor=4, chunks=2) == 4 * 20 * 5120 * 5120
+    assert (
+        of(pipe=2, tensor=8, chunks=2) == of(pipe=4, tensor=4, schedule="zb_h1") == of(pipe=20, tensor=4, chunks=2) == 0
+    )
+
+
+def test_zero_1_copies_all_gradients_of_uneven_stages():
+    """With full recomputation there is little else to keep: 405B's 126 layers in 128 slots take twice their gradients."""
+    parallel = {"data": 128, "pipe": 8, "tensor": 8, "chunks": 8, "zero": 1, "recompute": "full", "attention": "cudnn"}
+    uneven = run_of("llama3.1-405b", 2048, **parallel)
+    even = dataclasses.replace(uneven, model=dataclasses.replace(uneven.model, layers=128))
+    parts, others = bytes_per_device(uneven), bytes_per_device(even)
+    assert sum(parts.values()) == parts["weights"] + parts["optimizer"] + 2 * parts["gradients"]
+    assert others["gradients"] == parts["gradients"] and others["workspace"] < parts["workspace"]
 
 
 def test_context_ranks_split_a_samples_tokens():
@@ -157,7 +206,7 @@ def test_pricing_a_layout_starts_no_device():
     """On a machine with GPUs the planner would take their memory."""
     code = """
 from experiments import own_model
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, padded_vocabulary, preset
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.memory import bytes_per_device
 from megajax.runtime.compat import devices_started

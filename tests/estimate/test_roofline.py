@@ -9,7 +9,7 @@ from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import read
 from megajax.estimate.hlo_parser import computations
 from megajax.estimate.kernels import kernel_of
-from megajax.estimate.op_costs import RAGGED_PEER, RAGGED_SHARE
+from megajax.estimate.op_costs import FITTED, RAGGED_PEER, RAGGED_SHARE, OpCosts, Software
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Rates, account, rates_of
 from megajax.runtime.mesh import mesh_places
 from tests.estimate.hlo_counter import Counter
@@ -252,6 +252,13 @@ def test_an_all_to_all_takes_each_device_s_own_adapter_to_other_hosts():
     assert account(RAGGED, {}, ragged).seconds[EXPOSED] == pytest.approx(
         7 * 500 / (RAGGED_SHARE * 1e6) + 16 * RAGGED_PEER + 1e-6
     )
+
+
+def test_the_a100_s_share_is_that_of_a_large_product():
+    """By the constants that were fitted to published runs, where a product's traffic is added to its arithmetic."""
+    gpu = find_gpu("a100-80gb")
+    seconds = OpCosts(gpu, "bf16", Software("any"), FITTED).matmul(8192, 8192, 8192)
+    assert rates_of(gpu, "bf16").matmul == pytest.approx(2 * 8192**3 / seconds, rel=0.01)
 
 
 def test_rates_of_an_h100():

@@ -21,7 +21,8 @@ from megajax.train.step import Training, make_training
 from tests.interop.make_golden import GOLDEN, LENGTH, tokens
 
 SPARSE = ("mixtral", "qwen3_moe", "olmoe")
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *SPARSE)
+MIXED = "qwen3_moe_mixed"  # dense layers between sparse ones
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *SPARSE, MIXED)
 
 
 def convert(*words: str | pathlib.Path) -> int:

@@ -1,7 +1,7 @@
 """Writes the golden models of tests/interop: tiny random models of transformers, and their logits.
 
-python tests/interop/make_golden.py        in an environment with megajax[judges]; the files are from torch 2.15.0 and
-                                           transformers 5.23.0
+python tests/interop/make_golden.py [FAMILY ...]      in an environment with megajax[judges]; the files are from torch
+                                                      2.15.0 and transformers 5.23.0
 
 golden/FAMILY/ has config.json, model.safetensors (fp32, every parameter random) and tokenizer.json as transformers writes
 them; logits.npy: fp32 [2, 16, 64], of the tokens that `tokens()` returns; and greedy.npy: int [2, 64], the most likely
@@ -9,6 +9,7 @@ continuation of the first PROMPT of them, each token by a pass over all before i
 """
 
 import pathlib
+import sys
 
 import numpy as np
 
@@ -72,6 +73,17 @@ def configs() -> dict:
             num_experts_per_tok=3,
             norm_topk_prob=True,
         ),
+        # sparse are layers 1, 5 and 7 of 8: every second one, but for layer 3
+        "qwen3_moe_mixed": Qwen3MoeConfig(
+            **SPARSE | dict(num_attention_heads=2, intermediate_size=20, num_hidden_layers=8),
+            head_dim=12,
+            moe_intermediate_size=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+        ),
         # transformers gives the embedding of a padding token, by default 1, no gradient
         "olmoe": OlmoeConfig(**SPARSE, num_experts=5, num_experts_per_tok=3, pad_token_id=None),
     }
@@ -114,10 +126,12 @@ def greedy(model):
 
 
 def main() -> None:
-    """Writes all directories."""
+    """Writes all directories, or those that are named."""
     import torch
 
     for family, config in configs().items():
+        if sys.argv[1:] and family not in sys.argv[1:]:
+            continue
         directory = GOLDEN / family
         model = random_model(config)
         model.save_pretrained(directory)

@@ -156,15 +156,25 @@ IMPORTS = {  # (family, what is wrong, words of the message)
         lambda d: change_config(d, router_jitter_noise=0.1),
         "router_jitter_noise = 0.1 is not supported",
     ),
-    "dense layers": (
+    "only dense layers": (
         "qwen3_moe",
-        lambda d: change_config(d, mlp_only_layers=[0]),
-        r"mlp_only_layers = \[0\] is not supported",
+        lambda d: change_config(d, mlp_only_layers=[0, 1, 2, 3]),
+        r"mlp_only_layers = \[0, 1, 2, 3\] is not supported",
     ),
-    "every other layer dense": (
+    "a step of zero between sparse layers": (
+        "qwen3_moe",
+        lambda d: change_config(d, decoder_sparse_step=0),
+        "decoder_sparse_step = 0 is not supported",
+    ),
+    "dense layers without tensors": (
         "qwen3_moe",
         lambda d: change_config(d, decoder_sparse_step=2),
-        "decoder_sparse_step = 2 is not supported",
+        "has no tensor model.layers.0.mlp",
+    ),
+    "latent attention": (
+        "qwen3_moe",
+        lambda d: change_config(d, model_type="deepseek_v3"),
+        "model_type = 'deepseek_v3' has multi-head latent attention",
     ),
     "windows in some layers of experts": (
         "qwen3_moe",

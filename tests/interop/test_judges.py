@@ -96,7 +96,7 @@ def losses_of_torch(family: str, rates, train: TrainConfig) -> list[float]:
 @families
 def test_training_from_imported_weights_is_torchs(family):
     """40 steps on data 2 x pipe 2: the loss of each equals torch's to 1e-5."""
-    assert read_config(golden(family))[0].name == family
+    assert family.startswith(read_config(golden(family))[0].name)
     parallel = ParallelConfig(data=2, pipe=2, schedule="1f1b", microbatch_size=1)
     settings = {"global_batch_size": 8, "steps": STEPS, "learning_rate": 1e-3, "warmup_steps": 5, "precision": "fp32"}
     run = RunConfig(model_of(family), parallel, TrainConfig(**settings))

@@ -1,5 +1,6 @@
 """The executor on a model of this file, not a transformer: any pure embed, block and head_loss, and any schedule."""
 
+import json
 import types
 
 import jax
@@ -161,8 +162,11 @@ def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
     assert set(seen) == ({True, False} if poison else {False})
 
 
-IN_PLACE = [("interleaved_1f1b", 2, 4, 2)]
-IN_PLACE_LONG = [("1f1b", 2, 5, 1), ("zb_v", 4, 6, 2), ("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_h1", 4, 6, 1)]
+IN_PLACE = [("interleaved_1f1b", 2, 4, 2), ("dualpipe_v", 2, 4, 2)]
+IN_PLACE_LONG = [
+    ("1f1b", 2, 5, 1), ("zb_v", 4, 6, 2), ("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_h1", 4, 6, 1),
+    ("dualpipe_v", 4, 9, 2), ("dualpipe_v", 1, 3, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -172,6 +176,20 @@ IN_PLACE_LONG = [("1f1b", 2, 5, 1), ("zb_v", 4, 6, 2), ("gpipe", 1, 3, 1), ("eag
 def test_gradients_in_place(name, stages, microbatches, chunks):
     """Branches for chunks, and fp32 weight gradients: the program for GPUs with jax 0.12."""
     check(name, stages, microbatches, chunks, program={"in_place": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 6, 8])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_of_pairs_beside_whole_backwards(in_place, layers, tmp_path):
+    """1F1B whose forwards overlap backwards: backwards alone run in two parts, others in three; stages of 1 to 4 blocks."""
+    pair = lambda forward, backward: [["F", 0, forward], ["B", 0, backward]]  # noqa: E731
+    first = [["F", 0, 0], ["F", 0, 1], pair(2, 0), pair(3, 1), ["B", 0, 2], ["B", 0, 3]]
+    second = [["F", 0, 0], ["B", 0, 0], ["F", 0, 1], pair(2, 1), ["F", 0, 3], ["B", 0, 2], ["B", 0, 3]]
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"orders": [first, second], "paired": False}))
+    assert any(segment.overlaps for segment in make_schedule(str(path), stages=2, microbatches=4).segments)
+    check(str(path), 2, 4, 1, layers=layers, program={"in_place": in_place})
 
 
 MERGED = [("interleaved_1f1b", 2, 6, 2, 2), ("eager_1f1b", 4, 8, 1, 1)]

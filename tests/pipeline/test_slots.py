@@ -47,14 +47,14 @@ def replay(schedule):
             at = At(rows.forward, tick, rank)
             if FORWARD in segment.ops and (at.on or schedule.paired):
                 label = (at.stage, at.microbatch) if at.on else "garbage"
-                if at.on and not at.first:
+                if at.on and not at.first and at.part == 0:
                     assert inbox[FORWARD][rank][at.inbox] == ("x", *label)
                 if schedule.has_backward:
                     stash[rank][at.stash] = label
-                    if at.on and at.last:
+                    if at.on and at.last and at.part == at.parts - 1:
                         inbox[BACKWARD][rank][rows.loss_gradient[tick, rank]] = ("dy", *label)
                         losses.append(label[1])
-                if at.on:
+                if at.on and at.part == at.parts - 1:
                     sent[FORWARD, rank] = ("x", label[0] + 1, label[1])
         if schedule.paired:
             receive(BACKWARD, sent_before)
@@ -65,8 +65,11 @@ def replay(schedule):
                 assert stash[rank][at.stash] == label
                 if at.part == 0:
                     assert inbox[BACKWARD][rank][at.inbox] == ("dy", *label)
-                if schedule.split:
+                overlaps = not schedule.paired and At(rows.forward, tick, rank).on
+                if schedule.split and not overlaps:
                     kept[rank][at.kept] = label
+                if overlaps and at.part == at.parts - 1:
+                    weighed.append(label)
                 if at.part == at.parts - 1:
                     sent[BACKWARD, rank] = ("dy", label[0] - 1, label[1])
                     if at.first:

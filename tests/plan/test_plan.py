@@ -127,8 +127,9 @@ def test_it_says_that_zero_would_fit():
     """Two layers on two stages, without tensor parallelism: only ZeRO splits them further."""
     model = dataclasses.replace(preset("gpt3-175b"), layers=2)
     question = Question(model, 8, find_gpu("a100-40gb"), 64, tensor_sizes=(1,))
-    assert smallest(search(question)).splitlines()[-1] == "pass --zero 1"
-    assert search(dataclasses.replace(question, zero=(1,)))[0].fits
+    *_, advice = smallest(search(question)).splitlines()
+    assert advice.startswith("pass --zero ") and advice[-1] in "13"
+    assert search(dataclasses.replace(question, zero=(int(advice[-1]),)))[0].fits
 
 
 @pytest.mark.parametrize(

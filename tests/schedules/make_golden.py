@@ -1,6 +1,6 @@
 """Writes golden_orders.json: the orders of torch.distributed.pipelining's schedules, which the tests compare ours with.
 
-Made once with torch 2.13 (`pip install torch numpy`, then `python tests/schedules/make_golden.py`); the tests need no
+Made once with torch 2.15 (`pip install torch numpy`, then `python tests/schedules/make_golden.py`); the tests need no
 torch. torch's 1F1B is omitted: the table of its last rank, unlike what it runs, starts with microbatch 1. Its
 interleaved zero bubble is omitted for sizes where its delay of W differs from the paper's; see SIZES.
 """
@@ -23,10 +23,10 @@ SIZES = {
 
 
 def cell(action) -> str:
-    """torch's text of an action; a pair is written as its two actions, which torch runs one after the other."""
+    """torch's text of an action."""
     if action is None:
         return ""
-    return " ".join(map(cell, action.sub_actions)) if action.sub_actions else str(action)
+    return f"({';'.join(map(cell, action.sub_actions))})OVERLAP_F_B" if action.sub_actions else str(action)
 
 
 def main() -> None:

@@ -1,0 +1,107 @@
+"""Exposed communication of a step between stages and over replicas, of published programs and of models with experts."""
+
+from megajax.config import RunConfig, padded_vocabulary
+from megajax.estimate import model_costs
+from megajax.estimate.memory import Sharding, rank_parameters, rows_of
+from megajax.estimate.op_costs import RINGS_SHARE, OpCosts, spread
+
+__all__ = ["gathers_time", "reduction_time", "sends_time"]
+
+
+def sends_time(run: RunConfig, ops: OpCosts) -> float:
+    """Exposed sends: one per operation and direction, or, where sends overlap the next chunk, those of fill and drain.
+
+    Each tick of the fill waits for one: they are the forwards before the first backward of the first rank in Megatron-LM's
+    order, and as many backwards at the end (2402.15627 section 3.2). Tensor ranks that each received a part of an activation
+    gather it, unless sequence parallelism keeps it split.
+    """
+    model, parallel, software = model_costs(run.model), run.parallel, ops.software
+    pipe, chunks, operations = parallel.pipe, parallel.chunks, run.microbatches * parallel.chunks
+    if pipe == 1:
+        return 0.0
+    parts = software.scatter_gather and not parallel.sequence_parallel
+    whole = rows_of(model, parallel) * model.hidden * ops.itemsize
+    split = parallel.tensor if parallel.sequence_parallel or software.scatter_gather else 1
+    one = ops.send(whole / split, spread(parallel, "pipe"))
+    one += ops.collective(whole, parallel.tensor, spread(parallel, "tensor")) if parts else 0.0
+    if software.send_overlap and chunks > 1:
+        return (
+            2
+            * one
+            * (operations if run.microbatches == pipe else min(operations, 2 * (pipe - 1) + (chunks - 1) * pipe))
+        )
+    return 2 * one * (operations + pipe - 1)
+
+
+def reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: float, backward: float) -> float:
+    """Exposed gradient reduction over replicas, once a step; `forward` and `backward` are those of one microbatch.
+
+    With ZeRO-1 it is a reduce-scatter, and the new weights are gathered. Where the program overlaps them, gradients are
+    reduced during the last backwards and weights gathered during the first forwards: those of one microbatch, or with
+    several chunks, which finish one after the other, of a group of p microbatches, except the last (or first) chunk's. The
+    token table overlaps nothing: its gradient is complete last, and its weights are needed first.
+    """
+    parallel, software = run.parallel, ops.software
+    gradients = _over_replicas(run, ops, sharding, software.gradient_bytes)
+    weights = _over_replicas(run, ops, sharding, ops.itemsize)
+    tied = _tied_table_time(run, ops, sharding)
+    if not software.data_overlap:
+        return gradients + (weights if sharding.zero else gradients) + tied
+    window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    table = lambda item: ops.collective(_table(run, sharding) * item, replicas, distance)  # noqa: E731
+    if not sharding.zero:
+        return max(2 * table(software.gradient_bytes), 2 * gradients - window * backward) + tied
+    reduced = max(table(software.gradient_bytes), gradients - window * backward)
+    return reduced + max(table(ops.itemsize), weights - window * forward) + tied
+
+
+def _tied_table_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
+    """All-reduce of the gradient of a token table that the first and the last stage both have (2104.04473 section 4)."""
+    model, parallel = model_costs(run.model), run.parallel
+    if parallel.pipe == 1 or sharding.vocabulary_over_pipe or model.vocabulary_width != model.hidden:
+        return 0.0
+    distance = spread(parallel, "pipe") * (parallel.pipe - 1)
+    return 2 * ops.collective(_table(run, sharding) * ops.software.gradient_bytes, 2, distance)
+
+
+def _table(run: RunConfig, sharding: Sharding) -> int:
+    """Parameters of one token table on one device."""
+    model, parallel = model_costs(run.model), run.parallel
+    split = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
+    return padded_vocabulary(model.vocabulary, split) // split * model.hidden
+
+
+def gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | None) -> float:
+    """Exposed part of ZeRO-3's communication (1910.02054 section 5.3, 2104.07857), all microbatches.
+
+    A block's weights are gathered for its forward and for its backward, and by some programs once more for recomputing the
+    forward; its gradients are scattered. Where the program gathers ahead, this overlaps the compute of the blocks, `blocks`
+    seconds in all: for `gather_overlap` of the shorter of the two, or entirely. With fewer `shards` than replicas the
+    shards' gradients are summed over the copies, once a step.
+    """
+    parallel, software, fitted = run.parallel, ops.software, ops.fitted
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    local, experts = rank_parameters(run, Sharding(zero=3))
+    shards = shards or replicas
+    pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
+    share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
+
+    def one(bytes_each):
+        own = experts * bytes_each, replicas // parallel.expert, distance * parallel.expert
+        of_experts = ops.collective(*own, pieces, share) if experts else 0.0
+        return ops.collective(local * bytes_each, shards, distance, pieces, share) + of_experts
+
+    gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
+    times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
+    overlap = fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
+    copies = 2 * ops.collective(local / shards * software.gradient_bytes, replicas // shards, distance * shards)
+    return times - overlap * min(times, blocks) + copies
+
+
+def _over_replicas(run: RunConfig, ops: OpCosts, sharding: Sharding, bytes_each: int) -> float:
+    """A reduce-scatter or an all-gather of a rank's parameters over their replicas; experts have fewer of them."""
+    parallel, (common, experts) = run.parallel, rank_parameters(run, sharding)
+    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    of_experts = ops.collective(experts * bytes_each, replicas // parallel.expert, distance * parallel.expert)
+    return ops.collective(common * bytes_each, replicas, distance) + (of_experts if experts else 0.0)
