@@ -137,6 +137,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     layer = kept_of_block(run, item, "none" if unrolls(run, parallel.attention) else None)
     stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
     workspace, copies = _workspace(run, item, sharding), stashed * stash_copies(run, item)
+    beside = workspace if per_chunk == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers the weights of the current block and of the next one.
     gathered = 2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
     during = {
@@ -144,17 +145,21 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + gathered
         + _transposed(run, item),
         "stash": stashed * layer,
-        "copies": max(0, copies - (workspace if per_chunk == 1 else 0)) + swapped,
+        "copies": max(0, copies - beside) + max(0, swapped - workspace),
         "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
         "inboxes": slots.inbox * residual,
     }
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
     uneven = parallel.stage_layers(model.layers).idle > 0 and parallel.data * parallel.context > 1
     copied = 4 * work if sharding.zero == 1 and uneven else 0
+    # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
+    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
+    replicas = parallel.data * parallel.context
+    unscattered = 4 * (shared - shared // replicas) if sharding.zero >= 3 else 0
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
-        "gradients": versions * 4 * work,
+        "gradients": versions * 4 * work + unscattered,
         **during,
         "workspace": max(workspace, copied - sum(during.values())),
     }
@@ -245,7 +250,7 @@ def stash_copies(run: RunConfig, item: int) -> int:
     kept = model.kept_values(parallel.recompute, is_fused(parallel))
     first = 1 if parallel.attention in FUSED else parallel.microbatch_size + 1
     copied = [value for value in kept if value.transposed_from is not None and value.transposed_from < first]
-    if run.train.matmul_dtype == "fp8" and _is_gated(model):
+    if run.train.matmul_dtype == "fp8" and is_gated(model):
         copied += [value for value in kept if value.name == "up"]
     return _bytes_of(copied, run, item)
 
@@ -253,18 +258,21 @@ def stash_copies(run: RunConfig, item: int) -> int:
 def _swapped_sums(run: RunConfig) -> int:
     """Bytes of a copy of the summed gradients of one of the MLP's matrices, where both have the same shape on a device.
 
-    XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers.
+    XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers, while no block is
+    computed. With replicas and one chunk it starts them in two buffers, and does not.
     """
     parallel, model = run.parallel, model_costs(run.model)
     stages = parallel.stage_layers(model.layers)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
-    if parallel.pipe == 1 or not merges(parallel) or not is_paired(run) or stages.slots == 1 or "mlp_in" not in shapes:
+    apart = parallel.chunks == 1 and parallel.data * parallel.context > 1
+    merged = parallel.pipe > 1 and merges(parallel) and is_paired(run)
+    if apart or not merged or stages.slots == 1 or "mlp_in" not in shapes:
         return 0
     inputs, outputs = shapes["mlp_in"]
     return 4 * stages.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
 
 
-def _is_gated(model: ModelCosts) -> bool:
+def is_gated(model: ModelCosts) -> bool:
     """Whether the MLP's activation multiplies two halves of what its first matmul computes."""
     widths = {value.name: value.per_token for value in model.kept}
     return widths.get("up", 0) > widths.get("activation", 0)
@@ -273,25 +281,44 @@ def _is_gated(model: ModelCosts) -> bool:
 def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
-    A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
-    grid gives 1.14 and 4.23; activations and logits add nothing, because they share the same memory at other times.) The
-    head: logits, of the columns that a device has, and their gradient. With a fused kernel there are no scores, and the sum
-    of those gradients, the head's two arrays and an activation of all tokens remains; with full recomputation also what the
-    block's second forward keeps. cuDNN's own workspace is unknown without a GPU, and not counted.
+    The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
+    device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
+    16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
+    at other times). cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     split = tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
-    gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
+    whole = item * rows_of(model, parallel) * model.hidden
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
+    if model.experts is not None and parallel.attention in FUSED:
+        return _expert_workspace(run, item) + logits + whole
     if parallel.attention in FUSED:
-        again = (
-            parallel.recompute == "full" and model.experts is None
-        )  # what experts compute again is in their own workspace
-        recomputed = kept_of_block(run, item, "none") if again else 0
-        return gradients + recomputed + logits + item * samples * tokens * model.hidden
+        return max(_block_workspace(run, item), logits + 3 * whole)
+    gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
+
+
+def _block_workspace(run: RunConfig, item: int) -> int:
+    """Bytes of a block's backward with a fused attention kernel, and in merged ticks of another block's forward with it.
+
+    What the column-parallel matmuls compute and the row-parallel ones read, and the gradients of these; what is gathered
+    over the tensor group, two arrays in a backward, five in a merged tick, which also has six of the residual stream. Read
+    off the buffers at the peak of compiled programs. Weights' gradients are added in place, except round rings. With full
+    recomputation the inputs of attention and of the MLP are there too, gathered and not.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    rows, tensor = rows_of(model, parallel), parallel.tensor
+    widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls)
+    inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
+    whole = item * rows * model.hidden
+    residual = whole // (tensor if parallel.sequence_parallel else 1)
+    merged = merges(parallel) and is_paired(run)
+    gathered = (5 if merged else 2) * whole if tensor > 1 and parallel.sequence_parallel else 0
+    again = 2 * (whole + residual) if parallel.recompute == "full" else 0
+    gradients = item * model.block.on_device(tensor) if parallel.rings else 0
+    return int(2 * item * rows * inner) + gathered + 6 * residual * merged + again + gradients
 
 
 def _expert_workspace(run: RunConfig, item: int) -> int:
