@@ -259,12 +259,12 @@ def _swapped_sums(run: RunConfig) -> int:
     """Bytes of a copy of the summed gradients of one of the MLP's matrices, where both have the same shape on a device.
 
     XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers, while no block is
-    computed. With replicas and one chunk it starts them in two buffers, and does not.
+    computed. On more than two ranks with replicas it starts them in two buffers, and does not.
     """
     parallel, model = run.parallel, model_costs(run.model)
     stages = parallel.stage_layers(model.layers)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
-    apart = parallel.chunks == 1 and parallel.data * parallel.context > 1
+    apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
     merged = parallel.pipe > 1 and merges(parallel) and is_paired(run)
     if apart or not merged or stages.slots == 1 or "mlp_in" not in shapes:
         return 0
@@ -304,9 +304,9 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     """Bytes of a block's backward with a fused attention kernel, and in merged ticks of another block's forward with it.
 
     What the column-parallel matmuls compute and the row-parallel ones read, and the gradients of these; what is gathered
-    over the tensor group, two arrays in a backward, five in a merged tick, which also has six of the residual stream. Read
-    off the buffers at the peak of compiled programs. Weights' gradients are added in place, except round rings. With full
-    recomputation the inputs of attention and of the MLP are there too, gathered and not.
+    over the tensor group, two arrays in a backward, five in a merged tick, which also has six of the residual stream. With
+    full recomputation these are four, or five in a merged tick, and two of the residual stream. Read off the buffers at the
+    peak of compiled programs. Weights' gradients are added in place, except round rings.
     """
     model, parallel = model_costs(run.model), run.parallel
     rows, tensor = rows_of(model, parallel), parallel.tensor
@@ -315,10 +315,12 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     whole = item * rows * model.hidden
     residual = whole // (tensor if parallel.sequence_parallel else 1)
     merged = merges(parallel) and is_paired(run)
-    gathered = (5 if merged else 2) * whole if tensor > 1 and parallel.sequence_parallel else 0
-    again = 2 * (whole + residual) if parallel.recompute == "full" else 0
+    full = parallel.recompute == "full"
+    gathers, residuals = (5 if merged else 4 if full else 2), (2 if full else 6 if merged else 0)
+    split = tensor > 1 and parallel.sequence_parallel
+    arrays = whole * (gathers if split else 2 if full else 0) + residuals * residual
     gradients = item * model.block.on_device(tensor) if parallel.rings else 0
-    return int(2 * item * rows * inner) + gathered + 6 * residual * merged + again + gradients
+    return int(2 * item * rows * inner) + arrays + gradients
 
 
 def _expert_workspace(run: RunConfig, item: int) -> int:

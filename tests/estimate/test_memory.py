@@ -187,7 +187,7 @@ def test_two_gradients_of_one_shape_are_swapped_by_a_copy():
     for sizes in ({"chunks": 2}, {"chunks": 2, "data": 4}, {"schedule": "eager_1f1b"}):
         found = parts(pipe=2, tensor=4, **sizes)
         assert found["copies"] + found["workspace"] == 4 * 20 * 5120 * 5120  # a block's memory is free then
-    assert of(pipe=2, tensor=4, schedule="eager_1f1b", data=4) == 0
+    assert of(pipe=4, tensor=4, schedule="eager_1f1b", data=4) == of(pipe=4, tensor=4, chunks=2, data=4) == 0
     assert (
         of(pipe=2, tensor=8, chunks=2) == of(pipe=4, tensor=4, schedule="zb_h1") == of(pipe=20, tensor=4, chunks=2) == 0
     )
