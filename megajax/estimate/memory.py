@@ -105,7 +105,12 @@ def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
 
 def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
     """Parameters of a rank on one device, sharded over their replicas or not."""
-    (common, experts), replicas = rank_parameters(run, sharding), run.parallel.data * run.parallel.context
+    return _sharded_or_not(run, rank_parameters(run, sharding), is_sharded)
+
+
+def _sharded_or_not(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
+    """The same from what `rank_parameters` returns."""
+    (common, experts), replicas = of_rank, run.parallel.data * run.parallel.context
     if not is_sharded:
         return common + experts
     return common // replicas + experts // (replicas // run.parallel.expert)
@@ -129,10 +134,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     item = ITEMSIZE[run.train.precision]
     sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(run)
     slots = slots or program_slots(run)
-    state = sharded_parameters(run, sharding, sharding.zero >= 1)
-    work = sharded_parameters(run, sharding, sharding.zero >= 3)
+    of_rank = rank_parameters(run, sharding)
+    state, work = (_sharded_or_not(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
-    per_chunk = parallel.stage_layers(model.layers).slots
+    layers = parallel.stage_layers(model.layers)
+    per_chunk = layers.slots
     residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
     layer = kept_of_block(run, item, "none" if unrolls(run, parallel.attention) else None)
     stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
@@ -150,12 +156,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "inboxes": slots.inbox * residual,
     }
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
-    uneven = parallel.stage_layers(model.layers).idle > 0 and parallel.data * parallel.context > 1
-    copied = 4 * work if sharding.zero == 1 and uneven else 0
-    # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     replicas = parallel.data * parallel.context
-    unscattered = 4 * (shared - shared // replicas) if sharding.zero >= 3 else 0
+    copied = 4 * work if sharding.zero == 1 and replicas > 1 and layers.idle else 0
+    # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
+    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
+    unscattered = 4 * (shared - shared // replicas)
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
@@ -207,8 +212,7 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
 def _gathered_bytes(run: RunConfig, item: int) -> int:
     """Bytes by which what the column-parallel matmuls read is larger gathered, as recompute none stores it."""
     values = [value for value in model_costs(run.model).kept if value.name in ("attention_input", "feedforward_input")]
-    whole = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, sequence_parallel=False))
-    return _bytes_of(values, whole, item) - _bytes_of(values, run, item)
+    return _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
 
 
 def kept_for_weights(run: RunConfig, item: int) -> int:
@@ -217,20 +221,18 @@ def kept_for_weights(run: RunConfig, item: int) -> int:
     return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
 
 
-def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int) -> int:
-    """Bytes of these values of one block, for one microbatch, on one device."""
-    parallel = run.parallel
-    return sum(
-        value.bytes(
-            samples=parallel.microbatch_size,
-            sequence=model_costs(run.model).sequence_length // parallel.context,
-            itemsize=item,
-            tensor=parallel.tensor,
-            sequence_parallel=parallel.sequence_parallel,
-            rows=model_costs(run.model).expert_rows(parallel.expert),
-        )
-        for value in values
-    )
+def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: bool = False) -> int:
+    """Bytes of these values of one block, for one microbatch, on one device; or gathered over the tensor group."""
+    model, parallel = model_costs(run.model), run.parallel
+    sizes = {
+        "samples": parallel.microbatch_size,
+        "sequence": model.sequence_length // parallel.context,
+        "itemsize": item,
+        "tensor": parallel.tensor,
+        "sequence_parallel": parallel.sequence_parallel and not gathered,
+        "rows": model.expert_rows(parallel.expert),
+    }
+    return sum(value.bytes(**sizes) for value in values)
 
 
 def stash_copies(run: RunConfig, item: int) -> int:
