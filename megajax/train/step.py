@@ -374,8 +374,7 @@ class ContinuousTraining(Training):
         sizes = run.parallel.pipe, run.microbatches
         self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         options = step_options(run.parallel.tensor, device := mesh.devices.flat[0])
-        step = jax.jit(self._train_step, donate_argnums=0, compiler_options=options)
-        self._train = with_latencies(step, run, device)
+        self._train = with_latencies(jax.jit(self._train_step, donate_argnums=0, compiler_options=options), run, device)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 
     takes_hold = False
