@@ -55,7 +55,7 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
     def __add__(self, other: "LayerTime") -> "LayerTime":
         return LayerTime(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -97,7 +97,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
     @property
     def communication(self) -> float:

@@ -33,7 +33,7 @@ def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:
 
 
 def placements(run: RunConfig) -> list[RunConfig]:
-    """The runs that `vocab_parallel` may resolve to: one if it is not auto, or if all are the same."""
+    """The runs that `vocab_parallel` may resolve to, least memory first: one if it is not auto, or if all are the same."""
     if run.parallel.vocab_parallel != "auto":
         return [run]
     costs = model_costs(run.model)

@@ -218,9 +218,16 @@ def fitting(question: Question) -> Iterable[RunConfig]:
 
 
 def _fastest_placement(question: Question, run: RunConfig) -> Candidate:
-    """The run with embedding and head where it is fastest, of those that fit; if neither does, where it is smallest."""
-    found = (evaluate(question, placed) for placed in placements(run))
-    return min(found, key=lambda one: (one.time is None, one.time.total if one.time else one.peak))
+    """The run with embedding and head where it is fastest, of those that fit; if neither does, where it is smallest.
+
+    They take the least memory split over pipe and tensor: if that does not fit, the other placement does not either.
+    """
+    smallest, *others = placements(run)
+    best = evaluate(question, smallest)
+    for placed in others if best.time else ():
+        found = evaluate(question, placed)
+        best = found if found.time and found.time.total < best.time.total else best
+    return best
 
 
 def evaluate(question: Question, run: RunConfig) -> Candidate:
