@@ -42,7 +42,12 @@ def read_pattern(text: str, layers: int) -> tuple[str, ...]:
     Raises:
         ConfigError: it is neither a number nor a pattern of as many zeros and ones as there are layers.
     """
-    if text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) > 0:
+    if text and not text.strip("0"):
+        raise ConfigError(
+            "moe_layer_freq = 0 must be at least 1: the first of every N layers has experts; pass "
+            "--moe-layer-freq 1 for all layers, or --experts 0 for none."
+        )
+    if text.isascii() and text.isdecimal() and len(text) < DIGITS:
         return tuple(DENSE if layer % int(text) else SPARSE for layer in range(layers))
     try:
         kinds = _Pattern(text, layers).read()
