@@ -19,6 +19,8 @@ from megajax.schedules.errors import exit_code
 # docs/planning.md quotes some of them.
 CASES = {
     "gpt3-175b": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64",
+    "gpt3-175b-latencies": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64 "
+    "--latency-estimates roofline",
     "gpt3-175b-1f1b": "--model gpt3-175b --tensor 8 --pipe 8 --schedule 1f1b --global-batch-size 64",
     "gpt3-175b-zb_v": "--model gpt3-175b --tensor 8 --pipe 8 --schedule zb_v --chunks 2 --global-batch-size 64",
     "llama2-7b": "--model llama2-7b --tensor 2 --pipe 2 --data 2 --chunks 1 --schedule eager_1f1b --microbatch-size 1 "
@@ -74,7 +76,7 @@ def compiled(words: Sequence[str], gpu_name: str, **options):
 
 def compile_and_account(run, gpu, **options):
     """(what `compile_for` returns for a run's step, the step's account); `options` and errors as of `compile_for`."""
-    from megajax.plan.account import account_of
+    from megajax.estimate.program_account import account_of
     from megajax.plan.compiler import compile_for
 
     result = compile_for(run, gpu, **options)

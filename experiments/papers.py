@@ -22,11 +22,11 @@ from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import with_attention
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.program_account import account_of
 from megajax.estimate.program_time import Program
 from megajax.estimate.published import MODEL_22B, make_run
 from megajax.estimate.step_time import step_time
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.account import account_of
 from megajax.plan.compiler import compile_for
 from megajax.plan.report import new_figure, save_figure
 from megajax.plan.search import usable_bytes

@@ -85,6 +85,12 @@ class ParallelConfig:
         "ring: split the matmuls of a tensor group so that their communication, round a ring, overlaps them",
         ("none", "ring"),
     )
+    latency_estimates: str = setting(
+        "xla",
+        "on GPUs, the times by which XLA decides what overlaps a collective; roofline: those estimated from the compiled "
+        "step, which is then compiled once more",
+        ("xla", "roofline"),
+    )
     axis_order: tuple[str, ...] = setting(
         ("data", "pipe", "tensor"),
         "mesh axes, outermost first; neighbours on the last one get the fastest links",

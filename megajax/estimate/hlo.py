@@ -164,7 +164,7 @@ class HloModule:
 
         Args:
           scopes: names of loops.
-          routed_part: of the rows of grouped matmuls, the part that has experts (`roofline.Rates`).
+          routed_part: of the rows of grouped matmuls, the part that has experts (`rates.Rates`).
         """
         chosen = (one for one in self.matmuls if not scopes or one.scope in scopes)
         return sum(one.flops * (routed_part if one.grouped else 1) for one in chosen)
@@ -237,7 +237,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None, ragged_part:
       trip_counts: total iterations of the loops with dynamic trip counts, by scope (`jax.named_scope`, the innermost one
         given). They are divided equally among the executions of these loops. Loops in no given scope count as one
         iteration.
-      ragged_part: of the rows that a ragged all-to-all has room for, the part that it sends (`roofline.Rates`).
+      ragged_part: of the rows that a ragged all-to-all has room for, the part that it sends (`rates.Rates`).
     """
     modules, entry = computations(text)
     heavy = _with_matmuls(modules)

@@ -25,6 +25,7 @@ BRANCHES = "/cond"  # ends the keys of conditionals, by scope
 SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
 MOVES = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant", "transpose", "reshape")
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
+SCHEDULED = re.compile(r'scheduling_name="([^"]*)"')
 SCALAR_CODE = ("reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter", *KINDS)  # call it per element
 
 
@@ -172,6 +173,12 @@ def called_by(rest: str) -> list[str]:
 def operands(line: Line) -> list[str]:
     """Names of the operands."""
     return OPERAND.findall(line.rest.split(")")[0])
+
+
+def scheduling_name(line: Line) -> str:
+    """The line's name when XLA scheduled it, by which a profile for its latency hiding scheduler has it."""
+    found = SCHEDULED.search(line.rest)
+    return found[1] if found else line.name
 
 
 def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:

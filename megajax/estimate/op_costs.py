@@ -138,7 +138,7 @@ class Fitted:
     gather_overlap: float
 
 
-# About 700 TFLOP/s of large bf16 products in training, as `roofline.py` has it: a product alone was measured at 790, whole
+# About 700 TFLOP/s of large bf16 products in training, as `rates.py` has it: a product alone was measured at 790, whole
 # steps of training at up to 544. The H200 is the H100's chip.
 H100_MATMUL_SHARE = 0.71
 CHIPS = {"h100": H100_MATMUL_SHARE, "h200": H100_MATMUL_SHARE}

@@ -1,6 +1,6 @@
 """Seconds of a block of megajax's own program, each kernel at its roofline, without compiling it.
 
-The kernels and collectives are those that XLA makes of the program for GPUs (jax 0.12), with the rates of `roofline.py`,
+The kernels and collectives are those that XLA makes of the program for GPUs (jax 0.12), with the rates of `rates.py`,
 which reads them off a compiled program; `python -m benchmarks.time_model` compares the two. What XLA decides was read off
 compiled programs as well, and is in the constants here: how many kernels a block launches, the memory that they move
 besides the matmuls', and which collectives overlap what.
@@ -31,7 +31,7 @@ from megajax.estimate.memory import (
     slots_of,
 )
 from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, spread
-from megajax.estimate.roofline import rates_of
+from megajax.estimate.rates import rates_of
 from megajax.pipeline.options import merges, unrolls
 from megajax.schedules.registry import find
 

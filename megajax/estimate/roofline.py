@@ -1,4 +1,4 @@
-"""Estimates a step's time from its compiled program: the kernels in XLA's order, each at its roofline (`Rates`).
+"""Estimates a step's time from its compiled program: the kernels in XLA's order, each at its roofline (`rates.py`).
 
     kernel       max(FLOPs / rate of its class, bytes / HBM bandwidth) + the gap before the next kernel
     collective   bytes sent by a ring / bandwidth of the slowest link; runs beside the kernels between its start and its
@@ -14,9 +14,8 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import SENT, collective_groups, collective_size
 from megajax.estimate.hlo_parser import (
     KINDS,
@@ -26,130 +25,20 @@ from megajax.estimate.hlo_parser import (
     computations,
     known_trip_count,
     operands,
+    scheduling_name,
     scope_of,
     working_branches,
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
-from megajax.estimate.measured import Link, Measured, rate_at
-from megajax.estimate.op_costs import CHIPS, FUSED_ATTENTION_SHARE, RAGGED_PEER, RAGGED_SHARE, RINGS_SHARE
+from megajax.estimate.op_costs import RAGGED_PEER, RAGGED_SHARE
+from megajax.estimate.rates import Rates
 
-__all__ = ["Account", "Rates", "account", "rates_of"]
+__all__ = ["Account", "account", "seconds_by_name"]
 
 HOST_MEMORY, TRANSFER = "S(5)", "host transfer"
 COMBINED = 4  # conditionals of a computation; a tick that is not in a loop over ticks has its own
 GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """What kernels reach on a GPU.
-
-    Attributes:
-      matmul, attention: FLOP/s, of matmuls in 8 bits twice as many. Attention's are of the scores that are computed.
-      matmuls: measured rates by size (`measured.rate_at`), in place of `matmul`.
-      attention_backward: measured FLOP/s of attention's backward; None: those of its forward.
-      memory: bytes/s of HBM.
-      host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
-      host_size: GPUs in a host.
-      links: measured latencies and bandwidths by XLA's kind of collective, within a host and between hosts, in place of
-        `host` and `network`.
-      attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
-        under a causal mask, else 1.
-      pcie: bytes/s to and from the host's memory.
-      routed_part: of the rows that a device has for experts, those that balanced routing gives it.
-      ragged_part: of the rows that a ragged all-to-all has room for, those that balanced routing sends.
-      gap: seconds between two kernels.
-      synchronisation: seconds for which the device idles when the host reads a loop's condition or a branch's index.
-    """
-
-    matmul: float
-    attention: float
-    memory: float
-    host: float
-    network: float
-    host_size: int
-    attention_part: float = 0.5
-    pcie: float = 64e9
-    routed_part: float = 1.0
-    ragged_part: float = 1.0
-    gap: float = 2e-6
-    synchronisation: float = 25e-6
-    matmuls: tuple[tuple[float, float], ...] = ()
-    attention_backward: float | None = None
-    links: Mapping[str, tuple[Link | None, Link | None]] = dataclasses.field(default_factory=dict)
-
-    def matmul_rate(self, flops: float) -> float:
-        """FLOP/s of a product of this size."""
-        return rate_at(self.matmuls, flops) if self.matmuls else self.matmul
-
-    def attention_rate(self, backward: bool) -> float:
-        """FLOP/s of attention's forward or backward."""
-        return self.attention_backward if backward and self.attention_backward else self.attention
-
-    def collective(self, kind: str, sent: float, group: int, here: int) -> float:
-        """Seconds of one of XLA's kinds of collectives, in which each device of a group sends `sent` bytes.
-
-        A latency is of a measured link; otherwise it is the gap between two kernels. `group` and `here` as for `link`.
-        """
-        near, far = self.links.get(kind, (None, None))
-        if here >= group:
-            return near.seconds(sent) if near else sent / self.host + self.gap
-        if far is None:
-            return sent / self.link(group, here) + self.gap
-        fastest = near.bandwidth if near else self.host
-        return far.latency + sent / min(fastest, here * far.bandwidth)
-
-    def link(self, group: int, here: int) -> float:
-        """Bytes/s at which a device sends in a ring of `group` devices, `here` of them in each host.
-
-        Between hosts each of these contributes its network adapter.
-        """
-        return self.host if here >= group else min(self.host, here * self.network)
-
-
-# The share of the peak that a large product reaches with the traffic of its operands, which is not added here. The A100's
-# is that of two matrices of 8192 x 8192 by `OpCosts`, with the constants fitted there.
-MATMUL_SHARE = {"a100": 0.784, **CHIPS}
-MEMORY = 0.9  # of the HBM's bandwidth: what copy kernels reach
-
-
-def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention by their shares of the peak.
-
-    Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests. What
-    a calibration measured replaces all of these; matmuls and attention if it was in this precision. All-to-alls, which it
-    does not measure, have its bandwidths of all-gathers.
-
-    Raises:
-      ConfigError: the GPU has no tensor cores for that type.
-    """
-    peak = gpu.peak(precision)
-    published = Rates(
-        matmul=MATMUL_SHARE[gpu.family] * peak,
-        attention=FUSED_ATTENTION_SHARE[gpu.family] * peak,
-        memory=MEMORY * gpu.memory_bandwidth,
-        host=gpu.host_bandwidth,
-        network=gpu.network_bandwidth * min(1.0, gpu.network_share / RINGS_SHARE),
-        host_size=gpu.host_size,
-        pcie=gpu.pcie_bandwidth,
-    )
-    return published if gpu.measured is None else _with_measured(published, gpu.measured, precision)
-
-
-def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
-    near, far = measured.host.all_gather, measured.network.all_gather
-    rates = dataclasses.replace(
-        rates,
-        memory=measured.memory or rates.memory,
-        host=near.bandwidth if near else rates.host,
-        network=far.bandwidth if far else rates.network,
-        links=measured.links,
-    )
-    if measured.precision != precision:
-        return rates
-    forward, backward = measured.attention or (rates.attention, None)
-    return dataclasses.replace(rates, matmuls=measured.matmuls, attention=forward, attention_backward=backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +104,18 @@ def account(text: str, trip_counts: Mapping[str, float], rates: Rates, places: S
     return _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates, places).computation(entry)
 
 
+def seconds_by_name(
+    text: str, trip_counts: Mapping[str, float], rates: Rates, places: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Seconds of one execution of each kernel, loop, conditional and collective, by its name when XLA scheduled it.
+
+    Arguments as for `account`.
+    """
+    modules, entry = computations(text)
+    reader = _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates, places)
+    return dict(itertools.chain.from_iterable(reader.by_name(lines) for lines in modules.values()))
+
+
 class _Reader:
     """Reads computations once each: what one execution takes does not depend on the caller."""
 
@@ -248,6 +149,18 @@ class _Reader:
                 total += self._execute(lines, dict(zip(shares, works, strict=True))) * chance
             self._read[name] = total
         return self._read[name]
+
+    def by_name(self, lines: list[Line]) -> Iterable[tuple[str, float]]:
+        """(name, seconds) of the lines of a computation that take time, without what overlaps them."""
+        types = {line.name: line.type for line in lines}
+        for line in lines:
+            kind = line.op.removesuffix("-start")
+            if kind in KINDS:
+                yield scheduling_name(line), self._collective_seconds(line, kind, types)
+            elif (seconds := self._transfer_seconds(line, types)) is not None:
+                yield scheduling_name(line), seconds
+            elif (part := self._part(line, None, types)) is not None:
+                yield scheduling_name(line), part.total
 
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""

@@ -1,21 +1,13 @@
 """The dry run's account of a compiled step: estimated time and memory traffic by class, and the largest wastes."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.config import RunConfig
-from megajax.estimate import model_costs
-from megajax.estimate.expert_time import sent_share
-from megajax.estimate.gpus import Gpu
-from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.kernels import CLASSES
-from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Account, account, rates_of
-from megajax.estimate.step_time import bubble_time
-from megajax.runtime.mesh import mesh_places
-from megajax.schedules.simulate import Costs
+from megajax.estimate.program_account import StepAccount
+from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS
 
-__all__ = ["StepAccount", "account_of", "account_table", "largest_wastes", "ragged_part", "routed_part", "to_json"]
+__all__ = ["account_table", "largest_wastes", "to_json"]
 
 # What a better program of the same schedule would not spend. Elementwise kernels are not waste: a model has them.
 WASTES: Mapping[str, str] = {
@@ -26,46 +18,6 @@ WASTES: Mapping[str, str] = {
     GAPS: "gaps between kernels",
     SYNCS: "the host waiting for loop conditions",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class StepAccount:
-    """The account of a rank that computes all of its microbatches, and the schedule's bubble as a share of its time."""
-
-    account: Account
-    bubble: float
-
-    @property
-    def seconds(self) -> float:
-        """The step's time with the bubble."""
-        return self.account.total * (1 + self.bubble)
-
-
-def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
-    """The account of a run's compiled step.
-
-    The bubble is that of megajax's executor, in which ranks start each tick together, with a backward twice as long as a
-    forward.
-    """
-    costs = Costs()
-    ideal = run.microbatches * run.parallel.chunks * (costs.forward + costs.backward)
-    bubble = bubble_time(run, costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
-    rates, attention = rates_of(gpu, run.train.precision), model_costs(run.model).attention
-    if attention is not None and not attention.causal:
-        rates = dataclasses.replace(rates, attention_part=1.0)
-    rates = dataclasses.replace(rates, routed_part=routed_part(run), ragged_part=ragged_part(run))
-    return StepAccount(account(hlo, loop_trip_counts(run), rates, mesh_places(run.parallel)), bubble)
-
-
-def routed_part(run: RunConfig) -> float:
-    """Of the rows that a device has for experts, those that balanced routing gives it."""
-    return 1 / model_costs(run.model).expert_rows(run.parallel.expert)
-
-
-def ragged_part(run: RunConfig) -> float:
-    """Of the rows that a ragged all-to-all has room for, those that balanced routing sends."""
-    experts = model_costs(run.model).experts
-    return sent_share(experts, run.parallel)[0] if experts else 1.0
 
 
 def account_table(found: StepAccount) -> str:

@@ -39,9 +39,10 @@ from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.program_account import account_of, ragged_part, routed_part
 from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.account import account_of, account_table, ragged_part, routed_part, to_json
+from megajax.plan.account import account_table, to_json
 from megajax.plan.cluster import load_cluster
 from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters

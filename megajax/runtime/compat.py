@@ -27,6 +27,7 @@ __all__ = [
     "Literal",
     "broken_host_offload",
     "call_after_compilation",
+    "compile_with_profile",
     "coordination_service",
     "cudnn_attention_backward",
     "cudnn_attention_forward",
@@ -128,6 +129,11 @@ def call_after_compilation(callback: Callable[[str, Sequence[int]], None]) -> No
         return executable
 
     compiler.compile_or_get_cached = compile_and_call
+
+
+def compile_with_profile(lowered: jax.stages.Lowered, profile: bytes) -> jax.stages.Compiled:
+    """The program, with a profile for XLA's latency hiding scheduler: a ProfiledInstructionsProto, binary or text."""
+    return lowered.compile({"fdo_profile": profile})
 
 
 def devices_started() -> bool:

@@ -38,6 +38,7 @@ from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.two_passes import with_latencies
 
 Tree = Any
 
@@ -118,13 +119,14 @@ class Training:
         batch = self.batch_sharding = NamedSharding(mesh, batch_spec(mesh) if run.parallel.context == 1 else P())
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
-        self._train = jax.jit(
+        step = jax.jit(
             self._train_step,
             in_shardings=(state, batch, replicated),
             out_shardings=(state, replicated),
             donate_argnums=0,
             compiler_options=step_options(run.parallel.tensor, mesh.devices.flat[0]),
         )
+        self._train = with_latencies(step, run, mesh.devices.flat[0])
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
@@ -371,8 +373,9 @@ class ContinuousTraining(Training):
         super().__init__(run, mesh, model, rules)
         sizes = run.parallel.pipe, run.microbatches
         self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
-        options = step_options(run.parallel.tensor, mesh.devices.flat[0])
-        self._train = jax.jit(self._train_step, donate_argnums=0, compiler_options=options)
+        options = step_options(run.parallel.tensor, device := mesh.devices.flat[0])
+        step = jax.jit(self._train_step, donate_argnums=0, compiler_options=options)
+        self._train = with_latencies(step, run, device)
         self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
 
     takes_hold = False

@@ -75,3 +75,14 @@ def test_merged_ticks_hide_the_collectives_of_tensor_parallelism():
     one = found.account
     for kind in ("all-gather", "reduce-scatter"):
         assert one.hidden[kind] > 0.65 * (one.hidden[kind] + one.exposed[kind])
+
+
+@pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
+def test_with_the_latencies_of_the_roofline_more_collectives_overlap_matmuls():
+    """The same kernels, in another order."""
+    _, result, found = compiled("gpt3-175b-latencies")
+    one, other = found.account, compiled("gpt3-175b")[2].account
+    assert sum(one.flops.values()) == pytest.approx(sum(other.flops.values()), rel=1e-3)
+    assert sum(one.hidden.values()) > 0.75 * (sum(one.hidden.values()) + sum(one.exposed.values()))
+    assert one.total < 0.97 * other.total
+    assert result["memory"]["peak"] < 60 * GB

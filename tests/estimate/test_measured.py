@@ -10,7 +10,8 @@ from megajax.estimate.gpus import find_gpu
 from megajax.estimate.measured import Link, Links, Measured, fit_link, rate_at, rates_by_size
 from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
 from megajax.estimate.program_time import Program
-from megajax.estimate.roofline import EXPOSED, account, rates_of
+from megajax.estimate.rates import rates_of
+from megajax.estimate.roofline import EXPOSED, account
 from megajax.estimate.step_time import step_time
 
 H100 = find_gpu("h100-80gb")

@@ -10,7 +10,8 @@ from megajax.estimate.hlo import read
 from megajax.estimate.hlo_parser import computations
 from megajax.estimate.kernels import kernel_of
 from megajax.estimate.op_costs import FITTED, RAGGED_PEER, RAGGED_SHARE, OpCosts, Software
-from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, Rates, account, rates_of
+from megajax.estimate.rates import Rates, rates_of
+from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS, account, seconds_by_name
 from megajax.runtime.mesh import mesh_places
 from tests.estimate.hlo_counter import Counter
 
@@ -126,6 +127,22 @@ def test_a_kernel_counts_what_it_touches():
             if kernel := kernel_of(line, types, modules):
                 found[kernel.name] = (kernel.kind, kernel.read, kernel.written)
     assert found == KERNELS
+
+
+def test_the_seconds_of_each_instruction_by_its_name_when_it_was_scheduled():
+    """Kernels at 1 GB/s or 1 TFLOP/s and 1 us between them; of the gather's 512 bytes a rank sends half at 1 MB/s."""
+    renamed = MODULE.replace("calls=%activate", 'calls=%activate, metadata={scheduling_name="gelu.1"}')
+    found = seconds_by_name(renamed, {"F": 3}, RATES)
+    gap, moved = 1e-6, {name: read + written for name, (_, read, written) in KERNELS.items()}
+    for name in set(KERNELS) - {"active"}:
+        assert found[name] == pytest.approx(moved[name] * 1e-9 + gap)
+    assert found["gelu.1"] == pytest.approx(moved["active"] * 1e-9 + gap) and "active" not in found
+    assert found["gather"] == pytest.approx(256e-6 + gap)
+    # A turn: the slice, the gather, which outlasts the product, and the sum in place.
+    turn = sum(found[name] for name in ("w", "gather", "added"))
+    assert found["known"] == pytest.approx(5 * turn)
+    assert found["unknown"] == pytest.approx(3 * turn + 4 * (found["less"] + RATES.synchronisation))
+    assert not {"y", "gathered", "out", "init"} & set(found)
 
 
 SLICES = """HloModule m, is_scheduled=true

@@ -12,8 +12,8 @@ from megajax.estimate.communication import expected
 from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import GPUS
 from megajax.estimate.hlo import loop_trip_counts, most_sent, read
+from megajax.estimate.program_account import account_of
 from megajax.pipeline.slots import slot_tables
-from megajax.plan.account import account_of
 from megajax.plan.compiler import compile_for, has_compiler
 from megajax.runtime.compat import jaxlib_version
 from megajax.schedules.registry import make_schedule

@@ -1,0 +1,73 @@
+"""The account of a run's compiled step, and the same as a profile for XLA's scheduler."""
+
+import dataclasses
+
+from megajax.config import RunConfig
+from megajax.estimate import model_costs
+from megajax.estimate.expert_time import sent_share
+from megajax.estimate.gpus import Gpu
+from megajax.estimate.hlo import loop_trip_counts
+from megajax.estimate.rates import Rates, rates_of
+from megajax.estimate.roofline import Account, account, seconds_by_name
+from megajax.estimate.step_time import bubble_time
+from megajax.runtime.mesh import mesh_places
+from megajax.schedules.simulate import Costs
+
+__all__ = ["StepAccount", "account_of", "latency_profile", "ragged_part", "routed_part"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepAccount:
+    """The account of a rank that computes all of its microbatches, and the schedule's bubble as a share of its time."""
+
+    account: Account
+    bubble: float
+
+    @property
+    def seconds(self) -> float:
+        """The step's time with the bubble."""
+        return self.account.total * (1 + self.bubble)
+
+
+def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
+    """The account of a run's compiled step.
+
+    The bubble is that of megajax's executor, in which ranks start each tick together, with a backward twice as long as a
+    forward.
+    """
+    costs = Costs()
+    ideal = run.microbatches * run.parallel.chunks * (costs.forward + costs.backward)
+    bubble = bubble_time(run, costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
+    found = account(hlo, loop_trip_counts(run), _rates(run, gpu), mesh_places(run.parallel))
+    return StepAccount(found, bubble)
+
+
+def latency_profile(run: RunConfig, gpu: Gpu, hlo: str) -> bytes:
+    """How long each kernel, loop and collective of a run's compiled step takes, for XLA's latency hiding scheduler.
+
+    Returns:
+      A ProfiledInstructionsProto as text: names and microseconds.
+    """
+    seconds = seconds_by_name(hlo, loop_trip_counts(run), _rates(run, gpu), mesh_places(run.parallel))
+    lines = (f'costs {{ name: "{name}" cost_us: {1e6 * value:.3f} }}\n' for name, value in seconds.items())
+    return "".join(lines).encode()
+
+
+def _rates(run: RunConfig, gpu: Gpu) -> Rates:
+    """The GPU's, with what the run's kernels compute of their operands."""
+    attention = model_costs(run.model).attention
+    causal = attention is None or attention.causal
+    rates = rates_of(gpu, run.train.precision)
+    parts = {"routed_part": routed_part(run), "ragged_part": ragged_part(run)}
+    return dataclasses.replace(rates, **parts, **({} if causal else {"attention_part": 1.0}))
+
+
+def routed_part(run: RunConfig) -> float:
+    """Of the rows that a device has for experts, those that balanced routing gives it."""
+    return 1 / model_costs(run.model).expert_rows(run.parallel.expert)
+
+
+def ragged_part(run: RunConfig) -> float:
+    """Of the rows that a ragged all-to-all has room for, those that balanced routing sends."""
+    experts = model_costs(run.model).experts
+    return sent_share(experts, run.parallel)[0] if experts else 1.0
