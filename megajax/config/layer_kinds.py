@@ -95,9 +95,13 @@ def check_layer_kinds(model: Any) -> None:
         )
     kinds = model_kinds(model)
     if SPARSE not in kinds:
+        selected = [
+            layer for layer, kind in enumerate(read_pattern(model.moe_layer_freq, model.layers)) if kind == SPARSE
+        ]
+        fewer = f"--dense-layers {selected[-1]}{' or fewer' * (selected[-1] > 0)}" if selected else "--moe-layer-freq 1"
         raise ConfigError(
             f"dense_layers = {model.dense_layers} and moe_layer_freq = {model.moe_layer_freq} leave none of layers = "
-            f"{model.layers} with experts: pass --experts 0, or --dense-layers {model.layers - 1} or fewer."
+            f"{model.layers} with experts: pass --experts 0, or {fewer}."
         )
     if DENSE not in kinds and model.dense_feedforward is not None:
         raise ConfigError(

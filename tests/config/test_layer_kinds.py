@@ -66,6 +66,9 @@ def test_texts_that_are_no_pattern(text, message):
         (small.MODEL, {"dense_layers": 1}, "dense_layers = 1 does nothing without experts.*omit --dense-layers"),
         (small.MODEL, {"moe_layer_freq": "2"}, "moe_layer_freq = 2 does nothing without experts"),
         (UNEVEN, {"dense_layers": 8}, "leave none of layers = 8 with experts: pass --experts 0, or --dense-layers 7"),
+        (UNEVEN, {"dense_layers": 5, "moe_layer_freq": "4"}, "none of layers = 8 .*, or --dense-layers 4 or fewer"),
+        (UNEVEN, {"dense_layers": 1, "moe_layer_freq": "8"}, "none of layers = 8 .*, or --dense-layers 0\\."),
+        (UNEVEN, {"moe_layer_freq": "[0]*8"}, "none of layers = 8 .*, or --moe-layer-freq 1"),
         (UNEVEN, {"dense_feedforward": 8}, "dense_feedforward = 8 does nothing where all layers have experts"),
         (
             UNEVEN,
