@@ -9,9 +9,9 @@ python -m benchmarks.standing_questions --show             compares the models w
 
 A question is a command line of `python -m megajax.plan`; its best are the rows which that command prints, each the fastest
 layout of its mesh, ties of the fastest in order of simplicity. A layout is compiled for all of the question's GPUs, as by
-the dry run. The compiled program has no bubble: the compiled time includes the schedule's, with a backward of twice the
-forward's time, and the predicted time that with the model's own times of operations. Needs pip install "megajax[dryrun]"
-and nvidia-cudnn-cu12. Nothing is run.
+the dry run. The compiled program has no bubble: both times include the schedule's, as a share of the step, with the
+model's times of operations. The last line is the error bar of comparisons. Needs pip install "megajax[dryrun]" and
+nvidia-cudnn-cu12. Nothing is run.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ import jax
 from benchmarks import roofline
 from megajax.config import RunConfig
 from megajax.config.options import Parser
-from megajax.estimate.error_bars import bar_of
+from megajax.estimate.error_bars import comparison_bar
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
@@ -112,10 +113,12 @@ def measure(name: str, one: Candidate, timeout: float) -> dict[str, Any]:
 def compare(row: Mapping[str, Any]) -> Comparison:
     """A compiled row beside the models' figures."""
     run, gpu = run_from_json(row["run"]), find_gpu(row["gpu"])
-    compiled = sum(row["seconds"].values()) * (1 + row["bubble"])
+    predicted = step_time(run, gpu)
+    working = predicted.total - predicted.bubble
+    compiled = sum(row["seconds"].values()) * predicted.total / working
     return Comparison(
         run,
-        (compiled, step_time(run, gpu).total),
+        (compiled, predicted.total),
         (row["peak"], sum(bytes_per_device(run).values())),
         row["peak"] <= usable_bytes(gpu),
     )
@@ -128,17 +131,35 @@ def is_of(row: Mapping[str, Any], run: RunConfig) -> bool:
 
 
 def show(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Prints a line for each row, time and memory as compiled/predicted; and where there are several of a question, whether
-    another is faster than its winner.
+    """Prints a line for each row, time and memory as compiled/predicted; where there are several of a question, whether
+    another is faster than its winner; and what comparisons of a question's layouts are off by.
     """
     print(
         f"{'question':<10}{'':>3}{'GPUs':>6}{'t':>4}{'p':>4}{'d':>4}{'v':>3}{'b':>3}{'m':>5}  {'schedule':<18}"
         f"{'recompute':<10}{'z':>1}{'s':>14}{'error':>7}{'GB':>13}{'error':>7}"
     )
+    errors = []
     for name, some in itertools.groupby(rows, key=lambda row: row["question"]):
         found = [_line(row) for row in some]
         if len(compiled := [one for one in found if one]) > 1:
             print(_others(name, compiled))
+            errors.append([one.error for one in compiled])
+    if errors:
+        pairs = sum(math.comb(len(some), 2) for some in errors)
+        print(
+            f"comparisons: {pairs} pairs of layouts of one question are off by {comparison_error(errors):.2%} (root mean "
+            "square, one standard deviation)"
+        )
+
+
+def comparison_error(errors: Iterable[Sequence[float]]) -> float:
+    """The root mean square, over all pairs of layouts of one question, of what their predicted ratio is off by.
+
+    Args:
+      errors: of the predicted times of each question's layouts, relative to the compiled programs'.
+    """
+    off = [math.log1p(a) - math.log1p(b) for some in errors for a, b in itertools.combinations(some, 2)]
+    return math.sqrt(sum(one**2 for one in off) / len(off))
 
 
 def _line(row: Mapping[str, Any]) -> Comparison | None:
@@ -164,7 +185,7 @@ def _others(name: str, found: Sequence[Comparison]) -> str:
     """Whether another compiled layout is faster than the winner by more than the error bar of comparisons."""
     winner, *others = found
     fastest = min(others, key=lambda one: one.step[0])
-    gain, bar = winner.step[0] / fastest.step[0] - 1, bar_of(winner.run.parallel).within
+    gain, bar = winner.step[0] / fastest.step[0] - 1, comparison_bar(winner.run.parallel, fastest.run.parallel)
     compared = "faster" if gain > 0 else "slower"
     return (
         f"{name}: the fastest of the {len(others)} others is {compared} than the winner by {abs(gain):.1%}; "

@@ -1,22 +1,22 @@
-"""How far the time model is off, from the published rows that no constant was fitted to (`validate.py`), by kind of run."""
+"""How far the time model is off: a prediction, from published runs, and a comparison of two, from compiled programs."""
 
 import dataclasses
+import math
 
 from megajax.config import ParallelConfig
 
-__all__ = ["ERROR_BARS", "ErrorBar", "bar_of", "kind_of"]
+__all__ = ["COMPARISON", "ERROR_BARS", "ErrorBar", "bar_of", "comparison_bar", "kind_of"]
 
 KINDS = MEGATRON, FSDP, CONTEXT, EXPERTS = "Megatron-style", "FSDP/ZeRO-3", "context", "experts"
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorBar:
-    """Relative errors of predicted step times.
+    """Relative errors of predicted step times of published runs that no constant was fitted to (`validate.py`).
 
     Attributes:
       total: root mean square; what a prediction may be off by.
-      within: standard deviation within a source, around its mean error; what a comparison of two layouts of the same program
-        on the same cluster may be off by.
+      within: standard deviation within a source, around its mean error.
     """
 
     total: float
@@ -25,6 +25,9 @@ class ErrorBar:
 
 # The last lines of `python -m megajax.estimate.validate`, without those of experts; a test compares them.
 ERROR_BARS = {MEGATRON: ErrorBar(0.085, 0.030), FSDP: ErrorBar(0.119, 0.089), CONTEXT: ErrorBar(0.012, 0.011)}
+# What the predicted ratio of two layouts' times is off by, from megajax's own programs, compiled: the last line of
+# `python -m benchmarks.standing_questions --show`; a test compares them. One standard deviation, as `total` is.
+COMPARISON = 0.025
 
 
 def kind_of(context: int, zero: int, experts: bool = False) -> str:
@@ -37,3 +40,13 @@ def kind_of(context: int, zero: int, experts: bool = False) -> str:
 def bar_of(parallel: ParallelConfig) -> ErrorBar:
     """The error bar of a layout's predicted time; with experts, of which two runs are published, that without them."""
     return ERROR_BARS[kind_of(parallel.context, parallel.zero)]
+
+
+def comparison_bar(*layouts: ParallelConfig) -> float:
+    """What a comparison of these layouts of one question may be off by: one standard deviation.
+
+    Compiled programs give it for Megatron-style runs. Of other kinds no pairs of layouts were compiled: two independent
+    predictions of published runs, each off by `within`, are off by the square root of two times that.
+    """
+    kinds = {kind_of(one.context, one.zero) for one in layouts} - {MEGATRON}
+    return max([COMPARISON, *(math.sqrt(2) * ERROR_BARS[kind].within for kind in kinds)])

@@ -114,7 +114,12 @@ def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
 
 def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
     """Parameters of a rank on one device, sharded over their replicas or not."""
-    (common, experts), replicas = rank_parameters(run, sharding), run.parallel.data * run.parallel.context
+    return _sharded_or_not(run, rank_parameters(run, sharding), is_sharded)
+
+
+def _sharded_or_not(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
+    """The same from what `rank_parameters` returns."""
+    (common, experts), replicas = of_rank, run.parallel.data * run.parallel.context
     if not is_sharded:
         return common + experts
     return common // replicas + experts // (replicas // run.parallel.expert)
@@ -137,8 +142,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     item = ITEMSIZE[run.train.precision]
     sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(run)
     slots = slots or program_slots(run)
-    state = sharded_parameters(run, sharding, sharding.zero >= 1)
-    work = sharded_parameters(run, sharding, sharding.zero >= 3)
+    of_rank = rank_parameters(run, sharding)
+    state, work = (_sharded_or_not(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
     residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
     mode = "none" if unrolls(run, parallel.attention) else None
@@ -146,6 +151,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
     workspace = max(_workspace(kind.run, item, sharding) for kind in kinds)
     copies = stashed * of_chunk(stash_copies)
+    beside = workspace if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers the weights of the current block and of the next one.
     largest = max(sum(block_parameters(kind.run)) for kind in kinds)
     gathered = 2 * largest * item if sharding.zero >= 3 else 0
@@ -154,17 +160,21 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + gathered
         + _transposed(run, item),
         "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
-        "copies": max(0, copies - (workspace if max(kind.slots for kind in kinds) == 1 else 0)) + swapped,
+        "copies": max(0, copies - beside) + max(0, swapped - workspace),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
-    uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0 and parallel.data * parallel.context > 1
-    copied = 4 * work if sharding.zero == 1 and uneven else 0
+    replicas = parallel.data * parallel.context
+    uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
+    copied = 4 * work if sharding.zero == 1 and replicas > 1 and uneven else 0
+    # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
+    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
+    unscattered = 4 * (shared - shared // replicas)
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
-        "gradients": versions * 4 * work,
+        "gradients": versions * 4 * work + unscattered,
         **during,
         "workspace": max(workspace, copied - sum(during.values())),
     }
@@ -212,8 +222,7 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
 def _gathered_bytes(run: RunConfig, item: int) -> int:
     """Bytes by which what the column-parallel matmuls read is larger gathered, as recompute none stores it."""
     values = [value for value in model_costs(run.model).kept if value.name in ("attention_input", "feedforward_input")]
-    whole = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, sequence_parallel=False))
-    return _bytes_of(values, whole, item) - _bytes_of(values, run, item)
+    return _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
 
 
 def kept_for_weights(run: RunConfig, item: int) -> int:
@@ -222,20 +231,18 @@ def kept_for_weights(run: RunConfig, item: int) -> int:
     return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
 
 
-def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int) -> int:
-    """Bytes of these values of one block, for one microbatch, on one device."""
-    parallel = run.parallel
-    return sum(
-        value.bytes(
-            samples=parallel.microbatch_size,
-            sequence=model_costs(run.model).sequence_length // parallel.context,
-            itemsize=item,
-            tensor=parallel.tensor,
-            sequence_parallel=parallel.sequence_parallel,
-            rows=model_costs(run.model).expert_rows(parallel.expert),
-        )
-        for value in values
-    )
+def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: bool = False) -> int:
+    """Bytes of these values of one block, for one microbatch, on one device; or gathered over the tensor group."""
+    model, parallel = model_costs(run.model), run.parallel
+    sizes = {
+        "samples": parallel.microbatch_size,
+        "sequence": model.sequence_length // parallel.context,
+        "itemsize": item,
+        "tensor": parallel.tensor,
+        "sequence_parallel": parallel.sequence_parallel and not gathered,
+        "rows": model.expert_rows(parallel.expert),
+    }
+    return sum(value.bytes(**sizes) for value in values)
 
 
 def stash_copies(run: RunConfig, item: int) -> int:
@@ -255,7 +262,7 @@ def stash_copies(run: RunConfig, item: int) -> int:
     kept = model.kept_values(parallel.recompute, is_fused(parallel))
     first = 1 if parallel.attention in FUSED else parallel.microbatch_size + 1
     copied = [value for value in kept if value.transposed_from is not None and value.transposed_from < first]
-    if run.train.matmul_dtype == "fp8" and _is_gated(model):
+    if run.train.matmul_dtype == "fp8" and is_gated(model):
         copied += [value for value in kept if value.name == "up"]
     return _bytes_of(copied, run, item)
 
@@ -263,18 +270,21 @@ def stash_copies(run: RunConfig, item: int) -> int:
 def _swapped_sums(run: RunConfig) -> int:
     """Bytes of a copy of the summed gradients of one of the MLP's matrices, where both have the same shape on a device.
 
-    XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers.
+    XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers, while no block is
+    computed. On more than two ranks with replicas it starts them in two buffers, and does not.
     """
     parallel, model = run.parallel, model_costs(run.model)
     stages = parallel.stage_layers(model.layers)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
-    if parallel.pipe == 1 or not merges(run) or not is_paired(run) or stages.slots == 1 or "mlp_in" not in shapes:
+    apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
+    merged = parallel.pipe > 1 and merges(run) and is_paired(run)
+    if apart or not merged or stages.slots == 1 or "mlp_in" not in shapes:
         return 0
     inputs, outputs = shapes["mlp_in"]
     return 4 * stages.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
 
 
-def _is_gated(model: ModelCosts) -> bool:
+def is_gated(model: ModelCosts) -> bool:
     """Whether the MLP's activation multiplies two halves of what its first matmul computes."""
     widths = {value.name: value.per_token for value in model.kept}
     return widths.get("up", 0) > widths.get("activation", 0)
@@ -283,25 +293,46 @@ def _is_gated(model: ModelCosts) -> bool:
 def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
-    A block's backward: its weights' gradients in 16 bit, and four arrays of attention scores. (Least squares over the
-    grid gives 1.14 and 4.23; activations and logits add nothing, because they share the same memory at other times.) The
-    head: logits, of the columns that a device has, and their gradient. With a fused kernel there are no scores, and the sum
-    of those gradients, the head's two arrays and an activation of all tokens remains; with full recomputation also what the
-    block's second forward keeps. cuDNN's own workspace is unknown without a GPU, and not counted.
+    The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
+    device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
+    16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
+    at other times). cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     split = tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
-    gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
+    whole = item * rows_of(model, parallel) * model.hidden
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
+    if model.experts is not None and parallel.attention in FUSED:
+        return _expert_workspace(run, item) + logits + whole
     if parallel.attention in FUSED:
-        again = (
-            parallel.recompute == "full" and model.experts is None
-        )  # what experts compute again is in their own workspace
-        recomputed = kept_of_block(run, item, "none") if again else 0
-        return gradients + recomputed + logits + item * samples * tokens * model.hidden
+        return max(_block_workspace(run, item), logits + 3 * whole)
+    gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     heads = model.attention.heads if model.attention else 0
     return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
+
+
+def _block_workspace(run: RunConfig, item: int) -> int:
+    """Bytes of a block's backward with a fused attention kernel, and in merged ticks of another block's forward with it.
+
+    What the column-parallel matmuls compute and the row-parallel ones read, and the gradients of these; what is gathered
+    over the tensor group, two arrays in a backward, five in a merged tick, which also has six of the residual stream. With
+    full recomputation these are four, or five in a merged tick, and two of the residual stream. Read off the buffers at the
+    peak of compiled programs. Weights' gradients are added in place, except round rings.
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    rows, tensor = rows_of(model, parallel), parallel.tensor
+    widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls)
+    inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
+    whole = item * rows * model.hidden
+    residual = whole // (tensor if parallel.sequence_parallel else 1)
+    merged = merges(run) and is_paired(run)
+    full = parallel.recompute == "full"
+    gathers, residuals = (5 if merged else 4 if full else 2), (2 if full else 6 if merged else 0)
+    split = tensor > 1 and parallel.sequence_parallel
+    arrays = whole * (gathers if split else 2 if full else 0) + residuals * residual
+    gradients = item * model.block.on_device(tensor) if parallel.rings else 0
+    return int(2 * item * rows * inner) + arrays + gradients
 
 
 def _expert_workspace(run: RunConfig, item: int) -> int:

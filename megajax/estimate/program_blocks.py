@@ -24,12 +24,14 @@ from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
+    is_gated,
     is_paired,
     kept_for_weights,
     kept_of_block,
     rows_of,
     slots_of,
 )
+from megajax.estimate.merged_ticks import exposed_parts
 from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, spread
 from megajax.estimate.rates import rates_of
 from megajax.pipeline.options import merges, unrolls
@@ -43,8 +45,6 @@ MERGED = 8  # that a merged forward and backward share
 # A backward's memory traffic relative to the forward's, with what it recomputes besides matmuls; and the share of it that
 # overlaps its collectives.
 BACKWARD_TRAFFIC, HIDING_SHARE = 2.07, 0.4
-# Exposed gathers and scatters of a merged tick's block: EXPOSED (kernels / collective)^SCALING, in collectives.
-EXPOSED, SCALING = 20.0, -0.6
 # Exposed collectives of ZeRO-3, relative to all: of a forward, of a backward, of both merged.
 SHARDED_FORWARD, SHARDED_BACKWARD, SHARDED_MERGED = 0.33, 0.46, 0.16
 # Bytes for each parameter of a block where nothing is done in place: its 16-bit slice, read and written, in each pass; its
@@ -265,10 +265,8 @@ class Blocks:
         """The gradient of a block's input and of its biases, with what is recomputed, but for the communication."""
         products = self._matmuls((self.rows, n, k) for k, n, _ in self._products)
         again = self._matmuls((self.rows, k, n) for k, n, repeated in self._products if repeated)
-        if self.parallel.recompute == "full":
-            again += self._attention[0] + self.traffic(self._elementwise, FORWARD)
-        else:
-            again += self._attention[2]
+        # What a second forward computes besides these, the backward of other modes computes again, too.
+        again += self._attention[0 if self.parallel.recompute == "full" else 2]
         count, moved = self._biases
         elementwise = self.traffic(BACKWARD_TRAFFIC * self._elementwise + moved, BACKWARD + count * BIAS)
         return products + again + self._attention[1] + elementwise + self._repeated(1)
@@ -302,8 +300,10 @@ class Blocks:
             work += self.traffic(steps * RING_PASSES[backward] * queries, steps * RING_KERNELS[backward])
         if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
             # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one
-            transposed = 4 * (1 + backward) * self._pairs * self.rows * self.model.hidden * self.item
-            work += self.traffic(transposed, 2 * (1 + backward) * self._pairs)
+            arrays = 2 * (1 + backward) * self._pairs
+            if backward and self.parallel.recompute == "none":  # gathered values of the stash, too
+                arrays += self._pairs
+            work += self.traffic(2 * arrays * self.rows * self.model.hidden * self.item, arrays)
         if self.sharding.zero == 3 and backward:
             work += self.traffic(ACCUMULATION * weights / self.shards)
         return work
@@ -352,13 +352,23 @@ class Blocks:
 
     @functools.cached_property
     def merged(self) -> Work:
-        """Collectives overlap the other pass's matmuls: the more, the longer these take."""
+        """Most collectives overlap the other pass's matmuls."""
         kernels = self._forward_kernels + self._input_kernels + self._weight_kernels + self.kernels(-MERGED)
-        one, ratio = self._collective, 1 + 1 + 4 / self.item
-        exposed = one * EXPOSED * (kernels.total / one) ** SCALING if one else 0.0
+        ratio = 1 + 1 + 4 / self.item
         data = SHARDED_MERGED * ratio * self._sharded
-        most = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
-        return kernels + Work(traffic=self._stash, tensor=min(exposed, most), data=data)
+        return kernels + Work(traffic=self._stash, tensor=self._merged_exposed(kernels), data=data)
+
+    def _merged_exposed(self, kernels: Work) -> float:
+        """Seconds of a merged block's collectives that nothing overlaps, of two pairs of matmuls as of any number.
+
+        They are at least what all of its matmuls and attention leave, which matters where a tensor group spans hosts.
+        """
+        one, widest = self._collective, self.rows * max(columns for _, columns, _ in self._products) * self.item
+        beside = lambda part: self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total  # noqa: E731
+        parts = exposed_parts(is_gated(self.model), self.parallel.recompute == "full")
+        exposed = sum(max(0.0, part.collectives * one - beside(part)) for part in parts)
+        all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
+        return max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention)
 
     @property
     def _slices(self) -> float:

@@ -95,7 +95,8 @@ class Program(Blocks):
     def ticks(self) -> Work:
         """What ticks take besides blocks and ends: received values written, small kernels, exposed sends, and waits.
 
-        Sends overlap the ends, and the other pass in a tick that has both of them in loops of their own.
+        Sends overlap the other pass in a tick that has both of them in loops of their own, and the ends; but not in merged
+        ticks where the ends are split over `pipe`, which begin with a sum over it that waits for the sends.
         """
         passes, microbatches = self._chunk_passes, self.run.microbatches
         if self.parallel.pipe == 1:
@@ -107,6 +108,8 @@ class Program(Blocks):
         exposed_ticks = self.merged_ticks if self.paired else ticks
         with_ends = min(exposed_ticks, microbatches * (1 if self.paired else 2))
         hidden = min(one, self.ends.total / microbatches / (1 if self.paired else 2)) * with_ends
+        if self.paired and self.sharding.vocabulary_over_pipe:
+            hidden = 0.0
         return work + Work(pipe=max(0.0, one * exposed_ticks - hidden))
 
     @property

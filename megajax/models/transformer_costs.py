@@ -59,7 +59,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             KeptValue("context", heads, split="tensor", modes=("full",)),
             KeptValue("residual", hidden, modes=("full",)),
             # two intermediate values of the activation function are fp32
-            KeptValue("activation", 2 * mlp.up, split="tensor", modes=("full",), itemsize=4),
+            KeptValue("activation", 2 * mlp.inner, split="tensor", modes=("full",), itemsize=4),
         ),
         elementwise=Elementwise(
             residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)

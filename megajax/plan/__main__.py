@@ -71,8 +71,9 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.compare:
         if args.budget or args.deadline or args.json or args.html or args.plot:
             raise ConfigError("compare prints one table: omit --budget, --deadline, --json, --html and --plot.")
-        print(compare(dataclasses.replace(question, gpus=args.gpus or 0), clusters, args.tokens))
-        return 0
+        rows, fits = compare(dataclasses.replace(question, gpus=args.gpus or 0), clusters, args.tokens)
+        print(rows)
+        return 0 if fits else 1
     return _plan(args, clusters[0], *_goal(args, question, clusters[0]))
 
 

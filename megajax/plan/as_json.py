@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.estimate import model_costs
-from megajax.estimate.error_bars import bar_of
+from megajax.estimate.error_bars import bar_of, comparison_bar
 from megajax.plan.cluster import Cluster
 from megajax.plan.search import Candidate, Question, usable_bytes
 from megajax.plan.ties import is_tie
@@ -26,7 +26,7 @@ def layout(one: Candidate, fastest: Candidate, cluster: Cluster, tokens: float) 
         "microbatches": one.run.microbatches,
         "step_seconds": one.time.total,
         "seconds_by_part": dataclasses.asdict(one.time),
-        "error_bar": dataclasses.asdict(bar_of(one.run.parallel)),
+        "error_bar": {"total": bar_of(one.run.parallel).total, "comparison": comparison_bar(one.run.parallel)},
         "tie_of_fastest": is_tie(one, fastest),
         "teraflops_per_gpu": one.teraflops,
         "mfu": one.utilisation,

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from megajax.config import PRESETS, ConfigError, ModelConfig
 from megajax.estimate import model_costs
 from megajax.plan.cluster import Cluster
-from megajax.plan.search import Candidate, Question, layouts_that_fit
+from megajax.plan.report import smallest
+from megajax.plan.search import Candidate, NoLayout, Question, layouts_that_fit, search
 from megajax.plan.ties import simplest_first
 
 __all__ = ["TOKENS_PER_PARAMETER", "best_model", "compare", "gpus_for", "tokens_for"]
@@ -181,32 +182,43 @@ def _counts(host: int) -> Iterator[int]:
         size *= 2
 
 
-def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> str:
-    """A row for each cluster with its best layout, time and cost.
+def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> tuple[str, bool]:
+    """A row for each cluster with its best layout, time and cost, or what to pass; and whether anything fits in any.
 
     Raises:
       ConfigError: a cluster's file has no number of GPUs, and none was passed (the question's is 0).
+      NoLayout: no cluster has a legal layout.
     """
     lines = [
         f"{question.model.name}, global batch {question.global_batch}, {tokens / 1e9:.0f}B tokens; predicted:",
         f"{'cluster':<14}{'GPU':<12}{'GPUs':>6}{'t':>4}{'p':>4}{'d':>5}  {'schedule':<17}"
         f"{'step s':>8}{'TFLOP/s':>9}{'MFU':>7}{'days':>7}{'MWh':>8}{'money':>13}",
     ]
+    fits, refused = False, []
     for cluster in clusters:
         gpus = cluster.gpus or question.gpus
         if not gpus:
             raise ConfigError(
                 f"cluster {cluster.name} has no number of GPUs: write gpus = COUNT in its file, or pass --gpus."
             )
-        best = fastest(dataclasses.replace(question, gpu=cluster.gpu, gpus=gpus))
         head = f"{cluster.name[:13]:<14}{cluster.gpu.name:<12}{gpus:>6}"
-        if best is None:
-            lines.append(f"{head}  nothing fits")
+        try:
+            candidates = search(dataclasses.replace(question, gpu=cluster.gpu, gpus=gpus))
+        except NoLayout as error:
+            refused.append(error)
+            lines.append(f"{head}  no layout takes a global batch of {question.global_batch}")
             continue
+        best = next(iter(simplest_first([one for one in candidates if one.fits])), None)
+        if best is None:
+            lines.append(f"{head}  nothing fits: {smallest(candidates).splitlines()[-1]}")
+            continue
+        fits = True
         parallel, cost = best.run.parallel, cluster.cost(gpus, best.days(tokens))
         money = "" if cost.money is None else f"{cost.money:,.0f} {cluster.currency}"
         lines.append(
             f"{head}{parallel.tensor:>4}{parallel.pipe:>4}{parallel.data:>5}  {parallel.schedule:<17}{best.time.total:>8.2f}"
             f"{best.teraflops:>9.0f}{best.utilisation:>7.1%}{best.days(tokens):>7.1f}{cost.megawatt_hours:>8,.1f}{money:>13}"
         )
-    return "\n".join(lines)
+    if len(refused) == len(clusters):
+        raise refused[0]
+    return "\n".join(lines), fits

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megajax.estimate.error_bars import bar_of
+from megajax.estimate.error_bars import comparison_bar
 from megajax.plan.search import Candidate
 from megajax.schedules.registry import search_order
 
@@ -11,7 +11,7 @@ __all__ = ["is_tie", "simplest_first"]
 
 def is_tie(one: Candidate, fastest: Candidate) -> bool:
     """Whether `one` is slower than `fastest` by no more than comparisons of two layouts are off by."""
-    bar = max(bar_of(candidate.run.parallel).within for candidate in (one, fastest))
+    bar = comparison_bar(one.run.parallel, fastest.run.parallel)
     return one.time.total <= (1 + bar) * fastest.time.total
 
 

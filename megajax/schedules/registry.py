@@ -157,13 +157,13 @@ def find(name: str) -> ScheduleSpec:
     Raises:
       ScheduleError: the name is unknown; the message gives the nearest one.
     """
+    if name in SPECS:
+        return SPECS[name]
     if is_schedule_file(name):
         return ScheduleSpec(name, lambda stages, microbatches, chunks: load(name), chunks="any", any_microbatches=False)
-    if name not in SPECS:
-        near = difflib.get_close_matches(name, SPECS, 1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ScheduleError(f"schedule {name!r} is unknown{hint} Known: {', '.join(sorted(SPECS))}")
-    return SPECS[name]
+    near = difflib.get_close_matches(name, SPECS, 1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    raise ScheduleError(f"schedule {name!r} is unknown{hint} Known: {', '.join(sorted(SPECS))}")
 
 
 def check_sizes(

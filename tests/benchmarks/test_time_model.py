@@ -43,8 +43,8 @@ def test_the_layouts_are_of_every_kind():
 
 def test_times_are_those_of_the_compiled_programs(compared):
     errors = {name: abs(error(found, "step")) for name, found in compared.items()}
-    assert sum(errors.values()) / len(errors) < 0.03
-    assert max(errors.values()) < 0.08
+    assert sum(errors.values()) / len(errors) < 0.015
+    assert max(errors.values()) < 0.05
 
 
 def test_the_classes_are_those_of_the_compiled_programs(compared):
@@ -55,7 +55,7 @@ def test_the_classes_are_those_of_the_compiled_programs(compared):
 
 
 def test_memory_is_that_of_the_compiled_programs(compared):
-    assert max(abs(error(found, "peak")) for found in compared.values()) < 0.05
+    assert max(abs(error(found, "peak")) for found in compared.values()) < 0.03
 
 
 def test_sharing_the_vocabulary_costs_what_the_programs_say():

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from benchmarks.memory_model import RESULTS, describe, modelled
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, padded_vocabulary, preset
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots, kept_of_block, slots_of
@@ -133,15 +133,31 @@ def test_cudnns_attention_keeps_no_scores(mode, scores):
     assert all(fused[part] == plain[part] for part in same)
 
 
-def test_the_logits_of_a_device_are_those_of_its_columns():
-    """Llama 3 8B, 8,192 tokens: logits and their gradient in bf16, of 128,256 tokens over tensor, or over pipe too."""
+def test_the_workspace_is_a_blocks_or_the_heads():
+    """Llama 3 8B, 8,192 tokens on two tensor ranks, by hand, all in bf16.
+
+    A merged tick's block: twice what is inside its matmuls (queries, keys and values 6,144; both halves of the MLP 28,672;
+    attention's output 4,096 and the activation 14,336), five gathered arrays of width 4,096 and six of half the tokens.
+    The head, with its 128,256 columns over tensor: logits and their gradient, and three arrays of width 4,096.
+    """
     sizes = {"pipe": 4, "tensor": 2, "chunks": 2, "attention": "cudnn"}
     over_pipe, over_tensor = (
         bytes_per_device(run_of("llama3-8b", vocab_parallel=axis, **sizes))["workspace"] for axis in ("pipe", "tensor")
     )
-    assert over_tensor - over_pipe == 2 * 2 * 8192 * (
-        padded_vocabulary(128256, 2) // 2 - padded_vocabulary(128256, 8) // 8
-    )
+    inner = (6144 + 28672 + 4096 + 14336) // 2
+    assert over_pipe == 2 * 8192 * (2 * inner + 5 * 4096 + 6 * 2048)
+    assert over_tensor == 2 * 8192 * (2 * 128256 // 2 + 3 * 4096)
+    mixed = bytes_per_device(run_of("llama3-8b", **sizes | {"schedule": "1f1b", "chunks": 1}))["workspace"]
+    assert mixed == 2 * 8192 * (2 * inner + 2 * 4096)  # a backward alone
+
+
+def test_zero_3_keeps_whole_gradients_of_the_tables():
+    """Each of 4 replicas has a quarter of the blocks' gradients, and all of those of the tables and of the last norm."""
+    run = run_of("llama3-8b", data=4, tensor=2, zero=3, attention="cudnn")
+    costs = transformer_costs(run.model)
+    blocks = 4 * 32 * costs.block.on_device(2) // 4
+    tables = 4 * (2 * 128256 // 2 * 4096 + 4096)
+    assert bytes_per_device(run)["gradients"] == pytest.approx(blocks + tables, rel=1e-6)
 
 
 def test_recompute_none_keeps_what_matmuls_read_gathered():
@@ -166,8 +182,12 @@ def test_fp8_keeps_a_second_copy_of_the_blocks_weights():
 
 def test_two_gradients_of_one_shape_are_swapped_by_a_copy():
     """GPT-3 13B on four tensor ranks: [5120, 20480 / 4] and [20480 / 4, 5120], in fp32, of the 20 blocks of a rank."""
-    of = lambda **sizes: bytes_per_device(run_of("gpt3-13b", attention="cudnn", **sizes))["copies"]  # noqa: E731
-    assert of(pipe=2, tensor=4, chunks=2) == 4 * 20 * 5120 * 5120
+    parts = lambda **sizes: bytes_per_device(run_of("gpt3-13b", 256, attention="cudnn", **sizes))  # noqa: E731
+    of = lambda **sizes: parts(**sizes)["copies"]  # noqa: E731
+    for sizes in ({"chunks": 2}, {"chunks": 2, "data": 4}, {"schedule": "eager_1f1b"}):
+        found = parts(pipe=2, tensor=4, **sizes)
+        assert found["copies"] + found["workspace"] == 4 * 20 * 5120 * 5120  # a block's memory is free then
+    assert of(pipe=4, tensor=4, schedule="eager_1f1b", data=4) == of(pipe=4, tensor=4, chunks=2, data=4) == 0
     assert (
         of(pipe=2, tensor=8, chunks=2) == of(pipe=4, tensor=4, schedule="zb_h1") == of(pipe=20, tensor=4, chunks=2) == 0
     )

@@ -66,6 +66,16 @@ def test_clusters_are_compared(plan, cluster):
         assert float(rows[name][-2].replace(",", "")) == pytest.approx(days[name] * 24 * 32 * price, rel=0.01)
 
 
+def test_a_comparison_in_which_nothing_fits_fails_and_says_what_to_pass(plan, cluster):
+    small, large = cluster("small", 'gpu = "a100-40gb"\ngpus = 8'), cluster("large", 'gpu = "a100-80gb"\ngpus = 512')
+    code, out, _ = plan(f"--model gpt3-175b --compare {small} --global-batch 512")
+    assert code == 1 and "nothing fits: pass --gpus" in out
+    code, out, _ = plan(f"--model gpt3-175b --compare {small} {large} --global-batch 512")
+    assert code == 0 and "nothing fits" in out
+    code, _, error = plan(f"--model gpt3-175b --compare {small} --global-batch 7")
+    assert code == 2 and "global batch of 7" in error
+
+
 def test_a_deadline_is_met_by_the_fewest_gpus(plan):
     """It is missed on the host before, and the days are those of the plan that is written."""
     code, out, _ = plan(f"{MODEL} --gpu a100-80gb --global-batch 256 --tokens 1e11 --deadline 20")

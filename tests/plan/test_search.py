@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megajax.config import ConfigError, ModelConfig, preset
-from megajax.estimate.error_bars import bar_of
+from megajax.estimate.error_bars import comparison_bar
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import find_gpu
 from megajax.plan.explain import explain
@@ -84,7 +84,7 @@ def test_uneven_stages_are_searched_and_cost_what_their_largest_stage_costs():
         search(dataclasses.replace(question, model=dataclasses.replace(model, layers=128))),
     )
     even = next(one for one in even if one.mesh == (8, 16, 8))
-    assert uneven.memory == even.memory
+    assert uneven.memory | {"workspace": 0} == even.memory | {"workspace": 0}  # ZeRO-1 copies uneven stages' gradients
     assert uneven.time == even.time
     assert flops_per_step(uneven.run) < flops_per_step(even.run) and uneven.utilisation < even.utilisation
     assert "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last)" in explain([uneven])
@@ -160,7 +160,7 @@ def test_ties_are_sorted_by_simplicity():
     """Layouts slower than the fastest by less than comparisons are off by; all others stay in order of time."""
     found = [one for one in search(Question(preset("gpt3-13b"), 32, A100, 64)) if one.fits]
     ordered = simplest_first(found)
-    bar = bar_of(found[0].run.parallel).within
+    bar = comparison_bar(found[0].run.parallel)
     ties = [one for one in found if one.time.total <= (1 + bar) * found[0].time.total]
     assert 1 < len(ties) < len(found) and set(map(id, ordered[: len(ties)])) == set(map(id, ties))
     assert ordered[len(ties) :] == found[len(ties) :]
