@@ -110,7 +110,7 @@ def experts(config, x, p):
         earlier = jnp.stack([chosen[:, :token].sum(1) for token in range(x.shape[1])], 1)
         dropped = chosen & (earlier >= most)
         weights = jnp.where(dropped, 0, weights)
-    out = sum(weights[..., e, None] * mlp(x, p["up"][e], p["down"][e]) for e in range(config.experts))
+    out = jnp.einsum("bse,ebsh->bsh", weights, jax.vmap(mlp, (None, 0, 0))(x, p["up"], p["down"]))
     if config.shared_feedforward:
         out = out + mlp(x, p["shared"]["up"]["kernel"], p["shared"]["down"]["kernel"])
     counts = chosen.sum(1)

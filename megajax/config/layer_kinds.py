@@ -42,7 +42,12 @@ def read_pattern(text: str, layers: int) -> tuple[str, ...]:
     Raises:
         ConfigError: it is neither a number nor a pattern of as many zeros and ones as there are layers.
     """
-    if text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) > 0:
+    if text and not text.strip("0"):
+        raise ConfigError(
+            "moe_layer_freq = 0 must be at least 1: the first of every N layers has experts; pass "
+            "--moe-layer-freq 1 for all layers, or --experts 0 for none."
+        )
+    if text.isascii() and text.isdecimal() and len(text) < DIGITS:
         return tuple(DENSE if layer % int(text) else SPARSE for layer in range(layers))
     try:
         kinds = _Pattern(text, layers).read()
@@ -90,9 +95,13 @@ def check_layer_kinds(model: Any) -> None:
         )
     kinds = model_kinds(model)
     if SPARSE not in kinds:
+        selected = [
+            layer for layer, kind in enumerate(read_pattern(model.moe_layer_freq, model.layers)) if kind == SPARSE
+        ]
+        fewer = f"--dense-layers {selected[-1]}{' or fewer' * (selected[-1] > 0)}" if selected else "--moe-layer-freq 1"
         raise ConfigError(
             f"dense_layers = {model.dense_layers} and moe_layer_freq = {model.moe_layer_freq} leave none of layers = "
-            f"{model.layers} with experts: pass --experts 0, or --dense-layers {model.layers - 1} or fewer."
+            f"{model.layers} with experts: pass --experts 0, or {fewer}."
         )
     if DENSE not in kinds and model.dense_feedforward is not None:
         raise ConfigError(

@@ -5,11 +5,15 @@ pipe, tensor and expert parallelism. Bytes are those of ring algorithms, which a
 """
 
 import dataclasses
+import operator
+from collections.abc import Callable
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.expert_time import sent_share
-from megajax.estimate.memory import ITEMSIZE, Sharding, block_parameters, shared_parameters
+from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
+from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, shared_parameters
+from megajax.models.costs import ModelCosts
 
 __all__ = ["Sent", "expected"]
 
@@ -53,20 +57,28 @@ def _activation(run: RunConfig) -> int:
     return tokens * model.hidden * ITEMSIZE[run.train.precision]
 
 
+def _of_blocks(run: RunConfig, count: Callable[[ModelCosts], int]) -> int:
+    """The sum of `count` over the blocks of a rank, on the stages with most."""
+    each = [count(model_costs(kind.run.model)) for kind in layers_of_kinds(run)]
+    return run.parallel.chunks * max(sum(map(operator.mul, each, stage)) for stage in stage_layer_counts(run))
+
+
 def _tensor(run: RunConfig) -> list[Sent]:
     parallel, t, model = run.parallel, run.parallel.tensor, model_costs(run.model)
-    one = run.microbatches * parallel.stage_layers(model.layers).rank_slots * _activation(run) * (t - 1) / t
+    one = run.microbatches * _activation(run) * (t - 1) / t
+    all_pairs = _of_blocks(run, lambda kind: kind.matmul_pairs)
+    blocks = _of_blocks(run, lambda kind: 1)
+    pairs = all_pairs / blocks  # of a block, or a mean over kinds
     each = "bsh (t-1)/t per layer and microbatch"
-    pairs = model.matmul_pairs
-    lines = [Sent("tensor", "pairs of matmuls", f"{PAIR * pairs} {each}", PAIR * pairs * one)]
+    lines = [Sent("tensor", "pairs of matmuls", f"{PAIR * pairs:g} {each}", PAIR * all_pairs * one)]
     if parallel.sequence_parallel:  # the inputs of the column-parallel matmuls, for their weights' gradients
-        lines.append(Sent("tensor", "gathered again for dW", f"{pairs} {each}", pairs * one))
+        lines.append(Sent("tensor", "gathered again for dW", f"{pairs:g} {each}", all_pairs * one))
     if parallel.recompute == "full" and pairs:
         # The sums of blocks that are recomputed together, except the last one; a sum is a reduce-scatter with sequence
         # parallelism, otherwise an all-reduce.
         group = parallel.recompute_blocks
         count = (pairs * group - 1) / group * (1 if parallel.sequence_parallel else 2)
-        lines.append(Sent("tensor", "full recompute", f"{count:g} {each}", count * one))
+        lines.append(Sent("tensor", "full recompute", f"{count:g} {each}", count * blocks * one))
     if not model.vocabulary_width:
         return lines
     # The embedding's rows and their gradient; the head's input and its gradient. In Megatron-LM the first and the last
@@ -96,9 +108,9 @@ def _expert(run: RunConfig) -> list[Sent]:
     """Tokens sent to their experts' replicas, and results back (`ops/expert_dispatch.py`), with balanced routing."""
     parallel, model, degree = run.parallel, model_costs(run.model), run.parallel.expert
     part = _activation(run) / (parallel.tensor if parallel.sequence_parallel else 1)
-    one = run.microbatches * parallel.stage_layers(model.layers).rank_slots * part * (degree - 1)
+    one = run.microbatches * _of_blocks(run, lambda kind: kind.experts is not None) * part * (degree - 1)
     count = EXPERT_COLLECTIVES + (parallel.recompute != "none")  # tokens again, for the weights' gradients
-    share, each = 1.0, f"{count} (N-1) bsh/t per layer and microbatch"
+    share, each = 1.0, f"{count} (N-1) bsh/t per layer with experts and microbatch"
     if parallel.expert_dispatch == "all_to_all":
         share, _ = sent_share(model.experts, parallel)
         each = f"{share:.3g} of {each}"
@@ -106,12 +118,11 @@ def _expert(run: RunConfig) -> list[Sent]:
 
 
 def _data(run: RunConfig) -> list[Sent]:
-    parallel, replicas, model = run.parallel, _replicas(run), model_costs(run.model)
-    slots, (common, experts) = parallel.stage_layers(model.layers).rank_slots, block_parameters(run)
+    parallel, replicas, (common, experts) = run.parallel, _replicas(run), rank_block_parameters(run)
     ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
     # What is sent of a block's parameters, as a number of them to which the ring's factor applies. Experts have dC/N
     # replicas, which are on the data axis alone.
-    blocks = slots * (common + experts * (1 - parallel.expert / replicas) / ring)
+    blocks = common + experts * (1 - parallel.expert / replicas) / ring
     lines = []
     if parallel.context > 1:
         around = _context_sends(run) * item
@@ -157,4 +168,4 @@ def _context_sends(run: RunConfig) -> float:
     tokens = parallel.microbatch_size * model.sequence_length // parallel.context
     one = 2 * tokens * model.attention.groups * model.attention.head_size / parallel.tensor
     ranks = parallel.context
-    return run.microbatches * parallel.stage_layers(model.layers).rank_slots * (2 * (ranks - 1) + ranks) * one
+    return run.microbatches * _of_blocks(run, lambda kind: 1) * (2 * (ranks - 1) + ranks) * one

@@ -2,6 +2,7 @@
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
+from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.memory import Sharding, rank_parameters, rows_of
 from megajax.estimate.op_costs import RINGS_SHARE, OpCosts, spread
 
@@ -84,7 +85,7 @@ def gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | None
     distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
     local, experts = rank_parameters(run, Sharding(zero=3))
     shards = shards or replicas
-    pieces = software.gathered_pieces * parallel.stage_layers(run.model.layers).rank_slots
+    pieces = software.gathered_pieces * sum(kind.rank_slots for kind in layers_of_kinds(run))
     share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
 
     def one(bytes_each):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megajax.config import RunConfig
+from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import MESH_AXES
 from megajax.config.run_schedule import run_schedule
 from megajax.estimate.hlo_parser import (
@@ -187,18 +188,20 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     """
     schedule, parallel = run_schedule(run), run.parallel
     blocks = parallel.stage_layers(run.model.layers).in_groups.slots
+    kinds = layer_kinds(run.model)
+    one_order = not kinds or parallel.stage_layers(run.model.layers, kinds=kinds).same_stages
     every = [works for tick in schedule.ticks for works in tick]
     pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
     parts = {work.parts for works in every if not schedule.overlaps(works) for work in works}
     total, full = run.microbatches * parallel.chunks, Counter()
     for segment in schedule.segments:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
-    runs, merged = merged_schedule(schedule) if merges(parallel) else schedule, 0
+    runs, merged = merged_schedule(schedule) if merges(run) else schedule, 0
     found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(run, runs)
-    if merges(parallel):
+    if merges(run):
         merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
     for op in BLOCKS:
-        static = full[op] if parallel.chunks == 1 else 0  # where there is no choice
+        static = full[op] if parallel.chunks == 1 and one_order else 0  # where there is no choice
         several = max(parts) if op == BACKWARD and not schedule.split else 1
         chosen = total - pairs - (merged if merged and op in MERGED else static)
         loops = total - full[op]
@@ -216,7 +219,7 @@ def _end_branches(run: RunConfig, schedule: Schedule) -> dict[str, float]:
     shared = Sharding.from_config(run).vocabulary_over_pipe
     table, found = slot_tables(schedule, share_ends=shared), Counter()
     for segment in schedule.segments:
-        if embeds_ahead(schedule, segment, merges(run.parallel)):
+        if embeds_ahead(schedule, segment, merges(run)):
             found["embed" + BRANCHES] += table.rows.embed.on[segment.start].sum()
             together = table.end_combinations(segment)
             found[ENDS + BRANCHES] += together.total() - together[()]

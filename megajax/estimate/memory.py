@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.config.run_schedule import run_schedule, schedule_arguments
-from megajax.estimate import check_one_kind, model_costs
+from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
+from megajax.estimate.kinds import layers_of_kinds
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.options import merges, unrolls
@@ -57,7 +58,7 @@ def slots_of(run: RunConfig) -> Slots:
 def program_slots(run: RunConfig) -> Slots:
     """Buffers of the run's program: where ticks are merged, backwards run one tick later, with one chunk more in flight."""
     slots, parallel = slots_of(run), run.parallel
-    merged = merges(parallel) and is_paired(run) and run.microbatches * parallel.chunks > slots.stash
+    merged = merges(run) and is_paired(run) and run.microbatches * parallel.chunks > slots.stash
     return slots._replace(stash=slots.stash + 1, inbox=slots.inbox + 2) if merged else slots
 
 
@@ -82,7 +83,10 @@ def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Shard
 
 
 def block_parameters(run: RunConfig) -> tuple[int, int]:
-    """Parameters of one block on one device, before ZeRO: those outside its experts, and its experts'."""
+    """Parameters of one block on one device, before ZeRO: those outside its experts, and its experts'.
+
+    Of a run whose layers are all of one kind (`kinds.layers_of_kinds`).
+    """
     model, parallel = model_costs(run.model), run.parallel
     block = model.block.on_device(parallel.tensor)
     if model.experts is None:
@@ -98,9 +102,14 @@ def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
     The first have d C replicas, the others d C / N.
     """
     model, parallel = model_costs(run.model), run.parallel
-    slots = parallel.stage_layers(model.layers).rank_slots  # one without a layer takes as much memory as another
-    common, experts = block_parameters(run)
-    return slots * common + shared_parameters(model, parallel.tensor, parallel.pipe, sharding), slots * experts
+    common, experts = rank_block_parameters(run)
+    return common + shared_parameters(model, parallel.tensor, parallel.pipe, sharding), experts
+
+
+def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
+    """Parameters of all blocks of a rank on one device; a slot without a layer takes as much memory as another."""
+    held = [(kind.rank_slots, block_parameters(kind.run)) for kind in layers_of_kinds(run)]
+    return sum(slots * common for slots, (common, _) in held), sum(slots * experts for slots, (_, experts) in held)
 
 
 def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
@@ -129,35 +138,36 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I
       keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
     """
-    check_one_kind(model_costs(run.model))
-    model, parallel = model_costs(run.model), run.parallel
+    model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
     item = ITEMSIZE[run.train.precision]
     sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(run)
     slots = slots or program_slots(run)
     of_rank = rank_parameters(run, sharding)
     state, work = (_sharded_or_not(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
-    layers = parallel.stage_layers(model.layers)
-    per_chunk = layers.slots
     residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
-    layer = kept_of_block(run, item, "none" if unrolls(run, parallel.attention) else None)
-    stashed = slots.stash * per_chunk if not parallel.offload_activations else 0  # otherwise it is in host memory
-    workspace, copies = _workspace(run, item, sharding), stashed * stash_copies(run, item)
-    beside = workspace if per_chunk == 1 else 0  # whose memory copies of the stash share
+    mode = "none" if unrolls(run, parallel.attention) else None
+    stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
+    of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
+    workspace = max(_workspace(kind.run, item, sharding) for kind in kinds)
+    copies = stashed * of_chunk(stash_copies)
+    beside = workspace if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers the weights of the current block and of the next one.
-    gathered = 2 * sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
+    largest = max(sum(block_parameters(kind.run)) for kind in kinds)
+    gathered = 2 * largest * item if sharding.zero >= 3 else 0
     during = {
         "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0)
         + gathered
         + _transposed(run, item),
-        "stash": stashed * layer,
+        "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
         "copies": max(0, copies - beside) + max(0, swapped - workspace),
-        "input to weight gradients": slots.kept * per_chunk * kept_for_weights(run, item),
+        "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
     replicas = parallel.data * parallel.context
-    copied = 4 * work if sharding.zero == 1 and replicas > 1 and layers.idle else 0
+    uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
+    copied = 4 * work if sharding.zero == 1 and replicas > 1 and uneven else 0
     # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
     unscattered = 4 * (shared - shared // replicas)
@@ -178,7 +188,7 @@ def _transposed(run: RunConfig, item: int) -> int:
     """
     if run.train.matmul_dtype != "fp8":
         return 0
-    return item * sum(block_parameters(run)) * run.parallel.stage_layers(model_costs(run.model).layers).rank_slots
+    return item * sum(rank_block_parameters(run))
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
@@ -267,7 +277,7 @@ def _swapped_sums(run: RunConfig) -> int:
     stages = parallel.stage_layers(model.layers)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
     apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
-    merged = parallel.pipe > 1 and merges(parallel) and is_paired(run)
+    merged = parallel.pipe > 1 and merges(run) and is_paired(run)
     if apart or not merged or stages.slots == 1 or "mlp_in" not in shapes:
         return 0
     inputs, outputs = shapes["mlp_in"]
@@ -316,7 +326,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
     whole = item * rows * model.hidden
     residual = whole // (tensor if parallel.sequence_parallel else 1)
-    merged = merges(parallel) and is_paired(run)
+    merged = merges(run) and is_paired(run)
     full = parallel.recompute == "full"
     gathers, residuals = (5 if merged else 4 if full else 2), (2 if full else 6 if merged else 0)
     split = tensor > 1 and parallel.sequence_parallel

@@ -120,7 +120,7 @@ class Blocks:
         self.merged_ticks = 0
         self.spec = find(parallel.schedule)
         self.paired = is_paired(run)
-        if self.paired and self.in_place and merges(parallel):
+        if self.paired and self.in_place and merges(run):
             self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
 
     # Kernels and collectives.

@@ -15,13 +15,15 @@ launching kernels.
 
 import dataclasses
 import functools
+import operator
 
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.run_schedule import schedule_arguments
-from megajax.estimate import check_one_kind, model_costs
+from megajax.estimate import model_costs
 from megajax.estimate.exchange_time import gathers_time, reduction_time, sends_time
 from megajax.estimate.expert_time import expert_times
 from megajax.estimate.gpus import Gpu, is_fused
+from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
@@ -40,7 +42,7 @@ from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one block's forward or backward, for one microbatch on one device.
+    """Seconds of one block's forward or backward, or of several blocks', for one microbatch on one device.
 
     `tensor`, `context` and `expert` are exposed communication, within tensor groups, round the rings of context parallelism
     and within the groups that split experts.
@@ -59,6 +61,9 @@ class LayerTime:
 
     def __add__(self, other: "LayerTime") -> "LayerTime":
         return LayerTime(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __mul__(self, times: float) -> "LayerTime":
+        return LayerTime(*(times * value for value in dataclasses.astuple(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +191,19 @@ def head_time(model: ModelCosts, parallel: ParallelConfig, ops: OpCosts, shardin
     return products + passes + 4 * one
 
 
+def chunk_times(run: RunConfig, ops: OpCosts) -> tuple[LayerTime, LayerTime]:
+    """(forward, backward) of the blocks of one chunk, of the slowest stage: the others wait for it, in each microbatch.
+
+    Of a model with one kind of layers, what runs for a slot without a layer takes as long as a layer.
+    """
+    kinds = [layer_times(model_costs(kind.run.model), run.parallel, ops) for kind in layers_of_kinds(run)]
+    stages = [
+        tuple(sum((one[way] * count for one, count in zip(kinds, counts, strict=True)), LayerTime()) for way in (0, 1))
+        for counts in stage_layer_counts(run)
+    ]
+    return max(stages, key=lambda stage: stage[0].total + stage[1].total)
+
+
 def _exposed_head(run: RunConfig, ops: OpCosts, sharding: Sharding, layer: float) -> float:
     """Seconds of the head for which the other ranks wait: less those of the `layer` that an uneven last stage lacks."""
     model, parallel = model_costs(run.model), run.parallel
@@ -227,33 +245,31 @@ def step_time(
     Raises:
       ConfigError: the GPU has no peak for the run's precision.
     """
-    check_one_kind(model_costs(run.model))
     sharding = sharding or Sharding.from_config(run)
     if software is MEGAJAX and not model_costs(run.model).experts:
         return _program_time(run, gpu, sharding)
-    model, parallel, batches = model_costs(run.model), run.parallel, run.microbatches
-    ops = OpCosts(gpu, run.train.precision, software, fitted)
-    forward, backward = layer_times(model, parallel, ops)
-    layers = parallel.stage_layers(model.layers).rank_slots  # what runs for a slot without a layer takes as long
-    both = forward + backward
+    parallel, ops = run.parallel, OpCosts(gpu, run.train.precision, software, fitted)
+    forward, backward = chunk_times(run, ops)
+    both, chunks, batches = forward + backward, parallel.chunks, run.microbatches
+    layer = both.total / parallel.stage_layers(run.model.layers).slots
     sums = sum(rank_parameters(run, sharding)) * software.accumulation_bytes
     bubble = bubble_time(run, _chunk_costs(run, forward, backward), software.lockstep)
-    blocks = batches * layers * both.total
+    blocks = batches * chunks * both.total
     if sharding.zero == 3:
         data = gathers_time(run, ops, blocks, sharding.shards)
     else:
-        data = reduction_time(run, ops, sharding, forward.total * layers, backward.total * layers)
+        data = reduction_time(run, ops, sharding, forward.total * chunks, backward.total * chunks)
     return StepTime(
-        blocks=blocks - batches * layers * (both.tensor + both.context + both.expert) + batches * ops.traffic(sums),
-        head=batches * _exposed_head(run, ops, sharding, both.total),
-        tensor=batches * layers * both.tensor,
+        blocks=blocks - batches * chunks * (both.tensor + both.context + both.expert) + batches * ops.traffic(sums),
+        head=batches * _exposed_head(run, ops, sharding, layer),
+        tensor=batches * chunks * both.tensor,
         bubble=bubble,
         sends=sends_time(run, ops),
         data=data,
         optimizer=_optimizer_time(run, ops, sharding),
-        context=batches * layers * both.context,
+        context=batches * chunks * both.context,
         offload=_offload_time(run, ops) if parallel.offload_activations else 0.0,
-        expert=batches * layers * both.expert,
+        expert=batches * chunks * both.expert,
     )
 
 
@@ -263,17 +279,15 @@ def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:
     Raises:
       ConfigError: the GPU has no peak for the run's precision.
     """
-    model = model_costs(run.model)
-    if not model.experts:
+    if not model_costs(run.model).experts:
         return Program(run, gpu).costs
-    return _chunk_costs(run, *layer_times(model, run.parallel, OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)))
+    return _chunk_costs(run, *chunk_times(run, OpCosts(gpu, run.train.precision, MEGAJAX, FITTED)))
 
 
 def _chunk_costs(run: RunConfig, forward: LayerTime, backward: LayerTime) -> Costs:
-    """The same from the times of one block; the matmuls of the weights' gradients are half of its backward's."""
+    """The same from the times of a chunk's blocks; the matmuls of the weights' gradients are half of its backward's."""
     weight = (backward.matmul - (forward.matmul if run.parallel.recompute == "full" else 0)) / 2
-    whole = Costs(forward.total, backward.total, backward.total - weight, weight)
-    return whole.scaled(run.parallel.stage_layers(run.model.layers).slots)
+    return Costs(forward.total, backward.total, backward.total - weight, weight)
 
 
 def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
@@ -299,8 +313,9 @@ def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
 
 def _offload_time(run: RunConfig, ops: OpCosts) -> float:
     """Moving what each block keeps to host memory and back; that the copies overlap kernels is not counted on."""
-    blocks = run.microbatches * run.parallel.stage_layers(run.model.layers).rank_slots
-    return 2 * blocks * kept_of_block(run, ops.itemsize) / ops.gpu.pcie_bandwidth
+    kept = [kept_of_block(kind.run, ops.itemsize) for kind in layers_of_kinds(run)]
+    of_chunk = max(sum(map(operator.mul, kept, counts)) for counts in stage_layer_counts(run))
+    return 2 * run.microbatches * run.parallel.chunks * of_chunk / ops.gpu.pcie_bandwidth
 
 
 def _optimizer_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:

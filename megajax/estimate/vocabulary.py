@@ -37,7 +37,7 @@ def placements(run: RunConfig) -> list[RunConfig]:
     if run.parallel.vocab_parallel != "auto":
         return [run]
     costs = model_costs(run.model)
-    differ = run.parallel.pipe > 1 and costs.vocabulary_width and not costs.kinds  # the models know one kind of layers
+    differ = run.parallel.pipe > 1 and costs.vocabulary_width
     return [
         dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, vocab_parallel=placement))
         for placement in (("pipe", "tensor") if differ else ("pipe",))

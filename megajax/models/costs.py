@@ -208,8 +208,8 @@ class ModelCosts:
       head: matmuls of the head on every token, beside the logits; their weights are replicated over tensor.
       experts: of a block; None: it has none.
       kinds: of a model whose layers are of several kinds, the number of layers of each kind and the costs of a model of that
-        kind alone; `block` and all else about a block are then those of one kind, the one with experts, and only FLOPs and
-        parameters are counted for all layers (`check_one_kind`).
+        kind alone; `block` and all else about a block are then those of one kind, the one with experts, and the estimate
+        adds up the kinds (`estimate/kinds.py`).
     """
 
     layers: int

@@ -106,7 +106,8 @@ class PipelineModel(abc.ABC):
       scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
         factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
       measured_kind: the kind of the layers that `take_measurements` measures; None: all layers.
-      config: any frozen dataclass with `layers` and `name`; optionally with `layer_kinds`, see above.
+      config: any frozen dataclass with `layers` and `name`; optionally with `layer_kinds`, see above, and for the estimate
+        `of_kind(kind)`, the configuration of a model all of whose layers are of one kind.
       context: see `ModelContext`.
     """
 

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 
 from megajax.config import RunConfig
-from megajax.config.parallel import ParallelConfig
+from megajax.config.layer_kinds import layer_kinds
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
@@ -62,9 +62,13 @@ class ExecutorOptions:
 DEFAULT_OPTIONS = ExecutorOptions()
 
 
-def merges(parallel: ParallelConfig) -> bool:
-    """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble."""
-    return (parallel.tensor > 1 or parallel.expert > 1) and not parallel.rings
+def merges(run: RunConfig) -> bool:
+    """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble.
+
+    A merged tick's loop runs a block of a forward beside one of a backward, which must be of one kind.
+    """
+    parallel = run.parallel
+    return (parallel.tensor > 1 or parallel.expert > 1) and not parallel.rings and not layer_kinds(run.model)
 
 
 def stashes_nothing(schedule: Schedule) -> bool:
@@ -91,7 +95,7 @@ def unrolls(run: RunConfig, attention: str) -> bool:
     saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and attention in FUSED)
     return (
         parallel.pipe == parallel.chunks == parallel.tensor == 1
-        and not (parallel.rings or parallel.offload_activations or parallel.zero == 3)
+        and not (parallel.rings or parallel.offload_activations or parallel.zero == 3 or layer_kinds(run.model))
         and saves_all
         and run.model.layers <= UNROLLED_BLOCKS
         and _stashes_nothing(find(parallel.schedule), run.microbatches)

@@ -31,8 +31,9 @@ import jax
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
+from megajax.config.layer_kinds import layer_kinds
 from megajax.config.options import Parser
-from megajax.estimate import check_one_kind, model_costs
+from megajax.estimate import model_costs
 from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
@@ -67,7 +68,6 @@ def _command(words: Sequence[str]) -> int:
     own, rest = _own(words)
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
-    check_one_kind(model_costs(run.model))
     gpu = load_cluster(own.cluster).gpu if own.cluster else find_gpu(own.gpu)
     run = with_attention(with_vocabulary(with_expert_dispatch(run, gpu), gpu), gpu)
     if own.json:
@@ -107,8 +107,8 @@ def dry_run(
     """Compiles, prints the report, and returns the exit code; the run's attention is not auto (`with_attention`)."""
     modelled = bytes_per_device(run)  # raises for sizes that the schedule's generator refuses
     print(_title(run, gpu))
-    if (stages := run.parallel.stage_layers(model_costs(run.model).layers)).idle:
-        print(stages.describe())
+    for remark in run.parallel.stage_layers(run.model.layers, kinds=layer_kinds(run.model)).remarks:
+        print(remark)
     compiling_here, keep = compiling and has_compiler(), ()
     if compiling_here and run.parallel.attention == "cudnn" and not cudnn_installed():
         run, cudnns, keep = _with_xlas_attention(run), sum(modelled.values()), ("attention",)

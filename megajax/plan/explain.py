@@ -7,11 +7,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from megajax.config.layer_kinds import layer_kinds
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
+from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.op_costs import FITTED, OpCosts
-from megajax.estimate.step_time import StepTime, layer_times
+from megajax.estimate.step_time import StepTime, chunk_times
 from megajax.plan.search import Candidate, best_by
 
 PARTS = tuple(field.name for field in dataclasses.fields(StepTime))
@@ -21,7 +23,10 @@ def explain(candidates: Sequence[Candidate]) -> str:
     """Text about the first of `candidates`, all of one question, in the order of `search`."""
     best, fitting = candidates[0], [one for one in candidates if one.fits]
     lines = ["why:"]
-    if (stages := best.run.parallel.stage_layers(best.run.model.layers)).idle:
+    stages = best.run.parallel.stage_layers(best.run.model.layers, kinds=layer_kinds(best.run.model))
+    if stages.kinds:
+        lines.append(f"  {stages.describe_kinds()}: memory has all slots, and time is that of the slowest stage")
+    elif stages.idle:
         lines.append(
             f"  {stages.describe()}: the time and memory of a stage are those of one with {stages.slots} layers"
         )
@@ -124,13 +129,12 @@ def _equation_1(best: Candidate) -> list[str]:
     run, parallel = best.run, best.run.parallel
     per_replica = run.train.global_batch_size // parallel.data
     ops = OpCosts(best.question.gpu, run.train.precision, best.question.software, FITTED)
-    model = model_costs(run.model)
     texts = []
     for samples in best.question.microbatches:
         if per_replica % samples:
             continue
-        forward, backward = layer_times(model, dataclasses.replace(parallel, microbatch_size=samples), ops)
-        one = (forward.total + backward.total) * parallel.stage_layers(run.model.layers).rank_slots
+        smaller = dataclasses.replace(run, parallel=dataclasses.replace(parallel, microbatch_size=samples))
+        one = sum(way.total for way in chunk_times(smaller, ops)) * parallel.chunks
         total = (per_replica / samples + parallel.pipe - 1) * one
         texts.append(
             f"b={samples}: ({per_replica // samples} + {parallel.pipe - 1}) * {one * 1e3:.1f} ms = {total:.2f} s"
@@ -143,15 +147,21 @@ def _equation_1(best: Candidate) -> list[str]:
 def _checkpoints(best: Candidate) -> list[str]:
     """2104.04473 section 3.5: with c checkpoints of l layers c A_in + l/c A_int is least for c = sqrt(l A_int / A_in)."""
     run, parallel = best.run, best.run.parallel
+    kinds = layers_of_kinds(run)
     sizes = {
-        mode: model_costs(run.model).kept_bytes(
-            mode,
-            samples=parallel.microbatch_size,
-            tensor=parallel.tensor,
-            sequence_parallel=parallel.sequence_parallel,
-            itemsize=ITEMSIZE[run.train.precision],
-            fused_attention=is_fused(parallel),
+        mode: sum(
+            kind.slots
+            * model_costs(kind.run.model).kept_bytes(
+                mode,
+                samples=parallel.microbatch_size,
+                tensor=parallel.tensor,
+                sequence_parallel=parallel.sequence_parallel,
+                itemsize=ITEMSIZE[run.train.precision],
+                fused_attention=is_fused(parallel),
+            )
+            for kind in kinds
         )
+        / sum(kind.slots for kind in kinds)
         for mode in ("full", "none")
     }
     layers = parallel.stage_layers(run.model.layers).rank_slots

@@ -8,7 +8,7 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig, preset
 from megajax.config.errors import divisors
 from megajax.config.options import Parser, add_options, option_names
-from megajax.estimate import check_one_kind, model_costs
+from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
 from megajax.plan.search import MEMORY_MARGIN, Question
@@ -59,7 +59,6 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             )
         if hasattr(model, "validate"):
             model.validate()
-        check_one_kind(model_costs(model))
     if args.expert:
         _check_expert(model, args.expert)
     return Question(

@@ -93,8 +93,7 @@ class Training:
         self.rules = rules or model_rules(run, self.model_class)
         self.attention = attention_choice(run, mesh.devices.flat[0], self.model_class)
         check_offload(run, mesh.devices.flat[0])
-        kinds = layer_kinds(run.model)
-        self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement, kinds)
+        self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement, layer_kinds(run.model))
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         self.optimizer = make_optimizer(run.train, self.model.decay_mask())
@@ -107,11 +106,11 @@ class Training:
             share_ends=self.rules.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
             in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
-            merged=in_place and not kinds and merges(run.parallel),
-            unrolled=in_place and not kinds and unrolls(run, self.attention.name),
+            merged=in_place and merges(run),
+            unrolled=in_place and unrolls(run, self.attention.name),
             compute_bubbles=bool(run.parallel.rings),
-            block_counts=None if kinds else self.where.unequal_counts,
-            stage_kinds=self.where if kinds else None,
+            block_counts=None if self.where.kinds else self.where.unequal_counts,
+            stage_kinds=self.where if self.where.kinds else None,
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()

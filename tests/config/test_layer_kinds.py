@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import ConfigError, ParallelConfig
 from megajax.config.layer_kinds import pattern_of, read_pattern
 from megajax.estimate import model_costs
 from megajax.estimate.flops import forward_flops
@@ -39,7 +39,6 @@ def test_patterns(text, kinds, short):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0", "cannot be read|has '0' where"),
         ("9" * 5000, "has '999"),
         ("-1", "has '-', which no pattern has"),
         ("[0]*3+[1]*2", "has 5 layers, and layers = 6"),
@@ -67,7 +66,15 @@ def test_texts_that_are_no_pattern(text, message):
         (small.MODEL, {"dense_layers": 1}, "dense_layers = 1 does nothing without experts.*omit --dense-layers"),
         (small.MODEL, {"moe_layer_freq": "2"}, "moe_layer_freq = 2 does nothing without experts"),
         (UNEVEN, {"dense_layers": 8}, "leave none of layers = 8 with experts: pass --experts 0, or --dense-layers 7"),
+        (UNEVEN, {"dense_layers": 5, "moe_layer_freq": "4"}, "none of layers = 8 .*, or --dense-layers 4 or fewer"),
+        (UNEVEN, {"dense_layers": 1, "moe_layer_freq": "8"}, "none of layers = 8 .*, or --dense-layers 0\\."),
+        (UNEVEN, {"moe_layer_freq": "[0]*8"}, "none of layers = 8 .*, or --moe-layer-freq 1"),
         (UNEVEN, {"dense_feedforward": 8}, "dense_feedforward = 8 does nothing where all layers have experts"),
+        (
+            UNEVEN,
+            {"moe_layer_freq": "0"},
+            "moe_layer_freq = 0 must be at least 1.*pass --moe-layer-freq 1 for all layers",
+        ),
         (UNEVEN, {"dense_layers": 3, "layers": 20000}, "layers = 20000 is above 10000"),
         (FIRST_DENSE, {"dense_feedforward": 0}, "dense_feedforward = 0 must be"),
     ],
@@ -119,14 +126,6 @@ def test_parameters_and_flops(model):
     expert = 3 * model.hidden * model.feedforward
     unused = kinds["sparse"] * (model.experts - model.experts_per_token) * expert
     assert model.active_parameters == model.parameters - unused
-
-
-def test_the_planner_and_the_dry_run_say_that_they_know_one_kind():
-    from megajax.estimate.memory import bytes_per_device
-
-    run = RunConfig(FIRST_DENSE, ParallelConfig(), TrainConfig())
-    with pytest.raises(ConfigError, match="time and memory are not modelled for a model with dense and sparse layers"):
-        bytes_per_device(run)
 
 
 def test_where_layers_are():

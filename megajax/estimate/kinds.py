@@ -1,0 +1,64 @@
+"""A run's layers by kind, such as dense and sparse ones: the same run with a model whose layers are all of one kind.
+
+What is known of a block (`memory.kept_of_block`, `step_time.layer_times`) is of a model with equal layers. What a rank holds
+is the sum over its kinds, each times the slots that a chunk has for it: the most layers of the kind on any stage, since all
+ranks run one program (`pipeline/mixed.py`). What takes time are the layers that a stage has; in a pipeline the slowest
+stage's. A model with one kind of layers is one kind, whose slots all take time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from megajax.config import RunConfig
+from megajax.config.layer_kinds import layer_kinds
+from megajax.schedules.stages import StageLayers
+
+__all__ = ["LayerKind", "layers_of_kinds", "stage_layer_counts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """The layers of one kind.
+
+    Attributes:
+      run: with a model all of whose layers are of the kind.
+      slots: of a chunk.
+    """
+
+    run: RunConfig
+    slots: int
+
+    @property
+    def rank_slots(self) -> int:
+        """Slots of a rank."""
+        return self.run.parallel.chunks * self.slots
+
+
+def layers_of_kinds(run: RunConfig) -> tuple[LayerKind, ...]:
+    """The kinds of layers of a run's model; one of a kind if they are alike."""
+    if not layer_kinds(run.model):
+        return (LayerKind(run, run.parallel.stage_layers(run.model.layers).slots),)
+    models, slots, _ = _by_kind(run.model, run.parallel.pipe, run.parallel.chunks)
+    return tuple(
+        LayerKind(dataclasses.replace(run, model=model), count) for model, count in zip(models, slots, strict=True)
+    )
+
+
+def stage_layer_counts(run: RunConfig) -> tuple[tuple[int, ...], ...]:
+    """Blocks that stages run, of each kind in the order of `layers_of_kinds`; each combination once."""
+    if not layer_kinds(run.model):
+        return ((run.parallel.stage_layers(run.model.layers).slots,),)
+    return _by_kind(run.model, run.parallel.pipe, run.parallel.chunks)[2]
+
+
+@functools.lru_cache(maxsize=256)  # a search repeats the call for each schedule, recompute mode and microbatch size
+def _by_kind(
+    model: Any, pipe: int, chunks: int
+) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The models of each kind, the slots of a chunk for each, and the layers of each kind on different stages."""
+    where = StageLayers(model.layers, pipe, chunks, kinds=layer_kinds(model))
+    kinds = [where.of(kind) for kind in where.kind_names]
+    models = tuple(model.of_kind(kind) for kind in where.kind_names)
+    stages = sorted(set(zip(*(kind.counts for kind in kinds), strict=True)))
+    return models, tuple(kind.slots for kind in kinds), tuple(stages)

@@ -1,0 +1,151 @@
+"""Models with dense and sparse layers: bytes, FLOPs and seconds are those of their layers, counted by hand and by kind."""
+
+import dataclasses
+
+import pytest
+
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.communication import expected
+from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.hlo import loop_trip_counts
+from megajax.estimate.memory import bytes_per_device, program_slots
+from megajax.estimate.op_costs import MEGAJAX
+from megajax.estimate.step_time import step_time
+from megajax.plan import dryrun
+from megajax.plan.explain import explain
+from megajax.plan.search import Question, search
+
+H100 = find_gpu("h100-80gb")
+BY_OPERATIONS = dataclasses.replace(MEGAJAX, name="without experts priced by operations too")
+# Two dense layers, then four with experts: on two stages d d s and s s s.
+SPARSE = ModelConfig(
+    layers=6,
+    hidden=8,
+    heads=2,
+    vocabulary=128,
+    sequence_length=16,
+    feedforward=6,
+    experts=4,
+    experts_per_token=3,
+    activation="swiglu",
+    biases=False,
+    positions="rotary",
+    norm="rmsnorm",
+)
+MIXED = dataclasses.replace(SPARSE, dense_layers=2, dense_feedforward=10)
+DENSE = dataclasses.replace(SPARSE, experts=0, experts_per_token=2, feedforward=10)
+
+
+def run_of(model=MIXED, batch=16, **parallel):
+    run = RunConfig(model, ParallelConfig(**{"schedule": "1f1b", **parallel}), TrainConfig(global_batch_size=batch))
+    run.validate()
+    return run
+
+
+def test_parameters_of_a_rank():
+    """Each of two ranks has room for two dense and three sparse layers, of which the second rank leaves the first empty."""
+    common = 4 * 8 * 8 + 2 * 8
+    dense, sparse, experts = common + 3 * 8 * 10, common + 8 * 4, 4 * 3 * 8 * 6
+    shared = 64 * 8 + 8  # half of the token table, and the last norm
+    assert bytes_per_device(run_of(pipe=2))["gradients"] == 4 * (2 * dense + 3 * (sparse + experts) + shared)
+    found = bytes_per_device(run_of(data=4, expert=2, pipe=2, zero=1))
+    assert found["gradients"] == 4 * (2 * dense + 3 * (sparse + experts // 2) + shared)
+    assert found["optimizer"] == 8 * ((2 * dense + 3 * sparse + shared) // 4 + 3 * experts // 2 // 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_kept_is_that_of_the_slots(schedule, recompute):
+    """As of models with three sparse layers, and with two dense ones, on each of two stages."""
+    parallel = {"pipe": 2, "schedule": schedule, "recompute": recompute}
+    three, two = (
+        bytes_per_device(run_of(dataclasses.replace(model, layers=layers), **parallel))
+        for model, layers in ((SPARSE, 6), (DENSE, 4))
+    )
+    found = bytes_per_device(run_of(**parallel))
+    for part in ("stash", "copies", "input to weight gradients"):
+        assert found[part] == three[part] + two[part]
+    assert found["inboxes"] == two["inboxes"] and found["workspace"] == max(three["workspace"], two["workspace"])
+
+
+def test_ticks_of_such_a_program_are_not_merged():
+    """So it has the schedule's own slots, and a choice of branches in each tick; but if all stages have the same order."""
+    how = {"pipe": 2, "data": 2, "expert": 2, "schedule": "interleaved_1f1b"}
+    alike, mixed = run_of(SPARSE, **how), run_of(**how)
+    assert program_slots(alike).stash == program_slots(mixed).stash + 1
+    every_second = run_of(dataclasses.replace(MIXED, dense_layers=0, moe_layer_freq="2", layers=8), **how)
+    counts = {run: loop_trip_counts(run) for run in (mixed, every_second)}
+    assert counts[mixed]["FB/cond"] == counts[every_second]["FB/cond"] == 0
+    assert counts[mixed]["F/cond"] == mixed.microbatches > counts[every_second]["F/cond"]
+
+
+def test_flops_by_hand():
+    """Of 16 tokens: attention in all six layers, three matrices of 10 in two and of 6, for three experts, in four."""
+    attention = 4 * 8 * 8 + 2 * 16 * 8
+    layers = 6 * attention + 2 * 3 * 8 * 10 + 4 * (8 * 4 + 3 * 3 * 8 * 6)
+    assert flops_per_step(run_of(batch=4)) == 3 * 2 * 16 * (layers + 8 * 128) * 4
+    again = 2 * 16 * 6 * 2 * 16 * 8  # selective recomputes the scores
+    assert hardware_flops_per_step(run_of(batch=4)) - flops_per_step(run_of(batch=4)) == 4 * again // 2
+
+
+def test_the_slowest_stage_takes_the_time():
+    """With narrow dense layers the stage s s s, as in a model without dense layers; with wide ones d d s."""
+    large = dataclasses.replace(SPARSE, hidden=1024, heads=8, feedforward=512, sequence_length=1024)
+    times = {}
+    for name, model in {
+        "sparse": large,
+        "narrow": dataclasses.replace(large, dense_layers=2, dense_feedforward=512),
+        "wide": dataclasses.replace(large, dense_layers=2, dense_feedforward=65536),
+        "dense": dataclasses.replace(large, experts=0, experts_per_token=2, feedforward=65536),
+    }.items():
+        parallel = {"pipe": 2, "data": 2, "expert": min(2, max(1, model.experts)), "attention": "cudnn"}
+        times[name] = step_time(run_of(model, expert_dispatch="gather", **parallel), H100, BY_OPERATIONS)
+    assert times["narrow"].blocks == pytest.approx(times["sparse"].blocks)
+    assert times["narrow"].bubble == pytest.approx(times["sparse"].bubble)
+    assert times["narrow"].expert == pytest.approx(times["sparse"].expert)
+    assert times["wide"].expert == pytest.approx(times["sparse"].expert / 3)
+    assert times["wide"].blocks == pytest.approx(times["dense"].blocks * 2 / 3 + times["sparse"].blocks / 3, rel=0.05)
+
+
+def test_bytes_sent_are_those_of_the_layers_on_the_stage_with_most():
+    parallel = {"pipe": 2, "data": 2, "expert": 2, "tensor": 2, "expert_dispatch": "gather"}
+    sent = {
+        name: {line.what: line.bytes for line in expected(run_of(model, **parallel))}
+        for name, model in {"mixed": MIXED, "sparse": SPARSE}.items()
+    }
+    for what in ("tokens and experts' results", "pairs of matmuls"):
+        assert sent["mixed"][what] == sent["sparse"][what] > 0
+
+
+OLMOE = dataclasses.replace(preset("olmoe-1b-7b"), dense_feedforward=8192)
+QWEN3 = dataclasses.replace(preset("qwen3-30b-a3b"), sequence_length=4096, dense_feedforward=6144)
+# Peaks of programs compiled for 8 H100s with jax 0.12.0.1, in bytes.
+COMPILED = [
+    (dataclasses.replace(OLMOE, dense_layers=1), {}, 30613193504),
+    (dataclasses.replace(OLMOE, moe_layer_freq="2"), {"schedule": "interleaved_1f1b", "chunks": 2}, 23207498160),
+    (dataclasses.replace(QWEN3, moe_layer_freq="2"), {"recompute": "full"}, 48317829416),
+]
+
+
+@pytest.mark.parametrize(("model", "how", "peak"), COMPILED)
+def test_memory_is_within_5_percent_of_the_compiled_programs(model, how, peak):
+    run = run_of(model, 64, data=4, expert=4, pipe=2, zero=1, attention="cudnn", **how)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, precision="bf16"))
+    assert sum(bytes_per_device(run).values()) == pytest.approx(peak, rel=0.05)
+
+
+def test_the_planner_finds_layouts_and_explains_them():
+    model = dataclasses.replace(OLMOE, dense_layers=1)
+    found = search(Question(model, 8, H100, 64, recomputes=("selective",), microbatches=(1,)))
+    assert found[0].fits and {one.run.parallel.expert for one in found} == {1, 2, 4, 8}
+    piped = [one for one in found if one.fits and one.run.parallel.pipe == 2]
+    assert "1 dense, 15 sparse layers; slots on each of 2 ranks: " in explain(piped)
+
+
+def test_the_dry_run_says_what_each_rank_has_room_for_and_how_to_make_it_fit(capsys):
+    words = "--model qwen3-30b-a3b --gpu h100-80gb --dense-layers 3 --dense-feedforward 6144 --model-only --pipe 2"
+    assert dryrun.main(f"{words} --chunks 1 --data 4 --expert 4 --global-batch-size 64".split()) == 1
+    out = capsys.readouterr().out
+    assert "3 dense, 45 sparse layers; slots on each of 2 ranks: 3 dense, 24 sparse; 6 of 54 slots idle (11.1%)" in out
+    assert "the smallest change that makes it fit: " in out
