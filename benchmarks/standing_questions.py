@@ -42,6 +42,7 @@ from megajax.schedules.arguments import CommandParser, number, whole
 from megajax.schedules.errors import exit_code
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "standing_questions.json"
+NEAR = 0.1  # comparisons are made of layouts whose predicted times exceed the fastest by no more
 
 # Batches: 2104.04473 section 5.1 for 175B and 1T; 2005.14165 table 2.1 for 13B (1M tokens) and 6.7B (2M); 4M tokens for
 # Llama 2 (2307.09288 table 1), also at 32k, and for Llama 3 as at its start (2407.21783 section 3.4.1); 16M tokens for 405B
@@ -143,13 +144,19 @@ def show(rows: Iterable[Mapping[str, Any]]) -> None:
         found = [_line(row) for row in some]
         if len(compiled := [one for one in found if one]) > 1:
             print(_others(name, compiled))
-            errors.append([one.error for one in compiled])
+            errors.append(errors_of_the_best(compiled))
     if errors:
         pairs = sum(math.comb(len(some), 2) for some in errors)
         print(
-            f"comparisons: {pairs} pairs of layouts of one question are off by {comparison_error(errors):.2%} (root mean "
-            "square, one standard deviation)"
+            f"comparisons: {pairs} pairs of a question's layouts, predicted within {NEAR:.0%} of its fastest, are off by "
+            f"{comparison_error(errors):.2%} (root mean square, one standard deviation)"
         )
+
+
+def errors_of_the_best(found: Sequence[Comparison]) -> list[float]:
+    """The errors of those layouts of a question that are predicted within NEAR of its fastest, which it may choose among."""
+    fastest = min(one.step[1] for one in found)
+    return [one.error for one in found if one.step[1] <= (1 + NEAR) * fastest]
 
 
 def comparison_error(errors: Iterable[Sequence[float]]) -> float:
@@ -182,14 +189,18 @@ def _line(row: Mapping[str, Any]) -> Comparison | None:
 
 
 def _others(name: str, found: Sequence[Comparison]) -> str:
-    """Whether another compiled layout is faster than the winner by more than the error bar of comparisons."""
+    """Whether another compiled layout is faster than the winner by more than comparisons are off by.
+
+    Ties are sorted by simplicity, so that the winner may be predicted to be slower than another by one standard deviation of
+    comparisons; two are the error bar of what is claimed of it.
+    """
     winner, *others = found
     fastest = min(others, key=lambda one: one.step[0])
-    gain, bar = winner.step[0] / fastest.step[0] - 1, comparison_bar(winner.run.parallel, fastest.run.parallel)
+    gain, bar = winner.step[0] / fastest.step[0] - 1, 2 * comparison_bar(winner.run.parallel, fastest.run.parallel)
     compared = "faster" if gain > 0 else "slower"
     return (
         f"{name}: the fastest of the {len(others)} others is {compared} than the winner by {abs(gain):.1%}; "
-        f"the error bar is {bar:.1%}"
+        f"two standard deviations of comparisons are {bar:.1%}"
     )
 
 
