@@ -148,8 +148,8 @@ def show(rows: Iterable[Mapping[str, Any]]) -> None:
     if errors:
         pairs = sum(math.comb(len(some), 2) for some in errors)
         print(
-            f"comparisons: {pairs} pairs of a question's layouts, predicted within {NEAR:.0%} of its fastest, are off by "
-            f"{comparison_error(errors):.2%} (root mean square, one standard deviation)"
+            f"comparisons: {pairs} pairs predicted within {NEAR:.0%} of a question's fastest are off by "
+            f"{comparison_error(errors):.2%} (rms, one standard deviation)"
         )
 
 
@@ -200,7 +200,7 @@ def _others(name: str, found: Sequence[Comparison]) -> str:
     compared = "faster" if gain > 0 else "slower"
     return (
         f"{name}: the fastest of the {len(others)} others is {compared} than the winner by {abs(gain):.1%}; "
-        f"two standard deviations of comparisons are {bar:.1%}"
+        f"two standard deviations: {bar:.1%}"
     )
 
 
