@@ -97,7 +97,7 @@ def test_missing_compiles_only_what_is_not_on_file(monkeypatch, tmp_path):
     """A new winner comes first, and the layout on file second; the rows of other questions stay as they are."""
     row, compiled = WINNERS["6.7b"], []
     known = run_from_json(row["run"])
-    new = dataclasses.replace(known, parallel=dataclasses.replace(known.parallel, microbatch_size=2))
+    new = dataclasses.replace(known, parallel=dataclasses.replace(known.parallel, microbatch_size=16))
 
     def measure(name, one, timeout):
         compiled.append(one.run)
