@@ -45,6 +45,8 @@ MERGED = 8  # that a merged forward and backward share
 # A backward's memory traffic relative to the forward's, with what it recomputes besides matmuls; and the share of it that
 # overlaps its collectives.
 BACKWARD_TRAFFIC, HIDING_SHARE = 2.07, 0.4
+# Of a tensor group over several hosts, the share of a merged tick's collectives that outlasts the kernels beside each.
+BETWEEN_HOSTS = 0.1
 # Exposed collectives of ZeRO-3, relative to all: of a forward, of a backward, of both merged.
 SHARDED_FORWARD, SHARDED_BACKWARD, SHARDED_MERGED = 0.33, 0.46, 0.16
 # Bytes for each parameter of a block where nothing is done in place: its 16-bit slice, read and written, in each pass; its
@@ -368,7 +370,9 @@ class Blocks:
         parts = exposed_parts(is_gated(self.model), self.parallel.recompute == "full")
         exposed = sum(max(0.0, part.collectives * one - beside(part)) for part in parts)
         all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
-        return max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention)
+        spans_hosts = self.parallel.tensor * spread(self.parallel, "tensor") > self.gpu.host_size
+        more = BETWEEN_HOSTS * all_of_them if spans_hosts else 0.0
+        return max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention) + more
 
     @property
     def _slices(self) -> float:
