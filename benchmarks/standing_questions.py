@@ -189,18 +189,14 @@ def _line(row: Mapping[str, Any]) -> Comparison | None:
 
 
 def _others(name: str, found: Sequence[Comparison]) -> str:
-    """Whether another compiled layout is faster than the winner by more than comparisons are off by.
-
-    Ties are sorted by simplicity, so that the winner may be predicted to be slower than another by one standard deviation of
-    comparisons; two are the error bar of what is claimed of it.
-    """
+    """Whether another compiled layout is faster than the winner by more than the error bar of comparisons."""
     winner, *others = found
     fastest = min(others, key=lambda one: one.step[0])
-    gain, bar = winner.step[0] / fastest.step[0] - 1, 2 * comparison_bar(winner.run.parallel, fastest.run.parallel)
+    gain, bar = winner.step[0] / fastest.step[0] - 1, comparison_bar(winner.run.parallel, fastest.run.parallel)
     compared = "faster" if gain > 0 else "slower"
     return (
         f"{name}: the fastest of the {len(others)} others is {compared} than the winner by {abs(gain):.1%}; "
-        f"two standard deviations: {bar:.1%}"
+        f"the error bar is {bar:.1%}"
     )
 
 
