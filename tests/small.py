@@ -28,6 +28,23 @@ QWEN = dataclasses.replace(
 BERT = BertConfig(name="test", layers=8, hidden=32, heads=4, vocabulary=61, sequence_length=16, token_types=3)
 
 
+# Of experts, to be counted by hand.
+SPARSE = ModelConfig(
+    layers=2,
+    hidden=8,
+    heads=2,
+    vocabulary=128,
+    sequence_length=16,
+    feedforward=6,
+    experts=4,
+    experts_per_token=3,
+    activation="swiglu",
+    biases=False,
+    positions="rotary",
+    norm="rmsnorm",
+)
+
+
 def make_run(
     mesh=(1, 1, 1), *, schedule="interleaved_1f1b", chunks=1, microbatches=4, model=MODEL, train=None, **parallel
 ) -> RunConfig:

@@ -6,6 +6,7 @@ and 1 for a sparse layer, as in "[0]*3+[1]*58" or "([0]+[1])*24".
 """
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "layer_kinds",
     "model_kinds",
     "pattern_of",
+    "period_of",
     "read_pattern",
 ]
 
@@ -63,15 +65,15 @@ def pattern_of(kinds: tuple[str, ...]) -> str:
     """A short `moe_layer_freq` for these kinds; "1" if all layers have experts."""
     if DENSE not in kinds:
         return "1"
-    period = next(n for n in range(1, len(kinds) + 1) if kinds[:n] * (len(kinds) // n) == kinds)
-    runs: list[list] = []
-    for kind in kinds[:period]:
-        if runs and runs[-1][0] == kind:
-            runs[-1][1] += 1
-        else:
-            runs.append([kind, 1])
+    period = period_of(kinds)
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds[:period])]
     one = "+".join(f"[{int(kind == SPARSE)}]" + (f"*{count}" if count > 1 else "") for kind, count in runs)
     return one if period == len(kinds) else f"({one})*{len(kinds) // period}"
+
+
+def period_of(kinds: tuple[str, ...]) -> int:
+    """The length of the shortest part of `kinds`, not empty, of which these are repetitions."""
+    return next(n for n in range(1, len(kinds) + 1) if kinds[:n] * (len(kinds) // n) == kinds)
 
 
 def check_layer_kinds(model: Any) -> None:

@@ -160,8 +160,12 @@ class Blocks:
 
     def send(self, count: float, axis: str, ranks: int) -> float:
         """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""
-        here = ranks * spread(self.parallel, axis) <= self.gpu.host_size
+        here = self._in_a_host(ranks, axis)
         return self.rates.collective("collective-permute", count, 2, 2 if here else 1)
+
+    def _in_a_host(self, ranks: int, axis: str) -> bool:
+        """Whether groups of these ranks over the mesh axis each lie within a host."""
+        return ranks * spread(self.parallel, axis) <= self.gpu.host_size
 
     # One block.
 
@@ -370,8 +374,7 @@ class Blocks:
         parts = exposed_parts(is_gated(self.model), self.parallel.recompute == "full")
         exposed = sum(max(0.0, part.collectives * one - beside(part)) for part in parts)
         all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
-        spans_hosts = self.parallel.tensor * spread(self.parallel, "tensor") > self.gpu.host_size
-        more = BETWEEN_HOSTS * all_of_them if spans_hosts else 0.0
+        more = 0.0 if self._in_a_host(self.parallel.tensor, "tensor") else BETWEEN_HOSTS * all_of_them
         return max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention) + more
 
     @property

@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -274,8 +273,7 @@ class _Rank:
     def _layers_of_kinds(self, one: Callable, x, cache: Tree):
         """`_layers` with `one(weights, x, arrays, number)` for a layer, in a branch for each order of kinds of a stage."""
         where = self.program.stage_kinds
-        orders = sorted(set(where.stage_kinds))
-        first = jnp.array(np.cumsum([0, *where.counts[:-1]]), jnp.int32)[self.rank]
+        first = jnp.array(where.firsts, jnp.int32)[self.rank]
 
         def branch(order, x, cache):
             after = list(cache)
@@ -284,10 +282,10 @@ class _Rank:
                 x, after[index] = one(weights, x, cache[index], first + index)
             return x, tuple(after)
 
-        branches = [functools.partial(branch, order) for order in orders]
+        branches = [functools.partial(branch, order) for order in where.orders]
         if len(branches) == 1:
             return branches[0](x, cache)
-        numbers = jnp.array([orders.index(order) for order in where.stage_kinds], jnp.int32)
+        numbers = jnp.array([where.orders.index(order) for order in where.stage_kinds], jnp.int32)
         return lax.switch(numbers[self.rank], branches, x, cache)
 
     def _store(self, array: jax.Array, entry: jax.Array, name: str, group, slot, works) -> jax.Array:

@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from megajax.config.layer_kinds import period_of
 from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.records import Recorder
@@ -69,9 +69,8 @@ class MixedStack(ChunkParts):
         own = [[row[:slot].count(kind) for slot, kind in enumerate(row)] for row in kinds]
         self._kinds = jnp.array([[where.kind_names.index(kind) if kind else -1 for kind in row] for row in kinds])
         self._own = jnp.array(own, jnp.int32)
-        self._first = jnp.array(np.cumsum([0, *where.counts[:-1]]), jnp.int32)
-        self._orders = sorted(set(where.stage_kinds))
-        self._order = jnp.array([self._orders.index(row) for row in where.stage_kinds])
+        self._first = jnp.array(where.firsts, jnp.int32)
+        self._order = jnp.array([where.orders.index(row) for row in where.stage_kinds])
 
     def empty_gradients(self) -> Tree:
         """As `Stack.empty_gradients`, for each kind."""
@@ -248,7 +247,7 @@ class MixedStack(ChunkParts):
             return iterations + high - low, branch(*choices[0], 0, state)
         index = which(
             (work.chunk == chunk)
-            & (self._order[work.stage] == self._orders.index(order))
+            & (self._order[work.stage] == self.where.orders.index(order))
             & (low == start)
             & (high == stop)
             for chunk, order, start, stop in choices
@@ -270,9 +269,6 @@ class _KindStack(Stack):
         """Arguments: as for `Stack`, and where the layers of the kind are."""
         super().__init__(block, weights, where.slots, cut=cut, in_place=in_place)
         self.blocks = _KindBlocks(where)
-
-    forward_step, backward_step = Stack._forward_step, Stack._backward_step
-    input_step, weight_step = Stack._input_step, Stack._weight_step
 
     def forward_block(self, slot: jax.Array, place: jax.Array, x: jax.Array, work: ChunkWork) -> jax.Array:
         """One block; saves nothing."""
@@ -334,7 +330,7 @@ def _run_in_order(
     order = order[slice(*blocks)]
     if not order:
         return state
-    period = next(n for n in range(1, len(order) + 1) if order[:n] * (len(order) // n) == order)
+    period = period_of(order)
     runs = [(kind, len(list(group))) for kind, group in itertools.groupby(order[:period])]
     starts = [sum(count for other, count in runs[:number] if other == kind) for number, (kind, _) in enumerate(runs)]
     in_period = {kind: order[:period].count(kind) for kind in steps}

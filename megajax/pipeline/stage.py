@@ -121,7 +121,7 @@ class Stack(ChunkParts):
           (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
         """
         state = (x, work.stash.buffer, work.records)
-        iterations, (y, buffer, records) = self._run_blocks(iterations, work, self._forward_step(work), state)
+        iterations, (y, buffer, records) = self._run_blocks(iterations, work, self.forward_step(work), state)
         return y, buffer, iterations, records
 
     def backward(
@@ -138,7 +138,7 @@ class Stack(ChunkParts):
         Returns:
           (gradient of the first block's input, the accumulators, the iteration count, the records).
         """
-        backward = self._backward_step(dy, work, keep)
+        backward = self.backward_step(dy, work, keep)
 
         def step(index, place, zero, state):
             return backward(index, place, zero, (state[0], work.stash.buffer, *state[1:]))
@@ -170,7 +170,7 @@ class Stack(ChunkParts):
         Returns:
           (y, dx, the stash's buffer, the accumulators, the iteration count, the records).
         """
-        write, read = self._forward_step(works[0]), self._backward_step(dy, works[1])
+        write, read = self.forward_step(works[0]), self.backward_step(dy, works[1])
 
         def both(starts, low, high, zero, state):
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
@@ -217,7 +217,7 @@ class Stack(ChunkParts):
           (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
           iteration count, the records).
         """
-        state, step = (dy, gradients, work.kept.buffer, work.records), self._input_step(dy, work)
+        state, step = (dy, gradients, work.kept.buffer, work.records), self.input_step(dy, work)
         iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, step, state, backwards=True)
         return dx, gradients, buffer, iterations, records
 
@@ -227,10 +227,10 @@ class Stack(ChunkParts):
         Returns:
           (the accumulators, the iteration count).
         """
-        iterations, gradients = self._run_blocks(iterations, work, self._weight_step(x, work), gradients)
+        iterations, gradients = self._run_blocks(iterations, work, self.weight_step(x, work), gradients)
         return gradients, iterations
 
-    def _forward_step(self, work: ChunkWork) -> Callable:
+    def forward_step(self, work: ChunkWork) -> Callable:
         """`step(index, place, zero, (x, stash's buffer, records))`: a block's forward, which writes to the stash."""
 
         def step(index, place, zero, state):
@@ -243,7 +243,7 @@ class Stack(ChunkParts):
 
         return step
 
-    def _backward_step(self, dy: jax.Array, work: ChunkWork, keep=None) -> Callable:
+    def backward_step(self, dy: jax.Array, work: ChunkWork, keep=None) -> Callable:
         """`step(index, place, zero, (dy, stash's buffer, gradients, records)) -> (dx, gradients, records)`, of a block."""
         template = self._template(dy, work.microbatch)
 
@@ -271,7 +271,7 @@ class Stack(ChunkParts):
 
         return step
 
-    def _input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
+    def input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
         """`step(index, place, zero, (dy, gradients, buffer of work.kept, records))`: a block's I."""
         template = self._template(dy, work.microbatch)
 
@@ -287,7 +287,7 @@ class Stack(ChunkParts):
 
         return step
 
-    def _weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
+    def weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
         """`step(index, place, zero, gradients) -> gradients`: a block's W."""
         template = self._template(x, work.microbatch)
 

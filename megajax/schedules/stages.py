@@ -15,6 +15,7 @@ Layers that are recomputed together are not separated: the unit that is placed i
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 __all__ = ["KindLayers", "StageLayers", "stage_number"]
@@ -58,6 +59,11 @@ class StageLayers:
         return tuple(self.slots - self.group * (stage in short) for stage in range(stages))
 
     @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first layer of each stage."""
+        return tuple(itertools.accumulate(self.counts[:-1], initial=0))
+
+    @property
     def slots(self) -> int:
         """Slots of a stage: the layers of the largest."""
         return -(-self.layers // (self.group * self.stages)) * self.group
@@ -79,9 +85,14 @@ class StageLayers:
         return tuple(tuple(next(kinds) for _ in range(count)) for count in self.counts)
 
     @property
+    def orders(self) -> list[tuple[str, ...]]:
+        """The different ones of `stage_kinds`, sorted."""
+        return sorted(set(self.stage_kinds))
+
+    @property
     def same_stages(self) -> bool:
         """Whether all stages have layers of the same kinds in the same order."""
-        return len(set(self.stage_kinds)) == 1
+        return len(self.orders) == 1
 
     @property
     def kind_names(self) -> tuple[str, ...]:

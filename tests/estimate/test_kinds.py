@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.communication import expected
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
@@ -15,24 +15,12 @@ from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
 from megajax.plan.explain import explain
 from megajax.plan.search import Question, search
+from tests import small
 
 H100 = find_gpu("h100-80gb")
 BY_OPERATIONS = dataclasses.replace(MEGAJAX, name="without experts priced by operations too")
 # Two dense layers, then four with experts: on two stages d d s and s s s.
-SPARSE = ModelConfig(
-    layers=6,
-    hidden=8,
-    heads=2,
-    vocabulary=128,
-    sequence_length=16,
-    feedforward=6,
-    experts=4,
-    experts_per_token=3,
-    activation="swiglu",
-    biases=False,
-    positions="rotary",
-    norm="rmsnorm",
-)
+SPARSE = dataclasses.replace(small.SPARSE, layers=6)
 MIXED = dataclasses.replace(SPARSE, dense_layers=2, dense_feedforward=10)
 DENSE = dataclasses.replace(SPARSE, experts=0, experts_per_token=2, feedforward=10)
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from benchmarks.memory_model import RESULTS, describe, modelled
-from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots, kept_of_block, slots_of
@@ -20,6 +20,7 @@ from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.plan.compiler import run_from_json
 from megajax.schedules.registry import SPECS, check_sizes, find
+from tests.small import SPARSE
 
 
 def run_of(name="gpt3-175b", batch=64, precision="bf16", **parallel) -> RunConfig:
@@ -237,22 +238,6 @@ print(devices_started())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr[-2000:]
-
-
-SPARSE = ModelConfig(
-    layers=2,
-    hidden=8,
-    heads=2,
-    vocabulary=128,
-    sequence_length=16,
-    feedforward=6,
-    experts=4,
-    experts_per_token=3,
-    activation="swiglu",
-    biases=False,
-    positions="rotary",
-    norm="rmsnorm",
-)
 
 
 def bytes_of_sparse(part, model=SPARSE, **parallel):
