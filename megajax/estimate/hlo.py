@@ -202,7 +202,7 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
         merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
     for op in BLOCKS:
         static = full[op] if parallel.chunks == 1 and one_order else 0  # where there is no choice
-        several = max(parts) if op == BACKWARD and not schedule.split else 1
+        several = min(max(parts), blocks) if op == BACKWARD and not schedule.split else 1
         chosen = total - pairs - (merged if merged and op in MERGED else static)
         loops = total - full[op]
         if schedule.split and op != FORWARD:  # a pair's backward is whole

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import ParallelConfig
+from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate import hlo
 from megajax.runtime.mesh import make_mesh
 
@@ -106,6 +106,15 @@ def test_loops_with_dynamic_trip_counts_count_by_scope():
     assert (read.flops("inner"), read.flops("")) == (10 * one, 3 * one)
     assert hlo.read(text, {"inner": 10, "outer": 6}).flops("outer") == 6 * one
     assert hlo.read(text).flops() == 7 * one
+
+
+@pytest.mark.parametrize(("layers", "parts"), [(4, 1), (8, 2), (12, 2)])
+def test_a_backward_of_one_block_is_not_in_two_parts(layers, parts):
+    """1F1B splits a rank's backward over two ticks; of one block, all of it is in one of them."""
+    model = ModelConfig(layers=layers, hidden=8, heads=2, vocabulary=64, sequence_length=8)
+    run = RunConfig(model, ParallelConfig(pipe=4, schedule="1f1b"), TrainConfig(global_batch_size=6))
+    counts = hlo.loop_trip_counts(run)
+    assert (counts["F/cond"], counts["B/cond"]) == (6, 6 * parts)
 
 
 @pytest.mark.parametrize("order", [("data", "pipe", "tensor"), ("pipe", "data", "tensor"), ("tensor", "data", "pipe")])
