@@ -1,9 +1,10 @@
 """A training step that is compiled twice, the second time with estimates of how long each of its instructions takes.
 
-By these times XLA's latency hiding scheduler decides which kernels overlap a collective. Its own, on GPUs, are constants
-for a few kinds of instructions, so that it may leave a collective without a matmul and put several beside the next one. The
-roofline's times (`estimate/program_account.py`) are known once a program is compiled, by the names of its instructions,
-which are the same in the second compilation.
+By these times XLA's latency hiding scheduler decides which kernels overlap a collective. Its own model has times for matmuls
+and collectives, but hardly any for a fusion that contains a matmul, which is what one becomes that works in place, so it may
+leave a collective without a matmul and put several beside the next one. The roofline's times
+(`estimate/program_account.py`) are known once a program is compiled, by the names of its instructions, which are the same
+in the second compilation.
 """
 
 import functools
