@@ -70,17 +70,14 @@ def name(case):
     return f"{case[0].moe_layer_freq}-{case[0].dense_layers}-{case[1]}"
 
 
-@functools.cache
 def training_of(config, mesh, schedule, chunks, microbatches, options):
-    run = small.make_run(
-        mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=config, **dict(options)
-    )
+    run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=config, **options)
     return small.training_of(run)
 
 
 def build(config, case):
     *sizes, options = case
-    return training_of(config, *sizes, tuple(options.items()))
+    return training_of(config, *sizes, options)
 
 
 def check(config, case, **bubbles):
@@ -118,9 +115,7 @@ def test_bubbles_may_compute_nan(config, case):
 def test_weights_and_gradients_in_place(monkeypatch, config, case):
     """The program for GPUs with jax 0.12: a branch for each order of kinds."""
     monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
-    training_of.cache_clear()
     check(config, case)
-    training_of.cache_clear()
 
 
 @pytest.mark.slow
