@@ -14,7 +14,7 @@ from megajax.config import ConfigError, ParallelConfig
 from megajax.config.parallel import MESH_AXES, MOST_CPU_DEVICES
 from megajax.runtime.compat import PLUGIN_LOGGER, coordination_service
 from megajax.runtime.gpu_environment import set_gpu_environment
-from megajax.runtime.xla_flags import CPU_FLAGS, add_flags, add_gpu_flags
+from megajax.runtime.xla_flags import add_flags, add_gpu_flags, cpu_flags
 from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
 
@@ -91,7 +91,7 @@ def _make_cpu_devices(count: int) -> bool:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         return False
-    add_flags(CPU_FLAGS)
+    add_flags(cpu_flags(count))
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * count))
     return True
 

@@ -25,6 +25,7 @@ __all__ = [
     "add_flags",
     "add_gpu_flags",
     "check_ring_flags",
+    "cpu_flags",
     "gpu_flags",
     "require_flag",
     "step_options",
@@ -40,6 +41,9 @@ CPU_FLAGS = (
     # threads" (jaxlib 0.12.0, data 2 x pipe 2).
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
+# A matmul runs in one thread. With as many devices as cores its parts would only delay the other devices: a step took 1 to
+# 8% longer (`python -m benchmarks.mfu --devices cpu:8` on two cores).
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 # XLA recomputes matmuls, in 2% of a step, where its estimate of memory, made before buffers are shared, exceeds that of the
 # GPU. The `recompute` option decides what is recomputed.
@@ -95,6 +99,11 @@ def require_flag(flag: str, option: str) -> None:
 def _with_flags(given: Sequence[str], flags: Sequence[str]) -> str:
     names = {_name(flag) for flag in given}
     return " ".join([*given, *(flag for flag in flags if _name(flag) not in names)])
+
+
+def cpu_flags(count: int) -> tuple[str, ...]:
+    """The flags of a process with `count` CPU devices."""
+    return (*CPU_FLAGS, ONE_THREAD) if count >= (os.cpu_count() or 1) else CPU_FLAGS
 
 
 def add_gpu_flags() -> tuple[str, ...]:

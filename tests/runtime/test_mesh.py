@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.config.parallel import MESH_AXES as AXES
-from megajax.runtime.mesh import CPU_FLAGS, choose_devices, make_mesh, start_devices
+from megajax.runtime.mesh import choose_devices, make_mesh, start_devices
+from megajax.runtime.xla_flags import CPU_FLAGS, cpu_flags
 
 VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC")
 
@@ -38,7 +39,13 @@ def show(devices):
 
 def test_cpu_devices_are_made_with_their_flags():
     words = in_a_new_process(START + "show(start_devices('cpu:8'))")
-    assert words == ["8", "cpu", "8", *CPU_FLAGS]
+    assert words == ["8", "cpu", "8", *cpu_flags(8)]
+
+
+def test_a_matmul_has_one_thread_where_devices_take_all_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    one_thread = "--xla_cpu_multi_thread_eigen=false"
+    assert [one_thread in cpu_flags(count) for count in (1, 3, 4, 8)] == [False, False, True, True]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
@@ -56,7 +63,7 @@ def test_the_users_xla_flags_are_kept():
     flag = CPU_FLAGS[0].replace("600", "77")
     device_flag = "--xla_force_host_platform_device_count=8"
     words = in_a_new_process(START + "show(start_devices('cpu'))", XLA_FLAGS=f"{device_flag} {flag}")
-    assert words == ["1", "cpu", "1", device_flag, flag, *CPU_FLAGS[1:]]
+    assert words == ["1", "cpu", "1", device_flag, flag, *cpu_flags(1)[1:]]
 
 
 def test_without_a_gpu_the_default_is_the_requested_number_of_cpu_devices():
