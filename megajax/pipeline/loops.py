@@ -74,6 +74,20 @@ def which(conditions: Iterable[jax.Array]) -> jax.Array:
     return index
 
 
+def wait_for(received: Iterable[jax.Array], value: jax.Array) -> jax.Array:
+    """`value`, in a form that XLA cannot compute before `received`, which has its shape and sharding.
+
+    XLA's CPU backend drops optimization barriers, and its devices start the collectives of a loop and those outside of it,
+    if neither depends on the other, in any order: one device then waits in the first for a device that waits in the second.
+    """
+    for array in received:
+        bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+        # Always True, because the first bit of `bits >> 1` is 0; XLA does not know it.
+        arrived = bits >> 1 != jnp.full_like(bits, jnp.iinfo(bits.dtype).max)
+        value = jnp.where(arrived, value, 0)
+    return value
+
+
 def prevent_hoisting(zero: jax.Array, values: Tree) -> Tree:
     """Prevents XLA from hoisting the values out of the loop (loop-invariant code motion).
 

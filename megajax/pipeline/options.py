@@ -37,6 +37,8 @@ class ExecutorOptions:
         stash. For schedules of which `stashes_nothing` holds; needs `in_place`.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
+      sends_first: a send between stages ends before what it could overlap begins. For CPU devices, where collectives that
+        overlap can wait for each other (`loops.wait_for`); on GPUs sends overlap a tick's loops.
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
       stage_kinds: the layers of each stage, of a model that has several kinds of them (`mixed.py`); not with `merged` and
@@ -53,6 +55,7 @@ class ExecutorOptions:
     merged: bool = False
     unrolled: bool = False
     compute_bubbles: bool = False
+    sends_first: bool = False
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
     stage_kinds: StageLayers | None = None

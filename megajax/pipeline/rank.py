@@ -15,7 +15,7 @@ from jax import lax
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.ends import Ends, run_together
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
-from megajax.pipeline.loops import counted_loop, run_one_of
+from megajax.pipeline.loops import counted_loop, run_one_of, wait_for
 from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records
@@ -141,13 +141,17 @@ class Rank:
         """
         ops = segment.ops
         if BACKWARD in ops:
-            gradients = self.send(BACKWARD, carry.pending)
+            pending = carry.pending
+            if self.options.sends_first:  # nor during the embedding's backward of the previous tick
+                pending = jnp.where(carry.iterations >= 0, pending, 0)
+            gradients = self.send(BACKWARD, pending)
         if FORWARD in ops:
-            carry, x = self.forward_input(segment, carry, row)
+            carry, x = self.forward_input(segment, carry, row, before=gradients if BACKWARD in ops else ())
             carry, y = self.blocks.forward(segment, carry, x, row)
             if BACKWARD in ops:
                 gradients, y = lax.optimization_barrier((gradients, y))
             activations = self.send(FORWARD, y)
+            y = self.wait_for(activations, y)
             with jax.named_scope(FORWARD):
                 end = lambda zero, state: self.ends.head(zero, state, y, row)  # noqa: E731
                 carry = self.run_end("head", row.head.on, end, carry)
@@ -223,8 +227,9 @@ class Rank:
         collectives of one overlap the others. Arguments: see `Ends.of_tick`; `carry` is that after the tick's blocks, and
         `following` in a segment's last tick `idle_row`.
         """
+        activations, gradients = self.sends(segment, y, dx, row)
+        y, dx = (self.wait_for([*activations, *gradients], value) for value in (y, dx))
         ends = self.ends.of_tick(segment, y, dx, row, following)
-        activations, gradients = self.sends(segment, ends, y, dx, row)
         iterations, state = carry.iterations, carry.end_state
         if self.options.in_place:
             iterations, state = run_together(iterations, ends, self.table.end_choices(segment), state)
@@ -241,9 +246,15 @@ class Rank:
         return carry
 
     @jax.named_scope(FORWARD)
-    def forward_input(self, segment: Segment, carry: Carry, row: TickRow) -> tuple[Carry, jax.Array]:
-        """The input [samples, sequence, hidden] of the tick's forward: received, embedded, or of the part before."""
-        x, iterations = self.constrain(carry.activations[row.forward.inbox]), carry.iterations
+    def forward_input(
+        self, segment: Segment, carry: Carry, row: TickRow, before: Iterable[jax.Array] = ()
+    ) -> tuple[Carry, jax.Array]:
+        """The input [samples, sequence, hidden] of the tick's forward: received, embedded, or of the part before.
+
+        `before`: what `send` returned earlier in the tick.
+        """
+        x = self.wait_for(before, self.constrain(carry.activations[row.forward.inbox]))
+        iterations = carry.iterations
         if self.embeds_ahead(segment):
             x = jnp.where((row.forward.on & row.forward.first) == 1, carry.embedded, x)
         else:
@@ -270,24 +281,25 @@ class Rank:
         return carry._replace(iterations=iterations, **state._asdict())
 
     def sends(
-        self, segment: Segment, ends: Iterable[str], y: jax.Array, dx: jax.Array, row: TickRow
+        self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """What the routes of activations and of gradients deliver at the end of a merged or mixed tick.
 
         In most ticks of operations that overlap no rank has completed one, and none sends.
         """
+        backwards = BACKWARD in segment.ops or INPUT in segment.ops
 
         def send(y: jax.Array, dx: jax.Array):
-            activations = self.send(FORWARD, y) if "head" in ends else []
-            return activations, self.send(BACKWARD, dx) if "embed_backward" in ends else []
+            activations = self.send(FORWARD, y) if FORWARD in segment.ops else []
+            return activations, self.send(BACKWARD, dx) if backwards else []
 
         if not (segment.overlaps and self.options.in_place):
             return send(y, dx)
 
         def nothing(y: jax.Array, dx: jax.Array):
             routes = self.table.routes
-            activations = [y for _ in routes[FORWARD]] if "head" in ends else []
-            return activations, [dx for _ in routes[BACKWARD]] if "embed_backward" in ends else []
+            activations = [y for _ in routes[FORWARD]] if FORWARD in segment.ops else []
+            return activations, [dx for _ in routes[BACKWARD]] if backwards else []
 
         with jax.named_scope(SEND):
             return lax.cond(row.sends == 1, send, nothing, y, dx)
@@ -300,6 +312,10 @@ class Rank:
                 value if all(a == b for a, b in route) else self.constrain(lax.ppermute(value, "pipe", route))
                 for route in self.table.routes[direction]
             ]
+
+    def wait_for(self, received: Iterable[jax.Array], value: jax.Array) -> jax.Array:
+        """`value`; with `sends_first`, what is computed from it runs after `received`. All [samples, sequence, hidden]."""
+        return wait_for(received, value) if self.options.sends_first else value
 
     def receive(self, received: list[jax.Array], arrivals: tuple, inbox: jax.Array) -> jax.Array:
         """Writes the value received by each route to its slot of the inbox [slots + 1, samples, sequence, hidden]."""

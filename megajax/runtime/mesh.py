@@ -19,9 +19,10 @@ from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
 
 # The CPU devices of a process share a pool of threads, and a device that waits in a collective keeps one. A device can wait
-# in several at once: the send of a tick, and an all-reduce in a loop over blocks. By default the pool has a thread for each
-# device or core; then all of them can wait, and the device that they wait for never runs (jaxlib 0.12.0).
-THREADS_PER_CPU_DEVICE = 4
+# in two at once: one inside a tick, where each depends on the one before (`pipeline.loops.wait_for`), and one outside, such
+# as the sum of a gradient. By default the pool has a thread for each device or core; then all of them can wait, and the
+# device that they wait for never runs (jaxlib 0.12.0). More threads than necessary make a step slower.
+THREADS_PER_CPU_DEVICE = 2
 
 
 def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:

@@ -109,6 +109,7 @@ class Training:
             merged=in_place and merges(run),
             unrolled=in_place and unrolls(run, self.attention.name),
             compute_bubbles=bool(run.parallel.rings),
+            sends_first=mesh.devices.flat[0].platform == "cpu",
             block_counts=None if self.where.kinds else self.where.unequal_counts,
             stage_kinds=self.where if self.where.kinds else None,
         )

@@ -10,6 +10,7 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.hlo import collectives
+from megajax.estimate.hlo_parser import KINDS, Line, called_by, computations, operands
 from megajax.pipeline.slots import slot_tables
 from tests import small
 
@@ -85,6 +86,41 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
     assert [c for c in found if c.in_loop and c.kind != "collective-permute"], (
         "tensor parallelism has collectives in the loop"
     )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("1f1b", 1), slow("interleaved_1f1b", 2), slow("gpipe", 1), slow("zb_v", 2), slow("dualpipe_v", 2)],
+)
+def test_a_loop_with_collectives_never_runs_beside_a_collective_outside_of_it(schedule, chunks):
+    """CPU devices would run them in different orders, and wait for each other with all of the process's threads.
+
+    XLA itself orders the collectives of one computation.
+    """
+    _, step = compiled((2, 2, 2), schedule, chunks, 4)
+    bodies, _ = computations(step.as_text())
+    of_loop = functools.cache(lambda line: any(map(has_collectives, called_by(line.rest))))
+    is_collective = lambda line: line.op.removesuffix("-start") in KINDS  # noqa: E731
+
+    @functools.cache
+    def has_collectives(name: str) -> bool:
+        return any(is_collective(line) or (line.op == "while" and of_loop(line)) for line in bodies.get(name, ()))
+
+    beside, loops = [], 0
+    for lines in bodies.values():
+        needs: dict[str, set[Line]] = {}  # by operation, the collectives and loops that must run before it or are it
+        seen: list[Line] = []
+        for line in lines:  # in the order in which they run
+            before = set().union(*(needs.get(name, ()) for name in operands(line)))
+            loop = line.op == "while" and of_loop(line)
+            if loop or is_collective(line):
+                apart = [other for other in seen if other not in before and "while" in (other.op, line.op)]
+                beside += [(other.name, line.name) for other in apart]
+                seen.append(line)
+                before.add(line)
+                loops += loop
+            needs[line.name] = before
+    assert loops and not beside
 
 
 @pytest.mark.parametrize(
