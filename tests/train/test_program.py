@@ -92,13 +92,14 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
     ("schedule", "chunks"),
     [("1f1b", 1), slow("interleaved_1f1b", 2), slow("gpipe", 1), slow("zb_v", 2), slow("dualpipe_v", 2)],
 )
-def test_a_loop_with_collectives_never_runs_beside_a_collective_outside_of_it(schedule, chunks):
+def test_a_tick_has_no_collective_beside_a_loop_with_collectives(schedule, chunks):
     """CPU devices would run them in different orders, and wait for each other with all of the process's threads.
 
-    XLA itself orders the collectives of one computation.
+    XLA itself orders the collectives of one computation. Those outside of the ticks, such as the sum of the losses, may
+    run beside a tick. The entry computation has both: XLA inlines the loop over a segment's ticks if there is only one.
     """
     _, step = compiled((2, 2, 2), schedule, chunks, 4)
-    bodies, _ = computations(step.as_text())
+    bodies, entry = computations(step.as_text())
     of_loop = functools.cache(lambda line: any(map(has_collectives, called_by(line.rest))))
     is_collective = lambda line: line.op.removesuffix("-start") in KINDS  # noqa: E731
 
@@ -107,13 +108,13 @@ def test_a_loop_with_collectives_never_runs_beside_a_collective_outside_of_it(sc
         return any(is_collective(line) or (line.op == "while" and of_loop(line)) for line in bodies.get(name, ()))
 
     beside, loops = [], 0
-    for lines in bodies.values():
+    for name, lines in bodies.items():
         needs: dict[str, set[Line]] = {}  # by operation, the collectives and loops that must run before it or are it
         seen: list[Line] = []
         for line in lines:  # in the order in which they run
-            before = set().union(*(needs.get(name, ()) for name in operands(line)))
+            before = set().union(*(needs.get(operand, ()) for operand in operands(line)))
             loop = line.op == "while" and of_loop(line)
-            if loop or is_collective(line):
+            if loop or (is_collective(line) and (name != entry or "/send/" in line.rest)):
                 apart = [other for other in seen if other not in before and "while" in (other.op, line.op)]
                 beside += [(other.name, line.name) for other in apart]
                 seen.append(line)
