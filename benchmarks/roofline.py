@@ -19,7 +19,8 @@ from megajax.schedules.errors import exit_code
 # docs/planning.md quotes some of them.
 CASES = {
     "gpt3-175b": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64",
-    "gpt3-175b-latencies": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64 "
+    "gpt3-175b-xla": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64 --latency-estimates xla",
+    "gpt3-175b-roofline": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --global-batch-size 64 "
     "--latency-estimates roofline",
     "gpt3-175b-1f1b": "--model gpt3-175b --tensor 8 --pipe 8 --schedule 1f1b --global-batch-size 64",
     "gpt3-175b-zb_v": "--model gpt3-175b --tensor 8 --pipe 8 --schedule zb_v --chunks 2 --global-batch-size 64",

@@ -86,10 +86,10 @@ class ParallelConfig:
         ("none", "ring"),
     )
     latency_estimates: str = setting(
-        "xla",
-        "on GPUs, the times by which XLA decides what overlaps a collective; roofline: those estimated from the compiled "
-        "step, which is then compiled once more",
-        ("xla", "roofline"),
+        "model",
+        "on GPUs, the times by which XLA decides what overlaps a collective; model: its own, and estimates of what it is "
+        "wrong about; xla: its own; roofline: all are estimated from the compiled step, which is then compiled once more",
+        ("model", "xla", "roofline"),
     )
     axis_order: tuple[str, ...] = setting(
         ("data", "pipe", "tensor"),

@@ -1,4 +1,4 @@
-"""The account of a run's compiled step, and the same as a profile for XLA's scheduler."""
+"""The account of a run's compiled step."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ from megajax.estimate.expert_time import sent_share
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.rates import Rates, rates_of
-from megajax.estimate.roofline import Account, account, seconds_by_name
+from megajax.estimate.roofline import Account, account
 from megajax.estimate.step_time import bubble_time
 from megajax.runtime.mesh import mesh_places
 from megajax.schedules.simulate import Costs
 
-__all__ = ["StepAccount", "account_of", "latency_profile", "ragged_part", "routed_part"]
+__all__ = ["StepAccount", "account_of", "ragged_part", "rates_of_run", "routed_part"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +38,11 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     costs = Costs()
     ideal = run.microbatches * run.parallel.chunks * (costs.forward + costs.backward)
     bubble = bubble_time(run, costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
-    found = account(hlo, loop_trip_counts(run), _rates(run, gpu), mesh_places(run.parallel))
+    found = account(hlo, loop_trip_counts(run), rates_of_run(run, gpu), mesh_places(run.parallel))
     return StepAccount(found, bubble)
 
 
-def latency_profile(run: RunConfig, gpu: Gpu, hlo: str) -> bytes:
-    """How long each kernel, loop and collective of a run's compiled step takes, for XLA's latency hiding scheduler.
-
-    Returns:
-      A ProfiledInstructionsProto as text: names and microseconds.
-    """
-    seconds = seconds_by_name(hlo, loop_trip_counts(run), _rates(run, gpu), mesh_places(run.parallel))
-    lines = (f'costs {{ name: "{name}" cost_us: {1e6 * value:.3f} }}\n' for name, value in seconds.items())
-    return "".join(lines).encode()
-
-
-def _rates(run: RunConfig, gpu: Gpu) -> Rates:
+def rates_of_run(run: RunConfig, gpu: Gpu) -> Rates:
     """The GPU's, with what the run's kernels compute of their operands."""
     attention = model_costs(run.model).attention
     causal = attention is None or attention.causal

@@ -24,6 +24,7 @@ __all__ = [
     "COORDINATION_SERVICE",
     "MAKE_CPU_CLIENT",
     "PLUGIN_LOGGER",
+    "PROFILE_OPTION",
     "Literal",
     "broken_host_offload",
     "call_after_compilation",
@@ -51,6 +52,10 @@ Tree = Any
 PLUGIN_LOGGER = "jax._src.xla_bridge"  # logs a traceback when an installed CUDA plugin finds no GPU
 # A program that reads XLA_FLAGS and ends: XLA exits with an error message on an unknown flag.
 MAKE_CPU_CLIENT = "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"
+
+# The compiler option of jax for a profile of XLA's latency hiding scheduler, a ProfiledInstructionsProto, binary or as text.
+# With JAX_ENABLE_PGLE=true jax replaces it by what it has measured.
+PROFILE_OPTION = "fdo_profile"
 
 # Module and function that start jax's coordination service; the module does not import jax.
 COORDINATION_SERVICE = ("jaxlib._jax", "get_distributed_runtime_service")
@@ -133,7 +138,7 @@ def call_after_compilation(callback: Callable[[str, Sequence[int]], None]) -> No
 
 def compile_with_profile(lowered: jax.stages.Lowered, profile: bytes) -> jax.stages.Compiled:
     """The program, with a profile for XLA's latency hiding scheduler: a ProfiledInstructionsProto, binary or text."""
-    return lowered.compile({"fdo_profile": profile})
+    return lowered.compile({PROFILE_OPTION: profile})
 
 
 def devices_started() -> bool:

@@ -38,7 +38,7 @@ from megajax.sharding.rules import AxisRules
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
-from megajax.train.two_passes import with_latencies
+from megajax.train.two_passes import latency_options, with_latencies
 
 Tree = Any
 
@@ -117,16 +117,16 @@ class Training:
         self.state_sharding = self._state_sharding()
         # Context ranks share samples, so the program splits the batch, not the caller.
         batch = self.batch_sharding = NamedSharding(mesh, batch_spec(mesh) if run.parallel.context == 1 else P())
-        state, replicated = self.state_sharding, NamedSharding(mesh, P())
+        state, replicated, device = self.state_sharding, NamedSharding(mesh, P()), mesh.devices.flat[0]
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         step = jax.jit(
             self._train_step,
             in_shardings=(state, batch, replicated),
             out_shardings=(state, replicated),
             donate_argnums=0,
-            compiler_options=step_options(run.parallel.tensor, mesh.devices.flat[0]),
+            compiler_options=step_options(run.parallel.tensor, device) | latency_options(run, device),
         )
-        self._train = with_latencies(step, run, mesh.devices.flat[0])
+        self._train = with_latencies(step, run, device)
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)

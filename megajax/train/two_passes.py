@@ -1,10 +1,8 @@
-"""A training step that is compiled twice, the second time with estimates of how long each of its instructions takes.
+"""How XLA is told, on GPUs, how long a training step's instructions take; by that it decides what overlaps a collective.
 
-By these times XLA's latency hiding scheduler decides which kernels overlap a collective. Its own model has times for matmuls
-and collectives, but hardly any for a fusion that contains a matmul, which is what one becomes that works in place, so it may
-leave a collective without a matmul and put several beside the next one. The roofline's times
-(`estimate/program_account.py`) are known once a program is compiled, by the names of its instructions, which are the same
-in the second compilation.
+XLA's own model of them is wrong about those that work in place (`estimate/latency_profile.py`). By default a step is
+compiled with times that follow from the run. It can be compiled twice instead, the second time with the times that the
+account of the first program finds (`estimate/program_account.py`) for all of its instructions, whose names are the same.
 """
 
 import functools
@@ -15,17 +13,33 @@ import jax
 
 from megajax.config import RunConfig
 from megajax.estimate.gpus import gpu_of
-from megajax.estimate.program_account import latency_profile
-from megajax.runtime.compat import compile_with_profile
+from megajax.estimate.latency_profile import profile_of_program, profile_of_run
+from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
 
-__all__ = ["TwoPasses", "with_latencies"]
+__all__ = ["TwoPasses", "latency_options", "with_latencies"]
+
+
+def latency_options(run: RunConfig, device: jax.Device) -> dict[str, bytes]:
+    """XLA's options for a run's step that is compiled once; none where it works by its own estimates.
+
+    Args:
+      run: a valid one.
+      device: one of the run's.
+    """
+    parallel = run.parallel
+    # With ZeRO-3 steps took 1.1 to 1.5% longer: llama2-7b-zero3 and llama3-8b-zero3 of `python -m benchmarks.time_model`.
+    in_blocks = (parallel.tensor > 1 or parallel.expert > 1) and parallel.zero < 3
+    if parallel.latency_estimates == "xla" or not in_blocks or parallel.rings or not updates_in_place(device):
+        return {}
+    profile = profile_of_run(run, gpu_of(device))
+    return {PROFILE_OPTION: profile} if profile else {}
 
 
 def with_latencies(function: Any, run: RunConfig, device: jax.Device) -> Any:
-    """The jitted step `function` of a run, compiled as its `latency_estimates` says; `device` is one of the run's."""
-    if run.parallel.latency_estimates == "xla" or device.platform != "gpu":
+    """The jitted step `function` of a run, compiled twice if `latency_estimates` says so; `device` is one of the run's."""
+    if run.parallel.latency_estimates != "roofline" or device.platform != "gpu":
         return function
-    return TwoPasses(function, functools.partial(latency_profile, run, gpu_of(device)))
+    return TwoPasses(function, functools.partial(profile_of_program, run, gpu_of(device)))
 
 
 class TwoPasses:

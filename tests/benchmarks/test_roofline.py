@@ -74,15 +74,16 @@ def test_merged_ticks_hide_the_collectives_of_tensor_parallelism():
     assert loop_trip_counts(run)["FB" + BRANCHES] == 191 - 31 + 1
     one = found.account
     for kind in ("all-gather", "reduce-scatter"):
-        assert one.hidden[kind] > 0.65 * (one.hidden[kind] + one.exposed[kind])
+        assert one.hidden[kind] > 0.75 * (one.hidden[kind] + one.exposed[kind])
 
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
-def test_with_the_latencies_of_the_roofline_more_collectives_overlap_matmuls():
-    """The same kernels, in another order."""
-    _, result, found = compiled("gpt3-175b-latencies")
-    one, other = found.account, compiled("gpt3-175b")[2].account
-    assert sum(one.flops.values()) == pytest.approx(sum(other.flops.values()), rel=1e-3)
-    assert sum(one.hidden.values()) > 0.75 * (sum(one.hidden.values()) + sum(one.exposed.values()))
-    assert one.total < 0.97 * other.total
+def test_estimates_of_what_xla_is_wrong_about_are_as_good_as_those_of_all_instructions():
+    """The same kernels in other orders: in the default one more collectives overlap matmuls than in XLA's own."""
+    result, found = compiled("gpt3-175b")[1:]
+    xla, roofline_s = (compiled(f"gpt3-175b-{name}")[2].account for name in ("xla", "roofline"))
     assert result["memory"]["peak"] < 60 * GB
+    for other in (xla, roofline_s):
+        assert sum(found.account.flops.values()) == pytest.approx(sum(other.flops.values()), rel=1e-3)
+    assert found.account.total < 0.97 * xla.total
+    assert found.account.total < 1.01 * roofline_s.total

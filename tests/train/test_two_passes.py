@@ -1,6 +1,7 @@
-"""A step that is compiled twice: which programs are compiled, what they compute, and that XLA reads the profile."""
+"""Profiles for XLA's scheduler: which runs have one, steps that are compiled twice, and that XLA reads the profiles."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
 from megajax.plan.compiler import compile_for, has_compiler
+from megajax.runtime import compat
 from megajax.runtime.compat import jaxlib_version
 from megajax.train import two_passes
 from tests import small
@@ -32,19 +34,38 @@ def test_cpu_devices_are_compiled_for_once():
     assert two_passes.with_latencies(step, run, jax.devices("cpu")[0]) is step
 
 
+@pytest.mark.parametrize(
+    ("layout", "has_profile"),
+    [
+        ({"mesh": (1, 1, 2)}, True),
+        ({"mesh": (1, 1, 2), "latency_estimates": "roofline"}, True),  # of its first compilation
+        ({"mesh": (1, 1, 2), "latency_estimates": "xla"}, False),
+        ({"mesh": (1, 1, 2), "tensor_overlap": "ring"}, False),
+        ({"mesh": (1, 2, 1)}, False),
+        ({"mesh": (2, 1, 2), "zero": 3}, False),
+    ],
+)
+def test_blocks_with_collectives_on_gpus_have_a_profile(layout, has_profile, monkeypatch):
+    """Where XLA's matmuls work in place."""
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    run = small.make_run(**layout)
+    for version, expected in (((0, 12, 0, 1), has_profile), ((0, 10, 2), False)):
+        monkeypatch.setattr(compat, "jaxlib_version", lambda version=version: version)
+        assert bool(two_passes.latency_options(run, device)) == expected
+    assert two_passes.latency_options(run, jax.devices("cpu")[0]) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler() or jaxlib_version() < (0, 12), reason="needs XLA's CUDA compiler, jaxlib 0.12")
-def test_xla_schedules_with_the_profile():
-    """With it a step has the same matmuls, in another order."""
+def test_xla_schedules_with_the_profiles():
+    """With each a step has the same matmuls, in another order."""
     parallel = ParallelConfig(tensor=4, pipe=2, schedule="eager_1f1b", attention="xla")
     model = dataclasses.replace(preset("gpt3-13b"), layers=4)
     run = RunConfig(model, parallel, TrainConfig(global_batch_size=16))
-    texts = [
-        compile_for(dataclasses.replace(run, parallel=dataclasses.replace(parallel, latency_estimates=name)), gpu)[
-            "hlo"
-        ]
-        for gpu in [find_gpu("h100-80gb")]
-        for name in ("xla", "roofline")
-    ]
-    matmuls = [[line.split(" = ")[0] for line in text.splitlines() if "__cublas" in line] for text in texts]
-    assert sorted(matmuls[0]) == sorted(matmuls[1]) and matmuls[0] != matmuls[1]
+    matmuls = {}
+    for name in ("xla", "model", "roofline"):
+        options = dataclasses.replace(parallel, latency_estimates=name)
+        text = compile_for(dataclasses.replace(run, parallel=options), find_gpu("h100-80gb"))["hlo"]
+        matmuls[name] = [line.split(" = ")[0] for line in text.splitlines() if "__cublas" in line]
+    for name in ("model", "roofline"):
+        assert sorted(matmuls[name]) == sorted(matmuls["xla"]) and matmuls[name] != matmuls["xla"]

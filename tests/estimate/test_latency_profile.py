@@ -1,0 +1,43 @@
+"""Times for XLA's latency hiding scheduler, by the names of instructions."""
+
+import dataclasses
+import re
+
+import pytest
+
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.latency_profile import profile_of_run
+
+GPU = find_gpu("h100-80gb")
+
+
+def times(profile: bytes) -> dict[str, float]:
+    """Microseconds by the names of a ProfiledInstructionsProto in text."""
+    return {name: float(cost) for name, cost in re.findall(r'costs \{ name: "(\S+)" cost_us: (\S+) \}', profile.decode())}
+
+
+def run_of(model: str, precision: str = "bf16", **parallel) -> RunConfig:
+    options = ParallelConfig(tensor=8, pipe=8, chunks=3, schedule="interleaved_1f1b", **parallel)
+    return RunConfig(preset(model), options, TrainConfig(global_batch_size=64, precision=precision))
+
+
+def test_matmuls_in_place_take_the_mean_of_a_blocks():
+    """GPT-3 175B, h = 12288, on eight tensor ranks: 12 h^2 / 8 weights in four matmuls, 2,048 tokens, 70% of 989 TFLOP/s."""
+    found = times(profile_of_run(run_of("gpt3-175b"), GPU))
+    flops = 2 * 2048 * 12 * 12288**2 / 8 / 4
+    assert found["dynamic_slice_fusion"] == pytest.approx(1e6 * flops / 700e12, rel=0.02)
+    assert found["dynamic_slice_fusion.215"] == found["dynamic_slice_fusion"]
+    twice = times(profile_of_run(run_of("gpt3-175b", microbatch_size=2), GPU))
+    assert twice["dynamic_slice_fusion"] == pytest.approx(2 * found["dynamic_slice_fusion"], rel=0.05)
+
+
+def test_slices_take_a_kernels_gap():
+    """And nothing else has a time: XLA's own estimates remain."""
+    found = times(profile_of_run(run_of("llama2-7b"), GPU))
+    assert found["fusion-start"] == found["fusion-start.233"] == 2.0
+    assert {name.partition(".")[0] for name in found} == {"dynamic_slice_fusion", "fusion-start"}
+
+
+def test_without_a_published_rate_there_is_no_profile():
+    assert profile_of_run(run_of("gpt3-13b"), dataclasses.replace(GPU, device_kind="a new one")) == b""
