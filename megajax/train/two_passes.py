@@ -20,7 +20,11 @@ from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates
 __all__ = ["TwoPasses", "latency_options", "with_latencies"]
 
 
-def latency_options(run: RunConfig, device: jax.Device) -> dict[str, bytes]:
+# XLA warns of each instruction that a profile does not have.
+NO_WARNINGS = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}
+
+
+def latency_options(run: RunConfig, device: jax.Device) -> dict[str, bytes | str]:
     """XLA's options for a run's step that is compiled once; none where it works by its own estimates.
 
     Args:
@@ -34,7 +38,7 @@ def latency_options(run: RunConfig, device: jax.Device) -> dict[str, bytes]:
     if parallel.latency_estimates == "xla" or not applies or parallel.rings or not updates_in_place(device):
         return {}
     profile = profile_of_run(run, gpu_of(device))
-    return {PROFILE_OPTION: profile} if profile else {}
+    return {PROFILE_OPTION: profile, **NO_WARNINGS} if profile else {}
 
 
 def with_latencies(function: Any, run: RunConfig, device: jax.Device) -> Any:
