@@ -5,7 +5,7 @@
 
 Options that are not its own are those of `python -m experiments.gpt3`, which runs in a process of its own for each setting,
 in turns, because a machine's speed varies. Printed are the median step and its ratio to that of megajax's settings in the
-same round. `megajax/runtime/gpu_environment.py` and `xla_flags.py` say why each is as it is.
+same round. `megajax/runtime/gpu_environment.py` and `xla_flags.py` say why each is as it is, docs/parallelism.md what latencies are.
 """
 
 import argparse
@@ -29,6 +29,10 @@ SETTINGS: dict[str, dict[str, str]] = {
     "nccl-user-buffers": {"XLA_FLAGS": "--xla_gpu_enable_nccl_user_buffers=true", "NCCL_NVLS_ENABLE": "1"},
     "normal-priority": {"XLA_FLAGS": "--xla_gpu_enable_highest_priority_async_stream=false"},
     "one-collective": {"XLA_FLAGS": "--xla_gpu_experimental_parallel_collective_overlap_limit=1"},
+}
+# name: options of the run.
+OPTIONS: dict[str, list[str]] = {
+    name: ["--latency-estimates", name.removesuffix("-latencies")] for name in ("xla-latencies", "roofline-latencies")
 }
 WARM_UP = 3  # steps, the compilation among them
 
@@ -55,12 +59,12 @@ def step_seconds(options: Sequence[str], environment: Mapping[str, str], steps: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code, 1 if megajax's own settings do not run."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", action="append", choices=SETTINGS, help="one to compare with (default: all)")
+    parser.add_argument("--setting", action="append", choices=[*SETTINGS, *OPTIONS], help="one to compare with (default: all)")
     parser.add_argument("--rounds", type=whole(), default=3, help="runs of each setting (default: %(default)s)")
     help_ = f"in a run, after {WARM_UP} others (default: %(default)s)"
     parser.add_argument("--timed-steps", type=whole(), default=20, help=help_)
     own, options = parser.parse_known_args(arguments)
-    chosen = {OWN: {}} | {name: SETTINGS[name] for name in own.setting or SETTINGS}
+    chosen = {OWN: {}} | {name: SETTINGS.get(name, {}) for name in own.setting or [*SETTINGS, *OPTIONS]}
     ratios: dict[str, list[float]] = {name: [] for name in chosen}
     failed: dict[str, str] = {}
     for _ in range(own.rounds):
@@ -68,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, setting in chosen.items():
             if name in failed:
                 continue
-            found = step_seconds(options, environment_of(setting, os.environ), own.timed_steps)
+            words = [*options, *OPTIONS.get(name, ())]
+            found = step_seconds(words, environment_of(setting, os.environ), own.timed_steps)
             if isinstance(found, str):
                 failed[name] = found
                 print(f"{name}: {found}", file=sys.stderr, flush=True)

@@ -254,10 +254,8 @@ class Blocks:
         """The matmuls of the weights' gradients, added in place; round a tensor group a part of the rows at a time."""
         if self._parts == 1:
             return self._matmuls(((k, self.rows, n) for k, n, _ in self._products), sums=True)
-        part = lambda sums: self._matmuls(  # noqa: E731
-            ((k, self.rows / self._parts, n) for k, n, _ in self._products), sums=sums
-        )
-        products = part(False) + part(True) * (self._parts - 1)
+        sizes = [(k, self.rows / self._parts, n) for k, n, _ in self._products]
+        products = self._matmuls(sizes) + self._matmuls(sizes, sums=True) * (self._parts - 1)
         sums = 3 * (self._parts - 1) * sum(k * n for k, n, _ in self._products) * self.item
         return products + self.traffic(sums, RING_MATMUL * (self._parts - 1))
 
@@ -355,9 +353,9 @@ class Blocks:
     @functools.cached_property
     def backward(self) -> Work:
         """Matmuls of weights' gradients hide a collective of each pair; those of a block with a gated MLP come too late."""
-        late = self.spec.split or is_gated(self.model) or not self.in_place
-        hidden = 0.0 if late else self._pairs * self._collective
-        return self.input + self.weight + Work(tensor=-min(hidden, self.input.tensor))
+        early = self.in_place and not (self.spec.split or is_gated(self.model))
+        hidden = min(self.input.tensor, early * self._pairs * self._collective)
+        return self.input + self.weight + Work(tensor=-hidden)
 
     @functools.cached_property
     def merged(self) -> Work:

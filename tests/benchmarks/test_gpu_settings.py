@@ -26,6 +26,13 @@ def test_ratios_are_those_of_the_same_round(monkeypatch, capsys):
     assert table["triton-matmuls"] == "failed: error: no such thing" and "no such thing" in error
 
 
+def test_a_setting_may_be_an_option_of_the_run(monkeypatch):
+    words = []
+    monkeypatch.setattr(gpu_settings, "step_seconds", lambda options, environment, steps: words.append(options) or 0.1)
+    assert gpu_settings.main(["--rounds", "1", "--setting", "xla-latencies", "--tensor", "2"]) == 0
+    assert words == [["--tensor", "2"], ["--tensor", "2", "--latency-estimates", "xla"]]
+
+
 @pytest.mark.slow
 def test_a_run_is_timed_and_a_wrong_option_is_one_line(capsys):
     small = (
