@@ -5,7 +5,8 @@
 
 Options that are not its own are those of `python -m experiments.gpt3`, which runs in a process of its own for each setting,
 in turns, because a machine's speed varies. Printed are the median step and its ratio to that of megajax's settings in the
-same round. `megajax/runtime/gpu_environment.py` and `xla_flags.py` say why each is as it is, docs/parallelism.md what latencies are.
+same round. `megajax/runtime/gpu_environment.py` and `xla_flags.py` say why each is as it is, and docs/parallelism.md what
+XLA's estimates of latencies are.
 """
 
 import argparse
@@ -59,12 +60,13 @@ def step_seconds(options: Sequence[str], environment: Mapping[str, str], steps: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code, 1 if megajax's own settings do not run."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", action="append", choices=[*SETTINGS, *OPTIONS], help="one to compare with (default: all)")
+    names = [*SETTINGS, *OPTIONS]
+    parser.add_argument("--setting", action="append", choices=names, help="one to compare with (default: all)")
     parser.add_argument("--rounds", type=whole(), default=3, help="runs of each setting (default: %(default)s)")
     help_ = f"in a run, after {WARM_UP} others (default: %(default)s)"
     parser.add_argument("--timed-steps", type=whole(), default=20, help=help_)
     own, options = parser.parse_known_args(arguments)
-    chosen = {OWN: {}} | {name: SETTINGS.get(name, {}) for name in own.setting or [*SETTINGS, *OPTIONS]}
+    chosen = {OWN: {}} | {name: SETTINGS.get(name, {}) for name in own.setting or names}
     ratios: dict[str, list[float]] = {name: [] for name in chosen}
     failed: dict[str, str] = {}
     for _ in range(own.rounds):

@@ -119,9 +119,7 @@ class Blocks:
         self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
         self.shards = self.sharding.shards or parallel.data * parallel.context
         self.unrolled = self.in_place and unrolls(run, parallel.attention)
-        self.merged_ticks = 0
-        self.spec = find(parallel.schedule)
-        self.paired = is_paired(run)
+        self.spec, self.paired, self.merged_ticks = find(parallel.schedule), is_paired(run), 0
         if self.paired and self.in_place and merges(run):
             self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
 
@@ -371,9 +369,10 @@ class Blocks:
         They are at least what all of its matmuls and attention leave, which matters where a tensor group spans hosts.
         """
         one, widest = self._collective, self.rows * max(columns for _, columns, _ in self._products) * self.item
-        beside = lambda part: self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total  # noqa: E731
-        parts = exposed_parts(is_gated(self.model), self.parallel.recompute == "full")
-        exposed = sum(max(0.0, part.collectives * one - beside(part)) for part in parts)
+        exposed = 0.0
+        for part in exposed_parts(is_gated(self.model), self.parallel.recompute == "full"):
+            beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels)
+            exposed += max(0.0, part.collectives * one - beside.total)
         all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
         more = 0.0 if self._in_a_host(self.parallel.tensor, "tensor") else BETWEEN_HOSTS * all_of_them
         return max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention) + more
