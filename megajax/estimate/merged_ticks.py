@@ -9,13 +9,40 @@ beside a few kernels that move memory, one collective after the other:
     others                the backward's first gather
     full recomputation    the second forward's collectives are in the order of its matmuls, and few overlap
 
-The compiler's scheduler orders them by the times of matmuls that it is told (`latency_profile.py`); the lists are those of
-Llama 2 7B on two and eight tensor ranks, and of GPT-3 175B.
+This is where XLA is told the times of matmuls in place (`has_latencies`). By its own estimates another scatter, with a
+gather behind it, overlaps no matmul. Why the compiler's scheduler orders them so is its own; the lists are those of Llama 2
+7B and 3 8B, GPT-3 6.7B, 13B and 175B.
 """
 
 from typing import NamedTuple
 
-__all__ = ["ExposedPart", "exposed_parts"]
+from megajax.config import RunConfig
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import Gpu
+from megajax.estimate.op_costs import spread
+
+__all__ = ["ExposedPart", "exposed_parts", "has_latencies"]
+
+HOPPER = (9, 0)
+
+
+def has_latencies(run: RunConfig, gpu: Gpu) -> bool:
+    """Whether a step is compiled with the run's own times of what XLA is wrong about (`latency_profile.py`).
+
+    Where they were seen to help: for tensor groups within a host of Hopper or later GPUs, for which XLA has a table of
+    collectives. On A100s, over hosts and with ZeRO-3 steps took 1 to 4% longer (`python -m benchmarks.standing_questions`,
+    `python -m benchmarks.time_model`). Experts' matmuls are kernels of another kind; with them it was not measured.
+    """
+    parallel = run.parallel
+    in_a_host = 1 < parallel.tensor and parallel.tensor * spread(parallel, "tensor") <= gpu.host_size
+    return (
+        parallel.latency_estimates != "xla"
+        and in_a_host
+        and (gpu.compute_capability or (0, 0)) >= HOPPER
+        and parallel.zero < 3
+        and not parallel.rings
+        and model_costs(run.model).experts is None
+    )
 
 
 class ExposedPart(NamedTuple):
@@ -34,11 +61,18 @@ class ExposedPart(NamedTuple):
     kernels: int
 
 
-def exposed_parts(gated: bool, full: bool) -> tuple[ExposedPart, ...]:
-    """The parts of a block with attention and an MLP, by whether this is gated and recomputation is full."""
+def exposed_parts(gated: bool, full: bool, latencies: bool) -> tuple[ExposedPart, ...]:
+    """The parts of a block with attention and an MLP.
+
+    Args:
+      gated: the MLP is.
+      full: recomputation is.
+      latencies: `has_latencies`.
+    """
     if full:
-        return ExposedPart(1, 2, 0, 2), ExposedPart(5 if gated else 4, 14, 0, 12)
+        return ExposedPart(1, 2, 0, 2), ExposedPart(5 if gated else 4, 12, 0, 7)
     if not gated:
-        return (ExposedPart(1, 2, 3, 4),)
-    gather = ExposedPart(1, 7, 0, 3)
-    return ExposedPart(1, 0, 1.5, 1), ExposedPart(1, 2, 0, 1), gather, gather
+        first = ExposedPart(1, 2, 3, 4)
+        return (first,) if latencies else (first, ExposedPart(2, 19, 0, 11))
+    first, scatter, gather = ExposedPart(1, 0, 1.5, 1), ExposedPart(1, 2, 0, 1), ExposedPart(1, 7, 0, 3)
+    return (first, scatter, gather, gather) if latencies else (first, scatter, gather, ExposedPart(1, 3, 0, 1), gather)

@@ -31,7 +31,7 @@ from megajax.estimate.memory import (
     rows_of,
     slots_of,
 )
-from megajax.estimate.merged_ticks import exposed_parts
+from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, spread
 from megajax.estimate.rates import rates_of
 from megajax.pipeline.options import merges, unrolls
@@ -118,7 +118,7 @@ class Blocks:
         self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
         self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
         self.shards = self.sharding.shards or parallel.data * parallel.context
-        self.unrolled = self.in_place and unrolls(run, parallel.attention)
+        self.unrolled, self.latencies = self.in_place and unrolls(run, parallel.attention), has_latencies(run, gpu)
         self.spec, self.paired, self.merged_ticks = find(parallel.schedule), is_paired(run), 0
         if self.paired and self.in_place and merges(run):
             self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
@@ -351,7 +351,7 @@ class Blocks:
     @functools.cached_property
     def backward(self) -> Work:
         """Matmuls of weights' gradients hide a collective of each pair; those of a block with a gated MLP come too late."""
-        early = self.in_place and not (self.spec.split or is_gated(self.model))
+        early = self.latencies and not (self.spec.split or is_gated(self.model))
         hidden = min(self.input.tensor, early * self._pairs * self._collective)
         return self.input + self.weight + Work(tensor=-hidden)
 
@@ -370,7 +370,7 @@ class Blocks:
         """
         one, widest = self._collective, self.rows * max(columns for _, columns, _ in self._products) * self.item
         exposed = 0.0
-        for part in exposed_parts(is_gated(self.model), self.parallel.recompute == "full"):
+        for part in exposed_parts(is_gated(self.model), self.parallel.recompute == "full", self.latencies):
             beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels)
             exposed += max(0.0, part.collectives * one - beside.total)
         all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from megajax.config import RunConfig
-from megajax.estimate import model_costs
 from megajax.estimate.gpus import gpu_of
 from megajax.estimate.latency_profile import profile_of_program, profile_of_run
+from megajax.estimate.merged_ticks import has_latencies
 from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
 
 __all__ = ["TwoPasses", "latency_options", "with_latencies"]
@@ -31,13 +31,10 @@ def latency_options(run: RunConfig, device: jax.Device) -> dict[str, bytes | str
       run: a valid one.
       device: one of the run's.
     """
-    parallel = run.parallel
-    # With ZeRO-3 steps took 1.1 to 1.5% longer: llama2-7b-zero3 and llama3-8b-zero3 of `python -m benchmarks.time_model`.
-    # Experts' matmuls are kernels of another kind; with them it was not measured.
-    applies = parallel.tensor > 1 and parallel.zero < 3 and model_costs(run.model).experts is None
-    if parallel.latency_estimates == "xla" or not applies or parallel.rings or not updates_in_place(device):
+    gpu = gpu_of(device)
+    if not (updates_in_place(device) and has_latencies(run, gpu)):
         return {}
-    profile = profile_of_run(run, gpu_of(device))
+    profile = profile_of_run(run, gpu)
     return {PROFILE_OPTION: profile, **NO_WARNINGS} if profile else {}
 
 

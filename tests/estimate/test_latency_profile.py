@@ -8,6 +8,7 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.latency_profile import profile_of_run
+from megajax.estimate.merged_ticks import has_latencies
 
 GPU = find_gpu("h100-80gb")
 
@@ -37,6 +38,30 @@ def test_slices_take_a_kernels_gap():
     found = times(profile_of_run(run_of("llama2-7b"), GPU))
     assert found["fusion-start"] == found["fusion-start.233"] == 2.0
     assert {name.partition(".")[0] for name in found} == {"dynamic_slice_fusion", "fusion-start"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"latency_estimates": "roofline"}, True),
+        ({"latency_estimates": "xla"}, False),
+        ({"tensor": 1}, False),
+        ({"tensor": 16}, False),  # two hosts
+        ({"axis_order": ("tensor", "data", "pipe")}, False),  # eight hosts
+        ({"data": 2, "zero": 1}, True),
+        ({"data": 2, "zero": 3}, False),
+        ({"tensor_overlap": "ring"}, False),
+    ],
+)
+def test_which_runs_have_a_profile(options, expected):
+    run = run_of("gpt3-175b")
+    assert has_latencies(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **options)), GPU) == expected
+
+
+def test_a100s_and_experts_have_no_profile():
+    assert not has_latencies(run_of("gpt3-175b"), find_gpu("a100-80gb"))
+    assert not has_latencies(run_of("mixtral-8x7b"), GPU)
 
 
 def test_without_a_published_rate_there_is_no_profile():

@@ -34,24 +34,14 @@ def test_cpu_devices_are_compiled_for_once():
     assert two_passes.with_latencies(step, run, jax.devices("cpu")[0]) is step
 
 
-@pytest.mark.parametrize(
-    ("layout", "has_profile"),
-    [
-        ({"mesh": (1, 1, 2)}, True),
-        ({"mesh": (1, 1, 2), "latency_estimates": "roofline"}, True),  # of its first compilation
-        ({"mesh": (1, 1, 2), "latency_estimates": "xla"}, False),
-        ({"mesh": (1, 1, 2), "tensor_overlap": "ring"}, False),
-        ({"mesh": (1, 2, 1)}, False),
-        ({"mesh": (2, 1, 2), "zero": 3}, False),
-    ],
-)
-def test_blocks_with_collectives_on_gpus_have_a_profile(layout, has_profile, monkeypatch):
-    """Where XLA's matmuls work in place."""
+@pytest.mark.parametrize("estimates", ["model", "roofline"])  # of roofline the first compilation
+def test_blocks_with_collectives_have_a_profile_where_matmuls_work_in_place(estimates, monkeypatch):
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    run = small.make_run(**layout)
-    for version, expected in (((0, 12, 0, 1), has_profile), ((0, 10, 2), False)):
+    run = small.make_run((1, 1, 2), latency_estimates=estimates)
+    for version, in_place in (((0, 12, 0, 1), True), ((0, 10, 2), False)):
         monkeypatch.setattr(compat, "jaxlib_version", lambda version=version: version)
-        assert bool(two_passes.latency_options(run, device)) == expected
+        assert bool(two_passes.latency_options(run, device)) == in_place
+        assert two_passes.latency_options(small.make_run((1, 2, 1)), device) == {}
     assert two_passes.latency_options(run, jax.devices("cpu")[0]) == {}
 
 
