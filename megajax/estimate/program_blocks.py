@@ -368,14 +368,14 @@ class Blocks:
 
         They are at least what all of its matmuls and attention leave, which matters where a tensor group spans hosts.
         """
-        one, widest = self._collective, self.rows * max(columns for _, columns, _ in self._products) * self.item
-        exposed = 0.0
+        one, widest, exposed = self._collective, self.rows * max(n for _, n, _ in self._products) * self.item, 0.0
+        second = self._matmuls([(self.rows, *self._products[-1][:2])])
         for part in exposed_parts(is_gated(self.model), self.parallel.recompute == "full", self.latencies):
-            beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels)
-            exposed += max(0.0, part.collectives * one - beside.total)
+            beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total
+            exposed += max(0.0, part.collectives * one - beside - part.products * second.total)
         all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
-        more = 0.0 if self._in_a_host(self.parallel.tensor, "tensor") else BETWEEN_HOSTS * all_of_them
-        return max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention) + more
+        exposed = max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention)
+        return exposed + (0.0 if self._in_a_host(self.parallel.tensor, "tensor") else BETWEEN_HOSTS * all_of_them)
 
     @property
     def _slices(self) -> float:
