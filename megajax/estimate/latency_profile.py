@@ -10,13 +10,13 @@ compiled program has the times of all its instructions, for a second compilation
 from collections.abc import Mapping
 
 from megajax.config import ConfigError, RunConfig
-from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.memory import rows_of
 from megajax.estimate.program_account import rates_of_run
 from megajax.estimate.rates import rates_of
 from megajax.estimate.roofline import seconds_by_name
+from megajax.models.costs import ModelCosts
 from megajax.runtime.mesh import mesh_places
 
 __all__ = ["profile_of_program", "profile_of_run"]
@@ -25,16 +25,15 @@ IN_PLACE_MATMUL, SLICE = "dynamic_slice_fusion", "fusion-start"
 MOST_NAMES = 4096  # numbers that the names have; GPT-3 175B's step, with 18 loops over blocks, has 216 and 234
 
 
-def profile_of_run(run: RunConfig, gpu: Gpu) -> bytes:
-    """The times of a run's matmuls in place, each the mean of a block's, and of slices.
+def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
+    """The times of a run's matmuls in place, each the mean of a block's, and of slices; `costs` are the model's.
 
     Returns:
       A ProfiledInstructionsProto as text, names and microseconds; empty if the model has no matmuls, or the GPU no
       published rate for the run's precision.
     """
-    costs, parallel = model_costs(run.model), run.parallel
-    sizes = [one.on_device(parallel.tensor) for one in costs.matmuls]
-    flops = [2 * rows_of(costs, parallel) * inputs * outputs for inputs, outputs in sizes]
+    sizes = [one.on_device(run.parallel.tensor) for one in costs.matmuls]
+    flops = [2 * rows_of(costs, run.parallel) * inputs * outputs for inputs, outputs in sizes]
     try:
         rates = rates_of(gpu, run.train.precision)
     except ConfigError:

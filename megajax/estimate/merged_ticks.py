@@ -17,21 +17,22 @@ gather behind it, overlaps no matmul. Why the compiler's scheduler orders them s
 from typing import NamedTuple
 
 from megajax.config import RunConfig
-from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.op_costs import spread
+from megajax.models.costs import ModelCosts
 
 __all__ = ["ExposedPart", "exposed_parts", "has_latencies"]
 
 HOPPER = (9, 0)
 
 
-def has_latencies(run: RunConfig, gpu: Gpu) -> bool:
+def has_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
     """Whether a step is compiled with the run's own times of what XLA is wrong about (`latency_profile.py`).
 
     Where they were seen to help: for tensor groups within a host of Hopper or later GPUs, for which XLA has a table of
     collectives. On A100s, over hosts and with ZeRO-3 steps took 1 to 4% longer (`python -m benchmarks.standing_questions`,
     `python -m benchmarks.time_model`). Experts' matmuls are kernels of another kind; with them it was not measured.
+    `costs` are the model's.
     """
     parallel = run.parallel
     in_a_host = 1 < parallel.tensor and parallel.tensor * spread(parallel, "tensor") <= gpu.host_size
@@ -41,7 +42,7 @@ def has_latencies(run: RunConfig, gpu: Gpu) -> bool:
         and (gpu.compute_capability or (0, 0)) >= HOPPER
         and parallel.zero < 3
         and not parallel.rings
-        and model_costs(run.model).experts is None
+        and costs.experts is None
     )
 
 

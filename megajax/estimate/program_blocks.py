@@ -118,7 +118,7 @@ class Blocks:
         self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
         self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
         self.shards = self.sharding.shards or parallel.data * parallel.context
-        self.unrolled, self.latencies = self.in_place and unrolls(run, parallel.attention), has_latencies(run, gpu)
+        self.unrolled, self.latencies = self.in_place and unrolls(run, parallel.attention), has_latencies(run, gpu, model)
         self.spec, self.paired, self.merged_ticks = find(parallel.schedule), is_paired(run), 0
         if self.paired and self.in_place and merges(run):
             self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)

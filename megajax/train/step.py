@@ -124,7 +124,7 @@ class Training:
             in_shardings=(state, batch, replicated),
             out_shardings=(state, replicated),
             donate_argnums=0,
-            compiler_options=step_options(run.parallel.tensor, device) | latency_options(run, device),
+            compiler_options=step_options(run.parallel.tensor, device) | latency_options(run, device, self.model),
         )
         self._train = with_latencies(step, run, device)
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)

@@ -15,6 +15,7 @@ from megajax.config import RunConfig
 from megajax.estimate.gpus import gpu_of
 from megajax.estimate.latency_profile import profile_of_program, profile_of_run
 from megajax.estimate.merged_ticks import has_latencies
+from megajax.models.interface import PipelineModel
 from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
 
 __all__ = ["TwoPasses", "latency_options", "with_latencies"]
@@ -24,17 +25,18 @@ __all__ = ["TwoPasses", "latency_options", "with_latencies"]
 NO_WARNINGS = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}
 
 
-def latency_options(run: RunConfig, device: jax.Device) -> dict[str, bytes | str]:
+def latency_options(run: RunConfig, device: jax.Device, model: PipelineModel) -> dict[str, bytes | str]:
     """XLA's options for a run's step that is compiled once; none where it works by its own estimates.
 
     Args:
       run: a valid one.
       device: one of the run's.
+      model: the run's.
     """
-    gpu = gpu_of(device)
-    if not (updates_in_place(device) and has_latencies(run, gpu)):
+    if not updates_in_place(device):
         return {}
-    profile = profile_of_run(run, gpu)
+    gpu, costs = gpu_of(device), model.costs()
+    profile = profile_of_run(run, gpu, costs) if has_latencies(run, gpu, costs) else b""
     return {PROFILE_OPTION: profile, **NO_WARNINGS} if profile else {}
 
 

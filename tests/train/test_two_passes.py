@@ -10,6 +10,7 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
+from megajax.models.gpt import GPT
 from megajax.plan.compiler import compile_for, has_compiler
 from megajax.runtime import compat
 from megajax.runtime.compat import jaxlib_version
@@ -40,9 +41,9 @@ def test_blocks_with_collectives_have_a_profile_where_matmuls_work_in_place(esti
     run = small.make_run((1, 1, 2), latency_estimates=estimates)
     for version, in_place in (((0, 12, 0, 1), True), ((0, 10, 2), False)):
         monkeypatch.setattr(compat, "jaxlib_version", lambda version=version: version)
-        assert bool(two_passes.latency_options(run, device)) == in_place
-        assert two_passes.latency_options(small.make_run((1, 2, 1)), device) == {}
-    assert two_passes.latency_options(run, jax.devices("cpu")[0]) == {}
+        assert bool(two_passes.latency_options(run, device, GPT(run.model))) == in_place
+        assert two_passes.latency_options(small.make_run((1, 2, 1)), device, GPT(run.model)) == {}
+    assert two_passes.latency_options(run, jax.devices("cpu")[0], GPT(run.model)) == {}
 
 
 @pytest.mark.slow
