@@ -11,7 +11,6 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
     + " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # see megajax/runtime/xla_flags.py
 )
-os.environ["PJRT_NPROC"] = "16"  # threads: see megajax/runtime/mesh.py
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

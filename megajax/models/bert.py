@@ -147,10 +147,9 @@ class BertShared(nnx.Module):
         total = (losses * microbatch["weights"].astype(jnp.float32)).sum()
         if not self.config.has_order:
             return total
-        is_first = first_places(microbatch)
-        orders = jax.nn.log_softmax(self.head.order_logits(states, is_first))
+        orders = jax.nn.log_softmax(self.head.order_logits(states, first_places(microbatch)))
         losses = -jnp.where(microbatch["swapped"] == 1, orders[:, 1], orders[:, 0])
-        return total + (losses * microbatch["order_weights"].astype(jnp.float32) * is_first.any(-1)).sum()
+        return total + (losses * microbatch["order_weights"].astype(jnp.float32) * has_first_place(microbatch)).sum()
 
     def class_losses(self, logits: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Cross entropy with "class", times "weights": fp32 [n]; 0 on context ranks without the first token."""
@@ -169,7 +168,7 @@ class BertShared(nnx.Module):
 
         A question has those of its first sample.
         """
-        rows = (microbatch["class"], microbatch["weights"], first_places(microbatch).any(-1))
+        rows = (microbatch["class"], microbatch["weights"], has_first_place(microbatch))
         return tuple(array[:: self.config.choices] for array in rows) if self.config.has_choices else rows
 
     def span_logits(self, y: jax.Array) -> jax.Array:
@@ -180,7 +179,7 @@ class BertShared(nnx.Module):
         """Mean of the cross entropies with "start" and "end", times "weights": fp32 [b]; 0 on the other context ranks."""
         places = jnp.stack([microbatch["start"], microbatch["end"]], axis=1)[:, None]  # [b, 1, 2]
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits, axis=1), places, axis=1).mean((1, 2))
-        return jnp.where(first_places(microbatch).any(-1), losses * microbatch["weights"].astype(jnp.float32), 0.0)
+        return jnp.where(has_first_place(microbatch), losses * microbatch["weights"].astype(jnp.float32), 0.0)
 
     def logits(self, y: jax.Array) -> jax.Array:
         """fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT."""
@@ -194,6 +193,11 @@ def first_places(microbatch: Microbatch) -> jax.Array:
     if "places" in microbatch:
         return microbatch["places"] == 0
     return lax.broadcasted_iota(jnp.int32, (1, microbatch["tokens"].shape[1]), 1) == 0
+
+
+def has_first_place(microbatch: Microbatch) -> jax.Array:
+    """Whether a sample's first token is here: bool [b] with context ranks, else [1], always True."""
+    return first_places(microbatch).any(-1) if "places" in microbatch else jnp.ones(1, bool)
 
 
 @register_model(BertConfig)
@@ -264,7 +268,7 @@ class BERT(NNXModel):
     def span_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """Losses, fp32 [b], and scores of the first and the last token, fp32 [b, s, 2]; 0 on the other context ranks."""
         modules = nnx.merge(self._shared[0], shared)
-        logits, counts = modules.span_logits(y), first_places(microbatch).any(-1)
+        logits, counts = modules.span_logits(y), has_first_place(microbatch)
         return modules.span_losses(logits, microbatch), jnp.where(counts[:, None, None], logits, 0)
 
     def costs(self) -> ModelCosts:

@@ -25,6 +25,7 @@ from jax import lax
 from megajax.config import ConfigError, RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.models.costs import ModelCosts
+from megajax.models.remat import grouped
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
@@ -250,6 +251,22 @@ class PipelineModel(abc.ABC):
 
 
 _MODELS: dict[type, type[PipelineModel]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutorFunctions:
+    """The functions of a model that the executor runs."""
+
+    prepare_microbatch: Callable
+    embed: Callable
+    block: Callable
+    head_loss: Callable
+
+    @classmethod
+    def from_model(cls, model: PipelineModel, group: int) -> "ExecutorFunctions":
+        """The model's, with `group` blocks as one (`remat.grouped`)."""
+        block = model.block if group == 1 else grouped(model.block, group)
+        return cls(model.prepare_microbatch, model.embed, block, model.head_loss)
 
 
 def register_model(config_class: type) -> Callable[[type[PipelineModel]], type[PipelineModel]]:

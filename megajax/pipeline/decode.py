@@ -42,7 +42,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from megajax.pipeline.layout import MANUAL_AXES, batch_spec, full_specs, is_spec, manual_axes_of, sum_over, vary
-from megajax.pipeline.loops import counted_loop, prevent_hoisting, wait_for
+from megajax.pipeline.loops import counted_loop, prevent_hoisting, serializes, wait_for
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules, only
@@ -231,7 +231,7 @@ class _Rank:
                 x, cache = self._layers(x, cache, tokens(group, turn, state), group, slot + turn * width, works)
             works, group, turn = unit(number - (self.ranks - 1))
             sent = lax.ppermute(x, "pipe", [(rank, rank + 1) for rank in range(self.ranks - 1)])
-            if self.ranks > 1 and self.program.mesh.devices.flat[0].platform == "cpu":
+            if self.ranks > 1 and serializes(self.program.mesh):
                 x = wait_for([sent], x)  # before the last rank's loop over its draw
             return cache, sent, finish(x, group, turn, works, state)
 

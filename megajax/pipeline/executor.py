@@ -79,7 +79,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.layout import batch_spec, manual_axes_of, reduce_gradients, sum_over, vary
-from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_schedule
+from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_schedule, on_devices
 from megajax.pipeline.rank import Rank, local_rows
 from megajax.pipeline.records import records_spec
 from megajax.pipeline.slots import TickRow, slot_tables
@@ -124,7 +124,7 @@ def gradient_function(
         records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.blocks.per_chunk, *a.shape[1:]), carry.records)
         return sum_over(carry.output, axes), reduce_gradients(gradients, options.specs), records
 
-    axes = manual_axes_of(mesh)
+    axes, options = manual_axes_of(mesh), on_devices(options, mesh)
     runs = merged_schedule(schedule) if options.merged else schedule
     table = slot_tables(runs, share_ends=options.share_ends)
     mapped = jax.shard_map(
@@ -158,10 +158,10 @@ def forward_function(
     """
 
     def run(params: Tree, batch: Tree, rows: TickRow):
-        rank = Rank(functions, table, forward_options, params, batch, collect=collect)
+        rank = Rank(functions, table, options, params, batch, collect=collect)
         return sum_over(rank.run(local_rows(rows), rank.start()).output, ("pipe",))
 
-    forward_options = dataclasses.replace(options, offload=False)
+    options = dataclasses.replace(on_devices(options, mesh), offload=False)
     table = slot_tables(schedule, share_ends=options.share_ends)
     mapped = jax.shard_map(
         run,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 Tree = Any
 
@@ -35,11 +36,20 @@ def counted_loop(iterations, count, step: Callable, state: Tree) -> tuple[jax.Ar
 
     def counted(index, carry):
         iterations, zero, state = carry
-        return iterations + 1, zero + jnp.minimum(iterations, 0), step(index, zero, state)
+        # Without `zero` XLA knows the count before the loop has ended, if it knows how often the loop runs.
+        return iterations + 1 + zero, zero + jnp.minimum(iterations, 0), step(index, zero, state)
 
     iterations = jnp.asarray(iterations, jnp.int32)
-    iterations, _, state = lax.fori_loop(0, count, counted, (iterations, jnp.zeros_like(iterations), state))
+    iterations, _, state = lax.fori_loop(0, count, counted, (iterations, jnp.minimum(iterations, 0), state))
     return iterations, state
+
+
+def unknown(count, iterations: jax.Array) -> jax.Array:
+    """`count`, in a form that XLA does not know if it does not know `iterations`, of the loops before.
+
+    It inlines a loop that it knows to have one iteration, with collectives that may then run beside a later loop.
+    """
+    return count + jnp.minimum(iterations, 0)
 
 
 def run_one_of(iterations, index, branches: Sequence[Callable], state: Tree, *, always: bool) -> tuple[jax.Array, Tree]:
@@ -74,18 +84,44 @@ def which(conditions: Iterable[jax.Array]) -> jax.Array:
     return index
 
 
-def wait_for(received: Iterable[jax.Array], value: jax.Array) -> jax.Array:
-    """`value`, in a form that XLA cannot compute before `received`, which has its shape and sharding.
+def serializes(mesh: Mesh) -> bool:
+    """Whether a loop with collectives and any other collective must run one after the other: on CPU devices.
 
-    XLA's CPU backend drops optimization barriers, and its devices start the collectives of a loop and those outside of it,
-    if neither depends on the other, in any order: one device then waits in the first for a device that waits in the second.
+    A device starts a collective beside such a loop if neither depends on the other. Each collective that a device waits in
+    keeps a thread of the process, which has one for each device: if some devices wait in two, the one that they wait for
+    may have none. XLA's CPU backend drops optimization barriers before it schedules, so `wait_for` orders them.
+    """
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def wait_for(received: Iterable[jax.Array], values: Tree) -> Tree:
+    """`values`, in a form that XLA cannot compute before `received`.
+
+    Args:
+      received: arrays, each a scalar or of the shape and sharding of every leaf of `values`.
+      values: pytree of arrays.
     """
     for array in received:
-        bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
-        # Always True, because the first bit of `bits >> 1` is 0; XLA does not know it.
-        arrived = bits >> 1 != jnp.full_like(bits, jnp.iinfo(bits.dtype).max)
-        value = jnp.where(arrived, value, 0)
-    return value
+        values = _where(_arrived(array), values)
+    return values
+
+
+def wait_for_all(received: Tree, values: Tree) -> Tree:
+    """As `wait_for`, for a pytree of arrays of any shapes and shardings. It reads all of them."""
+    for array in jax.tree.leaves(received):
+        values = _where(_arrived(array).all(), values)
+    return values
+
+
+def _where(arrived: jax.Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda value: jnp.where(arrived, value, jnp.zeros_like(value)), values)
+
+
+def _arrived(array: jax.Array) -> jax.Array:
+    """bool, of the array's shape: always True, because the first bit of `bits >> 1` is 0; XLA does not know it."""
+    array = array.astype(jnp.uint8) if array.dtype == bool else array
+    bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+    return bits >> 1 != jnp.full_like(bits, jnp.iinfo(bits.dtype).max)
 
 
 def prevent_hoisting(zero: jax.Array, values: Tree) -> Tree:

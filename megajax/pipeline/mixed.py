@@ -95,7 +95,7 @@ class MixedStack(ChunkParts):
             stack = self.stacks[kind]
             return lambda slot, place, zero, x: stack.forward_block(slot, place, x, work)
 
-        return self._run_blocks(0, dataclasses.replace(work, blocks=None), of, x)[1]
+        return self._run_blocks(0, work, of, x)[1]
 
     def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array, Tree]:
         """As `Stack.forward_stashing`."""

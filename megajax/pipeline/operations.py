@@ -13,6 +13,7 @@ from jax import lax
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
+from megajax.pipeline.loops import unknown
 from megajax.pipeline.mixed import MixedStack
 from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.records import Recorder
@@ -65,7 +66,7 @@ class Operations:
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
     def forward(self, segment: Segment, carry: Carry, x: jax.Array, row: TickRow) -> tuple[Carry, jax.Array]:
         """The tick's forward, or one part, from `x`. Returns the activation [samples, sequence, hidden] to send."""
-        blocks, parts = self.block_range(row.forward, segment), (1,)
+        blocks, parts = self.block_range(row.forward, segment, carry.iterations), (1,)
         if segment.overlaps and self.options.in_place:
             blocks = 0, self.per_chunk * (row.forward.on & ~overlapping(row))
         elif segment.overlaps:
@@ -97,7 +98,7 @@ class Operations:
         """
         operation, on, ops = row.backward, row.backward.on, segment.ops
         if self.schedule.paired:
-            blocks = self.block_range(operation, segment)
+            blocks = self.block_range(operation, segment, carry.iterations)
             keep = on == 1 if self.options.compute_bubbles and not segment.full else None
             return self.whole_backward(carry, dy, self.work(operation, carry, blocks), keep)
         both = overlapping(row) if segment.overlaps else jnp.zeros_like(on)
@@ -136,7 +137,7 @@ class Operations:
     @jax.named_scope(WEIGHT)
     def weight_gradients(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """The tick's W: the weight gradients that an earlier I did not compute."""
-        work = self.work(row.weight, carry, self.block_range(row.weight, segment))
+        work = self.work(row.weight, carry, self.block_range(row.weight, segment, carry.iterations))
         totals, iterations = self.stack.backward_weight(carry.pending, work, carry.block_gradients, carry.iterations)
         return carry._replace(block_gradients=totals, iterations=iterations)
 
@@ -148,14 +149,17 @@ class Operations:
         """The same, with the arrays that the model adds for its blocks."""
         return vary(self.functions.prepare_microbatch(self.microbatch(index)))
 
-    def block_range(self, operation: OperationRow, segment: Segment) -> tuple:
+    def block_range(self, operation: OperationRow, segment: Segment, iterations: jax.Array) -> tuple:
         """(0, number of blocks to run): all blocks of the chunk, or none where the rank has no work.
 
         A Python int if every rank runs all its blocks in every tick of the segment. XLA then runs the loop without
-        reading a predicate from the device.
+        reading a predicate from the device. `iterations`: those of the loops before.
         """
-        always = self.schedule.paired and (segment.full or self.options.compute_bubbles)
-        return 0, self.per_chunk if always else operation.on * self.per_chunk
+        all_run = self.schedule.paired and (segment.full or self.options.compute_bubbles)
+        if not (all_run or self.collects):
+            return 0, operation.on * self.per_chunk
+        inlined = self.per_chunk == 1 and self.options.serial_collectives
+        return 0, unknown(self.per_chunk, iterations) if inlined else self.per_chunk
 
     def work(self, operation: OperationRow, carry: Carry, blocks: tuple, parts: Sequence[int] = (1,)) -> ChunkWork:
         """The arguments of the stack for one operation of a tick."""

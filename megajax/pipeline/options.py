@@ -4,10 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from jax.sharding import Mesh
+
 from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
+from megajax.pipeline.loops import serializes
 from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
 from megajax.schedules.stages import StageLayers
@@ -37,8 +40,7 @@ class ExecutorOptions:
         stash. For schedules of which `stashes_nothing` holds; needs `in_place`.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where
         a block contains a `ppermute`, which all ranks must reach (ring attention, collective matmul).
-      sends_first: a send between stages ends before what it could overlap begins. For CPU devices, where collectives that
-        overlap can wait for each other (`loops.wait_for`); on GPUs sends overlap a tick's loops.
+      serial_collectives: a collective and a loop with other collectives run one after the other; `on_devices` sets it.
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
       stage_kinds: the layers of each stage, of a model that has several kinds of them (`mixed.py`); not with `merged` and
@@ -55,7 +57,7 @@ class ExecutorOptions:
     merged: bool = False
     unrolled: bool = False
     compute_bubbles: bool = False
-    sends_first: bool = False
+    serial_collectives: bool = False
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
     stage_kinds: StageLayers | None = None
@@ -63,6 +65,11 @@ class ExecutorOptions:
 
 
 DEFAULT_OPTIONS = ExecutorOptions()
+
+
+def on_devices(options: ExecutorOptions, mesh: Mesh) -> ExecutorOptions:
+    """The options with those that follow from the mesh's devices."""
+    return dataclasses.replace(options, serial_collectives=serializes(mesh))
 
 
 def merges(run: RunConfig) -> bool:

@@ -38,6 +38,11 @@ class ParameterSpecs:
         """For the executor, of parameters whose blocks `group_blocks` has grouped."""
         return Specs(_grouped(self.computed, group), _grouped(self.stored, group))
 
+    def gathered(self, params: Tree) -> list[jax.Array]:
+        """Those of the parameters to compute with that ZeRO gathers before the executor gets them."""
+        specs = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (self.stored, self.computed))
+        return [leaf for leaf, stored, own in zip(jax.tree.leaves(params), *specs, strict=True) if own != stored]
+
 
 def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> ParameterSpecs:
     """The sharding of a model's parameters.

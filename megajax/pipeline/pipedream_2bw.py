@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.layout import batch_spec, is_spec, manual_axes_of, reduce_gradients, sum_over, vary
-from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions
+from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, on_devices
 from megajax.pipeline.rank import Rank, local_rows
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
 from megajax.pipeline.uneven import clear_empty_slots
@@ -77,13 +77,14 @@ class PipeDream2BW:
         """
         self.mesh, self.axes = mesh, manual_axes_of(mesh)
         self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
-        self.options = ExecutorOptions(
+        applied = ExecutorOptions(
             options.constrain,
             options.specs,
             options.share_ends,
             block_counts=options.block_counts,
             stage_kinds=options.stage_kinds,
         )
+        self.options = on_devices(applied, mesh)
         weights = options.specs.manual.weights
         shared = jax.tree.map(lambda spec: P(None, *spec), weights["shared"], is_leaf=is_spec)
         self.versioned_specs = {"blocks": weights["blocks"], "shared": shared}

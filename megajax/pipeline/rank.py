@@ -15,7 +15,7 @@ from jax import lax
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.ends import Ends, run_together
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
-from megajax.pipeline.loops import counted_loop, run_one_of, wait_for
+from megajax.pipeline.loops import counted_loop, run_one_of, unknown, wait_for
 from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records
@@ -123,7 +123,10 @@ class Rank:
         if self.options.in_place:
             gradients = self.blocks.stack.stacked_gradients(carry.block_gradients)
             carry = carry._replace(block_gradients=in_row_major(gradients))
-        return carry
+        # What is summed or gathered next: not during the last tick's loops.
+        results = carry.block_gradients, carry.shared_gradients, carry.output, carry.records
+        blocks, shared, output, records = self.wait_for([carry.iterations], results)
+        return carry._replace(block_gradients=blocks, shared_gradients=shared, output=output, records=records)
 
     def idle_row(self, rows: TickRow) -> TickRow:
         """The row, int32 scalars, of a tick in which no rank has work; it receives into the inbox's extra slot."""
@@ -142,7 +145,7 @@ class Rank:
         ops = segment.ops
         if BACKWARD in ops:
             pending = carry.pending
-            if self.options.sends_first:  # nor during the embedding's backward of the previous tick
+            if self.options.serial_collectives:  # nor during the embedding's backward of the previous tick
                 pending = jnp.where(carry.iterations >= 0, pending, 0)
             gradients = self.send(BACKWARD, pending)
         if FORWARD in ops:
@@ -313,9 +316,9 @@ class Rank:
                 for route in self.table.routes[direction]
             ]
 
-    def wait_for(self, received: Iterable[jax.Array], value: jax.Array) -> jax.Array:
-        """`value`; with `sends_first`, what is computed from it runs after `received`. All [samples, sequence, hidden]."""
-        return wait_for(received, value) if self.options.sends_first else value
+    def wait_for(self, received: Iterable[jax.Array], values: Tree) -> Tree:
+        """`values`; with `serial_collectives`, what is computed from them runs after `received` (see `loops.wait_for`)."""
+        return wait_for(received, values) if self.options.serial_collectives else values
 
     def receive(self, received: list[jax.Array], arrivals: tuple, inbox: jax.Array) -> jax.Array:
         """Writes the value received by each route to its slot of the inbox [slots + 1, samples, sequence, hidden]."""
@@ -333,4 +336,5 @@ class Rank:
         with jax.named_scope(scope):
             if self.options.in_place:
                 return run_one_of(iterations, on - 1, [function], state, always=False)
+            on = unknown(on, iterations) if self.options.serial_collectives else on
             return counted_loop(iterations, on, lambda _, zero, state: function(zero, state), state)

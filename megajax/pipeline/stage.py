@@ -102,14 +102,14 @@ class Stack(ChunkParts):
         return empty_stash(slots, self.per_chunk, shapes)
 
     def forward(self, x: jax.Array, work: ChunkWork) -> jax.Array:
-        """x of [samples, sequence, hidden] through all blocks of a chunk; saves nothing."""
+        """x of [samples, sequence, hidden] through the blocks of a chunk; saves nothing."""
 
         def step(index, x):
             weights = self._weights(work.chunk * self.per_chunk + index)
             y = self.block(weights, x, work.microbatch, self.blocks.number(work.stage, index))
             return self.blocks.select(work.stage, index, y, x)
 
-        return lax.fori_loop(0, self.per_chunk, step, x)
+        return lax.fori_loop(*(work.blocks or (0, self.per_chunk)), step, x)
 
     def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array, Tree]:
         """As `forward`, and writes each block's residuals and input to `work.stash`.

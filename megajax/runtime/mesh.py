@@ -18,12 +18,6 @@ from megajax.runtime.xla_flags import add_flags, add_gpu_flags, cpu_flags
 from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
 
-# The CPU devices of a process share a pool of threads, and a device that waits in a collective keeps one. A device can wait
-# in two at once: one inside a tick, where each depends on the one before (`pipeline.loops.wait_for`), and one outside, such
-# as the sum of a gradient. By default the pool has a thread for each device or core; then all of them can wait, and the
-# device that they wait for never runs (jaxlib 0.12.0). More threads than necessary make a step slower.
-THREADS_PER_CPU_DEVICE = 2
-
 
 def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
     """Starts jax on the devices that `spec` names. It must be called before anything else starts jax.
@@ -93,7 +87,6 @@ def _make_cpu_devices(count: int) -> bool:
     except RuntimeError:
         return False
     add_flags(cpu_flags(count))
-    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * count))
     return True
 
 

@@ -23,12 +23,12 @@ from megajax.config.layer_kinds import layer_kinds
 from megajax.config.run_schedule import run_schedule
 from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
-from megajax.models.interface import PipelineModel, batch_shapes, model_class
-from megajax.models.remat import grouped
+from megajax.models.interface import ExecutorFunctions, PipelineModel, batch_shapes, model_class
 from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import batch_spec, is_spec, map_kinds, of_all_layers
+from megajax.pipeline.loops import serializes, wait_for_all
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
@@ -52,22 +52,6 @@ class TrainState:
     optimizer_state: Tree
     loss_scale: LossScale
     in_flight: Tree = ()  # microbatches of a pipeline that is not drained between steps (pipeline/pipedream_2bw.py)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExecutorFunctions:
-    """The functions of a model that the executor runs."""
-
-    prepare_microbatch: Callable
-    embed: Callable
-    block: Callable
-    head_loss: Callable
-
-    @classmethod
-    def from_model(cls, model: PipelineModel, group: int) -> "ExecutorFunctions":
-        """The model's, with `group` blocks as one (`remat.grouped`)."""
-        block = model.block if group == 1 else grouped(model.block, group)
-        return cls(model.prepare_microbatch, model.embed, block, model.head_loss)
 
 
 class Training:
@@ -109,7 +93,6 @@ class Training:
             merged=in_place and merges(run),
             unrolled=in_place and unrolls(run, self.attention.name),
             compute_bubbles=bool(run.parallel.rings),
-            sends_first=mesh.devices.flat[0].platform == "cpu",
             block_counts=None if self.where.kinds else self.where.unequal_counts,
             stage_kinds=self.where if self.where.kinds else None,
         )
@@ -207,13 +190,20 @@ class Training:
         gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
         return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
-    def _split(self, batch: Tree, cotangent: jax.Array | float = 1.0) -> Tree:
-        """The batch as the executor gets it; `cotangent` [microbatches] or a scalar, of the loss's gradients."""
+    def _inputs(self, params: Tree, batch: Tree, total: Tree = (), cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree]:
+        """Parameters and batch as the executor gets them; `cotangent` [microbatches] or a scalar, of the loss's gradients.
+
+        On CPU devices the ticks begin after the sum `total`, the model's sums over the batch, and the gathers of ZeRO.
+        """
+        params, given = self._cast(params), batch
         batch = self.model.prepare_batch(batch)
         scaled = {name: batch[name] for name in self.model.scaled_arrays if name in batch}
         factors = jnp.reshape(cotangent, (-1, 1))
         batch = {**batch, **{name: array * factors for name, array in scaled.items()}}
-        return split_batch(batch, self.run.parallel.data, self.run.parallel.context)
+        if serializes(self.mesh):
+            added = [array for name, array in batch.items() if name not in given]
+            batch = wait_for_all((total, added, self.specs.gathered(params)), batch)
+        return params, split_batch(batch, self.run.parallel.data, self.run.parallel.context)
 
     def _fresh_state(self) -> TrainState:
         params = self.fresh_params()
@@ -288,13 +278,14 @@ class Training:
         options = dataclasses.replace(self.executor_options, **options)
         run = gradient_function(self.functions, run_schedule(self.run, leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
-        losses, gradients, records = run(self._cast(params), self._split(batch, cotangent), cotangent / total)
+        losses, gradients, records = run(*self._inputs(params, batch, total, cotangent), cotangent / total)
         return losses.sum() / total, self._gradients_of(params, gradients), losses, records
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         model, functions = self.evaluation()
         collect = lambda shared, y, microbatch: model.head_loss(shared, y, microbatch)[None]  # noqa: E731
-        return self.forward(functions, collect, params, batch).sum() / self._loss_weight(batch)
+        total = self._loss_weight(batch)
+        return self.forward(functions, collect, params, batch, total).sum() / total
 
     def _model(self, training: bool) -> PipelineModel:
         dtype = compute_dtype(self.run.train.precision)
@@ -311,8 +302,11 @@ class Training:
     def _loss_weight(self, batch: Tree) -> jax.Array:
         return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
 
-    def forward(self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree) -> Tree:
-        """The outputs of `collect` on the last block's output (see `forward_function`); to be traced."""
+    def forward(self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()) -> Tree:
+        """The outputs of `collect` on the last block's output (see `forward_function`); to be traced.
+
+        `total`: the batch's weight, if the caller sums it.
+        """
         parallel, (microbatches, _) = self.run.parallel, leading_sizes(batch)
         schedule = make_schedule(
             "forward_only",
@@ -322,7 +316,7 @@ class Training:
             placement=self.schedule.placement,
         )
         run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
-        return run(self._cast(params), self._split(batch))
+        return run(*self._inputs(params, batch, total))
 
     def _named(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
@@ -375,7 +369,7 @@ class ContinuousTraining(Training):
         self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         options = step_options(run.parallel.tensor, device := mesh.devices.flat[0])
         self._train = with_latencies(jax.jit(self._train_step, donate_argnums=0, compiler_options=options), run, device)
-        self._empty = jax.jit(lambda params, batch: self.pipeline.start(self._cast(params), self._split(batch)))
+        self._empty = jax.jit(lambda params, batch: self.pipeline.start(*self._inputs(params, batch)))
 
     takes_hold = False
 
@@ -390,7 +384,7 @@ class ContinuousTraining(Training):
     def _train_step(self, state: TrainState, batch: Tree):
         flying = state.in_flight
         losses, counted, gradients, after = self.pipeline.step(
-            self._cast(state.params), self._split(batch), 1 / self._loss_weight(batch), flying
+            *self._inputs(state.params, batch, weight := self._loss_weight(batch)), 1 / weight, flying
         )
         total = jnp.where(counted, jax.vmap(self._loss_weight)(after.batch), 0).sum()
         gradients = self._gradients_of(state.params, gradients)

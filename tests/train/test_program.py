@@ -10,9 +10,9 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.hlo import collectives
-from megajax.estimate.hlo_parser import KINDS, Line, called_by, computations, operands
 from megajax.pipeline.slots import slot_tables
 from tests import small
+from tests.collective_order import beside_loops
 
 MODEL = dataclasses.replace(small.MODEL, hidden=64, sequence_length=64)
 
@@ -92,36 +92,42 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
     ("schedule", "chunks"),
     [("1f1b", 1), slow("interleaved_1f1b", 2), slow("gpipe", 1), slow("zb_v", 2), slow("dualpipe_v", 2)],
 )
-def test_a_tick_has_no_collective_beside_a_loop_with_collectives(schedule, chunks):
-    """CPU devices would run them in different orders, and wait for each other with all of the process's threads.
-
-    XLA itself orders the collectives of one computation. Those outside of the ticks, such as the sum of the losses, may
-    run beside a tick. The entry computation has both: XLA inlines the loop over a segment's ticks if there is only one.
-    """
+def test_no_collective_runs_beside_a_loop_with_collectives(schedule, chunks):
+    """A CPU device would wait in both, each with one of the process's threads, of which there is one for each device."""
     _, step = compiled((2, 2, 2), schedule, chunks, 4)
-    bodies, entry = computations(step.as_text())
-    of_loop = functools.cache(lambda line: any(map(has_collectives, called_by(line.rest))))
-    is_collective = lambda line: line.op.removesuffix("-start") in KINDS  # noqa: E731
+    pairs, loops = beside_loops(step.as_text())
+    assert loops and not pairs
 
-    @functools.cache
-    def has_collectives(name: str) -> bool:
-        return any(is_collective(line) or (line.op == "while" and of_loop(line)) for line in bodies.get(name, ()))
 
-    beside, loops = [], 0
-    for name, lines in bodies.items():
-        needs: dict[str, set[Line]] = {}  # by operation, the collectives and loops that must run before it or are it
-        seen: list[Line] = []
-        for line in lines:  # in the order in which they run
-            before = set().union(*(needs.get(operand, ()) for operand in operands(line)))
-            loop = line.op == "while" and of_loop(line)
-            if loop or (is_collective(line) and (name != entry or "/send/" in line.rest)):
-                apart = [other for other in seen if other not in before and "while" in (other.op, line.op)]
-                beside += [(other.name, line.name) for other in apart]
-                seen.append(line)
-                before.add(line)
-                loops += loop
-            needs[line.name] = before
-    assert loops and not beside
+BESIDE = """
+%body (state: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {
+  %state = (s32[], f32[8], f32[8]) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %changed = f32[8] get-tuple-element(%state), index=1
+  %kept = f32[8] get-tuple-element(%state), index=2
+  %sum = f32[8] all-reduce(%changed), to_apply=%add
+  ROOT %next = (s32[], f32[8], f32[8]) tuple(%count, %sum, %kept)
+}
+
+ENTRY %main (start: s32[], x: f32[8], y: f32[8]) -> (f32[8], f32[8], f32[8]) {
+  %start = s32[] parameter(0)
+  %x = f32[8] parameter(1)
+  %y = f32[8] parameter(2)
+  %earlier = f32[8] all-reduce(%x), to_apply=%add, metadata={op_name="earlier"}
+  %state.1 = (s32[], f32[8], f32[8]) tuple(%start, %x, %y)
+  %loop = (s32[], f32[8], f32[8]) while(%state.1), condition=%more, body=%body, metadata={op_name="loop"}
+  %changed.1 = f32[8] get-tuple-element(%loop), index=1
+  %kept.1 = f32[8] get-tuple-element(%loop), index=2
+  %after = f32[8] all-reduce(%changed.1), to_apply=%add, metadata={op_name="after"}
+  %beside = f32[8] all-reduce(%kept.1), to_apply=%add, metadata={op_name="beside"}
+  ROOT %results = (f32[8], f32[8], f32[8]) tuple(%earlier, %after, %beside)
+}
+"""
+
+
+def test_what_may_run_beside_a_loop():
+    """By hand: "after" needs what the loop computes; "beside" needs an array that the loop only passes on."""
+    assert beside_loops(BESIDE) == ([("while loop", "all-reduce beside")], 1)
 
 
 @pytest.mark.parametrize(

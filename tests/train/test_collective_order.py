@@ -1,0 +1,74 @@
+"""On CPU devices no collective runs beside a loop with collectives (`pipeline.loops.serializes`): read off the programs.
+
+A CPU device would wait in both, each with one of the process's threads, of which there is one for each device. With two
+devices of each kind waiting so, the others never run.
+"""
+
+import dataclasses
+
+import jax
+import pytest
+
+from tests import small
+from tests.collective_order import beside_loops
+
+EXPERTS = dataclasses.replace(
+    small.MODEL, experts=4, experts_per_token=2, activation="swiglu", biases=False, norm="rmsnorm", positions="rotary"
+)
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "options"),
+    [
+        ((2, 2, 2), "eager_1f1b", {}),
+        ((2, 2, 1), "interleaved_1f1b", {"chunks": 4, "zero": 3}),
+        slow((2, 2, 2), "1f1b", {"model": small.LLAMA}),
+        slow((2, 2, 2), "1f1b", {"zero": 1}),
+        slow((2, 2, 2), "1f1b", {"zero": 3}),
+        slow((2, 2, 2), "1f1b", {"model": small.BERT}),
+        slow((8, 1, 1), "1f1b", {"microbatches": 2, "zero": 3}),
+        slow((2, 2, 2), "gpipe", {"zero": 3}),
+        slow((2, 2, 2), "eager_1f1b", {"zero": 3, "model": small.LLAMA}),
+        slow((1, 4, 2), "interleaved_1f1b", {"chunks": 2}),
+        slow((2, 2, 2), "interleaved_1f1b", {"chunks": 4}),
+        slow((2, 2, 2), "interleaved_1f1b", {"tensor_overlap": "ring"}),
+        slow((2, 2, 1), "interleaved_1f1b", {"chunks": 2, "context": 2, "zero": 3}),
+        slow((2, 4, 1), "looped_bfs", {"chunks": 2, "zero": 3}),
+        slow((2, 2, 2), "zb_h1", {"zero": 3}),
+        slow((2, 2, 2), "zb_h2", {"recompute": "full"}),
+        slow((2, 4, 1), "zb_v", {"chunks": 2, "zero": 1}),
+        slow((2, 2, 2), "zb_1p_interleaved", {"chunks": 2}),
+        slow((2, 2, 2), "dualpipe_v", {"chunks": 2, "zero": 1}),
+        slow((2, 2, 2), "pipedream_2bw", {"zero": 1}),
+        slow((2, 1, 2), "1f1b", {"expert": 2, "expert_dispatch": "all_to_all", "model": EXPERTS}),
+        slow((2, 2, 2), "zb_h1", {"expert": 2, "expert_dispatch": "gather", "zero": 3, "model": EXPERTS}),
+    ],
+)
+def test_of_a_step(mesh, schedule, options):
+    run = small.make_run(mesh, schedule=schedule, **options)
+    training = small.training_of(run)
+    state, batch = training.step_shapes()
+    with jax.set_mesh(training.mesh):
+        if not training.takes_hold:
+            flying = jax.eval_shape(training._empty, state.params, batch)
+            state = dataclasses.replace(state, in_flight=flying)
+        arguments = (state, batch, *([jax.ShapeDtypeStruct((), "int32")] if training.takes_hold else []))
+        step = training._train.lower(*arguments).compile()
+    pairs, loops = beside_loops(step.as_text())
+    assert loops and not pairs
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [((2, 4, 1), {"chunks": 2}), slow((2, 1, 1), {"context": 2}), slow((2, 2, 2), {})]
+)
+def test_of_an_evaluation(mesh, options):
+    training = small.training_of(small.make_run(mesh, zero=3, **options))
+    state, batch = training.step_shapes()
+    with jax.set_mesh(training.mesh):
+        program = training._evaluate.lower(state.params, batch).compile()
+    pairs, loops = beside_loops(program.as_text())
+    assert loops and not pairs
