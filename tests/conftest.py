@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
     + " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # see megajax/runtime/xla_flags.py
 )
+os.environ["PJRT_NPROC"] = str(8 + os.cpu_count())  # threads, as megajax/runtime/mesh.py requests
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

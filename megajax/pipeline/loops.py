@@ -88,8 +88,8 @@ def serializes(mesh: Mesh) -> bool:
     """Whether a loop with collectives and any other collective must run one after the other: on CPU devices.
 
     A device starts a collective beside such a loop if neither depends on the other. Each collective that a device waits in
-    keeps a thread of the process, which has one for each device: if some devices wait in two, the one that they wait for
-    may have none. XLA's CPU backend drops optimization barriers before it schedules, so `wait_for` orders them.
+    keeps one of the process's threads (`runtime.mesh`): if many devices wait in two, the one that they wait for may have
+    none. XLA's CPU backend drops optimization barriers before it schedules, so `wait_for` orders them.
     """
     return mesh.devices.flat[0].platform == "cpu"
 

@@ -87,6 +87,9 @@ def _make_cpu_devices(count: int) -> bool:
     except RuntimeError:
         return False
     add_flags(cpu_flags(count))
+    # The threads of the process. A device that waits in a collective keeps one (`pipeline.loops.serializes`); as many as
+    # cores remain, so that no core is idle because devices wait. With more, steps are slower.
+    os.environ.setdefault("PJRT_NPROC", str(count + (os.cpu_count() or 1)))
     return True
 
 

@@ -15,7 +15,7 @@ from megajax.config.parallel import MESH_AXES as AXES
 from megajax.runtime.mesh import choose_devices, make_mesh, start_devices
 from megajax.runtime.xla_flags import CPU_FLAGS, cpu_flags
 
-VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS")
+VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "PJRT_NPROC")
 
 
 def in_a_new_process(program: str, **environment: str) -> list[str]:
@@ -46,6 +46,12 @@ def test_a_matmul_has_one_thread_where_devices_take_all_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     one_thread = "--xla_cpu_multi_thread_eigen=false"
     assert [one_thread in cpu_flags(count) for count in (1, 3, 4, 8)] == [False, False, True, True]
+
+
+def test_there_is_a_thread_for_each_device_and_each_core():
+    program = START + "start_devices('cpu:8'); print(os.environ['PJRT_NPROC'])"
+    assert in_a_new_process(program) == [str(8 + os.cpu_count())]
+    assert in_a_new_process(program, PJRT_NPROC="30") == ["30"]
 
 
 def test_the_users_xla_flags_are_kept():

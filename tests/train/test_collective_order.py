@@ -1,7 +1,7 @@
 """On CPU devices no collective runs beside a loop with collectives (`pipeline.loops.serializes`): read off the programs.
 
-A CPU device would wait in both, each with one of the process's threads, of which there is one for each device. With two
-devices of each kind waiting so, the others never run.
+A CPU device would wait in both, each with one of the process's threads. If enough devices do, the one that they wait for
+has no thread, and never runs.
 """
 
 import dataclasses

@@ -93,7 +93,7 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
     [("1f1b", 1), slow("interleaved_1f1b", 2), slow("gpipe", 1), slow("zb_v", 2), slow("dualpipe_v", 2)],
 )
 def test_no_collective_runs_beside_a_loop_with_collectives(schedule, chunks):
-    """A CPU device would wait in both, each with one of the process's threads, of which there is one for each device."""
+    """A CPU device would wait in both, each with one of the process's threads; see test_collective_order.py."""
     _, step = compiled((2, 2, 2), schedule, chunks, 4)
     pairs, loops = beside_loops(step.as_text())
     assert loops and not pairs
