@@ -24,8 +24,13 @@ def slow(*case):
 @pytest.mark.parametrize(
     ("mesh", "schedule", "options"),
     [
+        ((2, 2, 2), "1f1b", {}),
         ((2, 2, 2), "eager_1f1b", {}),
         ((2, 2, 1), "interleaved_1f1b", {"chunks": 4, "zero": 3}),
+        slow((2, 2, 2), "interleaved_1f1b", {"chunks": 2}),
+        slow((2, 2, 2), "gpipe", {}),
+        slow((2, 2, 2), "zb_v", {"chunks": 2}),
+        slow((2, 2, 2), "dualpipe_v", {"chunks": 2}),
         slow((2, 2, 2), "1f1b", {"model": small.LLAMA}),
         slow((2, 2, 2), "1f1b", {"zero": 1}),
         slow((2, 2, 2), "1f1b", {"zero": 3}),
@@ -72,3 +77,34 @@ def test_of_an_evaluation(mesh, options):
         program = training._evaluate.lower(state.params, batch).compile()
     pairs, loops = beside_loops(program.as_text())
     assert loops and not pairs
+
+
+BESIDE = """
+%body (state: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {
+  %state = (s32[], f32[8], f32[8]) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %changed = f32[8] get-tuple-element(%state), index=1
+  %kept = f32[8] get-tuple-element(%state), index=2
+  %sum = f32[8] all-reduce(%changed), to_apply=%add
+  ROOT %next = (s32[], f32[8], f32[8]) tuple(%count, %sum, %kept)
+}
+
+ENTRY %main (start: s32[], x: f32[8], y: f32[8]) -> (f32[8], f32[8], f32[8]) {
+  %start = s32[] parameter(0)
+  %x = f32[8] parameter(1)
+  %y = f32[8] parameter(2)
+  %earlier = f32[8] all-reduce(%x), to_apply=%add, metadata={op_name="earlier"}
+  %state.1 = (s32[], f32[8], f32[8]) tuple(%start, %x, %y)
+  %loop = (s32[], f32[8], f32[8]) while(%state.1), condition=%more, body=%body, metadata={op_name="loop"}
+  %changed.1 = f32[8] get-tuple-element(%loop), index=1
+  %kept.1 = f32[8] get-tuple-element(%loop), index=2
+  %after = f32[8] all-reduce(%changed.1), to_apply=%add, metadata={op_name="after"}
+  %beside = f32[8] all-reduce(%kept.1), to_apply=%add, metadata={op_name="beside"}
+  ROOT %results = (f32[8], f32[8], f32[8]) tuple(%earlier, %after, %beside)
+}
+"""
+
+
+def test_what_may_run_beside_a_loop():
+    """By hand: "after" needs what the loop computes; "beside" needs an array that the loop only passes on."""
+    assert beside_loops(BESIDE) == ([("while loop", "all-reduce beside")], 1)

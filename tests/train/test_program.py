@@ -12,7 +12,6 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.hlo import collectives
 from megajax.pipeline.slots import slot_tables
 from tests import small
-from tests.collective_order import beside_loops
 
 MODEL = dataclasses.replace(small.MODEL, hidden=64, sequence_length=64)
 
@@ -86,48 +85,6 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
     assert [c for c in found if c.in_loop and c.kind != "collective-permute"], (
         "tensor parallelism has collectives in the loop"
     )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks"),
-    [("1f1b", 1), slow("interleaved_1f1b", 2), slow("gpipe", 1), slow("zb_v", 2), slow("dualpipe_v", 2)],
-)
-def test_no_collective_runs_beside_a_loop_with_collectives(schedule, chunks):
-    """A CPU device would wait in both, each with one of the process's threads; see test_collective_order.py."""
-    _, step = compiled((2, 2, 2), schedule, chunks, 4)
-    pairs, loops = beside_loops(step.as_text())
-    assert loops and not pairs
-
-
-BESIDE = """
-%body (state: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {
-  %state = (s32[], f32[8], f32[8]) parameter(0)
-  %count = s32[] get-tuple-element(%state), index=0
-  %changed = f32[8] get-tuple-element(%state), index=1
-  %kept = f32[8] get-tuple-element(%state), index=2
-  %sum = f32[8] all-reduce(%changed), to_apply=%add
-  ROOT %next = (s32[], f32[8], f32[8]) tuple(%count, %sum, %kept)
-}
-
-ENTRY %main (start: s32[], x: f32[8], y: f32[8]) -> (f32[8], f32[8], f32[8]) {
-  %start = s32[] parameter(0)
-  %x = f32[8] parameter(1)
-  %y = f32[8] parameter(2)
-  %earlier = f32[8] all-reduce(%x), to_apply=%add, metadata={op_name="earlier"}
-  %state.1 = (s32[], f32[8], f32[8]) tuple(%start, %x, %y)
-  %loop = (s32[], f32[8], f32[8]) while(%state.1), condition=%more, body=%body, metadata={op_name="loop"}
-  %changed.1 = f32[8] get-tuple-element(%loop), index=1
-  %kept.1 = f32[8] get-tuple-element(%loop), index=2
-  %after = f32[8] all-reduce(%changed.1), to_apply=%add, metadata={op_name="after"}
-  %beside = f32[8] all-reduce(%kept.1), to_apply=%add, metadata={op_name="beside"}
-  ROOT %results = (f32[8], f32[8], f32[8]) tuple(%earlier, %after, %beside)
-}
-"""
-
-
-def test_what_may_run_beside_a_loop():
-    """By hand: "after" needs what the loop computes; "beside" needs an array that the loop only passes on."""
-    assert beside_loops(BESIDE) == ([("while loop", "all-reduce beside")], 1)
 
 
 @pytest.mark.parametrize(
