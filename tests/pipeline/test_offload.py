@@ -9,6 +9,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.models.context import check_offload
+from megajax.pipeline.options import merged_schedule
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime import compat
 from megajax.schedules.registry import make_schedule
@@ -34,7 +35,9 @@ def test_compiled_for_h100s_the_whole_stash_is_in_host_memory():
     layout = {"pipe": 2, "tensor": 2, "chunks": 2, "attention": "xla"}
     model = dataclasses.replace(gpu.LARGE, layers=4)
     text, _ = gpu.compile_step(model, 4, offload_activations=True, **layout)
-    slots = slot_tables(make_schedule("interleaved_1f1b", stages=2, microbatches=4, chunks=2)).stash_slots
+    schedule = make_schedule("interleaved_1f1b", stages=2, microbatches=4, chunks=2)
+    runs = merged_schedule(schedule) if compat.jaxlib_version() >= (0, 12) else schedule
+    slots = slot_tables(runs).stash_slots
     found = set(re.findall(rf"\bbf16(\[{slots},1,1,[\d,]*\])(\{{.*?\}})", text))
     assert len({shape for shape, _ in found}) == 4  # qkv, context, up; input and residual have the same
     assert all(layout.endswith(":S(5)}") for _, layout in found)
