@@ -80,7 +80,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.layout import batch_spec, manual_axes_of, reduce_gradients, sum_over, vary
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_schedule, on_devices
-from megajax.pipeline.rank import Rank, local_rows
+from megajax.pipeline.rank import Rank, local_rows, rows_after
 from megajax.pipeline.records import records_spec
 from megajax.pipeline.slots import TickRow, slot_tables
 from megajax.pipeline.uneven import clear_empty_slots
@@ -103,11 +103,12 @@ def gradient_function(
       options: how arrays are sharded and blocks are run.
 
     Returns:
-      `f(params, batch, cotangent) -> (losses, gradients, records)`, to be traced under `jax.set_mesh(mesh)`, with
+      `f(params, batch, cotangent, after=()) -> (losses, gradients, records)`, to be traced under `jax.set_mesh(mesh)`, with
 
       params: {"blocks": leaves [chunks, pipe, slots of a stage, ...], "shared": pytree}, sharded as `options.specs`.
       batch: pytree of [microbatches, data * samples, ...].
       cotangent: scalar, or [microbatches].
+      after: pytree of arrays; with `options.serial_collectives` the ticks begin after them.
       losses: [microbatches], fp32; `head_loss` summed over the replicas.
       gradients: fp32, of (cotangent * losses).sum(), in the structure of `params`.
       records: with `options.statistics`, for each name in `records.RECORDED` fp32 [chunks, pipe, blocks per chunk,
@@ -134,7 +135,9 @@ def gradient_function(
         out_specs=(P(), options.specs.manual.gradients, records_spec(mesh)),
         axis_names=set(axes),
     )
-    return lambda params, batch, cotangent: mapped(params, batch, cotangent, table.rows)
+    return lambda params, batch, cotangent, after=(): mapped(
+        params, batch, cotangent, rows_after(after, table.rows, options)
+    )
 
 
 def forward_function(
@@ -154,7 +157,7 @@ def forward_function(
       options: constrain, specs, share_ends, block_counts and stage_kinds apply.
 
     Returns:
-      `f(params, batch) -> outputs`, with outputs a pytree of [microbatches, data * n, ...].
+      `f(params, batch, after=()) -> outputs`, with outputs a pytree of [microbatches, data * n, ...]; `after` as above.
     """
 
     def run(params: Tree, batch: Tree, rows: TickRow):
@@ -170,4 +173,4 @@ def forward_function(
         out_specs=batch_spec(mesh),
         axis_names=set(manual_axes_of(mesh)),
     )
-    return lambda params, batch: mapped(params, batch, table.rows)
+    return lambda params, batch, after=(): mapped(params, batch, rows_after(after, table.rows, options))

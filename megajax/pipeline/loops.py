@@ -113,8 +113,8 @@ def wait_for_all(received: Tree, values: Tree) -> Tree:
     return values
 
 
-def _where(arrived: jax.Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda value: jnp.where(arrived, value, jnp.zeros_like(value)), values)
+def _where(condition: jax.Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda value: jnp.where(condition, value, jnp.zeros_like(value)), values)
 
 
 def _arrived(array: jax.Array) -> jax.Array:
@@ -133,4 +133,4 @@ def prevent_hoisting(zero: jax.Array, values: Tree) -> Tree:
       zero: as `counted_loop` passes it to its step.
       values: pytree of arrays; returned with the same values.
     """
-    return jax.tree.map(lambda value: jnp.where(zero == 0, value, jnp.zeros_like(value)), values)
+    return _where(zero == 0, values)

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.layout import batch_spec, is_spec, manual_axes_of, reduce_gradients, sum_over, vary
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, on_devices
-from megajax.pipeline.rank import Rank, local_rows
+from megajax.pipeline.rank import Rank, local_rows, rows_after
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
 from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.one_f_one_b import backward_lag
@@ -109,7 +109,7 @@ class PipeDream2BW:
         return InFlight(jnp.int32(0), weights, batches, jnp.zeros(count, jnp.float32), carry)
 
     def step(
-        self, params: Tree, batch: Tree, cotangent: jax.Array, in_flight: InFlight
+        self, params: Tree, batch: Tree, cotangent: jax.Array, in_flight: InFlight, after: Tree = ()
     ) -> tuple[jax.Array, jax.Array, Tree, InFlight]:
         """Runs one step of m ticks.
 
@@ -118,6 +118,7 @@ class PipeDream2BW:
           batch: pytree of [microbatches, data * samples, ...].
           cotangent: fp32 scalar, the factor of this batch's losses in its gradients.
           in_flight: the state after the previous step.
+          after: as for `executor.gradient_function`.
 
         Returns:
           losses: fp32 [2 * microbatches], of the microbatches whose head ran in this step, and 0 for the others. There
@@ -140,7 +141,7 @@ class PipeDream2BW:
             batch,
         )
         cotangents = jnp.where(jnp.arange(2 * count) // count == newest, cotangent, in_flight.cotangents)
-        rows = self._rows(in_flight.step)
+        rows = rows_after(after, self._rows(in_flight.step), self.options)
 
         def run(weights, batch, cotangents, rows, newest, carry):
             rank = self._rank(weights, batch)

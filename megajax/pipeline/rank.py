@@ -15,7 +15,7 @@ from jax import lax
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.ends import Ends, run_together
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
-from megajax.pipeline.loops import counted_loop, run_one_of, unknown, wait_for
+from megajax.pipeline.loops import counted_loop, run_one_of, unknown, wait_for, wait_for_all
 from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records
@@ -33,6 +33,11 @@ SEND_STREAM = {"_xla_gpu_collective_stream": "p2p"}
 def local_rows(rows: TickRow) -> TickRow:
     """A rank's rows, int32 [ticks], from the [ticks, 1] that `shard_map` passes to it."""
     return jax.tree.map(lambda column: vary(column[:, 0]), rows)
+
+
+def rows_after(after: Tree, rows: TickRow, options: ExecutorOptions) -> TickRow:
+    """`rows`; with `serial_collectives` no loop of the ticks, whose trip counts they hold, begins before `after`."""
+    return wait_for_all(after, rows) if options.serial_collectives else rows
 
 
 class Rank:
@@ -144,10 +149,8 @@ class Rank:
         """
         ops = segment.ops
         if BACKWARD in ops:
-            pending = carry.pending
-            if self.options.serial_collectives:  # nor during the embedding's backward of the previous tick
-                pending = jnp.where(carry.iterations >= 0, pending, 0)
-            gradients = self.send(BACKWARD, pending)
+            # Not during the embedding's backward of the previous tick.
+            gradients = self.send(BACKWARD, self.wait_for([carry.iterations], carry.pending))
         if FORWARD in ops:
             carry, x = self.forward_input(segment, carry, row, before=gradients if BACKWARD in ops else ())
             carry, y = self.blocks.forward(segment, carry, x, row)

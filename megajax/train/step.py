@@ -28,7 +28,6 @@ from megajax.ops.ring_attention import split_batch
 from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import batch_spec, is_spec, map_kinds, of_all_layers
-from megajax.pipeline.loops import serializes, wait_for_all
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.runtime.compat import updates_in_place
@@ -190,20 +189,19 @@ class Training:
         gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
         return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
-    def _inputs(self, params: Tree, batch: Tree, total: Tree = (), cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree]:
-        """Parameters and batch as the executor gets them; `cotangent` [microbatches] or a scalar, of the loss's gradients.
+    def _inputs(self, params: Tree, batch: Tree, cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree, Tree]:
+        """The executor's arguments: parameters, the batch, and what is summed or gathered before the ticks begin.
 
-        On CPU devices the ticks begin after the sum `total`, the model's sums over the batch, and the gathers of ZeRO.
+        `cotangent` [microbatches] or a scalar, of the loss's gradients.
         """
         params, given = self._cast(params), batch
         batch = self.model.prepare_batch(batch)
+        added = [array for name, array in batch.items() if name not in given]
         scaled = {name: batch[name] for name in self.model.scaled_arrays if name in batch}
         factors = jnp.reshape(cotangent, (-1, 1))
         batch = {**batch, **{name: array * factors for name, array in scaled.items()}}
-        if serializes(self.mesh):
-            added = [array for name, array in batch.items() if name not in given]
-            batch = wait_for_all((total, added, self.specs.gathered(params)), batch)
-        return params, split_batch(batch, self.run.parallel.data, self.run.parallel.context)
+        batch = split_batch(batch, self.run.parallel.data, self.run.parallel.context)
+        return params, batch, (added, self.specs.gathered(params))
 
     def _fresh_state(self) -> TrainState:
         params = self.fresh_params()
@@ -278,7 +276,8 @@ class Training:
         options = dataclasses.replace(self.executor_options, **options)
         run = gradient_function(self.functions, run_schedule(self.run, leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
-        losses, gradients, records = run(*self._inputs(params, batch, total, cotangent), cotangent / total)
+        computed, inputs, before = self._inputs(params, batch, cotangent)
+        losses, gradients, records = run(computed, inputs, cotangent / total, (before, total))
         return losses.sum() / total, self._gradients_of(params, gradients), losses, records
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
@@ -316,7 +315,8 @@ class Training:
             placement=self.schedule.placement,
         )
         run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
-        return run(*self._inputs(params, batch, total))
+        computed, inputs, before = self._inputs(params, batch)
+        return run(computed, inputs, (before, total))
 
     def _named(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
@@ -369,7 +369,7 @@ class ContinuousTraining(Training):
         self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
         options = step_options(run.parallel.tensor, device := mesh.devices.flat[0])
         self._train = with_latencies(jax.jit(self._train_step, donate_argnums=0, compiler_options=options), run, device)
-        self._empty = jax.jit(lambda params, batch: self.pipeline.start(*self._inputs(params, batch)))
+        self._empty = jax.jit(lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2]))
 
     takes_hold = False
 
@@ -383,9 +383,9 @@ class ContinuousTraining(Training):
 
     def _train_step(self, state: TrainState, batch: Tree):
         flying = state.in_flight
-        losses, counted, gradients, after = self.pipeline.step(
-            *self._inputs(state.params, batch, weight := self._loss_weight(batch)), 1 / weight, flying
-        )
+        weight = self._loss_weight(batch)
+        computed, inputs, before = self._inputs(state.params, batch)
+        losses, counted, gradients, after = self.pipeline.step(computed, inputs, 1 / weight, flying, (before, weight))
         total = jnp.where(counted, jax.vmap(self._loss_weight)(after.batch), 0).sum()
         gradients = self._gradients_of(state.params, gradients)
         new, metrics = self._update(state, gradients, losses.sum() / total, batch, ready=flying.step > 0)
