@@ -42,6 +42,11 @@ REPLICAS = ("data", "expert")  # devices along them have other samples
 MANUAL_AXES = (*REPLICAS, "pipe")
 
 
+def leading_sizes(batch: Tree) -> tuple[int, int]:
+    """Microbatches, and samples in one of them over all replicas."""
+    return jax.tree.leaves(batch)[0].shape[:2]
+
+
 def batch_spec(mesh: Mesh) -> P:
     """The PartitionSpec of a batch's leaves, [microbatches, samples, ...]."""
     return only(P(None, REPLICAS), mesh.axis_names)

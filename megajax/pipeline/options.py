@@ -75,10 +75,13 @@ def on_devices(options: ExecutorOptions, mesh: Mesh) -> ExecutorOptions:
 def merges(run: RunConfig) -> bool:
     """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble.
 
-    A merged tick's loop runs a block of a forward beside one of a backward, which must be of one kind.
+    A merged tick's loop runs a block of a forward beside one of a backward, which must be of one kind. PipeDream-2BW has a
+    program of its own, whose ticks are those of its schedule.
     """
     parallel = run.parallel
-    return (parallel.tensor > 1 or parallel.expert > 1) and not parallel.rings and not layer_kinds(run.model)
+    one_kind = not layer_kinds(run.model)
+    collectives = parallel.tensor > 1 or parallel.expert > 1
+    return collectives and not parallel.rings and one_kind and find(parallel.schedule).drains
 
 
 def stashes_nothing(schedule: Schedule) -> bool:

@@ -73,7 +73,7 @@ class PipeDream2BW:
     ):
         """Arguments as for `executor.gradient_function`; the model has one chunk on each of the `stages` ranks.
 
-        Of the options constrain, specs, share_ends, block_counts and stage_kinds apply.
+        Of the options constrain, specs, share_ends, in_place, block_counts and stage_kinds apply.
         """
         self.mesh, self.axes = mesh, manual_axes_of(mesh)
         self.schedule = make_schedule("pipedream_2bw", stages=stages, microbatches=microbatches)
@@ -81,6 +81,7 @@ class PipeDream2BW:
             options.constrain,
             options.specs,
             options.share_ends,
+            in_place=options.in_place,
             block_counts=options.block_counts,
             stage_kinds=options.stage_kinds,
         )
@@ -146,23 +147,23 @@ class PipeDream2BW:
         def run(weights, batch, cotangents, rows, newest, carry):
             rank = self._rank(weights, batch)
             carry = jax.tree.map(lambda a: a[(0,) * len(self.axes)], carry)
-            carry = carry._replace(output=jnp.zeros_like(carry.output))
-            carry = rank.run(local_rows(rows), carry, vary(cotangents))
-            done = vary(1 - newest)  # the half of the previous batch, whose gradients are complete
-            halves = jax.tree.map(
-                lambda total, like: total.reshape(like.shape), carry.block_gradients, weights["blocks"]
+            half = vary(newest)  # of the newest batch; the last step returned what it has, so the optimizer has read it
+            in_halves = lambda a: a.reshape(2, -1, *a.shape[1:])  # noqa: E731
+            clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(a[0]), half, 0)  # noqa: E731
+            carry = carry._replace(
+                block_gradients=jax.tree.map(lambda a: clear(in_halves(a)).reshape(a.shape), carry.block_gradients),
+                shared_gradients=jax.tree.map(clear, carry.shared_gradients),
+                output=jnp.zeros_like(carry.output),
             )
-            take = lambda a: lax.dynamic_index_in_dim(a, done, 0, keepdims=False)  # noqa: E731
+            carry = rank.run(local_rows(rows), carry, vary(cotangents))
+            # The other half's gradients are complete. They stay where they are: clearing them now would copy both halves.
+            take = lambda a: lax.dynamic_index_in_dim(a, 1 - half, 0, keepdims=False)  # noqa: E731
+            complete = lambda a, like: take(in_halves(a)).reshape(1, *like.shape[1:])  # noqa: E731
+            blocks = jax.tree.map(complete, carry.block_gradients, weights["blocks"])
             gradients = {
-                "blocks": clear_empty_slots(
-                    jax.tree.map(lambda a: take(a)[None], halves), self.options.block_counts, self.schedule
-                ),
+                "blocks": clear_empty_slots(blocks, self.options.block_counts, self.schedule),
                 "shared": jax.tree.map(take, carry.shared_gradients),
             }
-            clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(take(a)), done, 0)  # noqa: E731
-            blocks = jax.tree.map(lambda a: clear(a).reshape(-1, *a.shape[3:]), halves)
-            shared = jax.tree.map(clear, carry.shared_gradients)
-            carry = carry._replace(block_gradients=blocks, shared_gradients=shared)
             losses = sum_over(carry.output, self.axes)
             return losses, reduce_gradients(gradients, self.options.specs), self._with_mesh_axes(carry)
 

@@ -19,7 +19,7 @@ from megajax.checkpoint.layout import layers_of, named
 from megajax.data.loader import PADDING
 from megajax.pipeline import layout
 from megajax.schedules.stages import StageLayers
-from megajax.train.step import Training, leading_sizes
+from megajax.train.step import Training
 
 Tree = Any
 
@@ -38,7 +38,7 @@ def explain(training: Training, params: Tree, batch: Tree, scale: float = 1.0) -
     def bad(samples: np.ndarray) -> bool:
         return bool(_broken_by(training, params, _copies(batch, samples), scale))
 
-    microbatches, each = leading_sizes(batch)
+    microbatches, each = layout.leading_sizes(batch)
     numbers = np.asarray(batch.get("sample", np.arange(microbatches * each))).reshape(-1)
     count = int((numbers != PADDING).sum())
     if not bad(np.arange(count)):
@@ -79,7 +79,7 @@ def _more(names: list[str]) -> str:
 
 def _copies(batch: Tree, samples: np.ndarray) -> Tree:
     """A batch of the same shape filled with copies of some samples, repeated in order."""
-    count = np.prod(leading_sizes(batch))
+    count = np.prod(layout.leading_sizes(batch))
     chosen = np.resize(samples, count)
     flat = {name: a.reshape(count, *a.shape[2:])[chosen] for name, a in batch.items()}
     return {name: flat[name].reshape(a.shape) for name, a in batch.items()}
@@ -150,7 +150,7 @@ def stream_is_finite(training: Training, params: Tree, batch: Tree) -> Callable[
     program = jax.jit(finite, out_shardings=NamedSharding(training.mesh, P()))
 
     def after(blocks: int) -> bool:
-        marked = batch | {"blocks": np.full(leading_sizes(batch), blocks, np.int32)}
+        marked = batch | {"blocks": np.full(layout.leading_sizes(batch), blocks, np.int32)}
         with jax.set_mesh(training.mesh):
             return bool(program(params, training.place(marked)))
 

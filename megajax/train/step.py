@@ -6,6 +6,7 @@ of tokens), so it does not depend on how the batch is split into microbatches or
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +26,11 @@ from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
 from megajax.models.interface import ExecutorFunctions, PipelineModel, batch_shapes, model_class
 from megajax.ops.ring_attention import split_batch
-from megajax.pipeline import pipedream_2bw
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
-from megajax.pipeline.layout import batch_spec, is_spec, map_kinds, of_all_layers
+from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
+from megajax.pipeline.pipedream_2bw import PipeDream2BW
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import find, make_schedule
@@ -99,16 +100,9 @@ class Training:
         self.state_sharding = self._state_sharding()
         # Context ranks share samples, so the program splits the batch, not the caller.
         batch = self.batch_sharding = NamedSharding(mesh, batch_spec(mesh) if run.parallel.context == 1 else P())
-        state, replicated, device = self.state_sharding, NamedSharding(mesh, P()), mesh.devices.flat[0]
+        state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
-        step = jax.jit(
-            self._train_step,
-            in_shardings=(state, batch, replicated),
-            out_shardings=(state, replicated),
-            donate_argnums=0,
-            compiler_options=step_options(run.parallel.tensor, device) | latency_options(run, device, self.model),
-        )
-        self._train = with_latencies(step, run, device)
+        self._train = self._jit_step(state, replicated)
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
         self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
@@ -174,6 +168,18 @@ class Training:
             return batch
         placed = lambda a: jax.make_array_from_callback(a.shape, self.batch_sharding, a.__getitem__)  # noqa: E731
         return jax.tree.map(lambda a: a if isinstance(a, jax.Array) else placed(a), batch)
+
+    def _jit_step(self, state: TrainState, *more: NamedSharding) -> Any:
+        """`_train_step` jitted: the shardings of its state and of its arguments after the batch."""
+        run, device = self.run, self.mesh.devices.flat[0]
+        step = jax.jit(
+            self._train_step,
+            in_shardings=(state, self.batch_sharding, *more),
+            out_shardings=(state, NamedSharding(self.mesh, P())),
+            donate_argnums=0,
+            compiler_options=step_options(run.parallel.tensor, device) | latency_options(run, device, self.model),
+        )
+        return with_latencies(step, run, device)
 
     # The functions below are traced.
 
@@ -250,13 +256,12 @@ class Training:
         )
         updates = self.model.apply_measurements(updates, measurements)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
+        scale = jax.tree.map(lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale)
         new = dataclasses.replace(
             state,
             params=keep(optax.apply_updates(state.params, updates), state.params),
             optimizer_state=keep(optimizer_state, state.optimizer_state),
-            loss_scale=jax.tree.map(
-                lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale
-            ),
+            loss_scale=scale,
         )
         metrics = {
             "loss": loss,
@@ -333,11 +338,6 @@ class Training:
         return TrainState(self.params_sharding, optimizer, jax.tree.map(lambda _: replicated, shapes.loss_scale))
 
 
-def leading_sizes(batch: Tree) -> tuple[int, int]:
-    """Microbatches, and samples in one of them over all replicas."""
-    return jax.tree.leaves(batch)[0].shape[:2]
-
-
 def make_training(
     run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
 ) -> Training:
@@ -360,18 +360,14 @@ class ContinuousTraining(Training):
     of them of its own batch, each at the weights that it was run with.
     """
 
-    def __init__(
-        self, run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
-    ):
-        """Builds the programs."""
-        super().__init__(run, mesh, model, rules)
-        sizes = run.parallel.pipe, run.microbatches
-        self.pipeline = pipedream_2bw.PipeDream2BW(self.functions, *sizes, mesh, self.executor_options)
-        options = step_options(run.parallel.tensor, device := mesh.devices.flat[0])
-        self._train = with_latencies(jax.jit(self._train_step, donate_argnums=0, compiler_options=options), run, device)
-        self._empty = jax.jit(lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2]))
-
     takes_hold = False
+
+    def __init__(self, run: RunConfig, mesh: Mesh, *model_and_rules):
+        """As of `Training`."""
+        super().__init__(run, mesh, *model_and_rules)
+        self.pipeline = PipeDream2BW(self.functions, run.parallel.pipe, run.microbatches, mesh, self.executor_options)
+        self._train = self._jit_step(dataclasses.replace(self.state_sharding, in_flight=None))  # sharded as given
+        self._start = lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2])
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `Training.train_step`; a state with nothing in flight, fresh or restored, starts with an empty pipeline."""
@@ -381,6 +377,18 @@ class ContinuousTraining(Training):
                 state = dataclasses.replace(state, in_flight=self._empty(state.params, batch))
             return self._train(state, batch)
 
+    def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
+        """As `Training.compile_train_step`; what is in flight, if not in `state`, is sharded as XLA prefers."""
+        with jax.set_mesh(self.mesh):
+            flying = state.in_flight or jax.eval_shape(self._start, state.params, batch)
+            return self._train.lower(dataclasses.replace(state, in_flight=flying), batch).compile()
+
+    @functools.cached_property
+    def _empty(self) -> Callable[[Tree, Tree], Tree]:
+        """Makes an empty pipeline, sharded as steps leave it: a compiled step tells, as XLA shards the activations."""
+        step = self.compile_train_step(*self.step_shapes())
+        return jax.jit(self._start, out_shardings=step.output_shardings[0].in_flight)
+
     def _train_step(self, state: TrainState, batch: Tree):
         flying = state.in_flight
         weight = self._loss_weight(batch)
@@ -389,6 +397,4 @@ class ContinuousTraining(Training):
         total = jnp.where(counted, jax.vmap(self._loss_weight)(after.batch), 0).sum()
         gradients = self._gradients_of(state.params, gradients)
         new, metrics = self._update(state, gradients, losses.sum() / total, batch, ready=flying.step > 0)
-        placed = {name: getattr(new, name) for name in ("params", "optimizer_state")}
-        shardings = {name: getattr(self.state_sharding, name) for name in placed}
-        return dataclasses.replace(new, in_flight=after, **jax.lax.with_sharding_constraint(placed, shardings)), metrics
+        return dataclasses.replace(new, in_flight=after), metrics

@@ -13,6 +13,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.models.interface import mean_loss
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.simulate import simulate_lockstep
+from megajax.train import step as step_module
 from megajax.train.optimizer import make_optimizer
 from tests import small
 
@@ -23,18 +24,21 @@ def batches_of(run, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "recompute", "layers"),
+    ("mesh", "recompute", "layers", "in_place"),
     [
-        ((1, 1, 1), "none", 2),  # without a pipeline the gradients are one step stale too
-        ((2, 1, 2), "full", 2),
-        ((1, 2, 1), "none", 8),
-        ((2, 2, 2), "selective", 8),
-        ((1, 4, 1), "full", 8),
-        ((1, 4, 1), "selective", 6),
+        ((1, 1, 1), "none", 2, False),  # without a pipeline the gradients are one step stale too
+        ((2, 1, 2), "full", 2, False),
+        ((1, 2, 1), "none", 8, False),
+        ((2, 2, 2), "selective", 8, False),
+        ((1, 4, 1), "full", 8, False),
+        ((1, 4, 1), "selective", 6, False),
+        ((2, 2, 2), "selective", 8, True),
+        ((1, 4, 1), "full", 6, True),
     ],
 )
-def test_weights_follow_the_papers_update_rule(mesh, recompute, layers):
+def test_weights_follow_the_papers_update_rule(mesh, recompute, layers, in_place, monkeypatch):
     """W(t + 1) = W(t) - update(gradient of batch t - 1 at W(t - 1)), the unpipelined model's gradient."""
+    monkeypatch.setattr(step_module, "updates_in_place", lambda device: in_place)  # as on GPUs
     model = dataclasses.replace(small.MODEL, dropout=0.1, layers=layers)
     # With Adam's default epsilon a gradient that is only rounding error would make a full-size update.
     smooth = {"epsilon": 1e-2, "learning_rate": 0.1}
@@ -143,6 +147,25 @@ def test_the_memory_model_has_the_bytes_of_what_is_in_flight():
     assert parts["stash"] == on_a_rank(carry.stash)
     assert parts["gradients"] == on_a_rank(carry.block_gradients, carry.shared_gradients)
     assert parts["inboxes"] == on_a_rank(carry.activations, carry.gradients)
+
+
+def test_what_is_in_flight_has_one_sharding_from_the_first_step_on():
+    """Otherwise the first step stores all weights on every device, and the second step is compiled anew."""
+    run = small.make_run((1, 2, 2), schedule="pipedream_2bw", microbatches=2)
+    training = small.training_of(run)
+    state, shardings = training.init_state(), []
+    for batch in batches_of(run, 2):
+        state, _ = training.train_step(state, batch)
+        shardings.append(jax.tree.map(lambda a: a.sharding, state))
+    assert shardings[0] == shardings[1] and training._train._cache_size() == 1
+
+    compiled = training.compile_train_step(*training.step_shapes())
+    device = training.mesh.devices.flat[0]
+    on = lambda a: sum(shard.data.nbytes for shard in a.addressable_shards if shard.device == device)  # noqa: E731
+    stored = sum(on(a) for a in jax.tree.leaves(state)) + sum(a.nbytes for a in jax.tree.leaves(batch))
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(stored, rel=0.01)
+    weights = state.in_flight.weights["blocks"]["feedforward"]["up"]["kernel"]
+    assert on(weights) * 4 == weights.nbytes  # over pipe and tensor
 
 
 def test_unsupported_settings_are_refused():

@@ -11,6 +11,7 @@ from megajax.estimate.flops import hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.program_account import account_of
 from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
 from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
@@ -226,6 +227,23 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
     assert module.flops() == pytest.approx(hardware_flops_per_step(run) / 8, rel=1e-3)
     assert {collective.axes((8, 1, 1)) for collective in module.collectives} == {("data",)}
     assert most_sent(module.collectives) == pytest.approx(2 * 7 / 8 * bytes_per_device(run)["gradients"], rel=0.01)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place from jaxlib 0.12 on")
+@pytest.mark.parametrize("layout", [{"tensor": 1, "recompute": "full"}, {"tensor": 4, "data": 2}], ids=str)
+def test_a_pipeline_that_is_not_drained_works_in_place(layout):
+    """PipeDream-2BW: gradients are added by the matmuls; memory and FLOPs are those of the models."""
+    parallel = ParallelConfig(pipe=4, schedule="pipedream_2bw", attention="xla", **layout)
+    run = RunConfig(preset("gpt3-2.7b"), parallel, TrainConfig(global_batch_size=16 * parallel.data, precision="bf16"))
+    compiled = compile_for(run, H100)
+    assert compiled["memory"]["peak"] == pytest.approx(sum(bytes_per_device(run).values()), rel=0.05)
+    account = account_of(run, H100, compiled["hlo"]).account
+    flops, share = sum(account.flops.values()), hardware_flops_per_step(run) / parallel.devices
+    assert flops == pytest.approx(share, rel=0.02)
+    assert account.read["accumulation"] < 1e6
+    assert account.synchronisations == 5 * run.microbatches  # one for each conditional: F, B, and three at the ends
 
 
 @pytest.mark.slow

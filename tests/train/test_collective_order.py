@@ -56,13 +56,7 @@ def slow(*case):
 def test_of_a_step(mesh, schedule, options):
     run = small.make_run(mesh, schedule=schedule, **options)
     training = small.training_of(run)
-    state, batch = training.step_shapes()
-    with jax.set_mesh(training.mesh):
-        if not training.takes_hold:
-            flying = jax.eval_shape(training._empty, state.params, batch)
-            state = dataclasses.replace(state, in_flight=flying)
-        arguments = (state, batch, *([jax.ShapeDtypeStruct((), "int32")] if training.takes_hold else []))
-        step = training._train.lower(*arguments).compile()
+    step = training.compile_train_step(*training.step_shapes())
     pairs, loops = beside_loops(step.as_text())
     assert loops and not pairs
 
