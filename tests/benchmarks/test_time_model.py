@@ -33,7 +33,8 @@ def error(found, of: str) -> float:
 
 def test_the_layouts_are_of_every_kind():
     runs = [run_of(one["words"]) for one in ROWS.values()]
-    assert len(runs) >= 33 and len({run.model.name for run in runs}) >= 6
+    assert list(ROWS) == list(time_model.CASES)
+    assert len(runs) >= 34 and len({run.model.name for run in runs}) >= 6
     assert len({run.parallel.schedule for run in runs}) >= 5
     assert {run.parallel.recompute for run in runs} == {"none", "selective", "full"}
     assert {run.parallel.vocab_parallel for run in runs} == {"pipe", "tensor"}
