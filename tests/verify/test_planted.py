@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.layout import named
-from megajax.pipeline import executor, rank, stage
+from megajax.pipeline import executor, operations, rank, stage
 from megajax.train import optimizer
 from tests.verify import planted
 
@@ -72,7 +72,7 @@ def test_stale_stash_slot():
 def test_dropped_microbatch():
     """Microbatch 3 is replaced by microbatch 2."""
     wrap = lambda microbatch: lambda self, index: microbatch(self, jax.numpy.minimum(index, 2))  # noqa: E731
-    with planted.patched(rank.Rank, "microbatch", wrap):
+    with planted.patched(operations.Operations, "microbatch", wrap):
         verdict = planted.compare(planted.replay_of(planted.make_run(**TWO_STAGES)))
     difference, details = found(verdict, 1, "input/0")
     assert difference.exceeding == [12, 13, 14, 15] and "microbatch 3 of 4, every data rank" in details
