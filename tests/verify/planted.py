@@ -68,8 +68,7 @@ def compare(replay: Replay, start: Start = Start(), data=None, steps: int = STEP
 
 @contextlib.contextmanager
 def patched(owner, name: str, wrap: Callable):
-    """`owner.name` replaced by `wrap(owner.name)`, except in the reference, which is traced before."""
-    reference_replay()
+    """`owner.name` replaced by `wrap(owner.name)`."""
     original = getattr(owner, name)
     setattr(owner, name, wrap(original))
     try:

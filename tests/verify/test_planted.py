@@ -14,6 +14,12 @@ from tests.verify import planted
 TWO_STAGES = {"data": 2, "pipe": 2, "schedule": "1f1b", "microbatches": 4}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def reference():
+    """Is traced before any error is planted, which would be in it too."""
+    planted.reference_replay()
+
+
 def found(verdict, step: int, key: str):
     """Asserts that the first difference is of this step and tensor; returns it with its details as one text."""
     assert verdict.difference is not None, "nothing was found"
