@@ -74,8 +74,8 @@ def test_wrong_key_of_the_dropout_in_one_layer():
 def test_attention_mask_of_one_layer():
     """Layer 1 attends to the next token too."""
 
-    def later(query, key, value, drop, constrain, document=None):
-        return original(query, jnp.roll(key, -1, axis=1), jnp.roll(value, -1, axis=1), drop, constrain, document)
+    def later(query, key, value, *others, **options):
+        return original(query, jnp.roll(key, -1, axis=1), jnp.roll(value, -1, axis=1), *others, **options)
 
     class WrongMask(GPT):
         def __init__(self, config, context):
