@@ -219,7 +219,7 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
     """FLOPs with full recomputation within 0.1%; gradients summed over replicas once, in fp32."""
     run = RunConfig(
         preset("megatron-1.7b"),
-        ParallelConfig(data=8, microbatch_size=4, recompute="full"),
+        ParallelConfig(data=8, microbatch_size=4, recompute="full", attention="xla"),
         TrainConfig(global_batch_size=64),
     )
     compiled = compile_for(run, H100)
