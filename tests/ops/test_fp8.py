@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
+from megajax.runtime.compat import jaxlib_version
 from tests import gpu, small
 from tests.train import runs
 
@@ -91,11 +92,13 @@ def test_unsupported_combinations_are_refused():
 @pytest.mark.slow
 @gpu.needs_compiler
 def test_h100s_multiply_in_fp8():
-    """Twelve matmuls per block: four in the forward pass, eight in the backward pass."""
+    """Twelve matmuls per block: four in the forward pass, eight in the backward pass; twice where ticks are merged."""
     text, _ = gpu.compile_step(gpu.LARGE, 4, "fp8", data=2, tensor=2, recompute="none", attention="xla")
     operands = collections.Counter()
     for computation in text.split("\n\n"):
         types = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", computation))
         operands.update((types[a], types[b]) for a, b in re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", computation))
     fp8_operands = {pair: count for pair, count in operands.items() if all(name.startswith("f8") for name in pair)}
-    assert fp8_operands == {("f8e4m3fn", "f8e4m3fn"): 4, ("f8e5m2", "f8e4m3fn"): 4, ("f8e4m3fn", "f8e5m2"): 4}
+    count = 4 * (2 if jaxlib_version() >= (0, 12) else 1)  # in the loops of ticks that are not merged, and of those that are
+    kinds = ("f8e4m3fn", "f8e4m3fn"), ("f8e5m2", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2")
+    assert fp8_operands == dict.fromkeys(kinds, count)
