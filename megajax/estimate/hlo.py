@@ -190,7 +190,7 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     blocks = parallel.stage_layers(run.model.layers).in_groups.slots
     kinds = layer_kinds(run.model)
     one_order = not kinds or parallel.stage_layers(run.model.layers, kinds=kinds).same_stages
-    no_choice = parallel.chunks == 1 and one_order and find(parallel.schedule).drains  # pipedream_2bw: of two versions
+    no_choice = parallel.chunks == 1 and one_order and find(parallel.schedule).drains  # 2BW has two versions
     every = [works for tick in schedule.ticks for works in tick]
     pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
     parts = {work.parts for works in every if not schedule.overlaps(works) for work in works}
@@ -215,7 +215,7 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
 
 def _end_branches(run: RunConfig, schedule: Schedule) -> dict[str, float]:
     """How often conditionals run the embedding, the head and the embedding's backward, alone and together."""
-    if not find(run.parallel.schedule).drains:  # pipedream_2bw: each once a microbatch, in ticks that are not merged
+    if not find(run.parallel.schedule).drains:  # each runs once per microbatch, as no ticks are merged
         return {end + BRANCHES: float(run.microbatches) for end in EACH_END}
     shared = Sharding.from_config(run).vocabulary_over_pipe
     table, found = slot_tables(schedule, share_ends=shared), Counter()

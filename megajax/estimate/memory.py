@@ -168,9 +168,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     replicas = parallel.data * parallel.context
     uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
     copied = 4 * work if sharding.zero == 1 and replicas > 1 and uneven else 0
-    if versions > 1 and replicas > 1 and sharding.zero < 3:
-        # Replicas sum a copy of the older gradients, which ZeRO-1 scatters; all else stays for the next step.
-        copied = 4 * work + (4 * state if sharding.zero else 0) + sum(during.values())
+    # Replicas sum a copy of the previous batch's gradients while the state in flight is allocated. ZeRO-1 scatters the sum.
+    summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and replicas > 1 else 0
     # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
     unscattered = 4 * (shared - shared // replicas)
@@ -179,7 +178,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "optimizer": 8 * state,
         "gradients": versions * 4 * work + unscattered,
         **during,
-        "workspace": max(workspace, copied - sum(during.values())),
+        "workspace": max(workspace, copied - sum(during.values()), summed),
     }
 
 

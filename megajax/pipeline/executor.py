@@ -108,7 +108,7 @@ def gradient_function(
       params: {"blocks": leaves [chunks, pipe, slots of a stage, ...], "shared": pytree}, sharded as `options.specs`.
       batch: pytree of [microbatches, data * samples, ...].
       cotangent: scalar, or [microbatches].
-      after: pytree of arrays; with `options.serial_collectives` the ticks begin after them.
+      after: pytree of arrays; with `options.serial_collectives` the ticks start after these are computed.
       losses: [microbatches], fp32; `head_loss` summed over the replicas.
       gradients: fp32, of (cotangent * losses).sum(), in the structure of `params`.
       records: with `options.statistics`, for each name in `records.RECORDED` fp32 [chunks, pipe, blocks per chunk,

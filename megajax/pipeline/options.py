@@ -75,8 +75,8 @@ def on_devices(options: ExecutorOptions, mesh: Mesh) -> ExecutorOptions:
 def merges(run: RunConfig) -> bool:
     """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble.
 
-    A merged tick's loop runs a block of a forward beside one of a backward, which must be of one kind. PipeDream-2BW has a
-    program of its own, whose ticks are those of its schedule.
+    A merged tick's loop runs a block of a forward beside one of a backward, which must be of one kind. PipeDream-2BW
+    does not merge ticks.
     """
     parallel = run.parallel
     one_kind = not layer_kinds(run.model)

@@ -147,7 +147,7 @@ class PipeDream2BW:
         def run(weights, batch, cotangents, rows, newest, carry):
             rank = self._rank(weights, batch)
             carry = jax.tree.map(lambda a: a[(0,) * len(self.axes)], carry)
-            half = vary(newest)  # of the newest batch; the last step returned what it has, so the optimizer has read it
+            half = vary(newest)  # the newest batch's; the optimizer has applied the gradients that it holds
             in_halves = lambda a: a.reshape(2, -1, *a.shape[1:])  # noqa: E731
             clear = lambda a: lax.dynamic_update_index_in_dim(a, jnp.zeros_like(a[0]), half, 0)  # noqa: E731
             carry = carry._replace(
@@ -156,7 +156,7 @@ class PipeDream2BW:
                 output=jnp.zeros_like(carry.output),
             )
             carry = rank.run(local_rows(rows), carry, vary(cotangents))
-            # The other half's gradients are complete. They stay where they are: clearing them now would copy both halves.
+            # The other half's gradients are complete. Clearing them before the optimizer reads them would copy both halves.
             take = lambda a: lax.dynamic_index_in_dim(a, 1 - half, 0, keepdims=False)  # noqa: E731
             complete = lambda a, like: take(in_halves(a)).reshape(1, *like.shape[1:])  # noqa: E731
             blocks = jax.tree.map(complete, carry.block_gradients, weights["blocks"])

@@ -36,7 +36,7 @@ def local_rows(rows: TickRow) -> TickRow:
 
 
 def rows_after(after: Tree, rows: TickRow, options: ExecutorOptions) -> TickRow:
-    """`rows`; with `serial_collectives` no loop of the ticks, whose trip counts they hold, begins before `after`."""
+    """`rows`; with `serial_collectives` they, and so the trip counts of the ticks' loops, depend on `after`."""
     return wait_for_all(after, rows) if options.serial_collectives else rows
 
 
@@ -149,7 +149,7 @@ class Rank:
         """
         ops = segment.ops
         if BACKWARD in ops:
-            # Not during the embedding's backward of the previous tick.
+            # The send starts after the embedding's backward of the previous tick.
             gradients = self.send(BACKWARD, self.wait_for([carry.iterations], carry.pending))
         if FORWARD in ops:
             carry, x = self.forward_input(segment, carry, row, before=gradients if BACKWARD in ops else ())

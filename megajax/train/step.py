@@ -170,7 +170,7 @@ class Training:
         return jax.tree.map(lambda a: a if isinstance(a, jax.Array) else placed(a), batch)
 
     def _jit_step(self, state: TrainState, *more: NamedSharding) -> Any:
-        """`_train_step` jitted: the shardings of its state and of its arguments after the batch."""
+        """Jits `_train_step`; `state` and `more` are the shardings of its state and of its arguments after the batch."""
         run, device = self.run, self.mesh.devices.flat[0]
         step = jax.jit(
             self._train_step,
@@ -196,7 +196,7 @@ class Training:
         return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
 
     def _inputs(self, params: Tree, batch: Tree, cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree, Tree]:
-        """The executor's arguments: parameters, the batch, and what is summed or gathered before the ticks begin.
+        """The executor's arguments: parameters, the batch, and arrays that need collectives before the ticks start.
 
         `cotangent` [microbatches] or a scalar, of the loss's gradients.
         """
@@ -366,7 +366,7 @@ class ContinuousTraining(Training):
         """As of `Training`."""
         super().__init__(run, mesh, *model_and_rules)
         self.pipeline = PipeDream2BW(self.functions, run.parallel.pipe, run.microbatches, mesh, self.executor_options)
-        self._train = self._jit_step(dataclasses.replace(self.state_sharding, in_flight=None))  # sharded as given
+        self._train = self._jit_step(dataclasses.replace(self.state_sharding, in_flight=None))  # XLA shards it
         self._start = lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2])
 
     def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -378,14 +378,14 @@ class ContinuousTraining(Training):
             return self._train(state, batch)
 
     def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
-        """As `Training.compile_train_step`; what is in flight, if not in `state`, is sharded as XLA prefers."""
+        """As `Training.compile_train_step`; if nothing is in flight in `state`, XLA chooses the sharding of `in_flight`."""
         with jax.set_mesh(self.mesh):
             flying = state.in_flight or jax.eval_shape(self._start, state.params, batch)
             return self._train.lower(dataclasses.replace(state, in_flight=flying), batch).compile()
 
     @functools.cached_property
     def _empty(self) -> Callable[[Tree, Tree], Tree]:
-        """Makes an empty pipeline, sharded as steps leave it: a compiled step tells, as XLA shards the activations."""
+        """Returns an empty pipeline with the shardings of a step's output, read from a compiled step: XLA chooses them."""
         step = self.compile_train_step(*self.step_shapes())
         return jax.jit(self._start, out_shardings=step.output_shardings[0].in_flight)
 

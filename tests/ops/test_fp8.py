@@ -99,6 +99,6 @@ def test_h100s_multiply_in_fp8():
         types = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", computation))
         operands.update((types[a], types[b]) for a, b in re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", computation))
     fp8_operands = {pair: count for pair, count in operands.items() if all(name.startswith("f8") for name in pair)}
-    count = 4 * (2 if jaxlib_version() >= (0, 12) else 1)  # in the loops of ticks that are not merged, and of those that are
+    count = 4 * (2 if jaxlib_version() >= (0, 12) else 1)  # merged ticks have a loop of their own
     kinds = ("f8e4m3fn", "f8e4m3fn"), ("f8e5m2", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2")
     assert fp8_operands == dict.fromkeys(kinds, count)

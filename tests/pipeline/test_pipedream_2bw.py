@@ -150,7 +150,7 @@ def test_the_memory_model_has_the_bytes_of_what_is_in_flight():
 
 
 def test_what_is_in_flight_has_one_sharding_from_the_first_step_on():
-    """Otherwise the first step stores all weights on every device, and the second step is compiled anew."""
+    """Otherwise the first step replicates all weights on every device, and the second step is recompiled."""
     run = small.make_run((1, 2, 2), schedule="pipedream_2bw", microbatches=2)
     training = small.training_of(run)
     state, shardings = training.init_state(), []

@@ -16,7 +16,7 @@ TWO_STAGES = {"data": 2, "pipe": 2, "schedule": "1f1b", "microbatches": 4}
 
 @pytest.fixture(autouse=True, scope="module")
 def reference():
-    """Is traced before any error is planted, which would be in it too."""
+    """Traces the reference before an error is planted, so that the reference does not contain it."""
     planted.reference_replay()
 
 
