@@ -68,6 +68,8 @@ CASES = {
     "6.7b-zb_h1": "--model gpt3-6.7b --pipe 4 --schedule zb_h1 --microbatch-size 2 --global-batch-size 64",
     "6.7b-fp8": "--model gpt3-6.7b --tensor 2 --pipe 2 --matmul-dtype fp8 --global-batch-size 32",
     "6.7b-ring": "--model gpt3-6.7b --tensor 4 --pipe 2 --chunks 2 --tensor-overlap ring --global-batch-size 32",
+    "175b-ring": "--model gpt3-175b --tensor 8 --pipe 8 --chunks 3 --tensor-overlap ring --global-batch-size 64",
+    "llama2-7b-ring": "--model llama2-7b --tensor 2 --pipe 2 --data 2 --tensor-overlap ring --global-batch-size 64",
     "one-gpu": roofline.CASES["one-gpu"],
 }
 

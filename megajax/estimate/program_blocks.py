@@ -57,8 +57,9 @@ SLICE, ACCUMULATION = 4, 10
 FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
 # Ring attention: passes over the queries for each step of the ring, and kernels, of a forward and of a backward.
 RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
-# Collective matmul: passes over each matmul's input and output, and kernels for each step of the ring.
-RING_VALUES, RING_MATMUL = 2, 12
+# Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
+# besides; of a ring's time what is exposed at least, and of one that gathers for a weight's gradient.
+PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED, GATHER_EXPOSED = 3, 2, 7, 0.15, 0.6
 # Zero bubble: passes over what I keeps for W.
 KEPT_PASSES = 4
 # Of the collectives of activations, and of ZeRO's, half are of each of these kinds.
@@ -170,10 +171,8 @@ class Blocks:
     @functools.cached_property
     def _products(self) -> list[tuple[float, float, bool]]:
         """(inputs, outputs) of each weight on a device, and whether full recomputation repeats its product."""
-        return [
-            (*one.on_device(self.parallel.tensor), self.parallel.recompute in one.recomputed)
-            for one in self.model.matmuls
-        ]
+        mode, tensor = self.parallel.recompute, self.parallel.tensor
+        return [(*one.on_device(tensor), mode in one.recomputed) for one in self.model.matmuls]
 
     @functools.cached_property
     def _elementwise(self) -> float:
@@ -249,18 +248,19 @@ class Blocks:
 
     @functools.cached_property
     def _weight_kernels(self) -> Work:
-        """The matmuls of the weights' gradients, added in place; round a tensor group a part of the rows at a time."""
-        if self._parts == 1:
-            return self._matmuls(((k, self.rows, n) for k, n, _ in self._products), sums=True)
-        sizes = [(k, self.rows / self._parts, n) for k, n, _ in self._products]
-        products = self._matmuls(sizes) + self._matmuls(sizes, sums=True) * (self._parts - 1)
-        sums = 3 * (self._parts - 1) * sum(k * n for k, n, _ in self._products) * self.item
-        return products + self.traffic(sums, RING_MATMUL * (self._parts - 1))
+        """The matmuls of the weights' gradients, added in place."""
+        return self._matmuls(((k, self.rows, n) for k, n, _ in self._products), sums=True)
 
     @property
     def _parts(self) -> int:
         """Parts in which the matmuls of a tensor group run, so that their communication overlaps them."""
         return self.parallel.tensor if "tensor_overlap" in self.parallel.rings else 1
+
+    @functools.cached_property
+    def _exposed_sends(self) -> float:
+        """Seconds of a pass's rings that the matmuls of the other ranks' parts do not hide; each matmul has a ring."""
+        one, parts = self._collective, (self._matmuls([(self.rows, k, n)]).matmul for k, n, _ in self._products)
+        return sum(max(RING_EXPOSED * one, one - (1 - 1 / self._parts) * part) for part in parts)
 
     @functools.cached_property
     def _input_kernels(self) -> Work:
@@ -293,9 +293,10 @@ class Blocks:
             moved = (FP8_WEIGHT * weights + FP8_PASSES * values) / 3
             work += self.traffic((1 + backward) * moved, (1 + backward) / 3 * FP8_KERNELS * len(self._products))
         if self._parts > 1:
-            work += self.traffic(
-                RING_VALUES * sum(k + n for k, n, _ in self._products) * self.rows * self.item, RING_MATMUL
-            )
+            times = 1 + backward * (2 if self.parallel.recompute == "full" else 1)  # matmuls of a weight in parts
+            values = (1 - 1 / self._parts) * sum(k + n for k, n, _ in self._products) * self.rows * self.item
+            sends = (2 * times - backward) * self._pairs * (self._parts - 1)
+            work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
         heads, steps = self.model.attention, self.parallel.context - 1
         if heads is not None and steps:
             queries = self.rows * heads.heads * heads.head_size / self.parallel.tensor * self.item
@@ -321,8 +322,8 @@ class Blocks:
     @functools.cached_property
     def forward(self) -> Work:
         """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
-        exposed = 2 * self._pairs * self._collective
-        exposed -= min(exposed, self._collective * (1 if self.in_place else 2), self._stash + self._slices)
+        hidden = min(self._collective * (1 if self.in_place else 2), self._stash + self._slices)
+        exposed = max(0.0, 2 * self._pairs * self._collective - hidden) if self._parts == 1 else self._exposed_sends
         communication = Work(tensor=exposed, context=self._around(0), data=SHARDED_FORWARD * self._sharded)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
@@ -330,10 +331,9 @@ class Blocks:
     @functools.cached_property
     def input(self) -> Work:
         """The gather and the scatter of each pair, of which elementwise work hides a part."""
-        exposed = 2 * self._pairs * self._collective
-        exposed -= min(exposed, 2 * self._collective, HIDING_SHARE * self._input_kernels.traffic)
-        if self.parallel.recompute == "full":
-            exposed += 2 * self._pairs * self._collective
+        again = self._exposed_sends if self._parts > 1 else 2 * self._pairs * self._collective
+        hidden = 0.0 if self._parts > 1 else min(2 * self._collective, HIDING_SHARE * self._input_kernels.traffic)
+        exposed = max(0.0, again - hidden) + (again if self.parallel.recompute == "full" else 0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
         kept = self._kept_for_weights if self.spec.split else 0.0
@@ -346,7 +346,7 @@ class Blocks:
         """With sequence parallelism the inputs are gathered again, beside the matmuls."""
         again = self._pairs * self._collective if self.parallel.sequence_parallel else 0.0
         kernels = self._weight_kernels + self.kernels(WEIGHT if self.spec.split else 0)
-        return kernels + Work(tensor=max(0.0, again - kernels.total))
+        return kernels + Work(tensor=max(0.0, again - kernels.total) if self._parts == 1 else GATHER_EXPOSED * again)
 
     @functools.cached_property
     def backward(self) -> Work:

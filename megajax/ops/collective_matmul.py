@@ -131,18 +131,16 @@ def _matmul_scatter(x, kernel, contracted, kernel_first=True):
 
     def term(index, arriving=None):
         product = jnp.tensordot(_part(x, index, size, 1), kernel, axes, preferred_element_type=jnp.float32)
-        return (product if arriving is None else product + arriving.astype(jnp.float32)).astype(x.dtype)
+        if arriving is not None:  # the barrier: XLA would add inside cuBLAS's matmul, which then waits for the send
+            product = lax.optimization_barrier(product) + arriving.astype(jnp.float32)
+        return product.astype(x.dtype)
 
     return _ring_sum(term, AXIS)
 
 
-def _weight_gradient(terms, dtype):
-    """Sum of a^T b, contracted over samples and sequence, over an iterable of (a [b, s/t, ...], b [b, s/t, ...])."""
-    products = (jnp.tensordot(a, b, ((0, 1), (0, 1)), preferred_element_type=jnp.float32) for a, b in terms)
-    total = next(products)
-    for product in products:
-        total = total + product
-    return total.astype(dtype)
+def _weight_gradient(a, b, dtype):
+    """a^T b, contracted over samples and sequence: [b, s, *i], [b, s, *o] -> [*i, *o]."""
+    return jnp.tensordot(a, b, ((0, 1), (0, 1)), preferred_element_type=jnp.float32).astype(dtype)
 
 
 def _spec(rank: int, axis: int) -> P:
@@ -158,7 +156,7 @@ def _map(function, in_specs, out_specs):
 def column_matmul(y: jax.Array, kernel: jax.Array, split: int) -> jax.Array:
     """The pair's first matmul, overlapped with the all-gather of its input; needs a mesh with "tensor" set.
 
-    The backward reduce-scatters dy and all-gathers y again for the kernel's gradient, both overlapped with the matmuls.
+    The backward reduce-scatters dy and all-gathers y again for the kernel's gradient, both overlapped with dy's matmuls.
 
     Args:
       y: [b, s, h], split along s over tensor.
@@ -185,9 +183,7 @@ def _column_backward(split, residuals, dz):
         return _matmul_scatter(dz, kernel, size, kernel_first=False)
 
     def kernel_gradient(y, dz):
-        count = lax.axis_size(AXIS)
-        terms = ((part, _part(dz, index, count, 1)) for index, part in _received(y, AXIS))
-        return _weight_gradient(terms, kernel.dtype)
+        return _weight_gradient(all_gather(y, AXIS, 1), dz, kernel.dtype)
 
     dy = _map(input_gradient, (of_z, of_kernel), of_y)(dz, kernel)
     return dy, _map(kernel_gradient, (of_y, of_z), of_kernel)(y, dz)
@@ -200,7 +196,7 @@ column_matmul.defvjp(_column_forward, _column_backward)
 def row_matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
     """The pair's second matmul, overlapped with the reduce-scatter along the sequence of its sum over tensor.
 
-    The backward all-gathers the result's gradient once for both gradients, overlapped with their matmuls.
+    The backward all-gathers the result's gradient once for both gradients, overlapped with the input's matmuls.
 
     Args:
       x: [b, s, *i], split along its third axis over tensor.
@@ -223,11 +219,12 @@ def _row_backward(contracted, residuals, dz):
     of_x, of_kernel = _spec(2 + contracted, 2), _spec(kernel.ndim, 0)
 
     def gradients(x, kernel, dz):
-        size, axes, dx, terms = lax.axis_size(AXIS), ((2,), (kernel.ndim - 1,)), jnp.zeros_like(x), []
+        axes, dx = ((2,), (kernel.ndim - 1,)), jnp.zeros_like(x)
+        shape = (dz.shape[0], x.shape[1], dz.shape[2])
+        whole = lax.pcast(jnp.zeros(shape, dz.dtype), tuple(varying_axes(dz)), to="varying")
         for index, part in _received(dz, AXIS):
-            dx = _put(dx, jnp.tensordot(part, kernel, axes), index, 1)
-            terms.append((_part(x, index, size, 1), part))
-        return dx, _weight_gradient(terms, kernel.dtype)
+            dx, whole = _put(dx, jnp.tensordot(part, kernel, axes), index, 1), _put(whole, part, index, 1)
+        return dx, _weight_gradient(x, whole, kernel.dtype)
 
     return _map(gradients, (of_x, of_kernel, _spec(3, 1)), (of_x, of_kernel))(x, kernel, dz)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
-from megajax.config import ConfigError
+from megajax.config import ConfigError, ParallelConfig
 from megajax.runtime.compat import MAKE_CPU_CLIENT, jaxlib_version, updates_in_place
 
 __all__ = [
@@ -76,6 +76,7 @@ GPU_FLAGS = (
     *(IN_PLACE_FLAGS if jaxlib_version() >= (0, 12) else []),
 )
 COLLECTIVES_IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+MERGED_MATMULS = "xla_gpu_dot_merger_threshold_mb"  # matmuls with a common operand become one, up to this size
 BREAKS_RINGS = "--xla_gpu_enable_pipelined_p2p"
 
 
@@ -139,22 +140,27 @@ def gpu_flags(users: str) -> tuple[str, tuple[str, ...]]:
     return _with_flags(given, [flag for flag in GPU_FLAGS if flag not in unknown]), omitted
 
 
-def step_options(tensor: int, device: jax.Device) -> dict[str, int]:
-    """XLA's options of one run's training step; a flag in XLA_FLAGS replaces them.
+def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:
+    """XLA's options of one run's training step; a flag in XLA_FLAGS replaces each.
 
     Four collectives in flight instead of one: in a merged tick one of a forward and one of a backward wait for matmuls at
     the same time, and the sums over replicas at a step's end overlap. With two tensor ranks each collective is so short
     that XLA's scheduler hides more of them one at a time: 77% against 69% of their time for Llama-2 7B, but 48% against 63%
     for GPT-3 175B with eight (`python -m benchmarks.roofline`).
 
+    With collective matmuls none are merged: XLA would compute several of a ring's matmuls as one when the last part has
+    arrived, with nothing left to overlap the sends.
+
     Args:
-      tensor: the degree of tensor parallelism.
       device: one of the run's.
     """
-    given = {_name(flag) for flag in os.environ.get("XLA_FLAGS", "").split()}
-    if not updates_in_place(device) or f"--{COLLECTIVES_IN_FLIGHT}" in given:
+    if not updates_in_place(device):
         return {}
-    return {COLLECTIVES_IN_FLIGHT: 1 if tensor == 2 else 4}
+    options = {COLLECTIVES_IN_FLIGHT: 1 if parallel.tensor == 2 else 4}
+    if "tensor_overlap" in parallel.rings:
+        options[MERGED_MATMULS] = 0
+    given = {_name(flag) for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if f"--{name}" not in given}
 
 
 def unknown_flags(flags: Sequence[str]) -> tuple[str, ...]:

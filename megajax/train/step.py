@@ -177,7 +177,7 @@ class Training:
             in_shardings=(state, self.batch_sharding, *more),
             out_shardings=(state, NamedSharding(self.mesh, P())),
             donate_argnums=0,
-            compiler_options=step_options(run.parallel.tensor, device) | latency_options(run, device, self.model),
+            compiler_options=step_options(run.parallel, device) | latency_options(run, device, self.model),
         )
         return with_latencies(step, run, device)
 

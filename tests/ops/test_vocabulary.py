@@ -134,9 +134,9 @@ STAGES, MICROBATCHES = 8, 8
 @gpu.needs_compiler
 @pytest.mark.slow
 def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stage():
-    """The head's matmuls, in the loop that runs it once per microbatch: table, logits, and gradients of both.
+    """The head's matmuls, in what runs it once per microbatch: table, logits, and gradients of both.
 
-    With Megatron's placement ("tensor") only the last stage runs that loop, though all ranks allocate memory for it, as
+    With Megatron's placement ("tensor") only the last stage runs it, though all ranks allocate memory for it, as
     they run the same program; with "pipe" all ranks run it.
     """
     heads, peaks = {}, {}
@@ -144,7 +144,7 @@ def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stag
         text, peaks[placement] = gpu.compile_step(
             LARGE, MICROBATCHES, pipe=STAGES, vocab_parallel=placement, attention="xla"
         )
-        matmuls = hlo.read(text, {"head": MICROBATCHES}).matmuls
+        matmuls = hlo.read(text, {"head": MICROBATCHES, "head/cond": MICROBATCHES}).matmuls  # a loop, a conditional
         heads[placement] = [one for one in matmuls if one.scope == "head"]
     tokens, hidden, vocabulary = LARGE.sequence_length, LARGE.hidden, LARGE.vocabulary
     for placement, rows in (("tensor", vocabulary), ("pipe", vocabulary // STAGES)):
