@@ -58,8 +58,8 @@ FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
 # Ring attention: passes over the queries for each step of the ring, and kernels, of a forward and of a backward.
 RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
-# besides; of a ring's time what is exposed at least, and of one that gathers for a weight's gradient.
-PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED, GATHER_EXPOSED = 3, 2, 7, 0.15, 0.6
+# besides; of a ring's time what is exposed at least.
+PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
 # Zero bubble: passes over what I keeps for W.
 KEPT_PASSES = 4
 # Of the collectives of activations, and of ZeRO's, half are of each of these kinds.
@@ -346,7 +346,7 @@ class Blocks:
         """With sequence parallelism the inputs are gathered again, beside the matmuls."""
         again = self._pairs * self._collective if self.parallel.sequence_parallel else 0.0
         kernels = self._weight_kernels + self.kernels(WEIGHT if self.spec.split else 0)
-        return kernels + Work(tensor=max(0.0, again - kernels.total) if self._parts == 1 else GATHER_EXPOSED * again)
+        return kernels + Work(tensor=max(0.0, again - kernels.total) if self._parts == 1 else RING_EXPOSED * again)
 
     @functools.cached_property
     def backward(self) -> Work:

@@ -117,25 +117,36 @@ def _gather_matmul(y, kernel):
     for index, part in _received(y, AXIS):
         product = jnp.tensordot(part, kernel, axes=1)
         if whole is None:
-            shape = (product.shape[0], product.shape[1] * size, *product.shape[2:])
-            whole = lax.pcast(jnp.zeros(shape, product.dtype), tuple(varying_axes(product)), to="varying")
+            whole = _zeros(product, product.shape[1] * size)
         whole = _put(whole, product, index, 1)
     return whole
 
 
-def _matmul_scatter(x, kernel, contracted, kernel_first=True):
-    """reduce-scatter(x kernel): [b, s, *i/t], [*i/t, h] -> [b, s/t, h]; or with a kernel [h, *i/t], by its last axes."""
+def _matmul_scatter(x, kernel, contracted, kernel_first=True, after=None):
+    """reduce-scatter(x kernel): [b, s, *i/t], [*i/t, h] -> [b, s/t, h]; or with a kernel [h, *i/t], by its last axes.
+
+    `after`: an iterator of arrays, one for each rank's part, whose matmul waits for it.
+    """
     size = lax.axis_size(AXIS)
     ours, its = range(2, 2 + contracted), range(kernel.ndim - contracted, kernel.ndim)
     axes = (tuple(ours), tuple(range(contracted) if kernel_first else its))
 
     def term(index, arriving=None):
-        product = jnp.tensordot(_part(x, index, size, 1), kernel, axes, preferred_element_type=jnp.float32)
+        part = _part(x, index, size, 1)
+        if after is not None:
+            part, _ = lax.optimization_barrier((part, next(after)))
+        product = jnp.tensordot(part, kernel, axes, preferred_element_type=jnp.float32)
         if arriving is not None:  # the barrier: XLA would add inside cuBLAS's matmul, which then waits for the send
             product = lax.optimization_barrier(product) + arriving.astype(jnp.float32)
         return product.astype(x.dtype)
 
     return _ring_sum(term, AXIS)
+
+
+def _zeros(part, length):
+    """What parts like this one are put into: zeros of this `length` along the sequence."""
+    shape = (part.shape[0], length, *part.shape[2:])
+    return lax.pcast(jnp.zeros(shape, part.dtype), tuple(varying_axes(part)), to="varying")
 
 
 def _weight_gradient(a, b, dtype):
@@ -179,14 +190,20 @@ def _column_backward(split, residuals, dz):
     size = kernel.ndim - 1
     of_y, of_kernel, of_z = _spec(3, 1), _spec(kernel.ndim, split), _spec(kernel.ndim + 1, split + 1)
 
-    def input_gradient(dz, kernel):
-        return _matmul_scatter(dz, kernel, size, kernel_first=False)
+    def gradients(y, dz, kernel):
+        whole = _zeros(y, y.shape[1] * lax.axis_size(AXIS))
 
-    def kernel_gradient(y, dz):
-        return _weight_gradient(all_gather(y, AXIS, 1), dz, kernel.dtype)
+        def parts():
+            nonlocal whole
+            for index, part in _received(y, AXIS):
+                whole = _put(whole, part, index, 1)
+                yield part
 
-    dy = _map(input_gradient, (of_z, of_kernel), of_y)(dz, kernel)
-    return dy, _map(kernel_gradient, (of_y, of_z), of_kernel)(y, dz)
+        # While dy's matmul of one part runs, y's next part is sent.
+        dy = _matmul_scatter(dz, kernel, size, kernel_first=False, after=parts())
+        return dy, _weight_gradient(whole, dz, kernel.dtype)
+
+    return _map(gradients, (of_y, of_z, of_kernel), (of_y, of_kernel))(y, dz, kernel)
 
 
 column_matmul.defvjp(_column_forward, _column_backward)
@@ -220,8 +237,7 @@ def _row_backward(contracted, residuals, dz):
 
     def gradients(x, kernel, dz):
         axes, dx = ((2,), (kernel.ndim - 1,)), jnp.zeros_like(x)
-        shape = (dz.shape[0], x.shape[1], dz.shape[2])
-        whole = lax.pcast(jnp.zeros(shape, dz.dtype), tuple(varying_axes(dz)), to="varying")
+        whole = _zeros(dz, x.shape[1])
         for index, part in _received(dz, AXIS):
             dx, whole = _put(dx, jnp.tensordot(part, kernel, axes), index, 1), _put(whole, part, index, 1)
         return dx, _weight_gradient(x, whole, kernel.dtype)
