@@ -256,11 +256,13 @@ class Blocks:
         """Parts in which the matmuls of a tensor group run, so that their communication overlaps them."""
         return self.parallel.tensor if "tensor_overlap" in self.parallel.rings else 1
 
-    @functools.cached_property
-    def _exposed_sends(self) -> float:
-        """Seconds of a pass's rings that the matmuls of the other ranks' parts do not hide; each matmul has a ring."""
-        one, parts = self._collective, (self._matmuls([(self.rows, k, n)]).matmul for k, n, _ in self._products)
-        return sum(max(RING_EXPOSED * one, one - (1 - 1 / self._parts) * part) for part in parts)
+    def _exposed(self, hidden: float) -> float:
+        """Seconds of a pass's gathers and scatters, one for each matmul, but `hidden`; of rings, what matmuls leave."""
+        one = self._collective
+        if self._parts == 1:
+            return max(0.0, 2 * self._pairs * one - hidden)
+        products = (self._matmuls([(self.rows, k, n)]).matmul for k, n, _ in self._products)
+        return sum(max(RING_EXPOSED * one, one - (1 - 1 / self._parts) * product) for product in products)
 
     @functools.cached_property
     def _input_kernels(self) -> Work:
@@ -323,23 +325,21 @@ class Blocks:
     def forward(self) -> Work:
         """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
         hidden = min(self._collective * (1 if self.in_place else 2), self._stash + self._slices)
-        exposed = max(0.0, 2 * self._pairs * self._collective - hidden) if self._parts == 1 else self._exposed_sends
-        communication = Work(tensor=exposed, context=self._around(0), data=SHARDED_FORWARD * self._sharded)
+        communication = Work(tensor=self._exposed(hidden), context=self._around(0), data=SHARDED_FORWARD * self._sharded)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
 
     @functools.cached_property
     def input(self) -> Work:
         """The gather and the scatter of each pair, of which elementwise work hides a part."""
-        again = self._exposed_sends if self._parts > 1 else 2 * self._pairs * self._collective
-        hidden = 0.0 if self._parts > 1 else min(2 * self._collective, HIDING_SHARE * self._input_kernels.traffic)
-        exposed = max(0.0, again - hidden) + (again if self.parallel.recompute == "full" else 0.0)
+        exposed = self._exposed(min(2 * self._collective, HIDING_SHARE * self._input_kernels.traffic))
+        if self.parallel.recompute == "full":
+            exposed += self._exposed(0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
         kept = self._kept_for_weights if self.spec.split else 0.0
-        moved = self.traffic(KEPT_PASSES * kept)
         communication = Work(tensor=exposed, context=self._around(1), data=data, offload=self._transfer)
-        return self._input_kernels + moved + communication
+        return self._input_kernels + self.traffic(KEPT_PASSES * kept) + communication
 
     @functools.cached_property
     def weight(self) -> Work:

@@ -56,6 +56,17 @@ def _received(x: jax.Array, axis_name: str):
         x = following
 
 
+def _joined(parts, size: int, axis: int) -> jax.Array:
+    """The parts of `size` ranks, in the ranks' order along `axis`; `parts` yields (rank, part)."""
+    whole = None
+    for rank, part in parts:
+        if whole is None:
+            shape = (*part.shape[:axis], part.shape[axis] * size, *part.shape[axis + 1 :])
+            whole = lax.pcast(jnp.zeros(shape, part.dtype), tuple(varying_axes(part)), to="varying")
+        whole = _put(whole, part, rank, axis)
+    return whole
+
+
 def _ring_sum(total_of, axis_name: str) -> jax.Array:
     """Each rank's sum, over all ranks, of their `total_of(rank)`: a partial sum goes round and every rank adds its term.
 
@@ -74,13 +85,7 @@ def all_gather(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
 
     The result is the same on every rank, but its type varies over `axis_name`: JAX cannot infer that a ring replicates.
     """
-    size = lax.axis_size(axis_name)
-    shape = list(x.shape)
-    shape[axis] *= size
-    whole = lax.pcast(jnp.zeros(shape, x.dtype), tuple(varying_axes(x)), to="varying")
-    for index, part in _received(x, axis_name):
-        whole = _put(whole, part, index, axis)
-    return whole
+    return _joined(_received(x, axis_name), lax.axis_size(axis_name), axis)
 
 
 def reduce_scatter(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
@@ -112,14 +117,8 @@ def all_reduce(x: jax.Array, axis_name: str) -> jax.Array:
 
 def _gather_matmul(y, kernel):
     """all-gather(y) kernel: [b, s/t, h], [h, ..., o/t, ...] -> [b, s, ..., o/t, ...]."""
-    size = lax.axis_size(AXIS)
-    whole = None
-    for index, part in _received(y, AXIS):
-        product = jnp.tensordot(part, kernel, axes=1)
-        if whole is None:
-            whole = _zeros(product, product.shape[1] * size)
-        whole = _put(whole, product, index, 1)
-    return whole
+    products = ((rank, jnp.tensordot(part, kernel, axes=1)) for rank, part in _received(y, AXIS))
+    return _joined(products, lax.axis_size(AXIS), 1)
 
 
 def _matmul_scatter(x, kernel, contracted, kernel_first=True, after=None):
@@ -141,12 +140,6 @@ def _matmul_scatter(x, kernel, contracted, kernel_first=True, after=None):
         return product.astype(x.dtype)
 
     return _ring_sum(term, AXIS)
-
-
-def _zeros(part, length):
-    """What parts like this one are put into: zeros of this `length` along the sequence."""
-    shape = (part.shape[0], length, *part.shape[2:])
-    return lax.pcast(jnp.zeros(shape, part.dtype), tuple(varying_axes(part)), to="varying")
 
 
 def _weight_gradient(a, b, dtype):
@@ -191,17 +184,10 @@ def _column_backward(split, residuals, dz):
     of_y, of_kernel, of_z = _spec(3, 1), _spec(kernel.ndim, split), _spec(kernel.ndim + 1, split + 1)
 
     def gradients(y, dz, kernel):
-        whole = _zeros(y, y.shape[1] * lax.axis_size(AXIS))
-
-        def parts():
-            nonlocal whole
-            for index, part in _received(y, AXIS):
-                whole = _put(whole, part, index, 1)
-                yield part
-
+        received = list(_received(y, AXIS))
         # While dy's matmul of one part runs, y's next part is sent.
-        dy = _matmul_scatter(dz, kernel, size, kernel_first=False, after=parts())
-        return dy, _weight_gradient(whole, dz, kernel.dtype)
+        dy = _matmul_scatter(dz, kernel, size, kernel_first=False, after=(part for _, part in received))
+        return dy, _weight_gradient(_joined(received, lax.axis_size(AXIS), 1), dz, kernel.dtype)
 
     return _map(gradients, (of_y, of_z, of_kernel), (of_y, of_kernel))(y, dz, kernel)
 
@@ -236,11 +222,9 @@ def _row_backward(contracted, residuals, dz):
     of_x, of_kernel = _spec(2 + contracted, 2), _spec(kernel.ndim, 0)
 
     def gradients(x, kernel, dz):
-        axes, dx = ((2,), (kernel.ndim - 1,)), jnp.zeros_like(x)
-        whole = _zeros(dz, x.shape[1])
-        for index, part in _received(dz, AXIS):
-            dx, whole = _put(dx, jnp.tensordot(part, kernel, axes), index, 1), _put(whole, part, index, 1)
-        return dx, _weight_gradient(x, whole, kernel.dtype)
+        size, received = lax.axis_size(AXIS), list(_received(dz, AXIS))
+        products = ((rank, jnp.tensordot(part, kernel, ((2,), (kernel.ndim - 1,)))) for rank, part in received)
+        return _joined(products, size, 1), _weight_gradient(x, _joined(received, size, 1), kernel.dtype)
 
     return _map(gradients, (of_x, of_kernel, _spec(3, 1)), (of_x, of_kernel))(x, kernel, dz)
 
