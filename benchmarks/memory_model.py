@@ -11,7 +11,6 @@ compiled, not run.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device, slots_of
-from megajax.plan.compiler import compile_for, run_from_json
+from megajax.plan.compiler import compile_for, compiler_versions, run_from_json
 from megajax.schedules.arguments import CommandParser
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"
@@ -117,7 +116,7 @@ HELD_OUT = [
 def measure(known: Sequence[dict] = ()) -> dict:
     """Compiles the grid, except the runs in the rows of `known`; a row is the run, XLA's bytes and seconds."""
     found = {run_from_json(row["run"]): row for row in known}
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
+    versions = compiler_versions()
     rows = []
     for run in GRID + HELD_OUT:
         run.validate()

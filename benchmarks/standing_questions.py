@@ -16,7 +16,6 @@ nvidia-cudnn-cu12. Nothing is run.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import math
@@ -34,7 +33,7 @@ from megajax.estimate.error_bars import comparison_bar
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
-from megajax.plan.compiler import CompilerError, run_from_json
+from megajax.plan.compiler import CompilerError, compiler_versions, run_from_json
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, usable_bytes
 from megajax.plan.ties import simplest_first
@@ -237,8 +236,7 @@ def _command(options: argparse.Namespace) -> int:
 
 def write(rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes the results, each row with a line, and the versions that compiled them."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
-    results = {"command": "python -m benchmarks.standing_questions", "versions": versions}
+    results = {"command": "python -m benchmarks.standing_questions", "versions": compiler_versions()}
     lines = ",\n".join(f" {json.dumps(one)}" for one in sorted(rows, key=_order))
     RESULTS.write_text(json.dumps(results)[:-1] + f', "rows": [\n{lines}\n]}}\n')
 

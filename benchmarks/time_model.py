@@ -13,7 +13,6 @@ time, and with the model's own times of operations. The last columns are the pea
 """
 
 import argparse
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from benchmarks import roofline
 from benchmarks.memory_model import summary
+from megajax.plan.compiler import compiler_versions
 from megajax.schedules.arguments import CommandParser
 from megajax.schedules.errors import exit_code
 
@@ -181,8 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write(rows: Sequence[dict[str, Any]]) -> None:
     """Writes the results, with the versions that compiled them."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin")}
-    results = {"command": "python -m benchmarks.time_model", "gpu": GPU, "versions": versions}
+    results = {"command": "python -m benchmarks.time_model", "gpu": GPU, "versions": compiler_versions()}
     lines = ",\n".join(f" {json.dumps(one)}" for one in rows)
     RESULTS.write_text(json.dumps(results)[:-1] + f', "rows": [\n{lines}\n]}}\n')
 

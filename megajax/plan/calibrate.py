@@ -12,7 +12,6 @@ On CPU devices it measures the machine's cores, which says nothing about a GPU.
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import pathlib
 import socket
 import tomllib
@@ -31,6 +30,7 @@ from megajax.estimate.measured import Links, Measured, fit_link, rates_by_size
 from megajax.ops.attention import CUDNN, PALLAS, XLA
 from megajax.ops.attention_choice import choose_attention
 from megajax.plan.cluster import load_cluster
+from megajax.plan.compiler import compiler_versions, installed_versions
 from megajax.plan.measure import attention_rates, backward_products, collective_times, copy_rate, matmul_rate
 from megajax.plan.measured_table import measured_text
 from megajax.runtime.distributed import start
@@ -210,11 +210,7 @@ def versions(devices: Sequence[jax.Device], attention: str, sizes: Sizes) -> dic
         "driver": _driver(),
         "platform": devices[0].client.platform_version.splitlines()[0],
     }
-    for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= compiler_versions() | installed_versions("nvidia-nccl-cu12", "nvidia-nccl-cu13")
     return {name: text for name, text in found.items() if text}
 
 

@@ -5,6 +5,7 @@ the scheduler and buffer assignment. It aborts the process on some programs, hen
 and nothing is run: memory and communication are those of a real run, times are unknown.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -27,8 +28,11 @@ from megajax.schedules.registry import import_user_files
 __all__ = [
     "MISSING_PLUGIN",
     "CompilerError",
+    "check_vendor",
     "compile_for",
+    "compiler_versions",
     "has_compiler",
+    "installed_versions",
     "run_from_json",
     "target_config",
 ]
@@ -48,6 +52,28 @@ class CompilerError(RuntimeError):
 def has_compiler() -> bool:
     """Whether XLA's CUDA plugin is installed, for CUDA 12 or 13."""
     return any(importlib.util.find_spec(name) for name in PLUGINS)
+
+
+def check_vendor(gpu: Gpu) -> None:
+    """Raises ConfigError if nothing can be compiled for this GPU, whether a compiler is installed or not."""
+    if gpu.compute_capability is None:
+        raise ConfigError(f"gpu = {gpu.name} is not NVIDIA's, whose GPUs alone are compiled for: pass --model-only.")
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """The versions of those of the packages that are installed, by name."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compiler_versions() -> dict[str, str]:
+    """The versions of what compiles here, for files of results: jax, jaxlib and the CUDA plugins that are installed."""
+    return installed_versions("jax", "jaxlib", *(name.replace("_", "-") for name in PLUGINS))
 
 
 def compile_for(
@@ -79,8 +105,7 @@ def compile_for(
       ConfigError: the compiler is not installed, or the GPU is not NVIDIA's.
       CompilerError: it failed, or took longer than `timeout` seconds.
     """
-    if gpu.compute_capability is None:
-        raise ConfigError(f"gpu = {gpu.name} is not NVIDIA's, whose GPUs alone are compiled for: pass --model-only.")
+    check_vendor(gpu)
     if not has_compiler():
         raise ConfigError(MISSING_PLUGIN + ".")
     with tempfile.TemporaryDirectory() as folder:

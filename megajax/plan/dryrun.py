@@ -44,7 +44,7 @@ from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_table, to_json
 from megajax.plan.cluster import load_cluster
-from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, compile_for, has_compiler
+from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, check_vendor, compile_for, has_compiler
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
@@ -105,6 +105,8 @@ def dry_run(
     run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900, save_hlo: str | None = None
 ) -> int:
     """Compiles, prints the report, and returns the exit code; the run's attention is not auto (`with_attention`)."""
+    if compiling:
+        check_vendor(gpu)
     modelled = bytes_per_device(run)  # raises for sizes that the schedule's generator refuses
     print(_title(run, gpu))
     for remark in run.parallel.stage_layers(run.model.layers, kinds=layer_kinds(run.model)).remarks:
