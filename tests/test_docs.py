@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 
+from megajax.commands import BENCHMARKS, COMMANDS
 from megajax.config import PRESETS
 from megajax.schedules.registry import SPECS
 
@@ -62,7 +63,7 @@ def options(module: str, subcommand: str | None = None) -> frozenset[str]:
 
 
 def commands(page: pathlib.Path) -> list[tuple[str, list[str]]]:
-    """(module, words) of every `python -m module ...`, in blocks and inside sentences."""
+    """(module, words) of every `python -m module ...` and `megajax NAME ...`, in blocks and inside sentences."""
     code = re.findall(r"^    (.*)$", text(page), re.MULTILINE)
     code += re.findall(r"`([^`]+)`", text(page).replace("```", ""))
     code += re.findall(r"^(python -m .*)$", text(page), re.MULTILINE)
@@ -70,6 +71,9 @@ def commands(page: pathlib.Path) -> list[tuple[str, list[str]]]:
     for line in code:
         for module, rest in re.findall(r"python -m ([\w.]+)([^#&|;]*)", line.replace("\n", " ")):
             found.append((module, shlex.split(rest.replace("$i", "0"))))
+        for name, rest in re.findall(r"^megajax ((?:bench )?[a-z][\w-]*)([^#&|;]*)", line.replace("\n", " ")):
+            command = (BENCHMARKS if name.startswith("bench ") else COMMANDS)[name.removeprefix("bench ")]
+            found.append((command.module, [*command.words, *shlex.split(rest)]))
     return found
 
 
