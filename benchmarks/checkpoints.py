@@ -21,6 +21,7 @@ import numpy as np
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.paths import local_path
 
 # Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
 MODELS = {
@@ -96,7 +97,9 @@ def main() -> None:
     parser.add_argument("--saves", type=whole(), default=5, help="of each size, after the first (default: %(default)s)")
     parser.add_argument("--steps", action="store_true", help="train during the saves")
     parser.add_argument(
-        "--directory", help="where to write and then delete them (default: the system's temporary directory)"
+        "--directory",
+        type=local_path,
+        help="where to write, and delete after it (default: the temporary directory)",
     )
     options = parser.parse_args()
     devices = start_devices(options.devices)

@@ -29,6 +29,7 @@ import numpy as np
 
 from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
 from megajax.schedules.arguments import CommandParser, number, whole
+from megajax.schedules.paths import local_path
 
 SEQUENCE_LENGTH = 2048
 PARTS = ("preprocess", "index", "blend", "loader", "step")
@@ -297,9 +298,11 @@ def main() -> None:
     parser.add_argument("--steps", type=whole(), default=30, help="of training (%(default)s)")
     parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
     parser.add_argument(
-        "--folder", help="where files are written, 6 GB for 100 M documents (the system's temporary directory)"
+        "--folder",
+        type=local_path,
+        help="where files go, 6 GB for 100 M documents (the temporary directory)",
     )
-    parser.add_argument("--out", default="benchmarks/results/data.json", help="(%(default)s)")
+    parser.add_argument("--out", type=local_path, default="benchmarks/results/data.json", help="(%(default)s)")
     options = parser.parse_args()
     out = pathlib.Path(options.out)
     results = json.loads(out.read_text()) if out.exists() else {}

@@ -17,6 +17,7 @@ import numpy as np
 
 from megajax.schedules.arguments import CommandParser, whole
 from megajax.schedules.errors import UserError, exit_code
+from megajax.schedules.paths import local_path
 
 WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
 COLOURS = ("#2171b5", "#e6550d", "#31a354", "#756bb1")
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("logs", nargs="+", type=pathlib.Path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
+    parser.add_argument("logs", nargs="+", type=local_path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
+    parser.add_argument("--out", type=local_path, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
     parser.add_argument("--vocabulary", type=whole(), metavar="TOKENS", help="also shows the loss of a uniform guess")
     options = parser.parse_args(arguments)
     return exit_code(lambda: _command(options))
@@ -90,7 +91,7 @@ def _command(options: argparse.Namespace) -> None:
     if len(options.logs) > len(COLOURS):
         raise UserError(f"{len(options.logs)} logs; pass at most {len(COLOURS)}")
     try:
-        draw(options.logs, options.out, options.vocabulary)
+        draw([pathlib.Path(log) for log in options.logs], pathlib.Path(options.out), options.vocabulary)
     except ImportError as error:
         raise UserError("matplotlib is not installed; pip install 'megajax[plot]'") from error
     except OSError as error:

@@ -32,6 +32,7 @@ from megajax.plan.report import new_figure, save_figure
 from megajax.plan.search import usable_bytes
 from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", type=plain_text, metavar="NAME", help='such as "2104 figure 13"')
     parser.add_argument("--compile", action="store_true", help="compile each run's step instead of the models")
     parser.add_argument(
-        "--plot", type=plain_text, metavar="FILE", help="draw 2104.04473's figures (needs megajax[plot])"
+        "--plot", type=local_path, metavar="FILE", help="draw 2104.04473's figures (needs megajax[plot])"
     )
     return parser
 

@@ -15,15 +15,15 @@ from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.runtime.mesh import start_devices
-from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import exit_code, one_line
+from megajax.schedules.paths import local_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the checkpoints in a directory; returns 0, or 2 if one cannot be read or, with --verify, is damaged."""
     parser = Parser(prog="python -m megajax.checkpoint.inspect", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "directory", metavar="DIR", type=plain_text, help="a run's directory, its checkpoints/, or one checkpoint"
+        "directory", metavar="DIR", type=local_path, help="a run's directory, its checkpoints/, or one checkpoint"
     )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")

@@ -16,36 +16,50 @@ BLEND = "PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ... (without weights: in
 class DataConfig:
     """The data of a run. Names and meanings are Megatron-LM's, but for those of supervised fine-tuning (sft)."""
 
-    text: str | None = setting(None, "text file to train on", metavar="FILE", shown_default="the bundled corpus")
+    text: str | None = setting(
+        None, "text file to train on", metavar="FILE", text_kind="path", shown_default="the bundled corpus"
+    )
     data_path: tuple[str, ...] | None = setting(
         None,
         f"indexed datasets to train and validate on, as megajax.data.preprocess or Megatron-LM writes them: {BLEND}",
         metavar="PREFIX",
+        text_kind="path",
         list_style="words",
     )
     train_data_path: tuple[str, ...] | None = setting(
-        None, "indexed datasets to train on only, as --data-path", metavar="PREFIX", list_style="words"
+        None,
+        "indexed datasets to train on only, as --data-path",
+        metavar="PREFIX",
+        text_kind="path",
+        list_style="words",
     )
     valid_data_path: tuple[str, ...] | None = setting(
         None,
         "indexed datasets to validate on only, as --data-path; several sets: NAME=PREFIX ... NAME=PREFIX ...",
         metavar="PREFIX",
+        text_kind="path",
         list_style="words",
     )
     sft_data: tuple[str, ...] | None = setting(
         None,
         "JSON lines to fine-tune on, with loss on the answers only: chats (messages), or prompt and completion",
         metavar="FILE",
+        text_kind="path",
         list_style="words",
     )
     valid_sft_data: tuple[str, ...] | None = setting(
         None,
         "JSON lines to validate on, as --sft-data; several sets: NAME=FILE ... NAME=FILE ...",
         metavar="FILE",
+        text_kind="path",
         list_style="words",
     )
     chat_template: str | None = setting(
-        None, "Jinja template of chats", metavar="FILE", shown_default="the one beside the tokenizer's file"
+        None,
+        "Jinja template of chats",
+        metavar="FILE",
+        text_kind="path",
+        shown_default="the one beside the tokenizer's file",
     )
     long_samples: str = setting(
         "cut", "samples of --sft-data that are longer than the sequence: cut their ends, or drop them", ("cut", "drop")
@@ -57,10 +71,11 @@ class DataConfig:
         None,
         "samples of --task to train on: JSON lines, GLUE's .tsv, SQuAD's .json, or RACE's folders",
         metavar="FILE",
+        text_kind="path",
         list_style="words",
     )
     dev_data: tuple[str, ...] | None = setting(
-        None, "samples of --task that are scored after each epoch", metavar="FILE", list_style="words"
+        None, "samples of --task that are scored after each epoch", metavar="FILE", text_kind="path", list_style="words"
     )
     doc_stride: int = setting(128, "SQuAD: tokens between the beginnings of two windows of a context")
     max_query_length: int = setting(
@@ -76,12 +91,17 @@ class DataConfig:
         None, "shares of --data-path for training, validation, test", metavar="A,B,C", shown_default=DEFAULT_SPLIT
     )
     data_cache: str | None = setting(
-        None, "directory of the sample indices", metavar="DIR", shown_default="in the dataset's folder"
+        None,
+        "directory of the sample indices",
+        metavar="DIR",
+        text_kind="path",
+        shown_default="in the dataset's folder",
     )
     tokenizer: str = setting(
         "byte",
         "byte, gpt2, wordpiece, or a file: tokenizer.json, SentencePiece's .model, or vocab.txt",
         metavar="NAME|FILE",
+        text_kind="path",
     )
     end_of_document: str | None = setting(
         None, "token that ends documents", metavar="TOKEN", shown_default="the tokenizer's usual one"

@@ -20,7 +20,7 @@ class EvaluateConfig:
         shown_default="none",
     )
     evaluate_task: str | None = setting(None, "task of megajax.evaluate", TASKS, shown_default="none")
-    evaluate_data: str | None = setting(None, "the task's file", metavar="FILE", shown_default="none")
+    evaluate_data: str | None = setting(None, "the task's file", metavar="FILE", text_kind="path", shown_default="none")
     evaluate_window: int | None = setting(
         None, "tokens of a window of the perplexity tasks", shown_default="the model's context"
     )

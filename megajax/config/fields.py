@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megajax.config.errors import ConfigError, near, option
 from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_problem
 from megajax.schedules.errors import shown
+from megajax.schedules.paths import path_problem
 
 NUMBERS = (int, float, int | None, float | None)
 PLAIN = (bool, int, float, str, type(None))  # True is not 1 as an argument of a typed cache, but it is in a tuple
@@ -28,7 +29,7 @@ def setting(
     metavar: str | None = None,
     shown_default: str | None = None,
     list_style: str = "commas",
-    may_be_empty: bool = False,
+    text_kind: str = "name",
 ) -> Any:
     """Declares a dataclass field.
 
@@ -41,7 +42,8 @@ def setting(
         metavar: the format of the value, as `--help` prints it; None: derived from the type.
         shown_default: the default as `--help` prints it, if None means a computed value.
         list_style: how a tuple is passed: "commas" (A,B,C), "words" (A B C) or "repeat" (the option once for each).
-        may_be_empty: whether a text may be empty.
+        text_kind: of texts: "name"; "path" of this machine (or the name of something built in), which is no URL; or "any",
+            which may be empty.
     """
     metadata = {
         "help": text,
@@ -51,7 +53,7 @@ def setting(
         "metavar": metavar,
         "shown_default": shown_default,
         "list_style": list_style,
-        "may_be_empty": may_be_empty,
+        "text_kind": text_kind,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -100,9 +102,11 @@ def field_problem(field: dataclasses.Field, value: Any) -> Problem | None:
         remedy = "with such a value"
     elif field.type in (bool, bool | None):
         rule, remedy = "" if isinstance(value, bool) else "must be True or False", f"or --no-{option(field.name)[2:]}"
+    elif field.metadata["text_kind"] == "path" and (remote := _remote(value)):
+        rule, remedy = remote
     elif field.type in (str, str | None):
-        legal = isinstance(value, str)
-        rule, remedy = text_problem(value, field.metadata["may_be_empty"]) if legal else "must be a text", None
+        legal, may_be_empty = isinstance(value, str), field.metadata["text_kind"] == "any"
+        rule, remedy = text_problem(value, may_be_empty) if legal else "must be a text", None
     else:
         rule, remedy = _tuple_rule(field, value), None
     return Problem(rule, f"{option(field.name)} {remedy or metavar(field)}") if rule else None
@@ -114,6 +118,12 @@ def metavar(field: dataclasses.Field) -> str:
         return "|".join(map(str, field.metadata["choices"]))
     default = {int: "COUNT", int | None: "COUNT", float: "NUMBER", float | None: "NUMBER"}.get(field.type, "NAME")
     return field.metadata["metavar"] or default
+
+
+def _remote(value: Any) -> tuple[str, str] | None:
+    """Why a text, or the first of several, is no path of this machine, and what to pass."""
+    words = value if isinstance(value, tuple) else (value,)
+    return next((problem for word in words if isinstance(word, str) and (problem := path_problem(word))), None)
 
 
 def _tuple_rule(field: dataclasses.Field, value: Any) -> str:

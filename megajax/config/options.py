@@ -31,6 +31,7 @@ from megajax.config.fields import metavar as metavar_of
 from megajax.config.sample import SampleConfig
 from megajax.schedules import arguments
 from megajax.schedules.arguments import plain_text, real_number, whole_number
+from megajax.schedules.paths import local_path
 
 # The options that `--help` prints first, with --model.
 MOST_USED = (
@@ -124,7 +125,7 @@ def _add_others(parser: argparse.ArgumentParser, config: type, title: str, usual
         group.add_argument(
             option(field.name),
             default=None if field.name == "new_tokens" else field.default,
-            type=str if field.type is str else _readers()[field.type],
+            type=str if field.metadata["text_kind"] == "any" else _reader(field),
             metavar=metavar_of(field),
             help=f"{field.metadata['help']} (default: "
             f"{usual.get(field.name) or field.metadata['shown_default'] or field.default})",
@@ -142,7 +143,7 @@ def _add_config(group) -> None:
     group.add_argument(
         "--config",
         default=None,
-        type=plain_text,
+        type=local_path,
         metavar="FILE",
         help="replay a run from its config.toml; other options take precedence over it (default: none)",
     )
@@ -154,7 +155,7 @@ def _add_imports(group) -> None:
         "--import",
         dest="imports",
         action="append",
-        type=plain_text,
+        type=local_path,
         default=[],
         metavar=field.metadata["metavar"],
         help=f"{field.metadata['help']} (default: none)",
@@ -199,9 +200,9 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
         return
     if field.metadata["list_style"] == "words":
-        group.add_argument(flag, nargs="+", type=plain_text, action=_Words, metavar=metavar_of(field), help=shown)
+        group.add_argument(flag, nargs="+", type=_reader(field), action=_Words, metavar=metavar_of(field), help=shown)
         return
-    group.add_argument(flag, type=_readers()[field.type], metavar=metavar_of(field), help=shown)
+    group.add_argument(flag, type=_reader(field), metavar=metavar_of(field), help=shown)
 
 
 class _Words(argparse.Action):
@@ -209,6 +210,15 @@ class _Words(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, tuple(values))
+
+
+def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
+    """The parser of an option's text, or of each of its words, for a field."""
+    if field.metadata["text_kind"] == "path":
+        return local_path
+    if field.metadata["list_style"] == "words":
+        return plain_text
+    return _readers()[field.type]
 
 
 def _readers() -> dict[Any, Callable[[str], Any]]:

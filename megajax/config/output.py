@@ -16,12 +16,17 @@ class OutputConfig:
     """The files that a run writes, and when it stops before its last step. No field changes a computed number."""
 
     run_dir: str | None = setting(
-        None, "directory for checkpoints, logs and configuration", metavar="DIR", shown_default="nothing is kept"
+        None,
+        "directory for checkpoints, logs and configuration",
+        metavar="DIR",
+        text_kind="path",
+        shown_default="nothing is kept",
     )
     resume: str = setting(
         "no",
         "auto: resume from run_dir's newest checkpoint, if there is one; STEP: from that step's; DIR: from another run's",
         metavar="no|auto|STEP|DIR",
+        text_kind="path",
     )
     save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
     max_to_keep: int = setting(3, "newest checkpoints to keep")
@@ -47,6 +52,7 @@ class OutputConfig:
         None,
         "write one JSON object a step to FILE, replacing it; a resumed run appends",
         metavar="FILE",
+        text_kind="path",
         shown_default="log.jsonl in --run-dir",
     )
     tensorboard: bool = setting(True, "write run_dir/tensorboard")

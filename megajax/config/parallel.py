@@ -43,6 +43,7 @@ class ParallelConfig:
         "interleaved_1f1b",
         f"order of the pipeline's forward and backward passes: {', '.join(names())}, or a schedule's file",
         metavar="NAME|FILE.csv|FILE.json",
+        text_kind="path",
     )
     group_size: int | None = setting(
         None, "interleaved_1f1b: microbatches that a chunk runs before the next chunk starts", shown_default="pipe"

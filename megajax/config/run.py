@@ -36,6 +36,7 @@ class RunConfig:
         (),
         "Python file to import first; it registers schedules or models; can be repeated",
         metavar="FILE.py",
+        text_kind="path",
         list_style="repeat",
     )
 

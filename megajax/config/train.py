@@ -57,6 +57,7 @@ class TrainConfig:
         "start from the weights in this directory of a Hugging Face model; its config.json gives the model's options "
         "that are not passed, and its tokenizer is the default",
         metavar="DIR",
+        text_kind="path",
         shown_default="random weights",
     )
     precision: str = setting(

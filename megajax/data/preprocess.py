@@ -32,6 +32,7 @@ from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import local_path
 
 BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
@@ -163,7 +164,7 @@ def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--tokenizer",
         required=required,
-        type=plain_text,
+        type=local_path,
         help="byte, gpt2, wordpiece, or a file: tokenizer.json (Hugging Face), .model (sentencepiece), vocab.txt (BERT)",
     )
     parser.add_argument(
@@ -176,9 +177,9 @@ def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def _preprocess(arguments: Sequence[str]) -> None:
     parser = _parser()
-    parser.add_argument("--input", nargs="+", required=True, type=plain_text, metavar="FILE", help="texts, in order")
+    parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="FILE", help="texts, in order")
     parser.add_argument(
-        "--output", required=True, type=plain_text, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--output", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
     _tokenizer_options(parser, required=True)
     parser.add_argument(
@@ -295,9 +296,9 @@ class _Report:
 
 def _merge(arguments: Sequence[str]) -> None:
     parser = _parser("merge")
-    parser.add_argument("--input", nargs="+", required=True, type=plain_text, metavar="PREFIX", help="pairs, in order")
+    parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="PREFIX", help="pairs, in order")
     parser.add_argument(
-        "--output", required=True, type=plain_text, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--output", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
@@ -314,7 +315,7 @@ def _merge(arguments: Sequence[str]) -> None:
 
 def _inspect(arguments: Sequence[str]) -> None:
     parser = _parser("inspect")
-    parser.add_argument("prefix", type=plain_text, metavar="PREFIX")
+    parser.add_argument("prefix", type=local_path, metavar="PREFIX")
     _tokenizer_options(parser, required=False)
     parser.add_argument("--documents", type=whole(low=0), default=3, metavar="COUNT", help="documents to print (3)")
     options = parser.parse_args(arguments)
@@ -342,7 +343,7 @@ def _inspect(arguments: Sequence[str]) -> None:
 
 def _verify(arguments: Sequence[str]) -> None:
     parser = _parser("verify")
-    parser.add_argument("prefix", type=plain_text, metavar="PREFIX")
+    parser.add_argument("prefix", type=local_path, metavar="PREFIX")
     _tokenizer_options(parser, required=True)
     options = parser.parse_args(arguments)
     tokenizer = load_tokenizer(options.tokenizer, options.end_of_document)

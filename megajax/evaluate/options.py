@@ -10,6 +10,7 @@ from megajax.config.evaluate import BATCH, STRIDE, TASKS
 from megajax.config.options import Parser, add_options, option_names, read_words
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
 from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.paths import local_path
 
 DESCRIPTION = """Scores a trained model on any layout: by the rules of the Megatron papers, or with lm-evaluation-harness.
 
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument("--task", choices=TASKS, help="WikiText103 or Penn Treebank perplexity, or LAMBADA accuracy")
     task.add_argument(
         "--data",
-        type=plain_text,
+        type=local_path,
         metavar="FILE",
         help='wiki.test.tokens, ptb.test.txt, or LAMBADA as JSON lines with a "text" or one passage a line; also .gz, .zst',
     )
@@ -134,12 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument(
         "--harness", type=plain_text, metavar="TASKS", help="tasks of lm-evaluation-harness (extra: eval), TASK,TASK"
     )
-    task.add_argument("--include-path", type=plain_text, metavar="DIR", help="directory with YAML files of such tasks")
+    task.add_argument("--include-path", type=local_path, metavar="DIR", help="directory with YAML files of such tasks")
     task.add_argument(
         "--num-fewshot", type=whole(0), help="examples before each of its documents (default: the task's)"
     )
     task.add_argument("--limit", type=whole(), help="most documents of each of its tasks, for a trial (default: all)")
-    task.add_argument("--out", type=plain_text, metavar="FILE", help="write the results as JSON (default: print them)")
+    task.add_argument("--out", type=local_path, metavar="FILE", help="write the results as JSON (default: print them)")
     layout = parser.add_argument_group("layout")
     add_mesh_options(layout, "replicas", "data-parallel replicas, each with its own samples")
     layout.add_argument(

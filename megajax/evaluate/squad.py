@@ -33,8 +33,9 @@ from megajax.data.json_values import read_json, value_of
 from megajax.data.squad import questions_in
 from megajax.evaluate.results import describe_numbers
 from megajax.interop.output_file import OutputFile
-from megajax.schedules.arguments import FLOAT32, number, plain_text
+from megajax.schedules.arguments import FLOAT32, number
 from megajax.schedules.errors import exit_code, shown
+from megajax.schedules.paths import local_path
 
 __all__ = ["RULES", "Questions", "exact_match", "f1", "main", "normalize", "read_questions", "score"]
 
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m megajax.evaluate.squad", description=__doc__, formatter_class=formatting, allow_abbrev=False
     )
-    files = {"metavar": "FILE", "type": plain_text}
+    files = {"metavar": "FILE", "type": local_path}
     parser.add_argument("--data", required=True, help="questions and answers in SQuAD's format", **files)
     parser.add_argument("--predictions", required=True, help="JSON: an answer for each question's id", **files)
     parser.add_argument("--no-answer", help="JSON: a score for each question's id that it has no answer", **files)

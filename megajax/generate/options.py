@@ -8,7 +8,8 @@ from megajax.config import ConfigError, LaunchConfig, option
 from megajax.config.options import Parser, add_options, option_names, read_words
 from megajax.config.sample import SampleConfig
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
-from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.arguments import number, whole
+from megajax.schedules.paths import local_path
 
 DESCRIPTION = """Continues prompts with a trained model, on any mesh.
 
@@ -101,11 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     text = parser.add_argument_group("the text")
     text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
-    text.add_argument("--prompts", type=plain_text, metavar="FILE", help='JSON Lines with {"prompt": TEXT, ...}')
+    text.add_argument("--prompts", type=local_path, metavar="FILE", help='JSON Lines with {"prompt": TEXT, ...}')
     text.add_argument("--interactive", action="store_true", help="continue each line that is typed")
     text.add_argument(
         "--out",
-        type=plain_text,
+        type=local_path,
         metavar="FILE",
         help="write JSON Lines: each prompt's object with text, tokens and finish (default: print the texts)",
     )

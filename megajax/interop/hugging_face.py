@@ -19,6 +19,7 @@ from megajax.config import BertConfig, LaunchConfig, RunConfig
 from megajax.config.options import Parser, add_options, option_names
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import local_path
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -113,11 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export", parser_class=Parser)
     add = commands.add_parser("import", help="Hugging Face or GGUF to a run directory", allow_abbrev=False)
-    add.add_argument("directory", metavar="DIR|FILE.gguf", type=plain_text, help="with config.json and safetensors")
+    add.add_argument("directory", metavar="DIR|FILE.gguf", type=local_path, help="with config.json and safetensors")
     add_import_options(add, "the most that it has")
     add = commands.add_parser("export", help="a run's checkpoint to a directory of Hugging Face", allow_abbrev=False)
-    add.add_argument("run", metavar="RUN", type=plain_text, help="the run directory")
-    add.add_argument("--out", metavar="DIR", type=plain_text, required=True, help="the directory to write")
+    add.add_argument("run", metavar="RUN", type=local_path, help="the run directory")
+    add.add_argument("--out", metavar="DIR", type=local_path, required=True, help="the directory to write")
     add.add_argument("--step", metavar="STEP", type=whole(low=0), help="of the checkpoint (default: the newest)")
     add.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: the imported ones', or fp32)")
     add.add_argument(
@@ -130,10 +131,10 @@ def _parser() -> argparse.ArgumentParser:
 def add_import_options(parser: argparse.ArgumentParser, usual_length: str) -> None:
     """The options of an import; `usual_length`: the default of --sequence-length, for the help."""
     add = parser.add_argument
-    add("--run-dir", metavar="RUN", type=plain_text, required=True, help="the run directory to write")
+    add("--run-dir", metavar="RUN", type=local_path, required=True, help="the run directory to write")
     length = f"tokens in a sample (default: {usual_length})"
     add("--sequence-length", metavar="COUNT", type=whole(), help=length)
-    add("--tokenizer", metavar="NAME|FILE", type=plain_text, help="instead of the directory's")
+    add("--tokenizer", metavar="NAME|FILE", type=local_path, help="instead of the directory's")
     add("--end-of-document", metavar="TOKEN", type=plain_text, help="token that ends documents")
     add_options(parser, LaunchConfig, "several processes")
 

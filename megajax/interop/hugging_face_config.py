@@ -17,6 +17,7 @@ from megajax.interop.hugging_face_families import FAMILIES
 from megajax.interop.hugging_face_keys import Family, Keys
 from megajax.interop.hugging_face_llama import SCALINGS
 from megajax.schedules.errors import shown
+from megajax.schedules.paths import hub_advice
 
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
@@ -53,6 +54,8 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
             f"{directory} is a GGUF file, and a directory is needed: import it first, with python -m "
             f"megajax.interop.hugging_face import {directory} --run-dir RUN, and use that run directory."
         )
+    if advice := hub_advice(str(directory)):
+        raise ConfigError(f"there is no directory {directory}: give one of a Hugging Face model.{advice}")
     path = directory / "config.json"
     if not path.exists() and (directory / "latest_checkpointed_iteration.txt").exists():
         raise ConfigError(

@@ -22,6 +22,7 @@ from megajax.interop.hugging_face_config import tokenizer_options
 from megajax.interop.hugging_face_keys import Keys
 from megajax.interop.megatron_config import added_biases, is_zero_centred, model_of, padded_rows
 from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.paths import local_path
 
 __all__ = ["import_checkpoint", "main"]
 
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import", parser_class=Parser)
     add = commands.add_parser("import", help="a checkpoint of Megatron-LM to a run directory", allow_abbrev=False)
-    add.add_argument("directory", metavar="SAVE", type=plain_text, help="of --save, or of one iteration")
+    add.add_argument("directory", metavar="SAVE", type=local_path, help="of --save, or of one iteration")
     add.add_argument("--iteration", metavar="NUMBER|release", type=plain_text, help="(default: the last one)")
     add.add_argument(
         "--vocabulary", metavar="COUNT", type=whole(), help="tokens without padding (default: the tokenizer's)"

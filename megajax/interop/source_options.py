@@ -9,6 +9,7 @@ from typing import Any
 
 from megajax.config import ConfigError
 from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.paths import local_path
 
 __all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usual_precision"]
 
@@ -16,8 +17,8 @@ __all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usua
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds --run-dir, --hf, --step and --precision."""
     model = parser.add_argument_group("the model")
-    model.add_argument("--run-dir", type=plain_text, metavar="RUN", help="directory of a training run with checkpoints")
-    model.add_argument("--hf", type=plain_text, metavar="DIR", help="directory of a Hugging Face model")
+    model.add_argument("--run-dir", type=local_path, metavar="RUN", help="directory of a training run with checkpoints")
+    model.add_argument("--hf", type=local_path, metavar="DIR", help="directory of a Hugging Face model")
     model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
     model.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"

@@ -32,8 +32,8 @@ from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.report import LEGEND, accuracy, heading, plot, smallest, table
 from megajax.plan.search import Candidate, NoLayout, Question, best_by, search
 from megajax.plan.ties import simplest_first
-from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import local_path
 from megajax.schedules.registry import import_user_files
 
 
@@ -47,7 +47,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     first.add_argument(
         "--import",
         action="append",
-        type=plain_text,
+        type=local_path,
         default=[],
         dest="imports",
         metavar="FILE.py",

@@ -36,6 +36,7 @@ from megajax.plan.measured_table import measured_text
 from megajax.runtime.distributed import start
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.paths import local_path
 
 __all__ = ["FULL", "SMALL", "Sizes", "calibrate"]
 
@@ -88,7 +89,7 @@ def calibrate(arguments: Sequence[str]) -> int:
     parser.add_argument("--calibrate", action="store_true", help="measure the devices there are")
     parser.add_argument(
         "--cluster",
-        type=plain_text,
+        type=local_path,
         default="cluster.toml",
         metavar="FILE.toml",
         help="to write (default: %(default)s)",

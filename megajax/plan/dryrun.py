@@ -50,6 +50,7 @@ from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import local_path
 from megajax.schedules.registry import import_user_files
 
 LARGEST = 8  # buffers to list
@@ -192,11 +193,11 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(add_help=False, allow_abbrev=False)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--gpu", type=plain_text)
-    where.add_argument("--cluster", type=plain_text)
-    parser.add_argument("--import", action="append", default=[], dest="imports", type=plain_text)
-    parser.add_argument("--run", type=plain_text)
+    where.add_argument("--cluster", type=local_path)
+    parser.add_argument("--import", action="append", default=[], dest="imports", type=local_path)
+    parser.add_argument("--run", type=local_path)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--save-hlo", type=plain_text)
+    parser.add_argument("--save-hlo", type=local_path)
     parser.add_argument("--model-only", action="store_true")
     parser.add_argument("--timeout", type=number(below=10**8), default=900)
     return parser.parse_known_args(words)

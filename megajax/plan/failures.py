@@ -23,8 +23,9 @@ from statistics import NormalDist
 
 from megajax.config.options import Parser
 from megajax.plan.report import new_figure, save_figure
-from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import local_path
 
 LLAMA3_GPU_HOURS, LLAMA3_INTERRUPTIONS, LLAMA3_HARDWARE = 54 * 24 * 16384, 419, 0.78
 COUNTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 100_000)
@@ -269,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of hosts that are always slow and not replaced (default: 0)",
     )
     add("--slow-by", type=number(), default=defaults.slow_by, metavar="SHARE", help="their delay (default: 0.1)")
-    add("--plot", type=plain_text, metavar="FILE", help="draw goodput over GPUs (needs megajax[plot])")
+    add("--plot", type=local_path, metavar="FILE", help="draw goodput over GPUs (needs megajax[plot])")
     return parser
 
 

@@ -13,6 +13,7 @@ from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
 from megajax.plan.search import MEMORY_MARGIN, Question
 from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.paths import local_path
 from megajax.schedules.registry import names, search_order
 
 # The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
@@ -115,10 +116,10 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpu", type=plain_text, metavar="|".join(GPUS), help="kind of GPU, in its vendor's machines")
     where.add_argument(
-        "--cluster", type=plain_text, metavar="FILE.toml", help="GPU, links, price and power (docs/planning.md)"
+        "--cluster", type=local_path, metavar="FILE.toml", help="GPU, links, price and power (docs/planning.md)"
     )
     where.add_argument(
-        "--compare", nargs="+", type=plain_text, metavar="FILE.toml", help="several clusters, one row for each"
+        "--compare", nargs="+", type=local_path, metavar="FILE.toml", help="several clusters, one row for each"
     )
     add("--global-batch", required=True, type=whole(), metavar="COUNT", help="samples in a step")
     add(
@@ -142,14 +143,14 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(
         "--out",
-        type=plain_text,
+        type=local_path,
         default="plan.toml",
         metavar="FILE",
         help="where the fastest layout is written (default: plan.toml)",
     )
     add("--json", action="store_true", help="print the answer as JSON")
-    add("--html", type=plain_text, metavar="FILE", help="write the answer as a page for a browser")
-    add("--plot", type=plain_text, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    add("--html", type=local_path, metavar="FILE", help="write the answer as a page for a browser")
+    add("--plot", type=local_path, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
     add(
         "--memory-margin",
         type=number(low=0, below=1),

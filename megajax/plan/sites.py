@@ -25,6 +25,7 @@ from megajax.plan.report import new_figure, save_figure
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import UserError, exit_code
 from megajax.schedules.one_f_one_b import alternate, depth_first
+from megajax.schedules.paths import local_path
 from megajax.schedules.registry import find, make_schedule, specs
 from megajax.schedules.schedule import BACKWARD, Schedule, pack
 from megajax.schedules.simulate import Costs, simulate_lockstep
@@ -239,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gbps", type=number(), default=100.0, metavar="RATE", help="of a link, each way (default: %(default)s)")
     add("--jitter", type=number(low=0), default=0.0, metavar="MS", help="mean random delay of a send (default: 0)")
     add("--seed", type=whole(low=0), default=0, help="of the delays (default: 0)")
-    add("--plot", type=plain_text, metavar="FILE", help="draw efficiency over latency (needs megajax[plot])")
+    add("--plot", type=local_path, metavar="FILE", help="draw efficiency over latency (needs megajax[plot])")
     return parser
 
 

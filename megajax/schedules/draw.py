@@ -15,9 +15,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megajax.schedules.arguments import Parser, number, plain_text, whole
+from megajax.schedules.arguments import Parser, number, whole
 from megajax.schedules.errors import exit_code, shown
 from megajax.schedules.io import is_schedule_file, load, save
+from megajax.schedules.paths import local_path
 from megajax.schedules.registry import find, import_user_files, make_schedule, specs
 from megajax.schedules.render import as_json, as_text, as_trace, draw
 from megajax.schedules.schedule import Schedule, ScheduleError
@@ -25,7 +26,7 @@ from megajax.schedules.simulate import Costs, Simulation, simulate_event, simula
 
 # Costs and latency: sums over all operations are finite, and no operation is lost in them.
 LEAST_TIME, MOST_TIME = 1e-6, 10**6
-WORDS = {"type": plain_text, "metavar": "FILE"}
+WORDS = {"type": local_path, "metavar": "FILE"}
 
 
 def _costs(words: str) -> Costs:
@@ -57,19 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--schedule",
-        type=plain_text,
+        type=local_path,
         default="interleaved_1f1b",
         metavar="NAME|FILE",
         help="one of those below, or a file (default: %(default)s)",
     )
     which.add_argument(
-        "--compare", nargs="+", type=plain_text, metavar="NAME|FILE", help="several, on the same time axis"
+        "--compare", nargs="+", type=local_path, metavar="NAME|FILE", help="several, on the same time axis"
     )
     parser.add_argument(
         "--import",
         dest="imports",
         action="append",
-        type=plain_text,
+        type=local_path,
         default=[],
         metavar="FILE.py",
         help="a Python file or module to import first, which registers schedules; may be repeated",

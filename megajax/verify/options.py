@@ -14,6 +14,7 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Experiment, Request, parse
 from megajax.config.options import Parser, make_parser, read_words
 from megajax.schedules.arguments import plain_text, split_command, whole
+from megajax.schedules.paths import local_path
 
 DESCRIPTION = """Compares the training steps of two layouts, or of two versions of megajax, tensor by tensor.
 
@@ -175,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--from",
         dest="resume",
-        type=plain_text,
+        type=local_path,
         metavar="DIR",
         help="start both from this checkpoint or run directory (default: from fresh weights)",
     )
@@ -184,8 +185,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run layout a twice, compiled twice, and require equal bits; sets the XLA flag for it on GPUs",
     )
-    add("--record", type=plain_text, metavar="FILE", help="run layout a only and write what would be compared")
-    add("--against", type=plain_text, metavar="FILE", help="compare layout b with such a file in place of layout a")
+    add("--record", type=local_path, metavar="FILE", help="run layout a only and write what would be compared")
+    add("--against", type=local_path, metavar="FILE", help="compare layout b with such a file in place of layout a")
     add(
         "--experiment",
         type=plain_text,

@@ -1,0 +1,92 @@
+"""Paths that users pass, which are of this machine's file systems: names of object stores, URLs and hubs are refused.
+
+The check is of the text alone: no file is opened. A field of the configuration has it by `setting(..., text_kind="path")`, an
+option of another command by `type=local_path`.
+"""
+
+import argparse
+import os
+import re
+
+from megajax.schedules.arguments import plain_text
+from megajax.schedules.errors import shown
+
+__all__ = ["hub_advice", "local_path", "path_problem"]
+
+COPIES = {  # what copies files of an object store or file system, by the scheme of its URLs
+    ("s3", "s3a", "s3n", "r2", "minio", "swift", "cos", "oss", "oci", "tos", "obs"): "aws s3 sync",
+    ("gs", "gcs"): "gcloud storage rsync",
+    ("az", "azure", "abfs", "abfss", "wasb", "wasbs", "adl"): "azcopy sync",
+    ("hdfs", "webhdfs", "viewfs", "dbfs"): "hdfs dfs -get",
+}
+STORES = {scheme: copy for schemes, copy in COPIES.items() for scheme in schemes}
+HUBS = ("hf", "hub", "huggingface", "modelscope")
+WEB = ("http", "https", "ftp", "sftp", "ssh", "scp", "rsync", "git")
+# Of these schemes a mistyped URL is recognised too: s3:/bucket, hub:org/name.
+KNOWN = (*STORES, *HUBS, *WEB, "file")
+NAMED = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*=(?=[A-Za-z])")  # the name of a validation set
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/*)(.*)", re.DOTALL)
+HOST = re.compile(r"[\w.-]+@[\w.-]+:")
+
+
+def path_problem(word: str) -> tuple[str, str] | None:
+    """Why a word is no path of this machine, and what to pass in its place: the parts of a message. None: it is one.
+
+    "NAME=PATH", a validation set, is checked as PATH.
+    """
+    word = NAMED.sub("", word, count=1)
+    if re.match(r"~[\w-]*(/|$)", word) or re.match(r"\$(\w|\{)", word):
+        return "was not expanded by a shell, and would be a folder of that name", f"{_expanded(word)}, the whole path"
+    if HOST.match(word):
+        return "is on another host, which megajax does not read or write", "a path of this machine (rsync copies it)"
+    found = SCHEME.fullmatch(word)
+    if found is None:
+        return None
+    scheme, slashes, rest = found[1].lower(), found[2], found[3]
+    if scheme not in KNOWN and len(slashes) < 2:
+        return None  # a file whose name has a colon
+    if scheme == "file":
+        return "is a URL", f"the path alone, /{rest.removeprefix('localhost/')}"
+    if scheme in STORES:
+        where = "a path of this machine, also a mounted one"
+        return (
+            "is in an object store or a remote file system, which megajax does not read or write yet",
+            f"{where} ({STORES[scheme]} copies it)",
+        )
+    if scheme in HUBS or re.match(r"(www\.)?(huggingface\.co|hf\.co)/", rest):
+        return "is on a hub, from which megajax downloads nothing", f"a local directory ({_download(rest)} makes it)"
+    return (
+        "is a URL, and megajax reads and writes none",
+        f"a path of this machine (curl -L -O {shown(word)} downloads it)",
+    )
+
+
+def local_path(word: str) -> str:
+    """A reader of paths, for `type` of an option."""
+    if problem := path_problem(plain_text(word)):
+        raise argparse.ArgumentTypeError(f"{shown(word)} {problem[0]}: pass {problem[1]}")
+    return word
+
+
+def hub_advice(name: str) -> str:
+    """The end of a message about a directory that is not there, if its name may be one of the Hugging Face Hub; else ""."""
+    if os.path.exists(name) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return ""
+    return (
+        f" If {name} is a name on the Hugging Face Hub, run `{_download(name)}` and pass that directory: megajax "
+        "downloads nothing."
+    )
+
+
+def _download(name: str) -> str:
+    """The command that copies a repository of the Hub into a directory of its own name."""
+    parts = re.sub(r"^(www\.)?(huggingface\.co|hf\.co)/", "", name).split("/")
+    kinds = {"datasets": " --repo-type dataset", "spaces": " --repo-type space"}
+    kind, parts = (kinds[parts[0]], parts[1:]) if parts[0] in kinds else ("", parts)
+    repository = "/".join(parts[:2])
+    return f"hf download {repository}{kind} --local-dir {parts[-1] if len(parts) < 2 else parts[1]}"
+
+
+def _expanded(word: str) -> str:
+    """The path that a shell would make of it, if it can be told; else the word."""
+    return os.path.expanduser(os.path.expandvars(word))

@@ -1,0 +1,174 @@
+"""Names of object stores, URLs and hubs are refused in every option of every command that takes a path, in one line."""
+
+import dataclasses
+import importlib
+import re
+
+import pytest
+
+from experiments import gpt3
+from megajax import OutputConfig
+from megajax.config import (
+    ConfigError,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    preset,
+)
+from megajax.config.evaluate import EvaluateConfig
+from megajax.config.options import make_parser
+from megajax.config.sample import SampleConfig
+from megajax.schedules.paths import hub_advice, path_problem
+
+CONFIGS = (
+    *(RunConfig, ModelConfig, ParallelConfig, TrainConfig, DataConfig, OutputConfig, LaunchConfig, EvaluateConfig),
+    SampleConfig,
+)
+REMOTE = {  # a word: what the message says to do
+    "s3://bucket/run": "aws s3 sync",
+    "s3:/bucket/run": "aws s3 sync",
+    "S3://bucket/run": "aws s3 sync",
+    "gs://bucket/run": "gcloud storage rsync",
+    "az://container/run": "azcopy sync",
+    "abfs://container@account.dfs.core.windows.net/run": "azcopy sync",
+    "hdfs://node/run": "hdfs dfs -get",
+    "https://host/a.jsonl": "curl -L -O 'https://host/a.jsonl'",
+    "file:///data/a": "pass the path alone, /data/a",
+    "file:/data/a": "pass the path alone, /data/a",
+    "hub:org/name": "hf download org/name --local-dir name",
+    "hf://datasets/org/name/a.parquet": "hf download org/name --repo-type dataset --local-dir name",
+    "https://huggingface.co/org/name/tree/main": "hf download org/name --local-dir name",
+    "user@host:/data/run": "rsync",
+    "weird+scheme://x": "a path of this machine",
+    "books=s3://bucket/books": "aws s3 sync",
+    "~/run": "the whole path",
+    "$HOME/run": "the whole path",
+}
+
+
+@pytest.mark.parametrize("word", REMOTE)
+def test_what_is_not_on_this_machine_is_refused_with_a_remedy(word):
+    rule, remedy = path_problem(word)
+    assert REMOTE[word] in f"pass {remedy}", (rule, remedy)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ("runs/first", "/abs/run", "a:b", "2024-01-01T10:00:00", "C:/data", "books=./a", "lang=en/a", "auto", "gpt2", "0.3")
+    + ("run$1", "a~b", "./s3:/bucket", "./~", "name@host", "step:100"),
+)
+def test_paths_of_this_machine_are_paths(word):
+    assert path_problem(word) is None
+
+
+def test_every_field_that_takes_a_path_is_declared_as_one():
+    fields = {field.name: field for config in CONFIGS for field in dataclasses.fields(config)}
+    taken = {
+        name: field.metadata["text_kind"] == "path"
+        for name, field in fields.items()
+        if re.search("FILE|DIR|PREFIX", field.metadata.get("metavar") or "")
+    }
+    assert all(taken.values()), [name for name, path in taken.items() if not path]
+    assert len(taken) >= 17
+
+
+def test_every_option_of_a_training_that_takes_a_path_refuses_a_remote_one(capsys):
+    actions = [one for one in make_parser("", {})._actions if re.search("FILE|DIR|PREFIX", str(one.metavar))]
+    assert len(actions) >= 18
+    for action in actions:
+        flag = action.option_strings[0]
+        assert gpt3.main([flag, "s3://bucket/run"]) == 2
+        out, error = capsys.readouterr()
+        assert not out and error.count("\n") == 1
+        assert f"{flag}: 's3://bucket/run' is in an object store" in error and "aws s3 sync" in error
+
+
+COMMANDS = {  # the words of a command, with a path in the place of X
+    "megajax.checkpoint.inspect": ["X"],
+    "megajax.data.preprocess": [
+        "--input X --output a --tokenizer byte",
+        "--input a --output X --tokenizer byte",
+        "--input a --output b --tokenizer X",
+        "merge --input a X --output b",
+        "merge --input a --output X",
+        "inspect X",
+        "inspect a --tokenizer X",
+        "verify X --tokenizer byte",
+    ],
+    "megajax.evaluate.__main__": [
+        "--run-dir X",
+        "--hf X",
+        "--hf a --data X",
+        "--hf a --out X",
+        "--hf a --include-path X",
+    ],
+    "megajax.evaluate.squad": [
+        "--data X --predictions a",
+        "--data a --predictions X",
+        "--data a --predictions a --out X",
+        "--data a --predictions a --no-answer X",
+    ],
+    "megajax.generate.__main__": ["--run-dir X", "--hf X", "--hf a --prompts X", "--hf a --prompt b --out X"],
+    "megajax.interop.hugging_face": [
+        "import X --run-dir a",
+        "import a --run-dir X",
+        "import a --run-dir b --tokenizer X",
+        "export X --out a",
+        "export a --out X",
+    ],
+    "megajax.interop.megatron": ["import X --run-dir a", "import a --run-dir X", "import a --run-dir b --tokenizer X"],
+    "megajax.launch.__main__": ["-- experiments.gpt3 --run-dir X"],
+    "megajax.plan.__main__": [
+        f"--model gpt3-1.3b --gpus 8 --global-batch 512 {option} X"
+        for option in ("--cluster", "--compare", "--out", "--html", "--plot")
+    ],
+    "megajax.plan.dryrun": ["--cluster X", "--gpu h100-80gb --save-hlo X", "--gpu h100-80gb --run X"],
+    "megajax.plan.failures": ["--plot X"],
+    "megajax.plan.sites": ["--plot X"],
+    "megajax.schedules.draw": [f"{option} X" for option in ("--out", "--save", "--trace", "--json", "--schedule")],
+    "megajax.verify.__main__": [f"--a= --b= {option} X" for option in ("--from", "--record", "--against")],
+    "benchmarks.loss_curve": ["X --out a.svg", "a.jsonl --out X"],
+    "experiments.papers": ["--plot X"],
+}
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_refuses_a_remote_path(module, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    command = importlib.import_module(module)
+    for words in COMMANDS[module]:
+        try:
+            code = command.main(words.replace("X", "gs://bucket/x.json").split())
+        except SystemExit as stopped:
+            code = stopped.code
+        error = capsys.readouterr().err
+        assert code == 2 and error.count("\n") == 1, (words, error)
+        assert "'gs://bucket/x.json' is in an object store" in error and "gcloud storage rsync" in error, (words, error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_library_and_a_saved_configuration_refuse_them_too(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="run_dir = 's3://bucket/run' is in an object store"):
+        OutputConfig(run_dir="s3://bucket/run").validate()
+    run = RunConfig(
+        preset("tiny"), ParallelConfig(), TrainConfig(), DataConfig(data_path=("0.5", "a", "0.5", "gs://b"))
+    )
+    with pytest.raises(ConfigError, match=r"data_path = .* is in an object store .*: pass --data-path a path of this"):
+        run.validate()
+    (tmp_path / "config.toml").write_text('[output]\nrun_dir = "s3://bucket/run"\n')
+    assert gpt3.main(["--config", str(tmp_path / "config.toml")]) == 2
+    assert "config.toml is in an object store" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_has_the_command_that_downloads_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "hf download org/name --local-dir name" in hub_advice("org/name")
+    assert hub_advice("/a/b") == hub_advice("a/b/c") == hub_advice("gpt2") == ""
+    for words in ("--init-from org/name", "--init-from=org/name --dry-shapes"):
+        assert gpt3.main(words.split()) == 2
+        assert "no directory org/name: give one of a Hugging Face model. If" in capsys.readouterr().err
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert hub_advice("org/name") == ""
