@@ -35,11 +35,13 @@ class Tokenizer(Protocol):
       name: the argument of --tokenizer.
       vocabulary: number of token ids, including the end of document.
       end_of_document: id appended to every document.
+      files: that it was read from, and those beside them that belong to it, which a run directory keeps a copy of.
     """
 
     name: str
     vocabulary: int
     end_of_document: int
+    files: Sequence[pathlib.Path]
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32 [tokens], without an end of document."""
@@ -55,6 +57,7 @@ class ByteTokenizer:
     """One token per byte of UTF-8."""
 
     name, vocabulary, end_of_document = "byte", 257, 256
+    files = ()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -69,7 +72,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of the `tokenizers` library, without added special tokens, truncation or padding."""
 
-    def __init__(self, name: str, inner, end_of_document: str | None = None):
+    def __init__(self, name: str, inner, end_of_document: str | None = None, files: Sequence[pathlib.Path] = ()):
         """Wraps a tokenizers.Tokenizer; `end_of_document` None searches for one of ENDS.
 
         Raises:
@@ -80,7 +83,7 @@ class HuggingFaceTokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.post_processor = processors.Sequence([])  # it adds special tokens, and cuts spaces off the offsets
-        self.name, self.inner = name, inner
+        self.name, self.inner, self.files = name, inner, files
         last = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 0 <= last < MAX_VOCABULARY:
             raise ConfigError(f"tokenizer {name} has {last + 1} token ids; pass one with 1 to {MAX_VOCABULARY}")
@@ -116,6 +119,7 @@ class SentencePieceTokenizer:
         import sentencepiece
 
         self.name, self.inner = name, sentencepiece.SentencePieceProcessor(model_file=name)
+        self.files = files_of(pathlib.Path(name))
         self.vocabulary = self.inner.vocab_size()
         pieces = {self.inner.id_to_piece(token): token for token in range(self.vocabulary)}
         if end_of_document is None and self.inner.eos_id() >= 0:
@@ -162,6 +166,12 @@ FILES = {
     ".model": "a sentencepiece model",
     ".txt": "BERT's list of WordPieces (lower case)",
 }
+
+# Files beside a tokenizer's own that Hugging Face stores with it: special tokens and the template of chats.
+COMPANIONS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
 
 
 @functools.cache
@@ -229,7 +239,13 @@ def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
     from tokenizers import BertWordPieceTokenizer, Tokenizer
 
     inner = Tokenizer.from_file(name) if ending == ".json" else BertWordPieceTokenizer(name, lowercase=True)._tokenizer
-    return HuggingFaceTokenizer(name, inner, end_of_document)
+    return HuggingFaceTokenizer(name, inner, end_of_document, files_of(pathlib.Path(name)))
+
+
+def files_of(path: pathlib.Path) -> list[pathlib.Path]:
+    """A tokenizer's file, and the files beside it that belong to it, such as its chat template."""
+    path = path.absolute()
+    return [path, *(path.parent / name for name in COMPANIONS if (path.parent / name).is_file())]
 
 
 def _end_of_document(name: str, wanted: str | None, token_to_id) -> int:
