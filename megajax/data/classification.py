@@ -65,10 +65,10 @@ def read_labelled(task: str, files: Sequence[str]) -> Labelled:
 
 def _rows(file: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     """The rows of a file, each with its place for messages, "FILE line 3". Empty lines are skipped."""
-    numbered = [
-        (place, line.removeprefix("\ufeff").rstrip("\r")) for place, line in numbered_lines(file, f"give a {FORMATS}")
-    ]
-    if pathlib.Path(file).suffix == ".tsv":
+    is_table = pathlib.Path(file).suffix == ".tsv"
+    found = numbered_lines(file, f"give a {FORMATS}", "line" if is_table else "jsonl")
+    numbered = [(place, line.rstrip("\r")) for place, line in found]
+    if is_table:
         header = numbered[0][1].split("\t") if numbered else []
         for place, line in numbered[1:]:  # GLUE's TSV has no quotes: a quotation mark is a part of the text
             values = line.split("\t")

@@ -26,6 +26,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.data.read_file import missing_pair
 
 __all__ = ["DTYPES", "IndexedDataset", "IndexedWriter", "dtype_for", "pair_paths"]
 
@@ -222,9 +223,7 @@ class IndexedDataset:
         try:
             return path.stat().st_size
         except OSError as error:
-            prefix = self.prefix.removesuffix(".bin").removesuffix(".idx")
-            hint = f": did you mean {prefix}?" if prefix != self.prefix else "; pass the path without .bin and .idx"
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}{hint}") from None
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}{missing_pair(self.prefix)}") from None
 
     def _map(self, path: pathlib.Path) -> np.ndarray:
         """The file's bytes, uint8; an empty file cannot be mapped."""

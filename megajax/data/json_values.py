@@ -1,10 +1,11 @@
 """JSON objects in files of data, and their values, checked."""
 
 import json
-import pathlib
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.data.file_kinds import is_json_lines
+from megajax.data.read_file import read_text
 from megajax.schedules.errors import shown
 
 __all__ = ["object_of_line", "read_json", "value_of"]
@@ -45,11 +46,18 @@ def read_json(path: str, remedy: str) -> dict[str, Any]:
     Raises:
       ConfigError: there is none.
     """
+    text = read_text(path, "json", remedy)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty: {remedy}.")
     try:
-        content = json.loads(pathlib.Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}; {remedy}.") from None
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        lines = (
+            " It has an object in each line."
+            if is_json_lines(text[: 1 << 20].encode()) and "\n" in text.strip()
+            else ""
+        )
+        raise ConfigError(f"cannot read {path}: not JSON ({error}); {remedy}.{lines}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} has {shown(content)}, not a JSON object: {remedy}.")
     return content

@@ -19,7 +19,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megajax.data.read_file import check_file
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
@@ -215,7 +216,7 @@ def _preprocess(arguments: Sequence[str]) -> None:
     dtype = dtype_for(recipe.load().vocabulary)
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.output}_{key}" if keyed else options.output for key in recipe.keys]
-    report = _Report(options.input, options.bad_lines == "fail")
+    report = _Report(kinds, options.bad_lines == "fail")
     _write(options.input, kinds, recipe, options.workers, prefixes, dtype, options.overwrite, report)
 
 
@@ -231,7 +232,7 @@ def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_
                     writer.add_documents(*encoded)
                 report.add(result)
         if not any(writer.tokens for writer in writers):
-            raise ConfigError(f"{', '.join(paths)}: there is no document with text in it; nothing was written")
+            raise ConfigError(f"{report.why_nothing(paths, recipe.keys)} Nothing was written.")
         for writer in writers:
             writer.finish()
     finally:
@@ -243,19 +244,19 @@ def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_
 class _Report:
     """The progress bar, the bad lines and the final counts."""
 
-    def __init__(self, paths: Sequence[str], fatal: bool):
-        """`paths` are the input files; `fatal` makes the first bad line a ConfigError."""
+    def __init__(self, kinds: Mapping[str, str], fatal: bool):
+        """`kinds`: the unit of a document of each input file; `fatal` makes the first bad line a ConfigError.
+
+        Raises:
+          ConfigError: a file cannot be read or is of a format that is not read; all are opened, before any is tokenized.
+        """
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.fatal, self.bad, self.characters, self.tokens = fatal, 0, 0, 0
-        self.sizes = {}
-        for path in paths:
-            try:
-                self.sizes[path] = os.path.getsize(path)
-            except OSError as error:
-                raise ConfigError(f"cannot read {path}: {error.strerror}; pass --input a readable file") from None
-        self.read = dict.fromkeys(paths, 0)
+        remedy = "pass --input a readable file"
+        self.sizes = {path: check_file(path, kind, remedy, "--input") for path, kind in kinds.items()}
+        self.read, self.held = dict.fromkeys(kinds, 0), []
         columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"), TimeRemainingColumn())
         self.console = Console(stderr=True)
         self.progress = Progress(*columns, console=self.console)
@@ -270,19 +271,29 @@ class _Report:
         self.progress.stop()
 
     def add(self, result: Result) -> None:
-        """Counts a block, and prints the first BAD_LINES_SHOWN bad lines."""
-        for line in result.bad:
-            if self.fatal:
-                raise ConfigError(f"{line}; correct it, or pass --bad-lines skip. Nothing was written.")
-            self.bad += 1
-            if self.bad <= BAD_LINES_SHOWN:
-                self.progress.print(f"skipped {line}", markup=False, highlight=False)
+        """Counts a block, and prints the first BAD_LINES_SHOWN bad lines, once there is a token."""
+        if result.bad and self.fatal:
+            raise ConfigError(f"{result.bad[0]}; correct it, or pass --bad-lines skip. Nothing was written.")
+        self.held += result.bad[: max(0, BAD_LINES_SHOWN - self.bad)]
+        self.bad += len(result.bad)
         self.characters += result.characters
         self.tokens += sum(len(encoded.tokens) for encoded in result.encoded)
+        if self.tokens:
+            for line in self.held:
+                self.progress.print(f"skipped {line}", markup=False, highlight=False)
+            self.held = []
         self.read[result.path] = result.read
         seconds = max(time.perf_counter() - self.start, 1e-9)
         rates = f"{self.characters / 1e6 / seconds:.1f} MB/s, {self.tokens / 1e6:.1f} M tokens"
         self.progress.update(self.task, completed=sum(self.read.values()), rates=rates)
+
+    def why_nothing(self, paths: Sequence[str], keys: Sequence[str]) -> str:
+        """The message of a run without a token: of its first bad line, if there is one."""
+        if not self.held:
+            return f"{', '.join(paths)}: there is no document with text in it."
+        first = self.held[0]
+        remedy = f"pass --keys {first.keys[0]}" if first.keys and len(keys) == 1 else "correct it"
+        return f"there is no document in {self.bad:,} lines: {first}; {remedy}."
 
     def close(self, prefixes: Sequence[str], writers: Sequence[IndexedWriter]) -> None:
         """Prints the counts of every pair."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.chat_template import ROLES, ChatTemplate, ChatText, load_template
+from megajax.data.file_kinds import not_utf8
 from megajax.data.text import Block, json_lines, read_blocks
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megajax.schedules.errors import shown
@@ -27,6 +28,15 @@ from megajax.schedules.errors import shown
 __all__ = ["Answers", "load_answers", "tokens_and_answers"]
 
 COMPLETIONS = ("completion", "answer", "response")
+# Keys of other tools' data, and how they are renamed.
+OTHER_FORMATS = {
+    "conversations": "of ShareGPT: rename conversations to messages, from to role, human to user, gpt to assistant, and "
+    "value to content",
+    "instruction output": "of Alpaca: rename instruction, with input after it, to prompt, and output to completion",
+    "chosen rejected": "preferences: there is no training on pairs; give the chosen chat as messages",
+    "question": "rename question to prompt",
+    "text": "a text without answers is for --text of experiments.gpt3",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +172,15 @@ def _template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
 
 def _records(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the object of each line that is not blank."""
-    for number, _, line in json_lines(block):
-        place = f"{block.path}, line {number}"
+    for line in json_lines(block):
+        place = f"{block.path}, line {line.number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line.content)
             json.dumps(record, ensure_ascii=False).encode()  # fails for half a surrogate pair
-        except UnicodeError:
-            raise ConfigError(f"{place}: the text is not UTF-8: correct the line") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{place}: the text is {not_utf8(error, block.path, line.before)}") from None
+        except UnicodeEncodeError:
+            raise ConfigError(f"{place}: the text is not UTF-8 (half a surrogate pair): correct the line") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place} is not JSON ({error}): correct the line") from None
         if not isinstance(record, dict):
@@ -198,7 +210,8 @@ def _prompt_and_answer(place: str, record: dict[str, Any]) -> tuple[str, str]:
     names = [name for name in COMPLETIONS if name in record]
     if "prompt" not in record or len(names) != 1:
         found = ", ".join(map(shown, record)) or "nothing"
-        raise ConfigError(f"{place} has {found}: give messages, or a prompt and one of {', '.join(COMPLETIONS)}")
+        hint = next((f" ({hint})" for keys, hint in OTHER_FORMATS.items() if set(keys.split()) <= set(record)), "")
+        raise ConfigError(f"{place} has {found}: give messages, or a prompt and one of {', '.join(COMPLETIONS)}{hint}")
     for name in ("prompt", names[0]):
         if not isinstance(record[name], str):
             raise ConfigError(f"{place}: {name} = {shown(record[name])} is not a text: correct the line")

@@ -9,19 +9,22 @@ import importlib.resources
 import json
 import pathlib
 import re
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.data.file_kinds import is_json_lines, not_utf8
+from megajax.data.read_file import read_parts, read_text
 from megajax.data.tokenizers import Tokenizer
+from megajax.schedules.errors import shown
 
-BLOCK = 1 << 20  # bytes of text in a block, extended to the end of its last document
 JSONL = (".jsonl", ".json", ".ndjson")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
+COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
 SHOWN = 80  # characters of a bad line that are printed
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Block(NamedTuple):
@@ -33,6 +36,7 @@ class Block(NamedTuple):
       first_line: line number of the block's first line in the file.
       content: decompressed bytes.
       read: bytes of the (compressed) file read so far.
+      before: decompressed bytes before the block.
     """
 
     path: str
@@ -40,15 +44,22 @@ class Block(NamedTuple):
     first_line: int
     content: bytes
     read: int
+    before: int = 0
 
 
 class BadLine(NamedTuple):
-    """A line that is not a document, and the reason."""
+    """A line that is not a document, and the reason.
+
+    Attributes:
+      start: the line's first characters.
+      keys: of an object without the wanted key, the keys that have texts, the longest text's first.
+    """
 
     path: str
     line: int
     reason: str
     start: str
+    keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}: {self.reason}: {self.start}"
@@ -56,11 +67,13 @@ class BadLine(NamedTuple):
 
 def kind_of(path: str, text_documents: str) -> str:
     """The unit of a document in a file, by the file's name: "jsonl", or `text_documents` for any other file."""
-    return "jsonl" if pathlib.Path(re.sub(r"\.(gz|zst)$", "", path)).suffix.lower() in JSONL else text_documents
+    return "jsonl" if pathlib.Path(COMPRESSED.sub("", path)).suffix.lower() in JSONL else text_documents
 
 
 def read_blocks(path: str, kind: str, option: str = "--input") -> Iterator[Block]:
-    """The blocks of a file; .gz and .zst are decompressed. Memory is one block, or more for a longer document.
+    """The blocks of a file, decompressed. Memory is one block, or more for a longer document.
+
+    A file that is to be one document of plain text ("file"), and has JSON objects in its lines, has the kind "jsonl".
 
     Args:
       path: the file.
@@ -68,27 +81,22 @@ def read_blocks(path: str, kind: str, option: str = "--input") -> Iterator[Block
       option: the option that names the file, for messages.
 
     Raises:
-      ConfigError: the file cannot be read, or is damaged.
+      ConfigError: the file cannot be read, is damaged, or of a format that is not read; see `read_parts`.
     """
-    try:
-        with open(path, "rb") as packed:
-            line, held = 1, []
-            for part in _unpacked(path, packed):
-                cut = 0 if kind == "file" else _end_of_documents(part, kind)
-                if not cut:
-                    held.append(part)
-                    continue
-                content = b"".join([*held, part[:cut]])
-                yield Block(path, kind, line, content, _place(packed))
-                line, held = line + content.count(b"\n"), [part[cut:]]
-            if any(held):
-                yield Block(path, kind, line, b"".join(held), _place(packed))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass {option} a readable file") from None
-    except (EOFError, zlib.error):
-        raise ConfigError(
-            f"cannot read {path}: the compressed file is truncated or damaged; pass {option} a complete file"
-        ) from None
+    line, before, held, place = 1, 0, [], 0
+    for number, (part, place) in enumerate(read_parts(path, kind, f"pass {option} a readable file", option)):
+        if not number and kind == "file" and is_json_lines(part):
+            kind = "jsonl"
+        cut = 0 if kind == "file" else _end_of_documents(part, kind)
+        if not cut:
+            held.append(part)
+            continue
+        content = b"".join([*held, part[:cut]])
+        held = [part[cut:]]
+        yield Block(path, kind, line, content, place, before)
+        line, before = line + content.count(b"\n"), before + len(content)
+    if any(held):
+        yield Block(path, kind, line, b"".join(held), place, before)
 
 
 def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
@@ -100,7 +108,8 @@ def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...
     except UnicodeDecodeError as error:
         line = block.first_line + block.content.count(b"\n", 0, error.start)
         if block.kind == "file":
-            return [], [BadLine(block.path, line, "not UTF-8", repr(block.content[error.start : error.start + 20]))]
+            start = repr(block.content[error.start : error.start + 20])
+            return [], [BadLine(block.path, line, not_utf8(error, block.path, block.before), start)]
         return _bytewise(block)
     if block.kind == "file":
         return [(text,)] if text.strip() else [], []
@@ -108,23 +117,18 @@ def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...
     return [(part.strip("\r\n"),) for part in parts if part.strip()], []
 
 
-def numbered_lines(path: str, remedy: str) -> list[tuple[str, str]]:
+def numbered_lines(path: str, remedy: str, wanted: str = "jsonl") -> list[tuple[str, str]]:
     """The lines of a file that are not blank, each with its place for messages, "FILE line 3".
 
     Args:
       path: of a file that is read as a whole.
       remedy: the end of messages, "give --prompts a file".
+      wanted: "jsonl", or "line" for other lines.
 
     Raises:
-      ConfigError: the file cannot be read, or is not UTF-8.
+      ConfigError: the file cannot be read, is of a format that is not read, or is not UTF-8.
     """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}.") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path} line {line} is not UTF-8: {remedy}.") from error
+    lines = read_text(path, wanted, remedy).split("\n")
     return [(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -154,6 +158,11 @@ def load_documents(path: str | None = None) -> list[str]:
     documents = []
     for block in blocks:
         found, bad = documents_of(block, ("text",))
+        if bad and bad[0].keys and not documents + found:
+            raise ConfigError(
+                f"{bad[0]}; --text reads the key 'text' only: tokenize another one with `python -m megajax.data.preprocess "
+                f"--input {path} --keys {bad[0].keys[0]} --output PREFIX --tokenizer NAME` and pass --data-path PREFIX"
+            )
         if bad:
             raise ConfigError(f"{bad[0]}; correct it, or pass another --text")
         documents += [text for (text,) in found if text.strip()]
@@ -195,62 +204,68 @@ def _end_of_documents(part: bytes, kind: str) -> int:
     return ends[-1] if ends else 0
 
 
-def _place(packed: BinaryIO) -> int:
-    return packed.tell() if packed.seekable() else 0  # a pipe has no position
+class JsonLine(NamedTuple):
+    """A line of JSON lines that is not blank.
+
+    Attributes:
+      number: of the line in the file.
+      before: bytes of the file before the line.
+      content: the line, without the file's byte order mark.
+    """
+
+    number: int
+    before: int
+    content: bytes
 
 
-def _unpacked(path: str, packed: BinaryIO) -> Iterator[bytes]:
-    if path.endswith(".zst"):
-        yield from _unpacked_zst(packed)
-        return
-    stream = gzip.open(packed) if path.endswith(".gz") else packed
-    while part := stream.read(BLOCK):
-        yield part
-
-
-def _unpacked_zst(packed: BinaryIO) -> Iterator[bytes]:
-    """Decompresses frame by frame: the library's stream reader reports no error for a truncated file."""
-    import zstandard
-
-    frame, rest = None, b""
-    try:
-        while packing := rest or packed.read(BLOCK // 16):
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(packing)
-            rest = frame.unused_data
-            frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise zlib.error(str(error)) from None
-    if frame is not None:
-        raise EOFError
-
-
-def json_lines(block: Block) -> Iterator[tuple[int, bytes, bytes]]:
-    """Number, content, and content without the file's byte order mark of each line that is not blank."""
-    for number, line in enumerate(block.content.split(b"\n"), block.first_line):
+def json_lines(block: Block) -> Iterator[JsonLine]:
+    """The lines of a block that are not blank."""
+    start, number = 0, block.first_line
+    while start < len(block.content):
+        end = block.content.find(b"\n", start) + 1 or len(block.content)
+        line = block.content[start:end]
         if line.strip():
-            yield number, line, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            mark = len(BYTE_ORDER_MARK) * (number == 1 and line.startswith(BYTE_ORDER_MARK))
+            yield JsonLine(number, block.before + start + mark, line[mark:])
+        start, number = end, number + 1
 
 
 def _json_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
     documents, bad = [], []
-    for number, line, unmarked in json_lines(block):
+    for line in json_lines(block):
+        record = None
         try:
-            record = json.loads(unmarked)
+            record = json.loads(line.content)
             texts = tuple(record[key] for key in keys)
             for text in texts:
                 text.encode()  # fails for values that are not strings, and for half a surrogate pair
             documents.append(texts)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            bad.append(BadLine(block.path, number, _reason(error, keys), repr(line[:SHOWN].decode(errors="replace"))))
+            start = repr(line.content[:SHOWN].rstrip(b"\r\n").decode(errors="replace"))
+            if isinstance(error, KeyError):
+                reason, others = _missing_key(error.args[0], record)
+                bad.append(BadLine(block.path, line.number, reason, start, others))
+            else:
+                reason = _reason(error, keys, block.path, line.before)
+                bad.append(BadLine(block.path, line.number, reason, start))
     return documents, bad
 
 
-def _reason(error: Exception, keys: Sequence[str]) -> str:
-    if isinstance(error, KeyError):
-        return f"no {error.args[0]!r}"
+def _missing_key(key: str, record: dict) -> tuple[str, tuple[str, ...]]:
+    """Why an object has no document, and its keys that have texts, the longest text's first."""
+    texts = sorted(
+        (name for name, value in record.items() if isinstance(value, str)), key=lambda name: -len(record[name])
+    )
+    inner = next((name for name, value in record.items() if isinstance(value, dict) and key in value), None)
+    if inner is not None:
+        return f"no {key!r}, which is in {inner!r} (jq -c '.{inner}' takes it out)", ()
+    found = f" (keys: {', '.join(map(shown, list(record)[:8]))})" if record else ""
+    return f"no {key!r}{found}", tuple(texts)
+
+
+def _reason(error: Exception, keys: Sequence[str], path: str, before: int) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8"
+        return not_utf8(error, path, before)
     if isinstance(error, UnicodeEncodeError):
         return "half a surrogate pair"
     if isinstance(error, json.JSONDecodeError):
@@ -260,7 +275,7 @@ def _reason(error: Exception, keys: Sequence[str]) -> str:
 
 def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
     """Decodes a block that is not entirely UTF-8 line by line or paragraph by paragraph."""
-    documents, bad, line = [], [], block.first_line
+    documents, bad, line, before = [], [], block.first_line, block.before
     separator = rb"(\n)" if block.kind == "line" else rb"(\n[ \t\r]*\n)"
     for part in re.split(separator, block.content):
         try:
@@ -268,7 +283,7 @@ def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
             if text.strip():
                 documents.append((text.strip("\r\n"),))
         except UnicodeDecodeError as error:
-            start = repr(part[error.start : error.start + 20])
-            bad.append(BadLine(block.path, line + part.count(b"\n", 0, error.start), "not UTF-8", start))
-        line += part.count(b"\n")
+            start, number = repr(part[error.start : error.start + 20]), line + part.count(b"\n", 0, error.start)
+            bad.append(BadLine(block.path, number, not_utf8(error, block.path, before), start))
+        line, before = line + part.count(b"\n"), before + len(part)
     return documents, bad

@@ -206,6 +206,8 @@ def _read(path: str, kind: str) -> list[str]:
     """
     found = []
     for block in read_blocks(path, kind, "--data"):
+        if kind == "file" and block.kind != kind:
+            raise ConfigError(f"{path} has JSON lines, and this task reads one plain text: give --data that text.")
         documents, bad = documents_of(block, ("text",))
         if bad:
             raise ConfigError(f"{bad[0]}; correct the file, or give --data another.")

@@ -1,7 +1,7 @@
 """Paths that users pass, which are of this machine's file systems: names of object stores, URLs and hubs are refused.
 
-The check is of the text alone: no file is opened. A field of the configuration has it by `setting(..., text_kind="path")`, an
-option of another command by `type=local_path`.
+The check is of the text alone: no file is opened. A field of the configuration has it by its `text_kind="path"`, an option
+of another command by `type=local_path`.
 """
 
 import argparse

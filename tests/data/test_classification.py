@@ -71,7 +71,7 @@ def test_labels_by_name_and_samples_without_one(tmp_path):
         ("a.jsonl", '{"sentence": "A", "label": -1}', "has the label -1 (of a test set, whose labels are not public)"),
         ("a.jsonl", '{"sentence": "A", "label": true}', "has the label True"),
         ("a.jsonl", '{"sentence": 7, "label": 1}', "line 1: sentence is no text"),
-        ("a.jsonl", '\n["A", 1]', "line 2 is not a JSON object"),
+        ("a.jsonl", '\n["A", 1]', "a.jsonl is one JSON array"),
         ("a.jsonl", '{"sentence": "A", "label": "-"}', "has no sample with a label"),
         ("a.tsv", "sentence\tlabel\nA\t1\t2\n", "line 2 has 3 columns, and the header 2"),
     ],

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data import text as text_module
+from megajax.data import read_file
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.preprocess import Recipe, encode_block, main
 from megajax.data.text import Block, documents_of, read_blocks, split_sentences
@@ -57,7 +57,8 @@ def test_blocks_hold_whole_documents(tmp_path_factory, wanted, size):
     path = tmp_path_factory.mktemp("text") / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in wanted))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_module, "BLOCK", size)
+        patch.setattr(read_file, "PART", size)
+        patch.setattr(read_file, "HEAD", size)
         blocks = list(read_blocks(str(path), "jsonl"))
         assert texts(path, "jsonl") == ([(text,) for text in wanted], [])
     content = path.read_bytes()
@@ -136,7 +137,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
             "--workers: 0 must be a whole number",
         ),
         ("--input {0}/bad.jsonl --output {0}/bad.json/o --tokenizer byte", "cannot write"),
-        ("--input {0}/bad.json --output {0}/o --tokenizer byte", "no document with text"),
+        ("--input {0}/bad.json --output {0}/o --tokenizer byte", "no document in"),
         ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is not a .jsonl file and has no keys"),
         ("--output {0}/o --tokenizer byte", "required: --input"),
         ("inspect {0}/none", "cannot read"),

@@ -79,7 +79,7 @@ def test_the_samples_of_a_question_stay_together(tmp_path):
     ("item", "message"),
     [
         ("", "has no question: give RACE's folder of .txt files"),
-        ("[]", "line 1 is not a JSON object"),
+        ("[]", "0.txt is one JSON array"),
         ("{", "line 1 is not a JSON object"),
         ({"questions": [], "options": [], "answers": [], "article": "x"}, "has no question"),
         ({name: ARTICLE[name] for name in ARTICLE if name != "article"}, "line 1 has no 'article' that is a text"),

@@ -166,7 +166,7 @@ def test_wrong_files(problem, tmp_path):
 
 def test_unreadable_files(tmp_path):
     (tmp_path / "empty.json").write_text("")
-    for name, problem in (("none.json", "No such file"), ("empty.json", "Expecting value")):
+    for name, problem in (("none.json", "No such file"), ("empty.json", "is empty")):
         with pytest.raises(ConfigError, match=problem):
             read_questions(str(tmp_path / name))
 
