@@ -1,5 +1,6 @@
 """Every test runs on eight CPU devices that share the machine's cores. Set before jax is imported."""
 
+import importlib.util
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,6 +23,12 @@ from tests.disk import small_disk  # noqa: E402, F401 (a fixture of all tests)
 # Compilation makes the first example slow; the same examples every time, so that a failure is everyone's.
 settings.register_profile("megajax", deadline=None, derandomize=True)
 settings.load_profile("megajax")
+
+
+def pytest_runtest_setup(item):
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if item.get_closest_marker("compiler") and not any(importlib.util.find_spec(name) for name in plugins):
+        pytest.skip("XLA's CUDA compiler is not installed: pip install -e '.[dryrun]'")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -14,10 +13,6 @@ import pytest
 
 from megajax.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
-needs_compiler = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
-    reason="XLA's CUDA compiler is not installed: pip install -e '.[dryrun]'",
-)
 NO_CUDNN = "the cuDNN library is not installed: pip install nvidia-cudnn-cu12 (700 MB)"
 
 LARGE = ModelConfig(layers=2, hidden=1024, heads=8, vocabulary=512, sequence_length=2048)  # for every test the same

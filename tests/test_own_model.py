@@ -30,7 +30,7 @@ from megajax.schedules.registry import find, names
 from megajax.sharding.rules import default_rules
 from megajax.train.step import make_training
 from megajax.train.trainer import Trainer
-from tests import gpu, small
+from tests import small
 
 CONFIG = own_model.DenoiserConfig(width=12)
 SAMPLES = 16
@@ -184,7 +184,7 @@ def test_the_dry_run_prices_it(capsys):
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_the_dry_run_compiles_it_for_gpus(capsys):
     run = dataclasses.replace(own_model.RUN, imports=("experiments.own_model",))
     assert dry_run(run, find_gpu("h100-80gb")) == 0

@@ -6,7 +6,6 @@ import pytest
 
 from experiments.paper_runs import exhibits
 from experiments.papers import compiled, layer_table, main, memory_table, modelled
-from megajax.plan.compiler import has_compiler
 
 EVERY = {one.name: one for one in exhibits()}
 
@@ -99,7 +98,7 @@ def test_a_wrong_name_is_one_line(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'")
+@pytest.mark.compiler
 def test_a_compiled_run():
     """The 22B of table 5 on 8 GPUs."""
     point = EVERY["2205 table 5"].points[1]

@@ -9,17 +9,14 @@ from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.hlo_parser import BRANCHES
 from megajax.estimate.memory import bytes_per_device
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.compiler import has_compiler
 from megajax.runtime.compat import jaxlib_version
 from tests.estimate.hlo_counter import Counter
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        not (has_compiler() and cudnn_installed()),
-        reason="XLA's CUDA compiler or cuDNN is not installed: pip install '.[dryrun]' nvidia-cudnn-cu12",
-    ),
+    pytest.mark.compiler,
+    pytest.mark.skipif(not cudnn_installed(), reason="cuDNN is not installed: pip install nvidia-cudnn-cu12"),
 ]
 GB = 1e9
 

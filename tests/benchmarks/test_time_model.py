@@ -10,7 +10,6 @@ from megajax.estimate.gpus import find_gpu, with_attention
 from megajax.estimate.program_time import Program
 from megajax.estimate.roofline import EXPOSED
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.compiler import has_compiler
 from megajax.runtime.compat import jaxlib_version
 
 ROWS = {one["name"]: one for one in json.loads(time_model.RESULTS.read_text())["rows"]}
@@ -72,7 +71,8 @@ def test_sharing_the_vocabulary_costs_what_the_programs_say():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not (has_compiler() and cudnn_installed()), reason="pip install '.[dryrun]' nvidia-cudnn-cu12")
+@pytest.mark.compiler
+@pytest.mark.skipif(not cudnn_installed(), reason="pip install nvidia-cudnn-cu12")
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="the results are of the program of jaxlib 0.12")
 @pytest.mark.parametrize("name", time_model.CASES)
 def test_the_programs_compile_to_what_is_on_file(name):

@@ -1,10 +1,12 @@
 """Collectives of tensor and sequence parallelism in a block, in a step compiled for H100s."""
 
+import pytest
+
 from megajax.estimate import hlo
 from tests import gpu
 
 
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_a_block_gathers_six_times_and_scatters_four_times():
     """2205.05198 section 4.2.2: two and two forward, the conjugates backward, and two inputs gathered again for dW.
 

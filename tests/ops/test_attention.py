@@ -198,7 +198,7 @@ LARGE = gpu.LARGE
 MICROBATCHES, RUNS = 4, 8  # of a block, forward and backward, in a step
 
 
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_the_kernel_runs_once_each_way():
     text, peak = gpu.compile_step(LARGE, MICROBATCHES, data=2, tensor=2, recompute="selective", attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
@@ -209,7 +209,7 @@ def test_compiled_for_h100s_the_kernel_runs_once_each_way():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", RUNS), ("full", 2 * RUNS)])
 def test_compiled_for_h100s_only_full_recompute_runs_the_kernel_twice(recompute, forwards):
     text, _ = gpu.compile_step(LARGE, MICROBATCHES, pipe=2, tensor=2, recompute=recompute, attention="cudnn")
@@ -219,7 +219,7 @@ def test_compiled_for_h100s_only_full_recompute_runs_the_kernel_twice(recompute,
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_the_kernel_works_in_a_ring():
     """A rank's own keys and one received block: the kernel runs twice in each direction."""
     text, _ = gpu.compile_step(LARGE, MICROBATCHES, tensor=2, context=2, attention="cudnn")
@@ -227,7 +227,7 @@ def test_compiled_for_h100s_the_kernel_works_in_a_ring():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_documents_have_a_kernel_without_scores():
     """Pallas's: one forward and two backward. The stash holds what it holds for cuDNN's, and the documents' starts."""
     shape = dataclasses.replace(LARGE, sequence_length=1536)  # equal to no width
@@ -240,7 +240,7 @@ def test_compiled_for_h100s_documents_have_a_kernel_without_scores():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_documents_and_windows_in_a_ring():
     shape = dataclasses.replace(LARGE, sliding_window=700)
     text, _ = gpu.compile_step(shape, MICROBATCHES, documents=True, tensor=2, context=2)
@@ -249,7 +249,7 @@ def test_compiled_for_h100s_documents_and_windows_in_a_ring():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_a_window_is_cudnns():
     text, _ = gpu.compile_step(dataclasses.replace(LARGE, sliding_window=700), MICROBATCHES, attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}

@@ -201,7 +201,7 @@ def test_the_backward_has_only_the_conjugate_rings():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_the_sends_hide_behind_matmuls():
     """Blocks gather and scatter with sends only, and most sends start before a matmul and end after it."""
     model = ModelConfig(layers=2, hidden=12288, heads=96, vocabulary=512, sequence_length=2048)  # GPT-3's

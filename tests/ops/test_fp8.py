@@ -90,7 +90,7 @@ def test_unsupported_combinations_are_refused():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_h100s_multiply_in_fp8():
     """Twelve matmuls per block: four in the forward pass, eight in the backward pass; twice where ticks are merged."""
     text, _ = gpu.compile_step(gpu.LARGE, 4, "fp8", data=2, tensor=2, recompute="none", attention="xla")

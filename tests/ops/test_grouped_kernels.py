@@ -106,7 +106,7 @@ BLOCKS = MICROBATCHES * SPARSE.layers
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "tensor": 2, "expert": 2}], ids=str)
 def test_compiled_for_h100s_the_flops_are_those_of_the_rows(layout):
     """Each product is a kernel: two in a forward, and two of each kind in a backward. No array has a row's every expert."""
@@ -123,7 +123,7 @@ def test_compiled_for_h100s_the_flops_are_those_of_the_rows(layout):
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_expert_groups_send_what_the_formula_says():
     layout = {"data": 4, "expert": 2, "attention": "xla"}
     text, _ = gpu.compile_step(SPARSE, MICROBATCHES, **layout)
@@ -135,7 +135,7 @@ def test_compiled_for_h100s_expert_groups_send_what_the_formula_says():
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_memory_does_not_grow_with_microbatches():
     peaks = [gpu.compile_step(SPARSE, count, attention="xla", pipe=2, data=2, expert=2)[1] for count in (4, 16)]
     assert peaks[1] < 1.01 * peaks[0]

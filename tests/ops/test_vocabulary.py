@@ -131,7 +131,7 @@ LARGE = ModelConfig(layers=8, hidden=1024, heads=8, vocabulary=128 * 1024, seque
 STAGES, MICROBATCHES = 8, 8
 
 
-@gpu.needs_compiler
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stage():
     """The head's matmuls, in what runs it once per microbatch: table, logits, and gradients of both.

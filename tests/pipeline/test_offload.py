@@ -29,7 +29,7 @@ def test_results_are_bit_identical(schedule, chunks):
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 def test_compiled_for_h100s_the_whole_stash_is_in_host_memory():
     """XLA prints the host's memory space as S(5). The arrays whose first axis is the stash's slots are the stash."""
     layout = {"pipe": 2, "tensor": 2, "chunks": 2, "attention": "xla"}

@@ -14,7 +14,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import account_of
 from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
-from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, has_compiler, run_from_json
+from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for, run_from_json
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.runtime.compat import jaxlib_version
@@ -24,7 +24,6 @@ RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "memory
 H100 = find_gpu("h100-80gb")
 FITS = "--model gpt3-13b --gpu h100-80gb --pipe 4 --tensor 4 --global-batch-size 16"
 TOO_LARGE = "--model gpt3-175b --gpu h100-80gb --pipe 4 --tensor 8 --global-batch-size 64"
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="pip install 'megajax[dryrun]'")
 
 
 @pytest.fixture
@@ -200,7 +199,7 @@ Total bytes: 100 (0.10KiB)
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("index", [0, 15, 19])
 def test_the_grid_compiles_to_what_is_on_file(index):
     """Memory as in benchmarks/results: large runs of the papers, and a zero-bubble schedule.
@@ -214,7 +213,7 @@ def test_the_grid_compiles_to_what_is_on_file(index):
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.compiler
 def test_one_stage_computes_and_sends_what_the_formulas_say():
     """FLOPs with full recomputation within 0.1%; gradients summed over replicas once, in fp32."""
     run = RunConfig(
@@ -230,7 +229,7 @@ def test_one_stage_computes_and_sends_what_the_formulas_say():
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place from jaxlib 0.12 on")
 @pytest.mark.parametrize("layout", [{"tensor": 1, "recompute": "full"}, {"tensor": 4, "data": 2}], ids=str)
 def test_a_pipeline_that_is_not_drained_works_in_place(layout):
@@ -247,7 +246,7 @@ def test_a_pipeline_that_is_not_drained_works_in_place(layout):
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.compiler
 def test_a_1t_model_fits_on_3072_gpus(capsys):
     words = "--model gpt3-1t --gpu h100-80gb --data 6 --pipe 64 --tensor 8 --global-batch-size 3072"
     assert dryrun.main(words.split()) == 0

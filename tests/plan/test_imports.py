@@ -13,7 +13,7 @@ from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.plan import dryrun
 from megajax.plan.__main__ import main
-from megajax.plan.compiler import CompilerError, compile_for, has_compiler
+from megajax.plan.compiler import CompilerError, compile_for
 from megajax.schedules import registry
 
 SCHEDULE = """
@@ -81,7 +81,7 @@ def test_the_dry_run_of_another_model(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="pip install 'megajax[dryrun]'")
+@pytest.mark.compiler
 def test_another_model_compiles_in_the_compilers_process():
     compiled = compile_for(own_model.RUN, find_gpu("h100-80gb"))
     modelled = bytes_per_device(own_model.RUN)
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="pip install 'megajax[dryrun]'")
+@pytest.mark.compiler
 def test_the_compilers_process_imports_the_users_files(schedule):
     name, file = schedule
     parallel = ParallelConfig(pipe=2, schedule=name)

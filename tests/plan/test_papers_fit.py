@@ -14,13 +14,13 @@ from megajax.estimate.gpus import GPUS
 from megajax.estimate.hlo import loop_trip_counts, most_sent, read
 from megajax.estimate.program_account import account_of
 from megajax.pipeline.slots import slot_tables
-from megajax.plan.compiler import compile_for, has_compiler
+from megajax.plan.compiler import compile_for
 from megajax.runtime.compat import jaxlib_version
 from megajax.schedules.registry import make_schedule
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not has_compiler(), reason="XLA's CUDA compiler is not installed: pip install '.[dryrun]'"),
+    pytest.mark.compiler,
 ]
 GB = 1e9
 GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1, "attention": "xla"}  # cuDNN's FLOPs are not in the program

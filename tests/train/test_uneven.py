@@ -281,7 +281,7 @@ def test_no_device_holds_more_than_its_shard_of_a_leaf(saved):
 
 
 @pytest.mark.slow
-@gpu.needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("zb_h1", 1)])
 def test_compiled_for_h100s_nothing_more_is_copied(schedule, chunks):
     """Empty slots add selects to kernels that there are: no copy of the stash, the weights or the accumulators."""
