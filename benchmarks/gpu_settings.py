@@ -10,7 +10,6 @@ XLA's estimates of latencies are.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import statistics
@@ -20,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.train.sinks import read_steps
 
 OWN = "megajax's"
 # name: environment variables; XLA_FLAGS is added to the user's.
@@ -53,7 +53,7 @@ def step_seconds(options: Sequence[str], environment: Mapping[str, str], steps: 
         done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
         if done.returncode:
             return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        rows = read_steps(log)
     return statistics.median(row["step_seconds"] for row in rows[WARM_UP:])
 
 

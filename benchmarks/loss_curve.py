@@ -7,7 +7,6 @@ Needs matplotlib: pip install "megajax[plot]".
 """
 
 import argparse
-import json
 import math
 import pathlib
 import sys
@@ -18,14 +17,15 @@ import numpy as np
 from megajax.schedules.arguments import CommandParser, whole
 from megajax.schedules.errors import UserError, exit_code
 from megajax.schedules.paths import local_path
+from megajax.train.sinks import read_steps
 
 WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
 COLOURS = ("#2171b5", "#e6550d", "#31a354", "#756bb1")
 
 
 def read_losses(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, losses) of a log with one JSON object per step; a loss that was not finite is NaN."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """(steps, losses) of a log.jsonl; a loss that was not finite is NaN."""
+    rows = read_steps(path)
     return np.array([row["step"] for row in rows]), np.array([float(row["loss"]) for row in rows])
 
 
@@ -96,7 +96,7 @@ def _command(options: argparse.Namespace) -> None:
         raise UserError("matplotlib is not installed; pip install 'megajax[plot]'") from error
     except OSError as error:
         raise UserError(f"cannot draw: {error}") from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"not a log of --log-jsonl: {error}; pass the log.jsonl of a run") from error
     print(f"wrote {options.out}")
 

@@ -13,6 +13,7 @@ import pytest
 from experiments import finetune
 from megajax.config import ConfigError
 from megajax.config.cli import parse
+from megajax.train.sinks import read_steps
 from tests.interop.hugging_face import golden
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -108,7 +109,7 @@ def train(words, processes: int = 1) -> str:
 
 
 def losses(run_dir: pathlib.Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in read_steps(run_dir / "log.jsonl")]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from megajax.checkpoint import layout, reader
 from megajax.checkpoint.streamed import open_leaf
 from megajax.evaluate import squad
 from megajax.evaluate.classification import metrics
+from megajax.train.sinks import read_steps
 from tests.data.squad_files import question, write_squad
 from tests.train.front_door import Command
 
@@ -39,7 +40,7 @@ def files(tmp_path):
 
 
 def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines() if "loss" in line]
+    return read_steps(path)
 
 
 def test_it_learns_and_resumes_exactly(files, tmp_path, capsys):

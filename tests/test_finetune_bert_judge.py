@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from megajax.data.loader import EpochOrder
+from megajax.train.sinks import read_steps
 from tests.interop.test_bert import minilm  # noqa: F401 (a fixture)
 from tests.train.front_door import ROOT
 
@@ -110,7 +111,7 @@ def by_megajax(model, files, seed, epochs, directory) -> tuple[list[float], list
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "experiments.finetune_bert", *map(str, words)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    found = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+    found = read_steps(directory / "log.jsonl")
     steps = [one for one in found if "loss" in one]
     return [one["loss"] for one in steps], [one["dev/accuracy"] for one in steps if "dev/accuracy" in one]
 

@@ -1,10 +1,9 @@
 """`python -m experiments.moe`: a short run whose log shows the balance of the experts."""
 
-import json
-
 import pytest
 
 from experiments import moe
+from megajax.train.sinks import read_steps
 
 
 @pytest.mark.slow
@@ -15,7 +14,7 @@ def test_a_short_run_logs_the_balance(tmp_path, capsys):
     first = [*words, "--run-dir", str(run_dir), "--log-jsonl", str(log), "--steps", "3"]
     assert moe.main([*first, "--balance-bias-rate", "0.01"]) == 0
     assert "balance loss" in capsys.readouterr().out
-    rows = [json.loads(line) for line in log.read_text().splitlines() if "loss" in line]
+    rows = read_steps(log)
     assert len(rows) == 3 and len(rows[0]["layer_expert_entropy"]) == 4
     assert all(0 < row["expert_entropy"] <= 1 and 1 / 8 <= row["worst_expert_share"] <= 1 / 2 for row in rows)
     again = ["--config", str(run_dir / "config.toml"), "--resume", "auto", "--steps", "5", "--devices", "cpu:8"]

@@ -6,7 +6,6 @@ The truth is the unpipelined model on one device in fp32, `mean_loss` through `j
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import pathlib
 
@@ -28,6 +27,7 @@ from megajax.plan.dryrun import dry_run
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.registry import find, names
 from megajax.sharding.rules import default_rules
+from megajax.train.sinks import read_steps
 from megajax.train.step import make_training
 from megajax.train.trainer import Trainer
 from tests import small
@@ -192,7 +192,7 @@ def test_the_dry_run_compiles_it_for_gpus(capsys):
 
 
 def rows_of(directory) -> list[dict]:
-    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+    return read_steps(directory / "log.jsonl")
 
 
 def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):

@@ -54,12 +54,14 @@ def _of_all_layers(values: np.ndarray, has_experts: np.ndarray) -> list[float | 
     return [next(own) if one else None for one in has_experts]
 
 
-def describe_load(record: Mapping[str, Any]) -> str:
-    """The part of a plain line about experts; empty without them."""
+def describe_load(record: Mapping[str, Any]) -> list[str]:
+    """The parts of a plain line about experts; none without them."""
     if "balance_loss" not in record:
-        return ""
-    dropped = f"  dropped choices {record['dropped_share']:.1%}" if "dropped_share" in record else ""
-    return (
-        f"  balance loss {record['balance_loss']:.3f}  expert entropy {record['expert_entropy']:.3f}  "
-        f"worst expert share {record['worst_expert_share']:.1%}{dropped}"
-    )
+        return []
+    dropped = [f"dropped choices {record['dropped_share']:.1%}"] if "dropped_share" in record else []
+    return [
+        f"balance loss {record['balance_loss']:.3f}",
+        f"expert entropy {record['expert_entropy']:.3f}",
+        f"worst expert share {record['worst_expert_share']:.1%}",
+        *dropped,
+    ]

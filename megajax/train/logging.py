@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
 
-from megajax.train.expert_load import describe_load, load_record
+from megajax.train.expert_load import load_record
 from megajax.train.log_file import LogFile
 from megajax.train.sinks import Sink
+from megajax.train.step_line import StepBar, plain_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,21 +30,20 @@ class Throughput:
     tokens_per_step: int
     flops_per_step: float  # model FLOPs: forward and backward once, no recompute, whole global batch
     devices: int
-    peak_flops: float  # FLOP/s of one device in the run's precision
+    peak_flops: float | None  # FLOP/s of one device in the run's precision; None: it has none, and there is no MFU
 
     def rates(self, seconds: float, compiled: bool = False) -> dict[str, float | None]:
         """tokens_per_second of the whole mesh; TFLOP/s and model FLOPs utilization (MFU, a fraction) of one device.
 
         All are None for a step that `compiled`: its seconds measure the compiler.
         """
-        if compiled:
-            return dict.fromkeys(("tokens_per_second", "tflops_per_device", "mfu"))
         flops_per_second = self.flops_per_step / seconds / self.devices
-        return {
+        found = {
             "tokens_per_second": self.tokens_per_step / seconds,
             "tflops_per_device": flops_per_second / 1e12,
-            "mfu": flops_per_second / self.peak_flops,
+            **({"mfu": flops_per_second / self.peak_flops} if self.peak_flops else {}),
         }
+        return dict.fromkeys(found) if compiled else found
 
 
 def step_record(
@@ -62,7 +62,7 @@ def step_record(
 
     Args:
       step: 1 for the first step of the run.
-      metrics: of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, skipped, and what experts measured.
+      metrics: of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, and what experts measured.
       samples: samples consumed at the end of this step.
       seconds: wall-clock seconds of the step.
       batch: samples of this step, without padding.
@@ -76,7 +76,6 @@ def step_record(
         "grad_norm": float(metrics["grad_norm"]),
         "learning_rate": float(metrics["learning_rate"]),
         "loss_scale": float(metrics["loss_scale"]),
-        "skipped": int(metrics["skipped"]),
         "skipped_steps": skipped_steps,
         "bad_steps": bad_steps,
         "batch": batch,
@@ -111,29 +110,9 @@ class SpikeDetector:
         return text
 
 
-def describe_numbers(record: Mapping[str, float]) -> str:
-    """The loss and the rates of a step, for a person to watch."""
-    if record["compiled"]:
-        return f"loss {record['loss']:.4f}  (with compilation)"
-    return (
-        f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
-        f"{record['tflops_per_device']:.3g} TFLOP/s and {record['mfu']:.1%} MFU per device"
-    )
-
-
-def describe_line(record: Mapping[str, float], steps: int) -> str:
-    """One plain line with all numbers of a step."""
-    return (
-        f"step {record['step']}/{steps}  {describe_numbers(record)}  grad norm {record['grad_norm']:.3g}  "
-        f"learning rate {record['learning_rate']:.3g}  loss scale {record['loss_scale']:g}  "
-        f"batch {record['batch']}  samples {record['samples']}  {1000 * record['step_seconds']:.1f} ms  "
-        f"skipped {record['skipped_steps']}  not finite {record['bad_steps']}{describe_load(record)}"
-    )
-
-
-def warning(record: Mapping[str, float]) -> str | None:
+def warning(record: Mapping[str, float], skipped: bool) -> str | None:
     """A warning for a skipped step, or for a loss or gradient that is not finite; None if there is none."""
-    if record["skipped"]:
+    if skipped:
         scale = f"; loss scale {record['loss_scale']:g}" if record["loss_scale"] != 1 else ""
         loss = "" if math.isfinite(record["loss"]) else f"loss is {record['loss']}, "
         return f"step {record['step']}: {loss}gradient norm is {record['grad_norm']}, step skipped{scale}"
@@ -195,8 +174,10 @@ class RunLog:
         self._sinks, self._file = sinks, file
         self._files = [sink.file for sink in sinks] + ([file] if file else [])
         self._drops = False
-        self._bar: Progress | None = None
+        self._live: Live | None = None  # the bar's place on the terminal
+        self._bar = StepBar(steps)
         self._shown = 0.0
+        self._batches: set[int] = set()  # sizes of the steps so far
         self._first: int | None = None
         self._incomplete: Mapping[str, float | None] | None = None  # a record that evaluations will add to
 
@@ -238,25 +219,32 @@ class RunLog:
     def compiling(self, step: int, program: str = "the first step") -> None:
         """Shows why `step` will take long."""
         if self.console.is_terminal:
-            self._show(step - 1, f"compiling {program}")
+            self._bar.done, self._bar.message, self._bar.shown_rates = step - 1, f"compiling {program}", []
+            self._draw()
         else:
             self.message(f"compiling {program}")
 
-    def step(self, record: Mapping[str, float], incomplete: bool = False) -> None:
-        """Shows and writes one step's record; an `incomplete` one is written by `complete`."""
+    def step(self, record: Mapping[str, float], incomplete: bool = False, skipped: bool = False) -> None:
+        """Shows and writes one step's record; an `incomplete` one is written by `complete`.
+
+        `skipped`: whether the step's update was.
+        """
         self._incomplete = record
         if not incomplete:
             self.complete({})
         self._shown = 0.0 if record["compiled"] else self._shown
         self._first = self._first or int(record["step"])
+        self._batches.add(record["batch"])
         is_due = record["step"] in (self._first, self.steps) or record["step"] % self.every == 0
+        line = plain_line(record, self.steps, len(self._batches) > 1) if is_due else ""
         if self.console.is_terminal:
-            self._show(int(record["step"]), describe_numbers(record))
+            self._bar.update(record)
+            self._draw()
             if is_due:
-                self._to_file(describe_line(record, self.steps))
+                self._to_file(line)
         elif is_due:
-            self.message(describe_line(record, self.steps))
-        if text := warning(record):
+            self.message(line)
+        if text := warning(record, skipped):
             self.message(f"warning: {text}")
         if record["step"] >= self.steps:
             self._stop_bar()
@@ -270,24 +258,16 @@ class RunLog:
             sink.write(record)
         self._report_drops()
 
-    def _show(self, done: int, text: str) -> None:
-        if self._bar is None:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.description}", markup=False),
-            )
-            self._bar = Progress(*columns, console=self.console, auto_refresh=False)
-            self._bar.add_task("", total=self.steps)
-            self._bar.start()
-        # Drawing takes longer than all other logging of a step: ten times a second is enough.
-        due = time.monotonic() - self._shown > 0.1 or done >= self.steps
-        self._shown = time.monotonic() if due else self._shown
-        self._bar.update(self._bar.task_ids[0], completed=done, description=text, refresh=due)
+    def _draw(self) -> None:
+        """Draws the bar, unless it was drawn in the last tenth of a second: that takes longer than all other logging."""
+        if self._live is None:
+            self._live = Live(self._bar, console=self.console, auto_refresh=False)
+            self._live.start()
+        if time.monotonic() - self._shown > 0.1 or self._bar.done >= self.steps:
+            self._shown = time.monotonic()
+            self._live.refresh()
 
     def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

@@ -89,14 +89,14 @@ class CompilationCounter:
         self.count += event == COMPILED
 
 
-def throughput_of(run: RunConfig, peak: Peak, batch: int) -> Throughput:
-    """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and MFU."""
+def throughput_of(run: RunConfig, peak: Peak | None, batch: int) -> Throughput:
+    """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and, where there is a peak, MFU."""
     share = batch / run.train.global_batch_size
     return Throughput(
         tokens_per_step=batch * getattr(run.model, "sequence_length", 1),
         flops_per_step=share * flops_per_step(run),
         devices=run.parallel.devices,
-        peak_flops=peak.flops,
+        peak_flops=peak and peak.flops,
     )
 
 
@@ -118,7 +118,7 @@ def train(
     batches: Batches,
     validation: Mapping[str, Any],
     log: RunLog,
-    peak: Peak,
+    peak: Peak | None,
     *,
     resume: tuple[TrainState, Progress] | None = None,
     hooks: TrainerHooks = NO_HOOKS,
@@ -132,6 +132,7 @@ def train(
 
     Args:
       validation: a `Loader` of validation batches for each set, by name; empty: no validation.
+      peak: of a device, to which MFU refers; None: MFU is not logged.
       resume: the state to resume from and its progress; None: initialise a new one.
       goodput: the account of the run's time; None: a new one, of this call alone.
       explain: (training, params, batch, loss scale) -> why a step is not finite.
@@ -277,7 +278,7 @@ class Loop:
             compiled=compiled,
         )
         self.record |= self.goodput.finish_step(step.number)
-        self.log.step(self.record, incomplete=bool(self._evaluations_due(step)))
+        self.log.step(self.record, incomplete=bool(self._evaluations_due(step)), skipped=bool(skipped))
         if self.hooks.profiler and (text := self.hooks.profiler.after(step.number)):
             self.log.message(text)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

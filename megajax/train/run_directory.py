@@ -2,7 +2,7 @@
 
 RUN_DIR/config.toml     the configuration that the run was started with; --config replays it
         checkpoints/    see checkpoint/manager.py
-        log.jsonl       one object a step
+        log.jsonl       one object a session and a step
         tensorboard/    the same records
         logs/           the log lines of each process, process_0.log and so on
         profile/        traces of --profile, one directory for each process
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+import megajax
 from megajax.checkpoint import reader
 from megajax.checkpoint.directory import choose, complete_steps
 from megajax.checkpoint.lock import DirectoryLock
@@ -136,10 +137,23 @@ class RunDirectory:
         (self.directory / "checkpoints").mkdir(exist_ok=True)
         self._save_config()
 
+    def _tables(self) -> dict[str, dict[str, Any]]:
+        """The configuration by sections."""
+        return config_tables(self.run, self.output, self.request.others if self.request else {})
+
+    def _session(self) -> dict[str, Any]:
+        """What log.jsonl says about this session of the run."""
+        return {
+            "megajax": megajax.__version__,
+            "jax": jax.__version__,
+            "processes": jax.process_count(),
+            "device": jax.devices()[0].device_kind,
+            "config": self._tables(),
+        }
+
     def _save_config(self) -> None:
         path = self.directory / "config.toml"
-        others = self.request.others if self.request else {}
-        text = toml_text(config_tables(self.run, self.output, others), HEADER.format(path=path))
+        text = toml_text(self._tables(), HEADER.format(path=path))
         save_config(path, text, "give --run-dir a writable directory", parents=True)
 
     def resume(self, training: Training) -> tuple[TrainState, Progress] | None:
@@ -176,9 +190,9 @@ class RunDirectory:
         sinks: list[Sink] = []
         is_first = jax.process_index() == 0
         if self.jsonl and is_first:
-            sinks.append(JsonLines(self.jsonl, after=progress.step))
+            sinks.append(JsonLines(self.jsonl, after=progress.step, session=self._session()))
         if self.directory and self.output.tensorboard and is_first:
-            sinks.append(TensorBoard(self.directory / "tensorboard", after=progress.step))
+            sinks.append(TensorBoard(self.directory / "tensorboard", progress.step, toml_text(self._tables(), "")))
         console = None if is_first else Console(quiet=True)
         steps = progress.step + remaining_steps(self.run.train, progress.samples)[0]
         return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._process_log())

@@ -1,5 +1,9 @@
-"""The files that receive the record of every step: JSON lines and TensorBoard events."""
+"""The files that receive the record of every step: JSON lines and TensorBoard events.
 
+Both begin each session of a run, its start or a resumption, with the configuration.
+"""
+
+import datetime
 import json
 import math
 import os
@@ -8,11 +12,12 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from megajax.config import ConfigError
 from megajax.train.log_file import FULL, LogFile
 
+SESSION = "after_step"  # the record of a session has this in place of "step"
 Record = Mapping[str, float | list[float | None] | None]  # a list has a value for each layer, or None
 
 
@@ -25,42 +30,70 @@ class Sink(Protocol):
         """Writes one step's record, or drops it while `file` cannot be written."""
 
 
-def to_json(record: Record) -> str:
+def to_json(record: Mapping[str, Any]) -> str:
     """One line of strict JSON; NaN and infinities become "nan", "inf", "-inf", which `float()` accepts; None is null."""
 
     def finite(value):
-        if isinstance(value, list):
+        if isinstance(value, Mapping):
+            return {name: finite(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
             return [finite(one) for one in value]
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
+    return json.dumps(finite(record), allow_nan=False)
+
+
+def utc_now() -> str:
+    """The time as "2026-01-31T12:00:00.123Z"."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def read_steps(path: str | pathlib.Path) -> list[dict[str, Any]]:
+    """The records of the steps in a log.jsonl, without those of the sessions.
+
+    Raises:
+      OSError, ValueError: it cannot be read, or is not such a log.
+    """
+    rows = [json.loads(line) for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "step" in row or SESSION not in row]
 
 
 class JsonLines:
-    """A file with one JSON object a step, written at once, so a killed run keeps its log."""
+    """A file with one JSON object for each session and for each step, written at once, so a killed run keeps its log."""
 
-    def __init__(self, path: str | pathlib.Path, after: int = 0):
+    def __init__(self, path: str | pathlib.Path, after: int = 0, session: Mapping[str, Any] | None = None):
         """Opens the file: empty, or to continue after step `after`, in which case lines of later steps are dropped.
+
+        Args:
+          path: the file.
+          after: the last step that is kept.
+          session: what the session's record has besides its time and `after`; None: there is none.
 
         Raises:
           ConfigError: the file cannot be written.
         """
         path = pathlib.Path(path)
+        times = {SESSION: after, "time": utc_now()}
+        line = b"" if session is None else (to_json(times | dict(session)) + "\n").encode()
         try:
             if path.is_file():
                 _keep_until(path, after)
-            self.file = LogFile(path)
+            continues = path.is_file() and path.stat().st_size > 0
+            self.file = LogFile(path, line)  # also for the file that replaces one that vanishes
+            if continues and line:
+                self.file.append(line)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the log {path}: {error.strerror}; give --log-jsonl a writable path"
             ) from error
 
     def write(self, record: Record) -> None:
-        self.file.append((to_json(record) + "\n").encode())
+        timed = {"step": record["step"], "time": utc_now()} | record
+        self.file.append((to_json(timed) + "\n").encode())
 
 
 def _keep_until(path: pathlib.Path, after: int) -> None:
-    """Removes the lines of steps after `after`, and damaged ones such as a line that a kill has truncated.
+    """Removes the lines of steps after `after`, of sessions that began there, and damaged ones, as a kill leaves them.
 
     A kill or a power loss during this keeps either the old or the new content. The lines to remove are the last ones, unless
     the file is damaged: then the file is truncated, which needs no room on the disk.
@@ -87,11 +120,13 @@ def _keep_until(path: pathlib.Path, after: int) -> None:
 
 
 def _lines(path: pathlib.Path, after: int) -> Iterator[tuple[bytes, bool]]:
-    """Each line, and whether it is a whole record of a step up to `after`."""
+    """Each line, and whether it is a whole record of a step up to `after`, or of a session that began before it."""
     with open(path, "rb") as file:
         for line in file:
             try:
-                is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= after
+                record = json.loads(line)
+                is_kept = record["step"] <= after if "step" in record else record[SESSION] < after
+                is_kept = is_kept and line.endswith(b"\n")
             except (ValueError, KeyError, TypeError, RecursionError):
                 is_kept = False
             yield line, is_kept
@@ -104,8 +139,13 @@ class TensorBoard:
     blocks for ever.
     """
 
-    def __init__(self, directory: str | pathlib.Path, after: int = 0):
+    def __init__(self, directory: str | pathlib.Path, after: int = 0, config: str = ""):
         """Opens a new event file; TensorBoard drops the older files' events of steps after `after`.
+
+        Args:
+          directory: of the event files.
+          after: the last step of earlier files that is kept.
+          config: the configuration as text, which TensorBoard shows under "Text" as "config"; "": none.
 
         Raises:
           ConfigError: the file cannot be written.
@@ -117,6 +157,11 @@ class TensorBoard:
         if after:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             header += _framed(self._event(wall_time=time.time(), step=after + 1, session_log=start))
+        if config:
+            from tensorboardX.summary import text
+
+            code = "".join(f"    {line}\n" for line in config.splitlines())  # of Markdown
+            header += _framed(self._event(wall_time=time.time(), step=after, summary=text("config", code)))
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{after}"
         try:
             pathlib.Path(directory).mkdir(parents=True, exist_ok=True)

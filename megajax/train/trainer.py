@@ -24,7 +24,7 @@ from megajax.data.ramp import RampedLoader
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import load_tokenizer
 from megajax.estimate.expert_time import with_expert_dispatch
-from megajax.estimate.gpus import device_peak, gpu_of
+from megajax.estimate.gpus import Peak, device_peak, gpu_of
 from megajax.estimate.vocabulary import with_vocabulary
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
@@ -141,7 +141,9 @@ class Trainer:
           ReplicasDiffer: a check of `output.check_every` found devices whose copies of the state differ.
         """
         goodput = self._goodput(started)
-        peak = device_peak(self.mesh.devices.flatten().tolist(), self.run.train.precision)
+        devices = self.mesh.devices.flatten().tolist()
+        # CPU devices share the cores with one another and with all else that runs: no figure is a peak
+        peak = device_peak(devices, self.run.train.precision) if devices[0].platform != "cpu" else None
         resume = self.directory.resume(self.training) or self._imported_state(initial_params)
         minutes = self.output.exit_after_minutes
         with (
@@ -187,8 +189,8 @@ class Trainer:
         path = directory / NAME if directory and jax.process_index() == 0 else None
         return Goodput(started, path, keep=self.output.resume != "no")
 
-    def describe(self, peak) -> list[str]:
-        """The run in a few lines: model, mesh, attention, schedule, data, and the peak FLOP/s that MFU refers to."""
+    def describe(self, peak: Peak | None) -> list[str]:
+        """The run in a few lines: model, mesh, attention, schedule, data, and the peak FLOP/s that MFU refers to, if any."""
         run, model, parallel = self.run, self.run.model, self.run.parallel
         schedule, attention, devices = self.training.schedule, self.training.attention, self.mesh.devices
         size = ""
@@ -211,7 +213,11 @@ class Trainer:
             *(f"layers    {line}" for line in self.training.where.remarks),
             f"steps     {run.train.steps} of {run.train.global_batch_size} samples",
             *(f"data      {line}" for line in self._data_description),
-            f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers",
+            *(
+                [f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers"]
+                if peak
+                else []
+            ),
         ]
 
 

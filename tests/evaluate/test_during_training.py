@@ -8,6 +8,7 @@ import pytest
 
 from experiments import bert, gpt3
 from megajax.evaluate.__main__ import main
+from megajax.train.sinks import read_steps
 from tests.evaluate.test_command import TEXT
 from tests.generate.test_processes import codes
 from tests.runtime.test_distributed import free_port
@@ -61,7 +62,7 @@ def test_the_numbers_of_the_checkpoint_of_that_step(layout, task, files, tmp_pat
     words += ["--steps", "3", "--run-dir", str(run_dir), "--save-every", "2", "--log-every", "1"]
     assert gpt3.main(words) == 0
     text = capfd.readouterr().out
-    rows = {row["step"]: row for row in map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())}
+    rows = {row["step"]: row for row in read_steps(run_dir / "log.jsonl")}
     assert [step for step in rows if any("/" in name for name in rows[step])] == [2, 3]
     for step in (2, 3):
         words = ["--task", task, "--data", files[task], "--run-dir", str(run_dir), "--step", str(step), *TASKS[task]]

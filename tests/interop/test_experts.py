@@ -11,6 +11,7 @@ from megajax.interop import hugging_face_weights
 from megajax.interop.hugging_face_tensors import TABLES
 from megajax.interop.hugging_face_weights import Weights, regions
 from megajax.interop.safetensors import Shards, open_tensors
+from megajax.train.sinks import read_steps
 from tests.interop.hugging_face import SPARSE, convert, golden, initial, model_of
 from tests.interop.test_command import peak, train
 
@@ -78,7 +79,7 @@ def test_training_from_a_sparse_model_balances_it(tmp_path):
     words = f"--init-from {golden('qwen3_moe')} --sequence-length 16 --devices cpu:4 --pipe 2 --data 2 --schedule zb_h1"
     words += f" --steps 20 --global-batch-size 8 --microbatch-size 1 --learning-rate 3e-3 --run-dir {run}"
     train(f"{words} --balance-loss 0.1", text)
-    records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    records = read_steps(run / "log.jsonl")
     losses = [record["balance_loss"] for record in records if "balance_loss" in record]
     assert losses[-1] < losses[0]
     assert convert("export", run, "--out", tmp_path / "out") == 0

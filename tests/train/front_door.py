@@ -91,11 +91,11 @@ class Run(Command):
 
 
 def rows(directory: pathlib.Path) -> list[dict]:
-    """The run's records; the last line may be truncated."""
+    """The records of the run's steps; the last line may be truncated."""
     found = []
     for line in (directory / "log.jsonl").read_text().splitlines() if (directory / "log.jsonl").exists() else []:
         try:
             found.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return [record for record in found if "step" in record]

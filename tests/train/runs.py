@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import pathlib
 
 import numpy as np
@@ -15,6 +14,7 @@ from megajax.data.ramp import RampedLoader
 from megajax.estimate.gpus import Peak
 from megajax.train.loop import TrainerHooks, train
 from megajax.train.run_directory import RunDirectory
+from megajax.train.sinks import read_steps
 from megajax.train.step import Training, TrainState
 from tests import small
 
@@ -87,7 +87,7 @@ def go(
         state, _ = train(training, batches, {"validation": validation}, log, peak, resume=resume, hooks=hooks)
         for line in files.close():
             log.message(line)
-    rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+    rows = read_steps(directory / "log.jsonl")
     return Result(state, text.getvalue(), rows)
 
 

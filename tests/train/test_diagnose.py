@@ -125,7 +125,7 @@ def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
     result = runs.go(run, tmp_path / "a", training=skipping, loader=loader_of(training), save_every=4)
     assert f"warning: step 3: {NAMED}" in result.text
     assert "warning: step 3: loss is nan, gradient norm is nan, step skipped" in result.text
-    assert [row["skipped"] for row in result.rows] == [0, 0, 1] + [0] * 9
+    assert [row["skipped_steps"] for row in result.rows] == [0, 0] + [1] * 10
     assert (result.rows[2]["loss"], result.rows[2]["grad_norm"]) == ("nan", "nan")
     assert (result.rows[-1]["skipped_steps"], result.rows[-1]["bad_steps"]) == (1, 1)
     assert np.isfinite(result.losses[3:]).all()
@@ -148,9 +148,9 @@ def test_a_skipped_step_leaves_what_a_loop_without_dispatch_ahead_leaves(trainin
         if not ahead:
             skipping.takes_hold = False
         results.append(runs.go(skipping.run, tmp_path / name, training=skipping, loader=loader_of(training)))
-    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "mfu", "compiled", "goodput")
+    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "mfu", "compiled", "goodput", "time")
     rows = [[{k: v for k, v in row.items() if k not in times} for row in result.rows] for result in results]
-    assert rows[0] == rows[1] and rows[0][2]["skipped"] == 1 and len(rows[0]) == 12
+    assert rows[0] == rows[1] and rows[0][2]["skipped_steps"] == 1 and len(rows[0]) == 12
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, result.state) for result in results))
 
 

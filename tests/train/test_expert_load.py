@@ -24,11 +24,11 @@ def test_a_record_by_hand():
     assert row["expert_entropy"] == pytest.approx(0.75) and row["worst_expert_share"] == 0.5
     assert row["layer_expert_entropy"] == pytest.approx([1, 0.5])
     assert row["layer_worst_expert_share"] == [0.25, 0.5] and row["layer_balance_loss"] == [1, 2]
-    assert describe_load(row) == "  balance loss 1.500  expert entropy 0.750  worst expert share 50.0%"
+    assert describe_load(row) == ["balance loss 1.500", "expert entropy 0.750", "worst expert share 50.0%"]
     row = load_record(METRICS | {"dropped_choices": np.float32([0, 2])})
     assert (row["dropped_choices"], row["dropped_share"], row["layer_dropped_share"]) == (2, 0.125, [0, 0.25])
-    assert describe_load(row).endswith("worst expert share 50.0%  dropped choices 12.5%")
-    assert load_record({}) == {} and describe_load({}) == ""
+    assert describe_load(row)[-2:] == ["worst expert share 50.0%", "dropped choices 12.5%"]
+    assert load_record({}) == {} and describe_load({}) == []
 
 
 def test_files_have_each_layer(tmp_path):

@@ -15,6 +15,7 @@ from megajax.data.packing import PackedSamples
 from megajax.data.sft import Answers
 from megajax.models.interface import mean_loss
 from megajax.runtime.mesh import make_mesh
+from megajax.train.sinks import read_steps
 from megajax.train.step import make_training
 from tests import small
 from tests.data.test_sft import some
@@ -143,7 +144,7 @@ def fine_tuning(tmp_path, steps: int, **settings) -> RunConfig:
 
 
 def losses(directory) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in read_steps(directory / "log.jsonl")]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The log of a run, complete on a terminal, in files and on redirected output."""
 
+import datetime
 import io
 import json
 import math
@@ -11,14 +12,14 @@ from megajax.train.logging import RunLog, Throughput, step_record
 from megajax.train.sinks import JsonLines
 
 THROUGHPUT = Throughput(tokens_per_step=4096, flops_per_step=8e12, devices=4, peak_flops=10e12)
-METRICS = {"loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0, "tokens": 4096.0}
+METRICS = {"loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3, "loss_scale": 1.0, "tokens": 4096.0}
 FIELDS = [
     "step",
+    "time",
     "loss",
     "grad_norm",
     "learning_rate",
     "loss_scale",
-    "skipped",
     "skipped_steps",
     "bad_steps",
     "batch",
@@ -59,6 +60,8 @@ def test_the_file_has_every_step_on_any_console(tmp_path, terminal):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 26))
     assert all(list(row) == FIELDS for row in rows)
+    times = [datetime.datetime.fromisoformat(row.pop("time")) for row in rows]
+    assert times == sorted(times) and all(one.tzinfo == datetime.UTC for one in times)
     assert rows[2] == pytest.approx(record(3))
 
 
@@ -77,9 +80,13 @@ def test_values_that_are_not_finite_are_written_and_warned_of(tmp_path, name, ba
 def test_a_skipped_step_has_a_warning(tmp_path):
     log, text, path = log_of(tmp_path, terminal=False)
     with log:
-        log.step(record(3, skipped=1, grad_norm=math.inf, loss_scale=65536.0))
-    assert "warning: step 3: gradient norm is inf, step skipped; loss scale 65536" in text.getvalue()
-    assert json.loads(path.read_text())["skipped"] == 1
+        log.step(record(3, grad_norm=math.inf, loss_scale=65536.0) | {"skipped_steps": 1}, skipped=True)
+        log.step(record(10) | {"skipped_steps": 1})
+    lines = text.getvalue().splitlines()
+    assert "loss scale 65536  skipped 1" in lines[0] and "not finite" not in text.getvalue()
+    assert lines[1] == "warning: step 3: gradient norm is inf, step skipped; loss scale 65536"
+    assert "skipped 1" in lines[2] and "loss scale" not in lines[2] and len(lines) == 3
+    assert [row["skipped_steps"] for row in map(json.loads, path.read_text().splitlines())] == [1, 1]
 
 
 def test_plain_lines_show_the_first_the_last_and_every_tenth_step(tmp_path):
@@ -89,7 +96,7 @@ def test_plain_lines_show_the_first_the_last_and_every_tenth_step(tmp_path):
             log.step(record(step))
     lines = text.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
-    for number in ("loss 2.5000", "8,192 tokens/s", "4 TFLOP/s", "40.0% MFU", "grad norm 0.75", "learning rate 0.001"):
+    for number in ("loss 2.5000", "8,192 tokens/s", "4 TFLOP/s", "40.0% MFU", "grad norm 0.75", "lr 0.001", "500.0 ms"):
         assert number in lines[0]
     assert "\x1b" not in text.getvalue()
 

@@ -1,5 +1,6 @@
 """The files that receive the records: their content, resumption, and full disks."""
 
+import datetime
 import errno
 import io
 import json
@@ -16,7 +17,7 @@ from megajax.config import ConfigError
 from megajax.train import log_file
 from megajax.train.log_file import LogFile
 from megajax.train.logging import Output, RunLog
-from megajax.train.sinks import JsonLines, TensorBoard
+from megajax.train.sinks import JsonLines, TensorBoard, read_steps
 from tests.train.test_logging import record
 
 
@@ -52,6 +53,38 @@ def test_tensorboard_has_the_same_values(tmp_path):
         for name, value in record(step, loss=math.nan if step == 2 else float(step)).items():
             if name != "step":
                 assert values[step, name] == pytest.approx(value, nan_ok=True), (step, name)
+
+
+def test_each_session_of_a_run_begins_with_its_configuration(tmp_path):
+    """A session none of whose steps is kept leaves no record; a log of an earlier version has none, and is continued."""
+    path = tmp_path / "log.jsonl"
+    for after, steps in ((0, range(1, 6)), (3, range(4, 8)), (3, range(4, 6))):
+        lines = JsonLines(path, after=after, session={"megajax": "0.1.0", "config": {"train": {"steps": steps.stop}}})
+        for step in steps:
+            lines.write(record(step))
+        lines.file.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row.get("after_step"), row.get("step")) for row in rows] == [
+        *[(0, None), (None, 1), (None, 2), (None, 3)],
+        *[(3, None), (None, 4), (None, 5)],
+    ]
+    assert [row["config"]["train"]["steps"] for row in rows if "config" in row] == [6, 6]
+    assert all(datetime.datetime.fromisoformat(row["time"]).tzinfo for row in rows)
+    assert [row["step"] for row in read_steps(path)] == [1, 2, 3, 4, 5]
+    path.write_text(lines_of([1, 2, 3]))
+    JsonLines(path, after=2, session={"config": {}}).file.close()
+    assert path.read_text().startswith(lines_of([1, 2]) + '{"after_step": 2, "time": ')
+    assert [row["step"] for row in read_steps(path)] == [1, 2]
+
+
+def test_tensorboard_has_the_configuration_as_text(tmp_path):
+    board = TensorBoard(tmp_path, config="[train]\nsteps = 3\n")
+    board.write(record(1))
+    board.file.close()
+    (path,) = tmp_path.iterdir()
+    (value,) = [one for event in read_events(path) for one in event.summary.value if one.tag.startswith("config")]
+    assert value.metadata.plugin_data.plugin_name == "text"
+    assert value.tensor.string_val[0].decode() == "    [train]\n    steps = 3\n"  # Markdown shows it as it is
 
 
 def read_events(path):
@@ -203,5 +236,6 @@ def test_the_lines_up_to_a_step_are_kept_at_any_moment(tmp_path, monkeypatch, da
     lines.write({"step": 6})
     monkeypatch.undo()
     lines.file.close()
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 6} and path.read_text().endswith("}\n")
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last.keys() == {"step", "time"} and last["step"] == 6 and path.read_text().endswith("}\n")
     assert [found.name for found in tmp_path.iterdir()] == ["log.jsonl"]

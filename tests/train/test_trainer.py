@@ -1,13 +1,13 @@
 """`Trainer` with the user's data: run directory, resume and validation."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
 import pytest
 
 from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.train.sinks import read_steps
 from megajax.train.trainer import Trainer
 from megajax.train.validation import Scores
 from tests import small
@@ -50,7 +50,7 @@ def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, 
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), rest.state.params, whole.state.params
     )
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = read_steps(tmp_path / "log.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     again = Trainer(run, data=Batches(run), output=output, devices=jax.devices()[:1]).fit()
     assert again.metrics == {} and again.stopped is None  # no step was left
@@ -81,7 +81,7 @@ def test_the_users_validation_batches_and_evaluations(tmp_path, capsys):
     output = OutputConfig(log_jsonl=str(tmp_path / "log.jsonl"))
     trainer = Trainer(run, data=Batches(run), validation_data=Batches(run), output=output, devices=jax.devices()[:1])
     state = trainer.fit(evaluations=[Steps()]).state
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = read_steps(tmp_path / "log.jsonl")
     assert [row["step"] for row in rows if "validation/loss" in row] == [3, 6]
     assert [row["step"] for row in rows if "own/step" in row] == [4, 6]
     losses = [

@@ -60,6 +60,8 @@ def test_xla_schedules_with_the_profiles():
         options = dataclasses.replace(parallel, latency_estimates=name)
         text = compile_for(dataclasses.replace(run, parallel=options), find_gpu("h100-80gb"))["hlo"]
         matmuls[name] = sorted(line.split(" = ")[0] for line in text.splitlines() if "__cublas" in line)
-        hidden[name] = sum(one.times for one in hlo.collectives(text) if one.in_loop and one.asynchronous and one.behind)
+        hidden[name] = sum(
+            one.times for one in hlo.collectives(text) if one.in_loop and one.asynchronous and one.behind
+        )
     for name in ("model", "roofline"):
         assert matmuls[name] == matmuls["xla"] and hidden[name] > 1.2 * hidden["xla"]
