@@ -1,7 +1,7 @@
 """Times of the attention kernels on this machine's first device, and their differences from a softmax in fp32.
 
-python -m benchmarks.attention [--samples 1] [--sequence-length 8192] [--heads 32] [--groups 8] [--head-size 128]
-    [--documents 8] [--window 1024] [--seconds 1]
+python -m benchmarks.attention [--samples 1] [--sequence-length 8192] [--heads 32] [--kv-heads 8] [--head-size 128]
+    [--documents 8] [--sliding-window 1024] [--seconds 1]
 
 For causal attention, for samples of several documents, and for a sliding window: each kernel's forward, and forward and
 backward, in milliseconds, and the TFLOP/s of the scores that are not hidden (two matmuls forward, five backward). The
@@ -27,8 +27,8 @@ CHECKED = 2048  # tokens of the comparison with XLA's attention in fp32, which s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line for each mask and kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"samples": 1, "sequence-length": 8192, "heads": 32, "groups": 8, "head-size": 128, "documents": 8}
-    for name, size in (sizes | {"window": 1024}).items():
+    sizes = {"samples": 1, "sequence-length": 8192, "heads": 32, "kv-heads": 8, "head-size": 128, "documents": 8}
+    for name, size in (sizes | {"sliding-window": 1024}).items():
         parser.add_argument(f"--{name}", type=int, default=size, metavar="COUNT", help=f"(default: {size})")
     parser.add_argument("--seconds", type=float, default=1.0, help="to measure each for (default: 1)")
     options = parser.parse_args(arguments)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {vars(options)}")
     print("mask       kernel   forward  both, ms  TFLOP/s forward, both   differences: output, gradients")
     for mask in ("causal", "documents", "window"):
-        for name, kernel in _kernels(mask, options.window, gpu).items():
+        for name, kernel in _kernels(mask, options.sliding_window, gpu).items():
             arrays, first = _inputs(options, options.sequence_length, mask, jnp.bfloat16 if gpu else jnp.float32)
             pairs = _visible(options, options.sequence_length, mask).sum() * options.heads * options.head_size
             forward, both = (mean_seconds(call, options.seconds) for call in _calls(kernel, arrays, first))
@@ -61,7 +61,7 @@ def _inputs(options, length: int, mask: str, dtype) -> tuple[list[jax.Array], ja
     """Random queries, keys, values and gradient of the output; and the starts of the tokens' documents, or None."""
     shape = lambda heads: (options.samples, length, heads, options.head_size)  # noqa: E731
     keys = jax.random.split(jax.random.key(0), 4)
-    heads = (options.heads, options.groups, options.groups, options.heads)
+    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     arrays = [jax.random.normal(key, shape(count), dtype) for key, count in zip(keys, heads, strict=True)]
     return arrays, jnp.asarray(_starts(options, length)) if mask == "documents" else None
 
@@ -81,7 +81,7 @@ def _visible(options, length: int, mask: str) -> np.ndarray:
     if mask == "documents":
         first += _starts(options, length)
     elif mask == "window":
-        first += np.maximum(np.arange(length) - options.window + 1, 0)
+        first += np.maximum(np.arange(length) - options.sliding_window + 1, 0)
     return np.arange(length) - first + 1
 
 
@@ -100,7 +100,7 @@ def _both(kernel: Kernel, query, key, value, gradient, first):
 def _differences(kernel: Kernel, options, mask: str, dtype) -> tuple[float, float]:
     """The largest differences of the output and of the gradients from XLA's kernel in fp32."""
     arrays, first = _inputs(options, min(options.sequence_length, CHECKED), mask, dtype)
-    reference = with_window(XLA, options.window if mask == "window" else None)
+    reference = with_window(XLA, options.sliding_window if mask == "window" else None)
     with jax.default_matmul_precision("highest"):
         want = jax.jit(lambda *arguments: _both(reference, *arguments))(*(a.astype("float32") for a in arrays), first)
     got = jax.jit(lambda *arguments: _both(kernel, *arguments))(*arrays, first)

@@ -59,7 +59,7 @@ def preprocess_rows(folder: pathlib.Path, options) -> list[dict]:
     for _ in range(options.rounds):
         rates["tokenizers alone"].append(megabytes / _alone(texts))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = ["--input", folder / "corpus.jsonl", "--output", folder / "out", "--tokenizer", "gpt2", "--overwrite"]
+        command = ["--input", folder / "corpus.jsonl", "--out", folder / "out", "--tokenizer", "gpt2", "--overwrite"]
         subprocess.run([sys.executable, "-m", "megajax.data.preprocess", *command], check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -289,6 +289,7 @@ def _print(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.renamed = {"--folder": "--directory"}
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     parser.add_argument("--megabytes", type=whole(), default=60, help="of text to preprocess (%(default)s)")
     parser.add_argument("--rounds", type=whole(), default=2, help="of preprocessing (%(default)s)")
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--steps", type=whole(), default=30, help="of training (%(default)s)")
     parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
     parser.add_argument(
-        "--folder",
+        "--directory",
         type=local_path,
         help="where files go, 6 GB for 100 M documents (the temporary directory)",
     )
@@ -307,7 +308,7 @@ def main() -> None:
     out = pathlib.Path(options.out)
     results = json.loads(out.read_text()) if out.exists() else {}
     for part in options.only:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             results[part] = globals()[f"{part}_rows"](pathlib.Path(folder), options)
         print(f"\n{part}")
         _print(results[part])

@@ -190,8 +190,11 @@ def _print(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.renamed = {"--repeats": "--timed-steps"}
     parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
-    parser.add_argument("--repeats", type=whole(), default=7, help="steps timed for each size (default: %(default)s)")
+    parser.add_argument(
+        "--timed-steps", type=whole(), default=7, help="steps timed for each size (default: %(default)s)"
+    )
     parser.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="(default: %(default)s)")
     options = parser.parse_args()
     folder = pathlib.Path(options.out)
@@ -205,7 +208,7 @@ def main() -> None:
     print(f"\nmeasured on {TIMED_STAGES} CPU devices of one thread each, p = {TIMED_STAGES}")
     import jax
 
-    results["measured"] = measured_rows(options.repeats)
+    results["measured"] = measured_rows(options.timed_steps)
     results["machine"] = {"jax": jax.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
     _print(results["measured"])
     (folder / "schedules.json").write_text(json.dumps(results, indent=1) + "\n")

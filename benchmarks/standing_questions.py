@@ -47,15 +47,15 @@ NEAR = 0.1  # comparisons are made of layouts whose predicted times exceed the f
 # Llama 2 (2307.09288 table 1), also at 32k, and for Llama 3 as at its start (2407.21783 section 3.4.1); 16M tokens for 405B
 # (2407.21783 table 4), which shards its optimizer state too.
 QUESTIONS = {
-    "175b": "--model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch 1536",
-    "1t": "--model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch 3072",
-    "llama2-7b": "--model llama2-7b --gpus 8 --gpu h100-80gb --global-batch 1024",
-    "llama3-8b": "--model llama3-8b --gpus 8 --gpu h100-80gb --global-batch 512",
-    "13b": "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch 512",
-    "6.7b": "--model gpt3-6.7b --gpus 8 --gpu a100-80gb --global-batch 1024",
-    "32k": "--model llama2-7b --sequence-length 32768 --gpus 64 --gpu h100-80gb --global-batch 128",
-    "405b": "--model llama3.1-405b --gpus 8192 --gpu h100-80gb --global-batch 2048 --zero 0 1",
-    "13b-40gb": "--model gpt3-13b --gpus 8 --gpu a100-40gb --global-batch 512",
+    "175b": "--model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch-size 1536",
+    "1t": "--model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch-size 3072",
+    "llama2-7b": "--model llama2-7b --gpus 8 --gpu h100-80gb --global-batch-size 1024",
+    "llama3-8b": "--model llama3-8b --gpus 8 --gpu h100-80gb --global-batch-size 512",
+    "13b": "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch-size 512",
+    "6.7b": "--model gpt3-6.7b --gpus 8 --gpu a100-80gb --global-batch-size 1024",
+    "32k": "--model llama2-7b --sequence-length 32768 --gpus 64 --gpu h100-80gb --global-batch-size 128",
+    "405b": "--model llama3.1-405b --gpus 8192 --gpu h100-80gb --global-batch-size 2048 --zero 0 1",
+    "13b-40gb": "--model gpt3-13b --gpus 8 --gpu a100-40gb --global-batch-size 512",
 }
 
 

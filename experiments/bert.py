@@ -1,7 +1,7 @@
 r"""Train BERT as the first Megatron-LM paper did (1909.08053 section 5.3 and table 4): 336M, 1.3B and 3.9B parameters.
 
 python -m experiments.bert                                      a small BERT on 8 CPU devices, or on the GPUs there are
-python -m megajax.data.preprocess --input corpus.jsonl --output corpus --tokenizer vocab.txt --split-sentences \
+python -m megajax.data.preprocess --input corpus.jsonl --out corpus --tokenizer vocab.txt --split-sentences \
     --no-end-of-document                                        one sequence per sentence
 python -m experiments.bert --model bert-336m --data 8 --tokenizer vocab.txt --data-path corpus
 python -m experiments.bert --model bert-3.9b --tensor 8 --data 64 --pipe 1 --dry-shapes

@@ -6,11 +6,11 @@ import pytest
 
 COMMANDS = {  # module: (function that the Ctrl-C interrupts, its arguments' command line)
     "megajax.checkpoint.inspect": ("_checkpoints", "runs/first"),
-    "megajax.evaluate.squad": ("_run", "--data FILE --predictions FILE"),
-    "megajax.generate.__main__": ("run", "--hf DIR --prompt a"),
+    "megajax.evaluate.squad": ("_run", "--task-data FILE --predictions FILE"),
+    "megajax.generate.__main__": ("run", "--init-from DIR --prompt a"),
     "megajax.interop.hugging_face": ("_run", "export RUN --out DIR"),
     "megajax.launch.__main__": ("read_request", "-- experiments.gpt3"),
-    "megajax.plan.__main__": ("question_of", "--model gpt3-1.3b --gpus 8 --gpu h100-80gb --global-batch 512"),
+    "megajax.plan.__main__": ("question_of", "--model gpt3-1.3b --gpus 8 --gpu h100-80gb --global-batch-size 512"),
     "megajax.plan.dryrun": ("_own", "--model gpt3-1.3b"),
     "megajax.schedules.draw": ("run", ""),
     "megajax.verify.__main__": ("run", "--a= --b="),

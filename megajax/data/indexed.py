@@ -264,7 +264,7 @@ class IndexedWriter:
         self._code, self._bin_path, self._idx_path = codes[0], *pair_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if path.exists() and not overwrite:
-                raise ConfigError(f"{path} already exists: pass --overwrite to replace it, or another --output")
+                raise ConfigError(f"{path} already exists: pass --overwrite to replace it, or another --out")
         self.sequences, self.documents, self.tokens = 0, 0, 0
         self._unfinished = self._bin_path.with_name(self._bin_path.name + ".unfinished")
         try:
@@ -272,7 +272,7 @@ class IndexedWriter:
             self._bin = open(self._unfinished, "wb")
         except OSError as error:
             raise ConfigError(
-                f"cannot write {self._unfinished}: {error.strerror or error}; pass another --output"
+                f"cannot write {self._unfinished}: {error.strerror or error}; pass another --out"
             ) from None
         folder = self._bin_path.parent
         self._lengths, self._boundaries = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # unnamed files

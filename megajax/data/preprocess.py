@@ -1,7 +1,7 @@
 """Tokenizes text into a .bin/.idx pair for megajax and Megatron-LM.
 
-python -m megajax.data.preprocess --input a.jsonl b.txt.gz --output corpus --tokenizer gpt2
-python -m megajax.data.preprocess merge --input corpus more --output all      two pairs into one
+python -m megajax.data.preprocess --input a.jsonl b.txt.gz --out corpus --tokenizer gpt2
+python -m megajax.data.preprocess merge --input corpus more --out all         two pairs into one
 python -m megajax.data.preprocess inspect corpus --tokenizer gpt2            counts, and the first documents as text
 python -m megajax.data.preprocess verify corpus --tokenizer gpt2             checks every offset and every token id
 
@@ -158,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(command: str = "") -> Parser:
     name = f"python -m megajax.data.preprocess {command}".strip()
-    return Parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.renamed = {"--output": "--out"}
+    return parser
 
 
 def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -180,7 +182,7 @@ def _preprocess(arguments: Sequence[str]) -> None:
     parser = _parser()
     parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="FILE", help="texts, in order")
     parser.add_argument(
-        "--output", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
     _tokenizer_options(parser, required=True)
     parser.add_argument(
@@ -215,7 +217,7 @@ def _preprocess(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--keys {' '.join(recipe.keys)}: {texts[0]} is not a .jsonl file and has no keys")
     dtype = dtype_for(recipe.load().vocabulary)
     keyed = len(recipe.keys) > 1
-    prefixes = [f"{options.output}_{key}" if keyed else options.output for key in recipe.keys]
+    prefixes = [f"{options.out}_{key}" if keyed else options.out for key in recipe.keys]
     report = _Report(kinds, options.bad_lines == "fail")
     _write(options.input, kinds, recipe, options.workers, prefixes, dtype, options.overwrite, report)
 
@@ -309,19 +311,19 @@ def _merge(arguments: Sequence[str]) -> None:
     parser = _parser("merge")
     parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="PREFIX", help="pairs, in order")
     parser.add_argument(
-        "--output", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
     sources = [IndexedDataset(prefix) for prefix in options.input]
-    if pathlib.Path(options.output).absolute() in [pathlib.Path(prefix).absolute() for prefix in options.input]:
-        raise ConfigError(f"--output {options.output} is one of the inputs; pass another")
+    if pathlib.Path(options.out).absolute() in [pathlib.Path(prefix).absolute() for prefix in options.input]:
+        raise ConfigError(f"--out {options.out} is one of the inputs; pass another")
     for source in sources:
         source.check()
-    with IndexedWriter(options.output, sources[0].dtype, overwrite=options.overwrite) as writer:
+    with IndexedWriter(options.out, sources[0].dtype, overwrite=options.overwrite) as writer:
         for source in sources:
             writer.add_pair(source)
-    print(f"{options.output}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
+    print(f"{options.out}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
 
 
 def _inspect(arguments: Sequence[str]) -> None:

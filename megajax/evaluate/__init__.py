@@ -1,1 +1,1 @@
-"""Scores of a trained model on any layout: `python -m megajax.evaluate --task wikitext103 --data FILE --run-dir RUN`."""
+"""Scores of a trained model on any layout: `python -m megajax.evaluate --task TASK --task-data FILE --run-dir RUN`."""

@@ -42,7 +42,7 @@ def run_connected(options: Options, processes: int) -> None:
     if options.harness and processes > 1:
         raise ConfigError(f"--harness runs in one process, and there are {processes}: start one, or pass --task.")
     require_same("evaluate/options", options.of_all_processes)
-    source = open_source(options.run_dir, options.hf, options.step)
+    source = open_source(options.run_dir, options.init_from, options.step)
     (run_harness if options.harness else run_task)(options, source)
     broadcast("evaluate/written", str)  # the others do not end before the results are written
 
@@ -57,7 +57,7 @@ def run_task(options: Options, source: Any) -> None:
 
     context = source.run("fp32").model.sequence_length
     sizes = {name: getattr(options, name) for name in ("window", "stride", "last_token")}
-    task = make_task(options.task, options.data, source.tokenizer, context, **sizes)
+    task = make_task(options.task, options.task_data, source.tokenizer, context, **sizes)
     scorer = open_scorer(options, source)
     settings = describe_task(options, context) | describe_model(options, source, scorer)
     compared = ("data_sha256", "model", "tokenizer_hash", "precision", "device", "megajax", "jax")
@@ -117,7 +117,7 @@ def open_scorer(options: Options, source: Any) -> Any:
     from megajax.runtime.mesh import choose_devices, make_mesh
 
     parallel = ParallelConfig(
-        data=options.replicas,
+        data=options.data,
         context=options.context,
         pipe=options.pipe,
         tensor=options.tensor,
@@ -138,7 +138,7 @@ def describe_task(options: Options, context: int) -> dict[str, Any]:
     window, stride = window_sizes(options.window, options.stride, context)
     sizes = {"window": window, "stride": stride}
     target = {"target": "last token" if options.last_token else "last word"}
-    data = pathlib.Path(options.data or "")
+    data = pathlib.Path(options.task_data or "")
     return {
         "task": options.task,
         **(target if options.task == "lambada" else sizes),

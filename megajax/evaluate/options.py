@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +11,14 @@ from megajax.config import ConfigError, LaunchConfig, option
 from megajax.config.evaluate import BATCH, STRIDE, TASKS
 from megajax.config.options import Parser, add_options, option_names, read_words
 from megajax.interop.source_options import add_mesh_options, add_model_options, check_model_options
-from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.arguments import plain_text, renamed, whole
 from megajax.schedules.paths import local_path
 
 DESCRIPTION = """Scores a trained model on any layout: by the rules of the Megatron papers, or with lm-evaluation-harness.
 
-python -m megajax.evaluate --task wikitext103 --data wiki.test.tokens --run-dir runs/first --out wikitext.json
-python -m megajax.evaluate --task lambada --data lambada_test.jsonl --hf SmolLM2-135M --pipe 2 --tensor 3
-python -m megajax.evaluate --harness my_task,other --include-path tasks --hf SmolLM2-135M
+python -m megajax.evaluate --task wikitext103 --task-data wiki.test.tokens --run-dir runs/first --out wikitext.json
+python -m megajax.evaluate --task lambada --task-data lambada_test.jsonl --init-from SmolLM2-135M --pipe 2 --tensor 3
+python -m megajax.evaluate --harness my_task,other --include-path tasks --init-from SmolLM2-135M
 
 The same command resumes a --task that was killed, if it has --out. A model that needs several hosts: the same command in
 every process, under srun or mpirun, or with --coordinator HOST:PORT --processes N --process-id I. All of them read the
@@ -30,23 +32,23 @@ class Options:
     """The command line.
 
     Attributes:
-      run_dir, hf: a run's directory, or one of Hugging Face: exactly one of the two is given.
-      data: the task's file.
+      run_dir, init_from: a run's directory, or one of Hugging Face: exactly one of the two is given.
+      task_data: the task's file.
       window, stride: tokens, of the perplexity tasks; None: not given.
       last_token: of LAMBADA: the target is the last token, not the last word.
       harness: tasks of lm-evaluation-harness: these, or `task` and `data`, are given.
       include_path: directory of more of them.
       limit: most documents of each.
-      replicas: data-parallel.
+      data: data-parallel replicas.
       launch: the processes.
     """
 
     run_dir: str | None
-    hf: str | None
+    init_from: str | None
     step: int | None
     precision: str | None
     task: str | None
-    data: str | None
+    task_data: str | None
     window: int | None
     stride: int | None
     last_token: bool
@@ -56,7 +58,7 @@ class Options:
     limit: int | None
     out: str | None
     batch: int
-    replicas: int
+    data: int
     context: int
     pipe: int
     tensor: int
@@ -67,7 +69,7 @@ class Options:
     @property
     def of_all_processes(self) -> dict[str, str]:
         """What must be the same in every process, by option. Paths may differ."""
-        own = {"run_dir", "hf", "data", "include_path", "out", "devices", "launch"}
+        own = {"run_dir", "init_from", "task_data", "include_path", "out", "devices", "launch"}
         return {option(name): repr(value) for name, value in vars(self).items() if name not in own}
 
 
@@ -77,7 +79,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     Raises:
       ConfigError: an option does not exist or cannot be read, or options contradict each other.
     """
-    given = read_words(_parser(), arguments)
+    given = read_words(_parser(), _with_task_data(sys.argv[1:] if arguments is None else arguments))
     given["harness"] = tuple(filter(None, (given["harness"] or "").split(",")))
     _check_task(given)
     check_model_options(given)
@@ -86,9 +88,19 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     return Options(launch=launch, **given)
 
 
+def _with_task_data(words: Sequence[str]) -> list[str]:
+    """The words with --task-data for its older name, --data FILE; --data COUNT is the number of replicas."""
+    words = list(words)
+    for place, (word, following) in enumerate(zip(words, [*words[1:], "0"], strict=True)):
+        option, equals, value = word.partition("=")
+        if option == "--data" and not re.fullmatch(r"[+-]?\d+", value if equals else following):
+            words[place] = renamed(word, "--task-data")
+    return words
+
+
 def _check_task(given: dict[str, Any]) -> None:
     if given["harness"]:
-        for name in ("task", "data", "window", "stride", "last_token"):
+        for name in ("task", "task_data", "window", "stride", "last_token"):
             if given[name]:
                 raise ConfigError(f"{option(name)} is of the papers' tasks, and --harness has its own: omit it.")
         return
@@ -98,8 +110,8 @@ def _check_task(given: dict[str, Any]) -> None:
     if given["task"] is None:
         tasks = f"{', '.join(TASKS[:-1])} or {TASKS[-1]}"
         raise ConfigError(f"there is nothing to evaluate: pass --task {tasks}, or --harness TASKS.")
-    if given["data"] is None:
-        raise ConfigError(f"--task {given['task']} needs its file: pass --data FILE.")
+    if given["task_data"] is None:
+        raise ConfigError(f"--task {given['task']} needs its file: pass --task-data FILE.")
     if given["task"] == "lambada":
         for name in ("window", "stride"):
             if given[name] is not None:
@@ -111,7 +123,7 @@ def _check_task(given: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megajax.evaluate",
-        usage="%(prog)s (--run-dir RUN | --hf DIR) (--task TASK --data FILE | --harness TASKS) [options]",
+        usage="%(prog)s (--run-dir RUN | --init-from DIR) (--task TASK --task-data FILE | --harness TASKS) [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -120,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     task = parser.add_argument_group("the task")
     task.add_argument("--task", choices=TASKS, help="WikiText103 or Penn Treebank perplexity, or LAMBADA accuracy")
     task.add_argument(
-        "--data",
+        "--task-data",
         type=local_path,
         metavar="FILE",
         help='wiki.test.tokens, ptb.test.txt, or LAMBADA as JSON lines with a "text" or one passage a line; also .gz, .zst',
@@ -142,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument("--limit", type=whole(), help="most documents of each of its tasks, for a trial (default: all)")
     task.add_argument("--out", type=local_path, metavar="FILE", help="write the results as JSON (default: print them)")
     layout = parser.add_argument_group("layout")
-    add_mesh_options(layout, "replicas", "data-parallel replicas, each with its own samples")
+    add_mesh_options(layout, "data-parallel replicas, each with its own samples")
     layout.add_argument(
         "--context", type=whole(), default=1, help="devices that share a sample's sequence (default: %(default)s)"
     )

@@ -1,6 +1,6 @@
 r"""Exact match and F1 of predicted answers to SQuAD's questions, as the official scripts of versions 1.1 and 2.0 count them.
 
-python -m megajax.evaluate.squad --data dev-v2.0.json --predictions predictions.json --no-answer null_odds.json \
+python -m megajax.evaluate.squad --task-data dev-v2.0.json --predictions predictions.json --no-answer null_odds.json \
     --threshold 0.5 --out squad.json
 
 --predictions is {"question's id": "answer", ...}, where "" says that a question has no answer; --no-answer is {"question's
@@ -40,7 +40,7 @@ from megajax.schedules.paths import local_path
 __all__ = ["RULES", "Questions", "exact_match", "f1", "main", "normalize", "read_questions", "score"]
 
 RULES = ("1.1", "2.0")
-FORMAT = "pass --data a file in SQuAD's format"
+FORMAT = "pass --task-data a file in SQuAD's format"
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -97,7 +97,7 @@ def read_questions(path: str, rules: str | None = None) -> Questions:
       ConfigError: the file cannot be read, is not as above, has no question, has one twice or, by the rules 1.1, has one
         without an answer; or there are no `rules`, and its version is not known.
     """
-    content = read_json(path, "pass --data a JSON file")
+    content = read_json(path, "pass --task-data a JSON file")
     if rules is None:
         version = str(content.get("version")).removeprefix("v")
         rules = {"1": "1.1", "2": "2.0"}.get(version.partition(".")[0])
@@ -112,7 +112,7 @@ def read_questions(path: str, rules: str | None = None) -> Questions:
         texts = [value_of(f"{place}, answers[{index}]", answer, "text", str, FORMAT) for index, answer in items]
         if name in answers:
             raise ConfigError(
-                f"{place}: the id {shown(name)} occurs twice; pass --data a file with each question once."
+                f"{place}: the id {shown(name)} occurs twice; pass --task-data a file with each question once."
             )
         if not texts and rules == "1.1":
             raise ConfigError(
@@ -120,7 +120,7 @@ def read_questions(path: str, rules: str | None = None) -> Questions:
             )
         answers[name] = texts
     if not answers:
-        raise ConfigError(f"{path} has no question: pass --data a file of SQuAD.")
+        raise ConfigError(f"{path} has no question: pass --task-data a file of SQuAD.")
     return Questions(rules, answers)
 
 
@@ -239,8 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m megajax.evaluate.squad", description=__doc__, formatter_class=formatting, allow_abbrev=False
     )
+    parser.renamed = {"--data": "--task-data"}
     files = {"metavar": "FILE", "type": local_path}
-    parser.add_argument("--data", required=True, help="questions and answers in SQuAD's format", **files)
+    parser.add_argument("--task-data", required=True, help="questions and answers in SQuAD's format", **files)
     parser.add_argument("--predictions", required=True, help="JSON: an answer for each question's id", **files)
     parser.add_argument("--no-answer", help="JSON: a score for each question's id that it has no answer", **files)
     parser.add_argument(
@@ -249,13 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=1.0,
         help="the prediction is no answer above this score (default: 1.0)",
     )
-    parser.add_argument("--rules", choices=RULES, help="of this version (default: the version of --data)")
+    parser.add_argument("--rules", choices=RULES, help="of this version (default: the version of --task-data)")
     parser.add_argument("--out", help="a JSON file for the metrics; without it they are printed", **files)
     return exit_code(lambda: _run(parser.parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
-    questions = read_questions(options.data, options.rules)
+    questions = read_questions(options.task_data, options.rules)
     predictions = _read_predictions(options.predictions)
     no_answer = _read_no_answer(options.no_answer) if options.no_answer else None
     output = OutputFile(options.out) if options.out else None

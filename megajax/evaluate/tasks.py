@@ -127,7 +127,7 @@ class Perplexity:
         words = len(raw.strip().split(" "))
         tokens = tokenizer.encode(DETOKENIZERS[name](raw))
         if len(tokens) < 2 or words < 2:
-            raise ConfigError(f"{path} has {words} words and {len(tokens)} tokens: give --data a longer text.")
+            raise ConfigError(f"{path} has {words} words and {len(tokens)} tokens: give --task-data a longer text.")
         self.requests = windows(tokens, length, stride)
         self.counts = {"words": words, "tokens": len(tokens), "windows": len(self.requests)}
 
@@ -205,15 +205,15 @@ def _read(path: str, kind: str) -> list[str]:
       ConfigError: it cannot be read, has no text, or a line that is none.
     """
     found = []
-    for block in read_blocks(path, kind, "--data"):
+    for block in read_blocks(path, kind, "--task-data"):
         if kind == "file" and block.kind != kind:
-            raise ConfigError(f"{path} has JSON lines, and this task reads one plain text: give --data that text.")
+            raise ConfigError(f"{path} has JSON lines, and this task reads one plain text: give --task-data that text.")
         documents, bad = documents_of(block, ("text",))
         if bad:
-            raise ConfigError(f"{bad[0]}; correct the file, or give --data another.")
+            raise ConfigError(f"{bad[0]}; correct the file, or give --task-data another.")
         found += [text for (text,) in documents]
     if not found:
-        raise ConfigError(f"{path} has no text: give --data the task's file.")
+        raise ConfigError(f"{path} has no text: give --task-data the task's file.")
     return found
 
 

@@ -15,7 +15,7 @@ DESCRIPTION = """Continues prompts with a trained model, on any mesh.
 
 python -m megajax.generate --run-dir runs/first --prompt "The " --prompt "A "
 python -m megajax.generate --run-dir runs/first --prompts prompts.jsonl --out texts.jsonl --pipe 4 --tensor 2
-python -m megajax.generate --hf SmolLM2-135M --interactive --stop "." --temperature 0
+python -m megajax.generate --init-from SmolLM2-135M --interactive --stop "." --temperature 0
 
 A model that needs several hosts: the same command in every process, under srun or mpirun, or with
 --coordinator HOST:PORT --processes N --process-id I. Process 0 reads the prompts and writes the texts.
@@ -30,7 +30,7 @@ class Options:
     """The command line.
 
     Attributes:
-      run_dir, hf: a run's directory, or one of Hugging Face: exactly one of the two is given.
+      run_dir, init_from: a run's directory, or one of Hugging Face: exactly one of the two is given.
       prompts: texts, a path of JSON Lines, or "" for those that are typed: exactly one of the three is given.
       sampling: the number of new tokens, and how they are drawn.
       batch: most prompts that are continued together; None: all, up to 64.
@@ -38,7 +38,7 @@ class Options:
     """
 
     run_dir: str | None
-    hf: str | None
+    init_from: str | None
     step: int | None
     prompt: tuple[str, ...]
     prompts: str | None
@@ -60,7 +60,7 @@ class Options:
     @property
     def of_all_processes(self) -> dict[str, str]:
         """What must be the same in every process, by option. Paths may differ, and process 0 reads the prompts."""
-        own = {"run_dir", "hf", "prompt", "prompts", "out", "devices", "launch", "sampling"}
+        own = {"run_dir", "init_from", "prompt", "prompts", "out", "devices", "launch", "sampling"}
         fields = {name: value for name, value in vars(self).items() if name not in own} | vars(self.sampling)
         return {option(name): repr(value) for name, value in fields.items()}
 
@@ -94,7 +94,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megajax.generate",
-        usage="%(prog)s (--run-dir RUN | --hf DIR) (--prompt TEXT | --prompts FILE.jsonl | --interactive) [options]",
+        usage="%(prog)s (--run-dir RUN | --init-from DIR) (--prompt TEXT | --prompts FILE.jsonl | --interactive) [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--stop", action="append", metavar="TEXT", help="text that ends a text; can be repeated")
     text.add_argument("--ignore-end", action="store_true", help="do not stop at the end of a document")
     layout = parser.add_argument_group("layout")
-    add_mesh_options(layout, "data", "replicas, each with its own prompts")
+    add_mesh_options(layout, "replicas, each with its own prompts")
     layout.add_argument(
         "--batch", type=whole(), help="most prompts that are continued together (default: all, up to 64)"
     )

@@ -38,7 +38,7 @@ def _import(options: argparse.Namespace) -> str:
     run_dir = pathlib.Path(options.run_dir)
     data = DataConfig(tokenizer=options.tokenizer or "", end_of_document=options.end_of_document)
     run = import_checkpoint(
-        pathlib.Path(options.directory), run_dir, data, options.sequence_length, options.vocabulary, options.iteration
+        pathlib.Path(options.directory), run_dir, data, options.sequence_length, options.vocabulary, options.step
     )
     return f"the weights only, not the optimizer's state\n{imported(run, run_dir)}"
 
@@ -117,8 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import", parser_class=Parser)
     add = commands.add_parser("import", help="a checkpoint of Megatron-LM to a run directory", allow_abbrev=False)
+    add.renamed = {"--iteration": "--step"}
     add.add_argument("directory", metavar="SAVE", type=local_path, help="of --save, or of one iteration")
-    add.add_argument("--iteration", metavar="NUMBER|release", type=plain_text, help="(default: the last one)")
+    add.add_argument("--step", metavar="NUMBER|release", type=plain_text, help="(default: the last one)")
     add.add_argument(
         "--vocabulary", metavar="COUNT", type=whole(), help="tokens without padding (default: the tokenizer's)"
     )

@@ -79,20 +79,20 @@ def _iteration(directory: pathlib.Path, iteration: str | None) -> pathlib.Path:
         if not directory.is_dir():
             raise ConfigError(f"{directory} is not a directory: give that of Megatron-LM's --save")
         return directory
-    word, source = iteration, "--iteration"
+    word, source = iteration, "--step"
     if word is None:
         source = str(tracker)
         try:
             word = tracker.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {tracker} ({error}): pass --iteration NUMBER") from None
+            raise ConfigError(f"cannot read {tracker} ({error}): pass --step NUMBER") from None
     if word != RELEASE and not (word.isascii() and word.isdecimal() and len(word) < 10):
-        raise ConfigError(f"{source}: {shown(word)} is neither a number nor {RELEASE}: pass --iteration NUMBER")
+        raise ConfigError(f"{source}: {shown(word)} is neither a number nor {RELEASE}: pass --step NUMBER")
     path = directory / (RELEASE if word == RELEASE else FOLDER.format(int(word)))
     if not path.is_dir():
         found = sorted(one.name for one in directory.glob("iter_*"))
         there = f": it has {', '.join(found[-5:])}" if found else ""
-        raise ConfigError(f"{source} says {word}, and {directory} has no {path.name}{there}; pass --iteration NUMBER")
+        raise ConfigError(f"{source} says {word}, and {directory} has no {path.name}{there}; pass --step NUMBER")
     return path
 
 

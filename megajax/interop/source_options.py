@@ -3,22 +3,22 @@
 No jax is imported here: the devices are chosen before it starts.
 """
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
-from megajax.schedules.arguments import plain_text, whole
+from megajax.schedules.arguments import CommandParser, plain_text, whole
 from megajax.schedules.paths import local_path
 
 __all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usual_precision"]
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --run-dir, --hf, --step and --precision."""
+def add_model_options(parser: CommandParser) -> None:
+    """Adds --run-dir, --init-from, --step and --precision."""
+    parser.renamed["--hf"] = "--init-from"
     model = parser.add_argument_group("the model")
     model.add_argument("--run-dir", type=local_path, metavar="RUN", help="directory of a training run with checkpoints")
-    model.add_argument("--hf", type=local_path, metavar="DIR", help="directory of a Hugging Face model")
+    model.add_argument("--init-from", type=local_path, metavar="DIR", help="directory of a Hugging Face model")
     model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
     model.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"
@@ -31,10 +31,10 @@ def check_model_options(given: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: they name none, or two; or a step of a directory of Hugging Face.
     """
-    if (given["run_dir"] is None) == (given["hf"] is None):
-        problem = "there is no model" if given["hf"] is None else "--run-dir and --hf are both given"
-        raise ConfigError(f"{problem}: pass one of --run-dir RUN and --hf DIR.")
-    if given["hf"] and given["step"] is not None:
+    if (given["run_dir"] is None) == (given["init_from"] is None):
+        problem = "there is no model" if given["init_from"] is None else "--run-dir and --init-from are both given"
+        raise ConfigError(f"{problem}: pass one of --run-dir RUN and --init-from DIR.")
+    if given["init_from"] and given["step"] is not None:
         raise ConfigError(
             "--step chooses a checkpoint of --run-dir, and a directory of Hugging Face has one: omit --step."
         )
@@ -45,16 +45,10 @@ def usual_precision(platform: str) -> str:
     return "fp32" if platform == "cpu" else "bf16"
 
 
-def add_mesh_options(group: Any, data: str, meaning_of_data: str) -> None:
-    """Adds --pipe, --tensor, --devices, and the option of the data-parallel replicas.
-
-    Args:
-      group: of a parser.
-      data: name of the replicas' option.
-      meaning_of_data: its help.
-    """
+def add_mesh_options(group: Any, meaning_of_data: str) -> None:
+    """Adds --data, --pipe, --tensor and --devices to a parser's group; `meaning_of_data` is the help of --data."""
     for name, meaning in (
-        (data, meaning_of_data),
+        ("data", meaning_of_data),
         ("pipe", "pipeline ranks that the layers are split over"),
         ("tensor", "devices that each layer is split over"),
     ):

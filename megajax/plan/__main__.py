@@ -1,10 +1,10 @@
 """Finds the fastest layout of a model on a cluster of GPUs, and explains the choice.
 
-python -m megajax.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch 1536
-python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch 3072 --plot shapes.svg --out plan.toml
-python -m megajax.plan --model gpt3-175b --cluster ours.toml --global-batch 1536 --deadline 60
-python -m megajax.plan --cluster ours.toml --global-batch 1024 --budget 1e6
-python -m megajax.plan --model gpt3-175b --compare ours.toml theirs.toml --global-batch 1536 --tokens 300e9
+python -m megajax.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --global-batch-size 1536
+python -m megajax.plan --model gpt3-1t --gpus 3072 --gpu h100-80gb --global-batch-size 3072 --plot shapes.svg --out plan.toml
+python -m megajax.plan --model gpt3-175b --cluster ours.toml --global-batch-size 1536 --deadline 60
+python -m megajax.plan --cluster ours.toml --global-batch-size 1024 --budget 1e6
+python -m megajax.plan --model gpt3-175b --compare ours.toml theirs.toml --global-batch-size 1536 --tokens 300e9
 python -m megajax.plan --calibrate --cluster ours.toml
 """
 

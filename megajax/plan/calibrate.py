@@ -116,7 +116,7 @@ def calibrate(arguments: Sequence[str]) -> int:
         load_cluster(str(path))
         print(text, end="")
         print(
-            f"written: {path}   python -m megajax.plan --model NAME --cluster {path} --gpus COUNT --global-batch COUNT"
+            f"written: {path}   python -m megajax.plan --model NAME --cluster {path} --gpus COUNT --global-batch-size COUNT"
         )
     return 0
 

@@ -158,7 +158,7 @@ def gpus_for(question: Question, tokens: float, days: float, most: int | None) -
     reached = _took(slower, tokens) if slower else "no layout fits"
     raise ConfigError(
         f"deadline = {days:g} days is not met by any number of GPUs of up to {counts[-1]} ({reached}): pass a longer "
-        "--deadline, fewer --tokens, a larger --global-batch, or a faster --gpu."
+        "--deadline, fewer --tokens, a larger --global-batch-size, or a faster --gpu."
     )
 
 

@@ -38,7 +38,7 @@ def nearest_counts(question: Question) -> str:
     if not found:
         return ""
     shown = " or ".join(f"--gpus {one.question.gpus} ({_mesh(one)}, {one.utilisation:.0%} MFU)" for one in found)
-    return f"the nearest with good layouts: pass {shown}, or a --global-batch with more divisors in common."
+    return f"the nearest with good layouts: pass {shown}, or a --global-batch-size with more divisors in common."
 
 
 def better_counts(best: Candidate) -> str:

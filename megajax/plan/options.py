@@ -66,11 +66,11 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
         model,
         args.gpus or cluster.gpus or 0,
         cluster.gpu,
-        args.global_batch,
+        args.global_batch_size,
         precision=args.precision,
-        schedules=tuple(args.schedules),
+        schedules=tuple(args.schedule),
         recomputes=tuple(args.recompute),
-        microbatches=tuple(args.microbatch_sizes),
+        microbatches=tuple(args.microbatch_size),
         zero=tuple(args.zero),
         expert=tuple(args.expert) if args.expert else None,
         vocab_parallel=args.vocab_parallel,
@@ -100,6 +100,11 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[parent],
     )
+    parser.renamed |= {
+        "--global-batch": "--global-batch-size",
+        "--schedules": "--schedule",
+        "--microbatch-sizes": "--microbatch-size",
+    }
     add = parser.add_argument
     add(
         "--model",
@@ -121,7 +126,7 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     where.add_argument(
         "--compare", nargs="+", type=local_path, metavar="FILE.toml", help="several clusters, one row for each"
     )
-    add("--global-batch", required=True, type=whole(), metavar="COUNT", help="samples in a step")
+    add("--global-batch-size", required=True, type=whole(), metavar="COUNT", help="samples in a step")
     add(
         "--tokens",
         type=number(below=1e18),
@@ -167,7 +172,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     """The options of a layout that the search chooses from."""
     add, searched = parser.add_argument, search_order()
     add(
-        "--schedules",
+        "--schedule",
         nargs="+",
         default=searched,
         choices=names(),
@@ -175,7 +180,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     )
     modes = ("none", "selective", "full")
     add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
-    add("--microbatch-sizes", nargs="+", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
+    add("--microbatch-size", nargs="+", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
     add(
         "--vocab-parallel",
         default="pipe",

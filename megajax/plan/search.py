@@ -174,8 +174,8 @@ def layouts_that_fit(question: Question) -> list[Candidate]:
 
 # Fields of `Question` that narrow the search, and the options that set them.
 NARROWING = {
-    "microbatches": "--microbatch-sizes",
-    "schedules": "--schedules",
+    "microbatches": "--microbatch-size",
+    "schedules": "--schedule",
     "recomputes": "--recompute",
     "zero": "--zero",
     "expert": "--expert",
@@ -200,9 +200,9 @@ def _no_layout(question: Question) -> NoLayout:
     legal = (count for count in counts if count > 0 and _has_layout(dataclasses.replace(question, gpus=count)))
     near = sorted(itertools.islice(legal, 2))
     if near:
-        text += f": pass --gpus {' or '.join(map(str, near))}, or a --global-batch with more divisors in common."
+        text += f": pass --gpus {' or '.join(map(str, near))}, or a --global-batch-size with more divisors in common."
     else:
-        text += ": pass a --gpus and a --global-batch with more divisors in common."
+        text += ": pass a --gpus and a --global-batch-size with more divisors in common."
     return NoLayout(text, narrowed=False)
 
 

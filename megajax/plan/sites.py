@@ -96,7 +96,7 @@ def rows(run: RunConfig, gpu: Gpu, names: Sequence[str], latencies: Sequence[flo
         spec = find(name)
         if not (spec.trains and spec.drains):
             legal = ", ".join(one.name for one in specs() if one.trains and one.drains)
-            raise ConfigError(f"schedules = {name} is not one step of training that drains: pass --schedules {legal}.")
+            raise ConfigError(f"schedules = {name} is not one step of training that drains: pass --schedule {legal}.")
         parallel = dataclasses.replace(run.parallel, schedule=name, chunks=1 if spec.chunks == "one" else 2)
         one = dataclasses.replace(run, parallel=parallel)
         sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
@@ -105,7 +105,7 @@ def rows(run: RunConfig, gpu: Gpu, names: Sequence[str], latencies: Sequence[flo
             schedule = make_schedule(name, **sizes)
         except UserError as error:  # its remedy has options of a run, which are not these
             problem, remedy = str(error).partition(": pass ")[0], "other --microbatches, --pipe or --tensor"
-            raise ConfigError(f"{problem}: pass {remedy}, or --schedules without {name}.") from error
+            raise ConfigError(f"{problem}: pass {remedy}, or --schedule without {name}.") from error
         found.append(_row(schedule, chunk_costs(one, gpu), latencies, sites))
     costs = chunk_costs(run, gpu)
     made = longer_1f1b(run.parallel.pipe, run.microbatches, sites, latencies[-1], costs.forward + costs.backward)
@@ -194,7 +194,7 @@ def _command(args: argparse.Namespace) -> int:
     sent = activation_bytes(run)
     sites = Sites(args.sites, transfer=sent / (args.gbps * GIGABIT), jitter=args.jitter * MILLI, seed=args.seed)
     latencies = [time * MILLI for time in sorted(args.latency)]
-    found = rows(run, gpu, args.schedules, latencies, sites)
+    found = rows(run, gpu, args.schedule, latencies, sites)
     costs = chunk_costs(run, gpu)
     title = (
         f"{run.model.name}, {args.pipe} stages of {args.data} x {args.tensor} {args.gpu} on {args.sites} sites, "
@@ -216,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megajax.plan.sites", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.renamed = {"--schedules": "--schedule"}
     add = parser.add_argument
     add("--model", type=plain_text, default="gpt3-175b", metavar="NAME", help="preset (default: %(default)s)")
     add("--gpu", type=plain_text, default="h100-80gb", metavar="|".join(GPUS), help="(default: %(default)s)")
@@ -225,9 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--microbatch-size", type=whole(), default=1, metavar="COUNT", help="samples (default: %(default)s)")
     add("--microbatches", type=whole(), default=128, metavar="COUNT", help="of a step (default: %(default)s)")
     add("--recompute", default="selective", choices=("none", "selective", "full"), help="(default: %(default)s)")
-    add(
-        "--schedules", nargs="+", default=SCHEDULES, type=plain_text, metavar="NAME", help="(default: those that train)"
-    )
+    add("--schedule", nargs="+", default=SCHEDULES, type=plain_text, metavar="NAME", help="(default: those that train)")
     add("--sites", type=whole(), default=2, metavar="COUNT", help="(default: %(default)s)")
     add(
         "--latency",

@@ -16,7 +16,16 @@ FLOAT32 = 3.4e38
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line; it then exits with code 2."""
+    """An argument parser whose errors are one line; it then exits with code 2.
+
+    Attributes:
+      renamed: older names of options, which are still accepted: {"--global-batch": "--global-batch-size"}.
+    """
+
+    def __init__(self, *args, allow_abbrev: bool = False, **settings):
+        """As argparse's, but options are not abbreviated: an abbreviation would hide a misspelling."""
+        super().__init__(*args, allow_abbrev=allow_abbrev, **settings)
+        self.renamed: dict[str, str] = {}
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse's, which to Python 3.12.4 returns an empty list as the value of --option=--."""
@@ -24,6 +33,10 @@ class CommandParser(argparse.ArgumentParser):
         for word in words:
             if word.endswith("=--"):
                 self.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
+        own = words.index("--") if "--" in words else len(words)
+        for place, word in enumerate(words[:own]):
+            if new := self.renamed.get(word.partition("=")[0]):
+                words[place] = renamed(word, new)
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, args=None, namespace=None):
@@ -47,6 +60,13 @@ class Parser(CommandParser):
 
     def error(self, message: str):
         raise self.mistake(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+
+
+def renamed(word: str, new: str) -> str:
+    """A word of a command line with an option's new name in place of its older one, which a line on stderr tells of."""
+    old, equals, value = word.partition("=")
+    print(f"note: {old} is now called {new}", file=sys.stderr)
+    return new + equals + value
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,8 +1,8 @@
 """Draws a schedule.
 
-python -m megajax.schedules.draw --schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --out x.svg
-python -m megajax.schedules.draw --schedule 1f1b --stages 4 --microbatches 8 --text
-python -m megajax.schedules.draw --compare gpipe 1f1b zb_h1 --stages 4 --microbatches 8 --out compare.png
+python -m megajax.schedules.draw --schedule interleaved_1f1b --pipe 4 --microbatches 8 --chunks 2 --out x.svg
+python -m megajax.schedules.draw --schedule 1f1b --pipe 4 --microbatches 8 --text
+python -m megajax.schedules.draw --compare gpipe 1f1b zb_h1 --pipe 4 --microbatches 8 --out compare.png
 python -m megajax.schedules.draw --schedule mine.csv --save mine.json
 python -m megajax.schedules.draw --import mine.py --schedule one_at_a_time
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.renamed = {"--stages": "--pipe"}
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--schedule",
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.py",
         help="a Python file or module to import first, which registers schedules; may be repeated",
     )
-    parser.add_argument("--stages", type=whole(), default=4, help="pipeline ranks (default: %(default)s)")
+    parser.add_argument("--pipe", type=whole(), default=4, help="pipeline ranks (default: %(default)s)")
     parser.add_argument("--microbatches", type=whole(), default=8, help="(default: %(default)s)")
     parser.add_argument(
         "--chunks", type=whole(), help="model chunks on each rank (default: 2 if the schedule allows it, else 1)"
@@ -116,7 +117,7 @@ def _make(name: str, options: argparse.Namespace, costs: Costs) -> Schedule:
             given[option] = value
     if "costs" in spec.options:
         given["costs"] = costs.scaled(1 / chunks) if options.compare else costs
-    return make_schedule(name, stages=options.stages, microbatches=options.microbatches, chunks=chunks, **given)
+    return make_schedule(name, stages=options.pipe, microbatches=options.microbatches, chunks=chunks, **given)
 
 
 def _simulate(name: str, schedule: Schedule, costs: Costs, *, lockstep: bool) -> Simulation:

@@ -84,7 +84,7 @@ def draw(schedules: Sequence[Schedule], simulations: Sequence[Simulation], path:
     if boxes > MOST_BOXES or rows > MOST_ROWS:
         raise ScheduleError(
             f"a picture shows at most {MOST_BOXES} operations on {MOST_ROWS} ranks, not {boxes} on {rows}: pass fewer "
-            "--microbatches or --stages, or --text instead of --out"
+            "--microbatches or --pipe, or --text instead of --out"
         )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -98,7 +98,7 @@ def prepare(run: RunConfig, devices: Sequence, given: Options) -> tuple:
     try:
         path, _ = choose(given.resume, given.resume)
     except ConfigError:
-        raise ConfigError(f"--from {given.resume} is neither a checkpoint nor a directory with one.") from None
+        raise ConfigError(f"--resume {given.resume} is neither a checkpoint nor a directory with one.") from None
     meta = run_meta(run, tokenizer)["tokenizer"]
     state, progress, _ = reader.load(path, run, replay.training.state_layout, meta)
     return replay, batches, Start(state, progress)

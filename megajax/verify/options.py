@@ -19,7 +19,7 @@ from megajax.schedules.paths import local_path
 DESCRIPTION = """Compares the training steps of two layouts, or of two versions of megajax, tensor by tensor.
 
 python -m megajax.verify --a "--data 8" --b "--pipe 2 --tensor 2 --schedule zb_v --chunks 2" -- --model tiny
-python -m megajax.verify --a "--data 8" --b "--pipe 4 --zero 1" --from runs/first -- --config runs/first/config.toml
+python -m megajax.verify --a "--data 8" --b "--pipe 4 --zero 1" --resume runs/first -- --config runs/first/config.toml
 python -m megajax.verify --a "--pipe 2" --deterministic
 python -m megajax.verify --record a.npz --a "--data 8"             with one version of megajax, or on one machine
 python -m megajax.verify --against a.npz --b "--data 8"            with another
@@ -169,13 +169,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.renamed = {"--from": "--resume"}
     add = parser.add_argument
     add("--a", metavar="OPTIONS", help="the layout to compare with, as one word: its options of the training")
     add("--b", metavar="OPTIONS", help="the layout under test")
     add("--steps", type=whole(), default=3, metavar="COUNT", help="steps to compare (default: 3)")
     add(
-        "--from",
-        dest="resume",
+        "--resume",
         type=local_path,
         metavar="DIR",
         help="start both from this checkpoint or run directory (default: from fresh weights)",

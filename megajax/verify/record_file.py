@@ -138,7 +138,7 @@ def check(reference: Reference, run: RunConfig, steps: int, progress: Progress, 
     first, count = reference.header["first"], len(reference.steps)
     if first != progress.step:
         raise ConfigError(
-            f"{path} starts after step {first}, and this run after step {progress.step}: pass the same --from."
+            f"{path} starts after step {first}, and this run after step {progress.step}: pass the same --resume."
         )
     if steps > count:
         raise ConfigError(f"{path} has {count} steps: pass --steps {count} or less.")

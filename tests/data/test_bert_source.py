@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     (folder / "text.txt").write_text("\n\n".join(TEXTS))
     for name, texts in {"a": TEXTS, "b": TEXTS[::-1][:6]}.items():
         (folder / f"{name}.txt").write_text("\n".join(texts))
-        words = f"--input {folder / name}.txt --output {folder / name} --tokenizer wordpiece --text-documents line"
+        words = f"--input {folder / name}.txt --out {folder / name} --tokenizer wordpiece --text-documents line"
         assert preprocess.main([*words.split(), "--split-sentences", "--no-end-of-document"]) == 0
     return folder
 

@@ -106,7 +106,7 @@ def test_a_damaged_pair_is_read_or_refused(tmp_path, examples, capfd):
         for path, raw in zip(reversed(pair_paths(prefix)), pair, strict=True):
             path.write_bytes(raw)
         commands = ["inspect {0} --tokenizer byte", "inspect {0}", "verify {0} --tokenizer byte"]
-        for command in [*commands, "merge --input {0} {0} --output {0}2 --overwrite"]:
+        for command in [*commands, "merge --input {0} {0} --out {0}2 --overwrite"]:
             code = preprocess.main(command.format(prefix).split())
             error = capfd.readouterr().err
             assert (code, error.count("\n")) in ((0, 0), (2, 1)) and "Traceback" not in error

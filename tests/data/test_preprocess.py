@@ -103,7 +103,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     path.write_text("\n".join(json.dumps({"text": text}) for text in documents[:200]) + "\nnonsense\n")
     packed.write_bytes(gzip.compress("\n".join(json.dumps({"text": text}) for text in documents[200:]).encode()))
     prefix = str(tmp_path / "out" / "all")
-    assert main(["--input", str(path), str(packed), "--output", prefix, "--tokenizer", "gpt2", "--workers", "2"]) == 0
+    assert main(["--input", str(path), str(packed), "--out", prefix, "--tokenizer", "gpt2", "--workers", "2"]) == 0
     captured = capsys.readouterr()
     assert "300 documents" in captured.out and "1 bad lines skipped" in captured.out
     assert "line 201: not JSON: 'nonsense'" in captured.err.replace("\n", "")
@@ -115,7 +115,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     assert "294 documents end with" in capsys.readouterr().out  # every 50th is empty
     assert main(["verify", prefix, "--tokenizer", "byte"]) == 2
     assert "ids 0 to 256: it was written with another tokenizer" in capsys.readouterr().err
-    assert main(["merge", "--input", prefix, prefix, "--output", f"{prefix}2"]) == 0
+    assert main(["merge", "--input", prefix, prefix, "--out", f"{prefix}2"]) == 0
     assert "600 documents" in capsys.readouterr().out
     assert main(["inspect", f"{prefix}2", "--tokenizer", "gpt2", "--documents", "2"]) == 0
     assert "document 1: 4 tokens, including the end of document\n'document 1 '" in capsys.readouterr().out
@@ -126,22 +126,22 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--input {0}/none.txt --output {0}/o --tokenizer byte", "cannot read .*No such file"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer byte --bad-lines fail", "line 2: not JSON.*Nothing was"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer gpt3", "did you mean gpt2"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/no.json", "no such file"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.json", "not a tokenizer.json of Hugging Face"),
-        ("--input {0}/bad.jsonl --output {0}/o --tokenizer {0}/bad.model", "not a sentencepiece model"),
+        ("--input {0}/none.txt --out {0}/o --tokenizer byte", "cannot read .*No such file"),
+        ("--input {0}/bad.jsonl --out {0}/o --tokenizer byte --bad-lines fail", "line 2: not JSON.*Nothing was"),
+        ("--input {0}/bad.jsonl --out {0}/o --tokenizer gpt3", "did you mean gpt2"),
+        ("--input {0}/bad.jsonl --out {0}/o --tokenizer {0}/no.json", "no such file"),
+        ("--input {0}/bad.jsonl --out {0}/o --tokenizer {0}/bad.json", "not a tokenizer.json of Hugging Face"),
+        ("--input {0}/bad.jsonl --out {0}/o --tokenizer {0}/bad.model", "not a sentencepiece model"),
         (
-            "--input {0}/bad.jsonl --output {0}/o --tokenizer byte --workers 0",
+            "--input {0}/bad.jsonl --out {0}/o --tokenizer byte --workers 0",
             "--workers: 0 must be a whole number",
         ),
-        ("--input {0}/bad.jsonl --output {0}/bad.json/o --tokenizer byte", "cannot write"),
-        ("--input {0}/bad.json --output {0}/o --tokenizer byte", "no document in"),
-        ("--input {0}/a.txt --output {0}/o --tokenizer byte --keys a b", "is not a .jsonl file and has no keys"),
-        ("--output {0}/o --tokenizer byte", "required: --input"),
+        ("--input {0}/bad.jsonl --out {0}/bad.json/o --tokenizer byte", "cannot write"),
+        ("--input {0}/bad.json --out {0}/o --tokenizer byte", "no document in"),
+        ("--input {0}/a.txt --out {0}/o --tokenizer byte --keys a b", "is not a .jsonl file and has no keys"),
+        ("--out {0}/o --tokenizer byte", "required: --input"),
         ("inspect {0}/none", "cannot read"),
-        ("merge --input {0}/none --output {0}/o", "cannot read"),
+        ("merge --input {0}/none --out {0}/o", "cannot read"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, words, message):
@@ -163,7 +163,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, words, message):
 def test_an_interrupted_run_leaves_no_files(tmp_path, sent):
     """Nothing half-written under the names of a pair; and but for SIGKILL, nothing at all."""
     os.mkfifo(tmp_path / "endless.jsonl")
-    command = ["--input", "endless.jsonl", "--output", "o", "--tokenizer", "byte", "--workers", "1"]
+    command = ["--input", "endless.jsonl", "--out", "o", "--tokenizer", "byte", "--workers", "1"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     run = subprocess.Popen(
         [sys.executable, "-m", "megajax.data.preprocess", *command],
@@ -268,7 +268,7 @@ def test_encoding_many_texts_equals_encoding_each(documents):
 
 def test_each_key_is_written_to_its_own_pair(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES.replace(b'{"text": ""}', b'{"text": "x", "title": ""}'))
-    words = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "o"), "--tokenizer", "byte"]
+    words = ["--input", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o"), "--tokenizer", "byte"]
     assert main([*words, "--keys", "text", "title", "--workers", "1"]) == 0
     title = IndexedDataset(tmp_path / "o_title")
     assert [title.document(i).tolist() for i in range(3)] == [[65, 256], [], [66, 256]]
@@ -282,7 +282,7 @@ def test_an_old_pair_is_kept_until_the_new_one_is_complete(tmp_path):
     words = [
         "--input",
         str(tmp_path / "bad.jsonl"),
-        "--output",
+        "--out",
         str(tmp_path / "o"),
         "--tokenizer",
         "byte",

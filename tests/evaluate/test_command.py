@@ -54,7 +54,7 @@ def text(tmp_path_factory) -> pathlib.Path:
 def words(run_dir, text) -> list[str]:
     """A command of ten windows, in batches of two."""
     sizes = ["--window", "48", "--stride", "8", "--batch", "2"]
-    return ["--task", "wikitext103", "--data", str(text), "--run-dir", str(run_dir), *sizes]
+    return ["--task", "wikitext103", "--task-data", str(text), "--run-dir", str(run_dir), *sizes]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_results_are_printed_or_written_with_all_settings(words, expected, text,
     assert settings["precision"] == "fp32" and settings["model"]["layers"] == 4
     assert settings["weights"] == str(run_dir / "checkpoints" / "step_00000002")
     capsys.readouterr()
-    mesh = ["--devices", "cpu:8", "--pipe", "2", "--tensor", "2", "--replicas", "2", "--zero", "3"]
+    mesh = ["--devices", "cpu:8", "--pipe", "2", "--tensor", "2", "--data", "2", "--zero", "3"]
     assert main([*words, *mesh]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["settings"]["layout"] == {"data": 2, "context": 1, "pipe": 2, "tensor": 2, "zero": 3}
@@ -121,7 +121,20 @@ def test_a_killed_evaluation_resumes(run_dir, text, tmp_path):
     out = tmp_path / "out.json"
     long = tmp_path / "long.tokens"
     long.write_text(TEXT * 40)
-    words = ["--task", "wikitext103", "--data", long, "--run-dir", run_dir, "--window", 48, "--stride", 1, "--batch", 1]
+    words = [
+        "--task",
+        "wikitext103",
+        "--task-data",
+        long,
+        "--run-dir",
+        run_dir,
+        "--window",
+        48,
+        "--stride",
+        1,
+        "--batch",
+        1,
+    ]
     command = [sys.executable, "-m", "megajax.evaluate", *map(str, words), "--devices", "cpu:1", "--out", str(out)]
     partial = tmp_path / "out.json.partial"
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
@@ -144,14 +157,14 @@ def test_wrong_input_is_one_line(words, run_dir, text, capsys, tmp_path):
     (tmp_path / "bytes.txt").write_bytes(b"a b \xff c")
     (tmp_path / "column.jsonl").write_text('{"text": "a b"}\n{"words": "c d"}\n')
     (tmp_path / "out.json.partial").write_text("[3]\n")
-    model, task = ["--run-dir", str(run_dir)], ["--task", "wikitext103", "--data", str(text)]
-    lambada = ["--task", "lambada", "--data"]
+    model, task = ["--run-dir", str(run_dir)], ["--task", "wikitext103", "--task-data", str(text)]
+    lambada = ["--task", "lambada", "--task-data"]
     cases = {
         (*model,): "there is nothing to evaluate: pass --task wikitext103, ptb or lambada",
         (*model, "--task", "lambda"): "--task: invalid choice: 'lambda'",
-        (*model, "--task", "ptb"): "--task ptb needs its file: pass --data FILE",
-        (*task,): "there is no model: pass one of --run-dir RUN and --hf DIR",
-        (*model, *task, "--hf", "x"): "--run-dir and --hf are both given",
+        (*model, "--task", "ptb"): "--task ptb needs its file: pass --task-data FILE",
+        (*task,): "there is no model: pass one of --run-dir RUN and --init-from DIR",
+        (*model, *task, "--init-from", "x"): "--run-dir and --init-from are both given",
         (*model, *task, "--stirde", "3"): "there is no option --stirde: did you mean --stride",
         (*model, *task, "--last-token"): "--last-token is of --task lambada, not wikitext103: omit it",
         (
@@ -178,22 +191,28 @@ def test_wrong_input_is_one_line(words, run_dir, text, capsys, tmp_path):
         (*model, *task, "--out", str(tmp_path)): "cannot write .*: Is a directory; give --out the path of a file",
         (*model, *task, "--out", str(tmp_path / "no" / "x")): "cannot write .*: No such file or directory",
         (*model, *task, "--out", str(tmp_path / "out.json")): "out.json.partial is no file of partial scores",
-        (*model, "--task", "ptb", "--data", str(tmp_path / "none")): "cannot read .*none: No such file .*; pass --data",
         (
             *model,
             "--task",
             "ptb",
-            "--data",
+            "--task-data",
+            str(tmp_path / "none"),
+        ): "cannot read .*none: No such file .*; pass --task-data",
+        (
+            *model,
+            "--task",
+            "ptb",
+            "--task-data",
             str(tmp_path / "empty.txt"),
-        ): "empty.txt has no text: give --data the task's",
+        ): "empty.txt has no text: give --task-data the task's",
         (
             *model,
             "--task",
             "ptb",
-            "--data",
+            "--task-data",
             str(tmp_path / "one.txt"),
-        ): "one.txt has 1 words and 4 tokens: give --data a",
-        (*model, "--task", "ptb", "--data", str(tmp_path / "bytes.txt")): "bytes.txt, line 1: not UTF-8",
+        ): "one.txt has 1 words and 4 tokens: give --task-data a",
+        (*model, "--task", "ptb", "--task-data", str(tmp_path / "bytes.txt")): "bytes.txt, line 1: not UTF-8",
         (*model, *lambada, str(tmp_path / "column.jsonl")): "column.jsonl, line 2: no 'text'",
         (*model, *lambada, str(tmp_path / "one.txt")): "one.txt: passage 1 has nothing before its last word",
     }
@@ -217,7 +236,7 @@ def test_the_perplexity_of_a_sparse_model_is_that_of_transformers_logits(family,
     text.write_text(" ".join(f"w{token - 2}" if token > 1 else "unknown" for token in ids))
     layout = ["--devices", "cpu:4", "--pipe", "2", "--tensor", "2"]
     out = tmp_path / "out.json"
-    words = ["--hf", str(golden(family)), "--task", "wikitext103", "--data", str(text), "--out", str(out)]
+    words = ["--init-from", str(golden(family)), "--task", "wikitext103", "--task-data", str(text), "--out", str(out)]
     assert main([*words, *layout]) == 0
     likelihoods = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     wanted = np.exp(-likelihoods[np.arange(15), ids[1:]].mean())

@@ -65,7 +65,17 @@ def test_the_numbers_of_the_checkpoint_of_that_step(layout, task, files, tmp_pat
     rows = {row["step"]: row for row in read_steps(run_dir / "log.jsonl")}
     assert [step for step in rows if any("/" in name for name in rows[step])] == [2, 3]
     for step in (2, 3):
-        words = ["--task", task, "--data", files[task], "--run-dir", str(run_dir), "--step", str(step), *TASKS[task]]
+        words = [
+            "--task",
+            task,
+            "--task-data",
+            files[task],
+            "--run-dir",
+            str(run_dir),
+            "--step",
+            str(step),
+            *TASKS[task],
+        ]
         assert main([*words, "--devices", "cpu:1", "--batch", "2", "--out", str(out)]) == 0
         expected = json.loads(out.read_text())
         found = {name.rpartition("/")[2]: value for name, value in rows[step].items() if name.startswith("evaluation/")}

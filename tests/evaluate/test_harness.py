@@ -177,7 +177,7 @@ doc_to_text: "{{{{q}}}}"
     ]
     out = tmp_path / "out.json"
     model = [
-        "--hf",
+        "--init-from",
         str(directory),
         "--include-path",
         str(tasks),
@@ -208,7 +208,7 @@ def test_without_the_library_or_with_options_of_the_other_kind_it_is_one_line(ca
     for name in [name for name in sys.modules if name.startswith("megajax.evaluate.harness")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    model = ["--hf", str(golden("llama"))]
+    model = ["--init-from", str(golden("llama"))]
     cases = {
         (
             "--harness",
@@ -219,7 +219,7 @@ def test_without_the_library_or_with_options_of_the_other_kind_it_is_one_line(ca
         (
             "--task",
             "lambada",
-            "--data",
+            "--task-data",
             "x",
             "--limit",
             "3",

@@ -15,7 +15,7 @@ from tests.interop.hugging_face import golden
 from tests.runtime.test_distributed import free_port
 from tests.train.front_door import Command
 
-TINY = ["--hf", golden("llama"), "--task", "ptb", "--window", 16, "--stride", 8, "--batch", 2]
+TINY = ["--init-from", golden("llama"), "--task", "ptb", "--window", 16, "--stride", 8, "--batch", 2]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def start(path, words, own=((), ())) -> list[Command]:
 def test_two_processes_have_the_results_of_one(text, tmp_path):
     """Process 0 alone writes; the results of one device are equal up to rounding."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    words = [*TINY, "--data", text]
+    words = [*TINY, "--task-data", text]
     assert main([*map(str, words), "--out", str(one), "--devices", "cpu:1"]) == 0
     own = ("--out", two), ("--out", tmp_path / "none" / "none")
     found = start(tmp_path, [*words, "--tensor", 2, "--devices", "cpu:1"], own)
@@ -50,14 +50,25 @@ def test_two_processes_have_the_results_of_one(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", ["--pipe 2 --tensor 2", "--replicas 2 --pipe 2 --zero 3", "--context 2 --replicas 2"]
-)
+@pytest.mark.parametrize("layout", ["--pipe 2 --tensor 2", "--data 2 --pipe 2 --zero 3", "--context 2 --data 2"])
 def test_a_run_with_pipelines_and_resumed_in_two_processes(layout, run_dir, tmp_path):  # noqa: F811
     """The scores of the first batches are in the file that process 0 has; the others learn which batches are left."""
     data, out = tmp_path / "wiki.test.tokens", tmp_path / "out.json"
     data.write_text(TEXT)
-    words = ["--task", "wikitext103", "--data", data, "--run-dir", run_dir, "--window", 16, "--stride", 2, "--batch", 1]
+    words = [
+        "--task",
+        "wikitext103",
+        "--task-data",
+        data,
+        "--run-dir",
+        run_dir,
+        "--window",
+        16,
+        "--stride",
+        2,
+        "--batch",
+        1,
+    ]
     assert main([*map(str, words), *layout.split(), "--devices", "cpu:4", "--out", str(tmp_path / "one.json")]) == 0
     expected = json.loads((tmp_path / "one.json").read_text())
     words += [*layout.split(), "--devices", "cpu:2"]
@@ -86,7 +97,7 @@ def test_a_mistake_of_one_process_ends_both_with_one_line(name, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + " w1")
     data = {"other data": other, "no data": tmp_path / "none"}.get(name, text)
-    own = ("--data", text), ("--data", data, *(("--stride", 4) if name == "another stride" else ()))
+    own = ("--task-data", text), ("--task-data", data, *(("--stride", 4) if name == "another stride" else ()))
     found = start(tmp_path, [*TINY, "--tensor", 2, "--devices", "cpu:1"], own)
     assert codes(found) == [2, 2], [command.err for command in found]
     for command in found:
@@ -96,16 +107,16 @@ def test_a_mistake_of_one_process_ends_both_with_one_line(name, text, tmp_path):
 
 def test_the_harness_runs_in_one_process():
     with pytest.raises(ConfigError, match="--harness runs in one process, and there are 2: start one"):
-        run_connected(read_options(["--hf", "x", "--harness", "a"]), 2)
+        run_connected(read_options(["--init-from", "x", "--harness", "a"]), 2)
 
 
 def test_options_of_the_processes():
     words = [
-        "--hf",
+        "--init-from",
         "x",
         "--task",
         "ptb",
-        "--data",
+        "--task-data",
         "a",
         "--coordinator",
         "node0:1",
@@ -117,4 +128,4 @@ def test_options_of_the_processes():
     assert (first.launch.process_id, second.launch.processes) == (0, 2)
     assert first.of_all_processes == second.of_all_processes and first.of_all_processes["--batch"] == "8"
     with pytest.raises(ConfigError, match="need --processes, --process-id too"):
-        read_options(["--hf", "x", "--task", "ptb", "--data", "a", "--coordinator", "node0:1"])
+        read_options(["--init-from", "x", "--task", "ptb", "--task-data", "a", "--coordinator", "node0:1"])

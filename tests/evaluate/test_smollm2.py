@@ -92,7 +92,19 @@ def wanted(model, lambada) -> dict[str, float]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lambada(layout, model, lambada, wanted, tmp_path):
     out = tmp_path / "out.json"
-    words = ["--task", "lambada", "--data", lambada, "--hf", model, "--batch", 4, "--out", out, *LAYOUTS[layout]]
+    words = [
+        "--task",
+        "lambada",
+        "--task-data",
+        lambada,
+        "--init-from",
+        model,
+        "--batch",
+        4,
+        "--out",
+        out,
+        *LAYOUTS[layout],
+    ]
     # A process of its own: the tests' programs are compiled without LLVM's optimizations, and several times as slow.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run([sys.executable, "-m", "megajax.evaluate", *map(str, words)], cwd=ROOT, env=environment, check=True)

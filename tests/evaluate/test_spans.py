@@ -67,7 +67,7 @@ def test_scores_and_files_of_predictions(tmp_path, capsys):
     assert found == {"exact_match": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3), "loss": 4.0}  # windows 0 to 8
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    words = ["--data", str(tmp_path / "dev.json"), "--predictions", str(tmp_path / "predictions.json")]
+    words = ["--task-data", str(tmp_path / "dev.json"), "--predictions", str(tmp_path / "predictions.json")]
     assert squad.main([*words, "--no-answer", str(tmp_path / "null_odds.json"), "--threshold", "0"]) == 0
     assert json.loads(capsys.readouterr().out)["f1"] == pytest.approx(found["f1"])
     strict = scores_of([(CONTEXT, asked)], tmp_path, "squad2", null_threshold=-5.0)

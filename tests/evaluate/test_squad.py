@@ -78,7 +78,7 @@ def run(tmp_path, capsys, predictions, *words, **settings):
     data, predicted = tmp_path / "data.json", tmp_path / "predictions.json"
     squad_file(data, **settings)
     predicted.write_text(json.dumps(predictions))
-    code = main(["--data", str(data), "--predictions", str(predicted), *words])
+    code = main(["--task-data", str(data), "--predictions", str(predicted), *words])
     printed = capsys.readouterr()
     return code, json.loads(printed.out) if printed.out.startswith("{") else None, printed.err
 

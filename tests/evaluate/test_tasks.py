@@ -150,7 +150,7 @@ def test_lambada_reads_lines_of_text_and_refuses_bad_ones(tmp_path):
         ("c.jsonl", '{"text": "1 2"}\n{"text"'): "line 2: not JSON",
         ("d.jsonl", '{"text": "1 2"}\n{"text": "7"}\n'): "passage 2 has nothing before its last word",
         ("e.jsonl", '{"text": "1 2"}\n{"text": " "}\n'): "passage 2 has nothing before its last word",
-        ("f.txt", "\n"): "f.txt has no text: give --data the task's file",
+        ("f.txt", "\n"): "f.txt has no text: give --task-data the task's file",
         ("g.txt", ""): "g.txt has no text",
         ("h.txt", "1 2.3.4.5.6.7.8"): "a target of 7 tokens, but the model's context is 6 tokens",
     }

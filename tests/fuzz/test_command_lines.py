@@ -67,7 +67,7 @@ def test_training_options_are_legal_or_refused_in_one_line(example):
 
 @fuzz(command_lines(draw._parser(), {"--schedule": st.sampled_from(names()), "--costs": st.just("1,2")}))
 def test_draw(words):
-    sizes = ["--stages=2", "--microbatches=4"]  # the default, unless other ones are drawn
+    sizes = ["--pipe=2", "--microbatches=4"]  # the default, unless other ones are drawn
     outcome = outcome_of(draw.main, [*sizes, *(word for word in words if not word.startswith("--out"))])
     assert outcome.code in (0, 2)
 
@@ -81,13 +81,13 @@ NEEDED = {
     "--model": st.sampled_from(["gpt2", "tiny", "gpt3-1t"]),
     "--gpu": st.sampled_from(["h100-80gb", "a100-80gb"]),
     "--gpus": SMALL,
-    "--global-batch": SMALL,
+    "--global-batch-size": SMALL,
 }
 
 
 @fuzz(command_lines(plan_parser(Parser(add_help=False), ""), NEEDED, most=4))
 def test_plan(words):
-    usual = ["--model", "gpt2", "--gpus", "8", "--gpu", "h100-80gb", "--global-batch", "8"]
+    usual = ["--model", "gpt2", "--gpus", "8", "--gpu", "h100-80gb", "--global-batch-size", "8"]
     before = plan.search
     plan.search = goals.search = searched
     try:

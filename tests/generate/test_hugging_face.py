@@ -37,7 +37,7 @@ def test_the_command_continues_words(tmp_path, capsys):
     """The golden tokenizer's words are w0, w1, ...; token 2 is w0."""
     out = tmp_path / "texts.jsonl"
     prompt = " ".join(f"w{token - 2}" for token in tokens()[0, :PROMPT])
-    words = ["--hf", golden("qwen3"), "--prompt", prompt, "--temperature", 0, "--new-tokens", 6, "--out", out]
+    words = ["--init-from", golden("qwen3"), "--prompt", prompt, "--temperature", 0, "--new-tokens", 6, "--out", out]
     assert main([str(word) for word in words]) == 0, capsys.readouterr().err
     expected = [f"w{token - 2}" for token in np.load(golden("qwen3") / "greedy.npy")[0, :6]]
     assert json.loads(out.read_text())["text"].split() == expected

@@ -18,7 +18,7 @@ from tests.train.front_door import Command, Run
 LONG = {"prompt": "w9 " * 20 + "w1", "id": 1}
 ROWS = [{"prompt": "w1 w5 w7"}, LONG, {"prompt": "w3", "id": "\u00e9"}, {"prompt": "w60 w8"}, {"prompt": "w2 w4"}]
 DRAWS = ["--new-tokens", "40", "--seed", "3", "--stop", "w7 w", "--batch", "2", "--prefill-chunk", "8"]
-TINY = ["--hf", str(golden("llama")), "--new-tokens", "6", "--temperature", "0"]
+TINY = ["--init-from", str(golden("llama")), "--new-tokens", "6", "--temperature", "0"]
 
 
 def start(path, words, *, own=((), ()), typed=(None, None)) -> list[Command]:
@@ -46,7 +46,7 @@ def imported(path, source) -> str:
 @pytest.mark.parametrize("source", ["hf", "run-dir", "gguf"])
 def test_the_texts_of_two_processes_are_those_of_one(tmp_path, source, layout):
     """Only process 0 has the prompts; it alone writes. Three batches, of prompts that end at different tokens."""
-    model = ["--hf", golden("llama")]
+    model = ["--init-from", golden("llama")]
     if source == "gguf":
         pytest.importorskip("gguf")
     if source != "hf":
@@ -124,7 +124,7 @@ def test_a_killed_process_ends_the_other(tmp_path, victim):
 
 MISTAKES = {
     "a directory that process 1 does not have": (
-        ((), ("--hf", "nowhere")),
+        ((), ("--init-from", "nowhere")),
         "cannot read nowhere/config.json",
     ),
     "an option that differs": (
@@ -222,9 +222,9 @@ def test_each_process_gives_an_equal_share_of_the_mesh(processes, monkeypatch):
 
 
 def test_options_of_the_processes():
-    words = ["--hf", "x", "--prompt", "a", "--coordinator", "node0:1", "--processes", "2", "--process-id"]
+    words = ["--init-from", "x", "--prompt", "a", "--coordinator", "node0:1", "--processes", "2", "--process-id"]
     first, second = (read_options([*words, number, "--out", number, "--devices", "cpu"]) for number in "01")
     assert (first.launch.process_id, second.launch.processes) == (0, 2)
     assert first.of_all_processes == second.of_all_processes and first.of_all_processes["--top-p"] == "1.0"
     with pytest.raises(ConfigError, match="need --processes, --process-id too"):
-        read_options(["--hf", "x", "--prompt", "a", "--coordinator", "node0:1"])
+        read_options(["--init-from", "x", "--prompt", "a", "--coordinator", "node0:1"])

@@ -325,19 +325,19 @@ def save(tmp_path, tracker: str | None, *folders: str):
 
 
 BAD = {  # (tracker, folders, options, words of the message)
-    "no directory": (None, (), ("--iteration", "3"), "--iteration says 3, and .* has no iter_0000003"),
+    "no directory": (None, (), ("--step", "3"), "--step says 3, and .* has no iter_0000003"),
     "not a checkpoint": (None, (), (), "has neither mp_rank_00 nor metadata.json"),
     "tracker": ("seven", (), (), "latest_checkpointed_iteration.txt: 'seven' is neither a number nor release"),
     "tracker of another": (
         "8",
         ("iter_0000007/mp_rank_00",),
         (),
-        "says 8, and .* has no iter_0000008: it has iter_0000007; pass --iteration",
+        "says 8, and .* has no iter_0000008: it has iter_0000007; pass --step",
     ),
     "release": ("release", (), (), "says release, and .* has no release"),
     "no torch": ("7", ("iter_0000007/mp_rank_00",), (), r"needs torch 2.6 .*pip install 'megajax\[megatron\]'"),
     "experts": ("7", ("iter_0000007/mp_rank_00_000_000",), (), "expert parallelism .* experts are not supported"),
-    "iteration": ("7", (), ("--iteration", "../x"), r"--iteration: '../x' is neither a number"),
+    "iteration": ("7", (), ("--step", "../x"), r"--step: '../x' is neither a number"),
 }
 
 

@@ -160,7 +160,7 @@ def test_one_iteration_and_the_sequence_length(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "24 tokens a sample" in said and "not the optimizer's state" in said
     (save / "latest_checkpointed_iteration.txt").write_text("9")
-    assert run(save, tmp_path / "again", "--tokenizer", TOKENIZER, "--iteration", "7") == 0
+    assert run(save, tmp_path / "again", "--tokenizer", TOKENIZER, "--step", "7") == 0
 
 
 class Malicious:
@@ -350,7 +350,7 @@ OPTIONS = {
         ("--tokenizer", TOKENIZER, "--sequence-length", 25),
         "sequence_length = 25, but the model's table has 24",
     ),
-    "another iteration": (("--tokenizer", TOKENIZER, "--iteration", 8), "has no iter_0000008: it has iter_0000007"),
+    "another iteration": (("--tokenizer", TOKENIZER, "--step", 8), "has no iter_0000008: it has iter_0000007"),
 }
 
 

@@ -124,7 +124,7 @@ def test_greedy_text(exported, judges, tmp_path, capsys):
         )
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
     words = [
-        "--hf",
+        "--init-from",
         exported,
         "--prompts",
         tmp_path / "prompts.jsonl",

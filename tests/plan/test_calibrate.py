@@ -126,7 +126,7 @@ def test_the_planner_and_the_dry_run_take_them(tmp_path, capsys):
     slow = "[measured]\nmatmuls = [[2048, 2048, 2048, 70.0]]\ncopy_gbytes = 300\nattention_teraflops = [45, 45]\n"
     paths = [written(tmp_path, 'gpu = "h100-80gb"\ngpus = 8\n'), str(tmp_path / "slow.toml")]
     (tmp_path / "slow.toml").write_text(f'gpu = "h100-80gb"\ngpus = 8\n{slow}')
-    words = ["--model", "gpt3-1.3b", "--global-batch", "64", "--schedules", "1f1b", "--tokens", "1e9"]
+    words = ["--model", "gpt3-1.3b", "--global-batch-size", "64", "--schedule", "1f1b", "--tokens", "1e9"]
     assert main([*words, "--compare", *paths]) == 0
     fast, slow = (float(line.split()[7]) for line in capsys.readouterr().out.splitlines()[2:4])
     assert slow > 4 * fast

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.plan.__main__ import main
 
-LEAN = "--schedules 1f1b --microbatch-sizes 2 --recompute selective --top 1"
+LEAN = "--schedule 1f1b --microbatch-size 2 --recompute selective --top 1"
 MODEL = "--model gpt3-6.7b"
 
 
@@ -34,7 +34,7 @@ def cluster(tmp_path):
 
 def test_json_has_the_layout_its_time_and_cost(plan, cluster):
     ours = cluster("ours", 'gpu = "h100-80gb"\ngpus = 64\nprice = 2\nwatts = 1000')
-    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch 256 --tokens 1e11 --json")
+    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch-size 256 --tokens 1e11 --json")
     found = json.loads(out)
     (layout,) = found["layouts"]
     parallel = layout["parallel"]
@@ -48,7 +48,7 @@ def test_json_has_the_layout_its_time_and_cost(plan, cluster):
 
 
 def test_json_says_what_to_pass_if_nothing_fits(plan):
-    code, out, _ = plan("--model gpt3-175b --gpu a100-40gb --gpus 8 --global-batch 8 --json")
+    code, out, _ = plan("--model gpt3-175b --gpu a100-40gb --gpus 8 --global-batch-size 8 --json")
     found = json.loads(out)
     assert code == 1 and found["layouts"] == [] and found["remedy"].startswith("pass ")
 
@@ -56,7 +56,7 @@ def test_json_says_what_to_pass_if_nothing_fits(plan):
 def test_clusters_are_compared(plan, cluster):
     one = cluster("slow", 'gpu = "a100-80gb"\nprice = 1')
     two = cluster("fast", 'gpu = "h100-80gb"\nprice = 2.5\ncurrency = "EUR"')
-    code, out, _ = plan(f"{MODEL} --compare {one} {two} --gpus 32 --global-batch 256")
+    code, out, _ = plan(f"{MODEL} --compare {one} {two} --gpus 32 --global-batch-size 256")
     rows = {line.split()[0]: line.split() for line in out.splitlines()[2:]}
     assert code == 0 and set(rows) == {"slow", "fast"}
     assert rows["slow"][-1] == "USD" and rows["fast"][-1] == "EUR"
@@ -68,38 +68,38 @@ def test_clusters_are_compared(plan, cluster):
 
 def test_a_comparison_in_which_nothing_fits_fails_and_says_what_to_pass(plan, cluster):
     small, large = cluster("small", 'gpu = "a100-40gb"\ngpus = 8'), cluster("large", 'gpu = "a100-80gb"\ngpus = 512')
-    code, out, _ = plan(f"--model gpt3-175b --compare {small} --global-batch 512")
+    code, out, _ = plan(f"--model gpt3-175b --compare {small} --global-batch-size 512")
     assert code == 1 and "nothing fits: pass --gpus" in out
-    code, out, _ = plan(f"--model gpt3-175b --compare {small} {large} --global-batch 512")
+    code, out, _ = plan(f"--model gpt3-175b --compare {small} {large} --global-batch-size 512")
     assert code == 0 and "nothing fits" in out
-    code, _, error = plan(f"--model gpt3-175b --compare {small} --global-batch 7")
+    code, _, error = plan(f"--model gpt3-175b --compare {small} --global-batch-size 7")
     assert code == 2 and "global batch of 7" in error
 
 
 def test_a_deadline_is_met_by_the_fewest_gpus(plan):
     """It is missed on the host before, and the days are those of the plan that is written."""
-    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --global-batch 256 --tokens 1e11 --deadline 20")
+    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --global-batch-size 256 --tokens 1e11 --deadline 20")
     words = out.splitlines()[0].split()
     assert code == 0 and words[:3] == ["deadline", "20", "days"]
     gpus, days, fewer, longer = (float(words[at].rstrip(";")) for at in (6, 9, 10, 13))
     assert days <= 20 < longer and fewer < gpus
-    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --gpus {fewer:.0f} --global-batch 256 --tokens 1e11 --json")
+    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --gpus {fewer:.0f} --global-batch-size 256 --tokens 1e11 --json")
     assert json.loads(out)["layouts"][0]["days"] == pytest.approx(longer, abs=0.05)
 
 
 def test_a_budget_buys_tokens(plan, cluster):
     ours = cluster("ours", 'gpu = "a100-80gb"\ngpus = 32\nprice = 2')
-    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch 256 --budget 1e5 --json")
+    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch-size 256 --budget 1e5 --json")
     found = json.loads(out)
     assert code == 0 and found["layouts"][0]["cost"]["money"] == pytest.approx(1e5)
-    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch 256 --budget 1e5")
+    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch-size 256 --budget 1e5")
     assert out.startswith("budget 100,000 USD: 65.1 days of 32 GPUs")  # 1e5 / 2 / 32 / 24
 
 
 def test_a_budget_names_the_model_of_chinchillas_rule(plan, cluster):
     """The rule's size is sqrt(C / 120), C being what the GPUs compute at the winner's utilisation."""
     ours = cluster("ours", 'gpu = "a100-80gb"\ngpus = 32\nprice = 2')
-    code, out, _ = plan(f"--cluster {ours} --global-batch 256 --budget 3e4")
+    code, out, _ = plan(f"--cluster {ours} --global-batch-size 256 --budget 3e4")
     lines = out.splitlines()
     (chosen,) = [line for line in lines if line.endswith("<- nearest to the rule")]
     name, mfu = chosen.split()[0], float(chosen.split("%")[0].split()[-1]) / 100
@@ -111,7 +111,7 @@ def test_a_budget_names_the_model_of_chinchillas_rule(plan, cluster):
 
 
 def test_the_nearest_good_numbers_of_gpus_are_named(plan):
-    code, _, error = plan(f"{MODEL} --gpu a100-80gb --gpus 37 --global-batch 256")
+    code, _, error = plan(f"{MODEL} --gpu a100-80gb --gpus 37 --global-batch-size 256")
     assert code == 2 and error.startswith(
         "error: no layout of gpt3-6.7b over 37 GPUs takes a global batch of 256; the nearest"
     )
@@ -119,7 +119,7 @@ def test_the_nearest_good_numbers_of_gpus_are_named(plan):
 
 
 def test_a_number_of_gpus_that_divides_badly_is_said_so(plan):
-    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --gpus 31 --global-batch 248")
+    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --gpus 31 --global-batch-size 248")
     (line,) = [line for line in out.splitlines() if "divide badly" in line]
     assert code == 0 and "--gpus 32 (" in line
 
@@ -127,25 +127,28 @@ def test_a_number_of_gpus_that_divides_badly_is_said_so(plan):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (f"{MODEL} --global-batch 8 --gpus 8", "gpu is not given: pass --gpu a100-40gb|"),
-        (f"{MODEL} --global-batch 8 --gpu b200", "gpus is not given: pass --gpus COUNT"),
-        ("--global-batch 8 --gpus 8 --gpu b200", "model is not given: pass --model NAME, or --budget MONEY"),
-        ("--global-batch 8 --gpus 8 --gpu b200 --budget 9 --layers 3", "layers is of a model, which is not given"),
-        (f"{MODEL} --global-batch 8 --gpus 8 --gpu b200 --budget 9", "budget needs the price of a GPU for an hour"),
-        (f"{MODEL} --global-batch 8 --gpu b200 --cluster x.toml", "--cluster: not allowed with argument --gpu"),
-        (f"{MODEL} --global-batch 8 --gpus 8 --cluster none.toml", "cluster = none.toml cannot be read"),
-        (f"{MODEL} --global-batch 8 --gpus 8 --compare none.toml --json", "cluster = none.toml cannot be read"),
-        (f"{MODEL} --global-batch 8 --gpu b200 --deadline 0", "--deadline: 0.0 must be a number, above 0"),
+        (f"{MODEL} --global-batch-size 8 --gpus 8", "gpu is not given: pass --gpu a100-40gb|"),
+        (f"{MODEL} --global-batch-size 8 --gpu b200", "gpus is not given: pass --gpus COUNT"),
+        ("--global-batch-size 8 --gpus 8 --gpu b200", "model is not given: pass --model NAME, or --budget MONEY"),
+        ("--global-batch-size 8 --gpus 8 --gpu b200 --budget 9 --layers 3", "layers is of a model, which is not given"),
         (
-            f"{MODEL} --global-batch 8 --gpu b200 --deadline 1 --budget 5",
+            f"{MODEL} --global-batch-size 8 --gpus 8 --gpu b200 --budget 9",
+            "budget needs the price of a GPU for an hour",
+        ),
+        (f"{MODEL} --global-batch-size 8 --gpu b200 --cluster x.toml", "--cluster: not allowed with argument --gpu"),
+        (f"{MODEL} --global-batch-size 8 --gpus 8 --cluster none.toml", "cluster = none.toml cannot be read"),
+        (f"{MODEL} --global-batch-size 8 --gpus 8 --compare none.toml --json", "cluster = none.toml cannot be read"),
+        (f"{MODEL} --global-batch-size 8 --gpu b200 --deadline 0", "--deadline: 0.0 must be a number, above 0"),
+        (
+            f"{MODEL} --global-batch-size 8 --gpu b200 --deadline 1 --budget 5",
             "--budget: not allowed with argument --deadline",
         ),
         (
-            f"{MODEL} --global-batch 8 --gpu b200 --deadline 0.001",
+            f"{MODEL} --global-batch-size 8 --gpu b200 --deadline 0.001",
             "has work for 2,048 at most: pass a longer --deadline",
         ),
-        (f"{MODEL} --global-batch 8 --gpu b201 --gpus 8", "gpu = 'b201' is not known: did you mean b200"),
-        (f"{MODEL} --global-batch 8 --gpu b200 --budget -5", "--budget: -5.0 must be a number, above 0"),
+        (f"{MODEL} --global-batch-size 8 --gpu b201 --gpus 8", "gpu = 'b201' is not known: did you mean b200"),
+        (f"{MODEL} --global-batch-size 8 --gpu b200 --budget -5", "--budget: -5.0 must be a number, above 0"),
     ],
 )
 def test_a_wrong_request_is_one_line(words, says, plan):

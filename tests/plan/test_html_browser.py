@@ -44,7 +44,7 @@ def page(tmp_path_factory):
     if not has_qt:
         pytest.skip("needs a browser: pip install PySide6-Addons==6.8.3, which has QtWebEngine")
     folder = tmp_path_factory.mktemp("page")
-    words = "--model gpt3-175b --gpus 1024 --gpu h100-80gb --global-batch 1536"
+    words = "--model gpt3-175b --gpus 1024 --gpu h100-80gb --global-batch-size 1536"
     assert main([*words.split(), "--out", str(folder / "plan.toml"), "--html", str(folder / "report.html")]) == 0
     return str(folder / "report.html")
 

@@ -45,8 +45,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    words = "--model gpt3-6.7b --gpus 16 --gpu a100-80gb --global-batch 64 --schedules 1f1b zb_h1 --top 4"
-    words += f" --microbatch-sizes 1 2 --out {folder / 'plan.toml'} --html {folder / 'report.html'}"
+    words = "--model gpt3-6.7b --gpus 16 --gpu a100-80gb --global-batch-size 64 --schedule 1f1b zb_h1 --top 4"
+    words += f" --microbatch-size 1 2 --out {folder / 'plan.toml'} --html {folder / 'report.html'}"
     assert main(words.split()) == 0
     return (folder / "report.html").read_text()
 
@@ -104,7 +104,7 @@ def test_bars_stay_within_their_width(text):
 
 
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    words = "--model gpt2 --gpus 4 --gpu a100-80gb --global-batch 8 --schedules 1f1b --recompute none"
+    words = "--model gpt2 --gpus 4 --gpu a100-80gb --global-batch-size 8 --schedule 1f1b --recompute none"
     assert main([*words.split(), "--out", str(tmp_path / "p"), "--html", "/no/such/report.html"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pass --html with a writable path" in error

@@ -39,9 +39,9 @@ def schedule(tmp_path, request):
 
 def test_a_users_schedule_is_searched_and_written(schedule, tmp_path, capsys):
     name, file = schedule
-    words = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64 --microbatch-sizes 2 --recompute full"
+    words = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch-size 64 --microbatch-size 2 --recompute full"
     out = tmp_path / "plan.toml"
-    assert main([*words.split(), "--import", file, "--schedules", name, "--out", str(out)]) == 0
+    assert main([*words.split(), "--import", file, "--schedule", name, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     tables = tomllib.loads(out.read_text())
     assert name in text and tables["options"]["imports"] == [file] and tables["parallel"]["schedule"] == name
@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
     file = tmp_path / "broken.py"
     file.write_text("1 / 0")
     words = ["--model", "tiny", "--gpu", "h100-80gb"]
-    for command, more in ((dryrun.main, []), (main, ["--gpus", "8", "--global-batch", "8"])):
+    for command, more in ((dryrun.main, []), (main, ["--gpus", "8", "--global-batch-size", "8"])):
         assert command([*words, *more, "--import", str(file)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and "ZeroDivisionError" in error

@@ -13,7 +13,7 @@ from megajax.plan.__main__ import config_sections, main
 from megajax.plan.report import PARTS, memory_bar, smallest
 from megajax.plan.search import Question, search
 
-SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch 64"
+SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch-size 64"
 
 
 def read(path) -> RunConfig:
@@ -52,7 +52,9 @@ def test_prints_the_best_layouts_and_writes_the_fastest(tmp_path, capsys):
 
 
 def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
-    words = "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch 64 --schedules 1f1b --recompute full --top 1"
+    words = (
+        "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch-size 64 --schedule 1f1b --recompute full --top 1"
+    )
     words += " --expert 4"
     assert main([*words.split(), "--memory-margin", "0", "--out", str(tmp_path / "plan.toml")]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
@@ -67,7 +69,7 @@ def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
 
 def test_a_changed_model_is_written_as_what_differs_from_its_preset(tmp_path):
     out = tmp_path / "plan.toml"
-    words = "--model gpt3-175b --layers 32 --hidden 20480 --heads 128 --gpus 64 --gpu a100-80gb --global-batch 128"
+    words = "--model gpt3-175b --layers 32 --hidden 20480 --heads 128 --gpus 64 --gpu a100-80gb --global-batch-size 128"
     words += " --vocab-parallel tensor"
     assert main([*words.split(), "--out", str(out)]) == 0
     assert tomllib.loads(out.read_text())["model"] == {"layers": 32, "hidden": 20480, "heads": 128}
@@ -100,7 +102,7 @@ def test_drawing_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsy
 
 def test_zero_is_written(tmp_path):
     out = tmp_path / "plan.toml"
-    words = "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch 512 --zero 1"
+    words = "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch-size 512 --zero 1"
     assert main([*words.split(), "--out", str(out)]) == 0
     assert read(out).parallel.zero == 1
 
@@ -117,7 +119,7 @@ def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
 
 
 def test_the_search_reports_that_nothing_fits(tmp_path, capsys):
-    words = "--model gpt3-1t --gpus 8 --gpu a100-80gb --global-batch 64"
+    words = "--model gpt3-1t --gpus 8 --gpu a100-80gb --global-batch-size 64"
     assert main([*words.split(), "--out", str(tmp_path / "p")]) == 1
     out = capsys.readouterr().out
     assert "nothing fits; the smallest:" in out and out.splitlines()[-1] == "pass --gpus 256"
@@ -135,56 +137,59 @@ def test_it_says_that_zero_would_fit():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--model gpt3-17b --gpus 8 --gpu a100-80gb --global-batch 8", "model = 'gpt3-17b' is not a preset"),
-        ("--model gpt2 --gpus 8 --gpu a100 --global-batch 8", "gpu = 'a100' is not known"),
-        ("--model gpt2 --gpus 0 --gpu a100-80gb --global-batch 8", "--gpus: 0 must be a whole number, 1 or more"),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb", "--global-batch"),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --heads 7", "is not a multiple of heads = 7"),
-        ("--model gpt2 --gpus x --gpu a100-80gb --global-batch 8", "--gpus: 'x' is not a whole number"),
+        ("--model gpt3-17b --gpus 8 --gpu a100-80gb --global-batch-size 8", "model = 'gpt3-17b' is not a preset"),
+        ("--model gpt2 --gpus 8 --gpu a100 --global-batch-size 8", "gpu = 'a100' is not known"),
+        ("--model gpt2 --gpus 0 --gpu a100-80gb --global-batch-size 8", "--gpus: 0 must be a whole number, 1 or more"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb", "--global-batch-size"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --heads 7", "is not a multiple of heads = 7"),
+        ("--model gpt2 --gpus x --gpu a100-80gb --global-batch-size 8", "--gpus: 'x' is not a whole number"),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 0",
-            "--microbatch-sizes: 0 must be",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --microbatch-size 0",
+            "--microbatch-size: 0 must be",
         ),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out /no/such/plan.toml",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --out /no/such/plan.toml",
             "cannot write /no/such/plan.toml: No such file or directory; pass --out",
         ),
         (
-            "--model gpt3-530b --gpus 8 --gpu a100-80gb --global-batch 8 --attention cudnn",
+            "--model gpt3-530b --gpus 8 --gpu a100-80gb --global-batch-size 8 --attention cudnn",
             "attention = cudnn, but cuDNN's",
         ),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens -1",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --tokens -1",
             "--tokens: -1.0 must be a number, above 0",
         ),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --tokens inf",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --tokens inf",
             "--tokens: inf must be a number, above 0",
         ),
-        ("--model gpt2 --gpus 9999999 --gpu a100-80gb --global-batch 8", "--gpus: 9999999 must be"),
+        ("--model gpt2 --gpus 9999999 --gpu a100-80gb --global-batch-size 8", "--gpus: 9999999 must be"),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --layers 100000",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --layers 100000",
             "layers = 100000 must be at most 1024",
         ),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --out=", "--out: '' must not be empty"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --out=", "--out: '' must not be empty"),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --microbatch-sizes 3 5",
-            "takes a global batch of 8 with --microbatch-sizes 3 5: omit --microbatch-sizes, or",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --microbatch-size 3 5",
+            "takes a global batch of 8 with --microbatch-size 3 5: omit --microbatch-size, or",
         ),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --schedules pipedream_2bw --precision fp16",
-            "with --schedules pipedream_2bw: omit --schedules, or",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --schedule pipedream_2bw --precision fp16",
+            "with --schedule pipedream_2bw: omit --schedule, or",
         ),
         (
-            "--model gpt2 --gpus 97 --gpu a100-80gb --global-batch 8",
+            "--model gpt2 --gpus 97 --gpu a100-80gb --global-batch-size 8",
             "takes a global batch of 8; the nearest with good layouts: pass --gpus 96 (",
         ),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --zero 2", "--zero: invalid choice: 2"),
+        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --zero 2", "--zero: invalid choice: 2"),
         (
-            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --precision fp8",
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --precision fp8",
             "--precision: invalid choice: 'fp8'",
         ),
-        ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch 8 --plot x.jpg2", "plot = x.jpg2 cannot be written"),
+        (
+            "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --plot x.jpg2",
+            "plot = x.jpg2 cannot be written",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import pytest
 from megajax.plan import failures, sites
 from megajax.plan.__main__ import main
 
-BATCH = "--global-batch 64"
+BATCH = "--global-batch-size 64"
 RUN = f"--model gpt3-175b --gpus 64 --gpu h100-80gb {BATCH}"
 FILES = {
     "ours.toml": 'gpu = "h100-80gb"\ngpus = 64\nprice = 2.5\n',
@@ -32,7 +32,7 @@ def one_line(command, words, capsys) -> str:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("", "the following arguments are required: --global-batch"),
+        ("", "the following arguments are required: --global-batch-size"),
         (f"--model gpt3-175b {BATCH}", "gpu is not given: pass --gpu a100-40gb|"),
         (f"--gpu b200 {BATCH}", "model is not given: pass --model NAME, or --budget MONEY"),
         (f"--model gpt3-175 --gpu b200 --gpus 8 {BATCH}", "did you mean gpt3-175b"),
@@ -40,9 +40,9 @@ def one_line(command, words, capsys) -> str:
         (f"--model gpt3-175b --gpu b200 {BATCH}", "gpus is not given: pass --gpus COUNT, write gpus = COUNT"),
         (f"--model gpt3-175b --gpu b200 --gpus 1e3 {BATCH}", "--gpus: '1e3' is not a whole number"),
         (f"--model gpt3-175b --gpu b200 --gpus 2000000 {BATCH}", "1 or more and below 1000001"),
-        ("--model gpt3-1.3b --gpu b200 --gpus 97 --global-batch 64", "the nearest with good layouts: pass --gpus"),
+        ("--model gpt3-1.3b --gpu b200 --gpus 97 --global-batch-size 64", "the nearest with good layouts: pass --gpus"),
         (f"{RUN} --tokns 8", "unrecognized arguments: --tokns 8: did you mean --tokens?"),
-        (f"{RUN} --microbatch-sizes 3", "with --microbatch-sizes 3: omit --microbatch-sizes"),
+        (f"{RUN} --microbatch-size 3", "with --microbatch-size 3: omit --microbatch-size"),
         (f"{RUN} --expert 2", "expert = 2, but gpt3-175b has no experts: omit --expert"),
         (f"--model mixtral-8x7b --gpu b200 --gpus 8 {BATCH} --expert 3", "pass --expert 1 2 4 8."),
         (f"{RUN} --hidden 100", "hidden = 100 is not a multiple of heads = 96: pass --heads"),
@@ -80,13 +80,13 @@ def test_the_planner(words, says, capsys):
     ("words", "says"),
     [
         ("--model nope", "model = 'nope' is not a preset"),
-        ("--pipe 200 --schedules 1f1b", "stages, each of which needs one: pass other --microbatches, --pipe"),
+        ("--pipe 200 --schedule 1f1b", "stages, each of which needs one: pass other --microbatches, --pipe"),
         ("--sites 40", "sites = 40 must be at most pipe = 16"),
-        ("--microbatches 1 --schedules interleaved_1f1b", "not 1: pass other --microbatches"),
-        ("--schedules zb", "did you mean zb_v"),
-        ("--schedules pipedream_2bw", "is not one step of training that drains: pass --schedules gpipe"),
+        ("--microbatches 1 --schedule interleaved_1f1b", "not 1: pass other --microbatches"),
+        ("--schedule zb", "did you mean zb_v"),
+        ("--schedule pipedream_2bw", "is not one step of training that drains: pass --schedule gpipe"),
         ("--latency -1", "--latency: -1.0 must be a number, 0 or more"),
-        ("--tensor 7 --schedules 1f1b", "heads = 96 cannot be split over tensor = 7: pass other"),
+        ("--tensor 7 --schedule 1f1b", "heads = 96 cannot be split over tensor = 7: pass other"),
         ("--pipee 3", "did you mean --pipe?"),
     ],
 )

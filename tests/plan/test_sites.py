@@ -7,7 +7,7 @@ from megajax.schedules.registry import make_schedule
 from megajax.schedules.simulate import Costs
 from megajax.schedules.sites import Sites, simulate_sites
 
-SMALL = "--model gpt3-13b --pipe 4 --tensor 4 --microbatches 16 --schedules 1f1b gpipe"
+SMALL = "--model gpt3-13b --pipe 4 --tensor 4 --microbatches 16 --schedule 1f1b gpipe"
 
 
 def test_the_command_says_which_schedule_survives(tmp_path, capsys):
@@ -43,8 +43,8 @@ def test_a_longer_warm_up_hides_the_link(latency, transfer):
         ("--sites 9", "sites = 9 must be at most pipe = 4"),
         ("--latency -1", "--latency: -1.0 must be a number, 0 or more"),
         ("--gbps 0", "--gbps: 0.0 must be a number, above 0"),
-        ("--schedules zb_h9", "schedule 'zb_h9' is unknown; did you mean zb_"),
-        ("--schedules pipedream_2bw", "pipedream_2bw is not one step of training that drains"),
+        ("--schedule zb_h9", "schedule 'zb_h9' is unknown; did you mean zb_"),
+        ("--schedule pipedream_2bw", "pipedream_2bw is not one step of training that drains"),
         ("--gpu h100", "gpu = 'h100' is not known"),
         ("--model gpt4", "'gpt4' is not a preset"),
         ("--pipe 64", "layers"),

@@ -12,7 +12,7 @@ from megajax.schedules.draw import main
 
 def test_json(capsys):
     assert (
-        main(["--schedule", "interleaved_1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2", "--json"]) == 0
+        main(["--schedule", "interleaved_1f1b", "--pipe", "4", "--microbatches", "8", "--chunks", "2", "--json"]) == 0
     )
     got = json.loads(capsys.readouterr().out)
     assert {name: got[name] for name in ("schedule", "stages", "microbatches", "chunks", "placement", "ticks")} == {
@@ -31,7 +31,7 @@ def test_json(capsys):
 def test_pictures(tmp_path):
     picture = tmp_path / "x.svg"
     assert (
-        main(["--compare", "gpipe", "1f1b", "zb_v", "--stages", "3", "--microbatches", "5", "--out", str(picture)]) == 0
+        main(["--compare", "gpipe", "1f1b", "zb_v", "--pipe", "3", "--microbatches", "5", "--out", str(picture)]) == 0
     )
     text = picture.read_text()
     xml.etree.ElementTree.fromstring(text)
@@ -46,7 +46,7 @@ def test_pictures(tmp_path):
 
 def test_text_and_trace(tmp_path, capsys):
     trace = tmp_path / "x.json"
-    sizes = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--text", "--trace", str(trace)]
+    sizes = ["--schedule", "1f1b", "--pipe", "2", "--microbatches", "2", "--text", "--trace", str(trace)]
     assert main([*sizes, "--costs", "1,2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[2:6] == ["F0.0", "F1.0", ".", "."]
@@ -57,7 +57,7 @@ def test_text_and_trace(tmp_path, capsys):
 
 def test_a_pipeline_that_never_drains(tmp_path, capsys):
     """PipeDream-2BW at p = 3, m = 4 = 2(p - 1): 2(p - r) - 1 microbatches in flight, no bubble, no first order."""
-    sizes = ["--schedule", "pipedream_2bw", "--stages", "3", "--microbatches", "4"]
+    sizes = ["--schedule", "pipedream_2bw", "--pipe", "3", "--microbatches", "4"]
     assert main(sizes) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert "bubble 0.0%" in head
@@ -85,8 +85,8 @@ def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--schedule", "1f2b"], "did you mean 1f1b?"),
-        (["--stages", "four"], "--stages: 'four' is not a whole number"),
-        (["--stages", "0"], "--stages: 0 must be a whole number, 1 or more"),
+        (["--pipe", "four"], "--pipe: 'four' is not a whole number"),
+        (["--pipe", "0"], "--pipe: 0 must be a whole number, 1 or more"),
         (["--microbatches", "6"], "interleaved_1f1b takes a multiple of the 4 stages as microbatches, not 6"),
         (["--schedule", "gpipe", "--chunks", "2"], "gpipe has one chunk on each rank, not 2"),
         (["--costs", "1,2,3"], "give F,B or F,B,I,W"),
@@ -98,7 +98,7 @@ def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
         (["--schedule", "auto", "--microbatches", "5000"], "at most 16384 forwards"),
         (["--out", ""], "--out: '' must not be empty"),
         (["--microbatches", "9" * 5000], "is not a whole number"),
-        (["--stages", "101", "--microbatches", "101", "--out", "x.svg"], "at most 20000 operations on 512 ranks"),
+        (["--pipe", "101", "--microbatches", "101", "--out", "x.svg"], "at most 20000 operations on 512 ranks"),
         (["--out", "x.bmp"], "end it in .svg, .png or .pdf"),
         (["--out", "/nowhere/x.svg"], "cannot write /nowhere/x.svg: No such file or directory"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

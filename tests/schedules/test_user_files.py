@@ -56,7 +56,7 @@ def run_of(name, pipe=2, chunks=1, batch=4, model="gpt2"):
 
 
 def test_it_is_drawn(example, capsys):
-    assert draw.main(["--import", example, "--schedule", "one_at_a_time", "--stages", "2", "--microbatches", "2"]) == 0
+    assert draw.main(["--import", example, "--schedule", "one_at_a_time", "--pipe", "2", "--microbatches", "2"]) == 0
     rows = [line.split()[2:] for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows[0] == ["F0.0", ".", "B0.0", "F1.0", ".", "B1.0", "1", "in", "flight"]
     assert rows[1] == [".", "F0.0", "B0.0", ".", ".", "F1.0", "B1.0", ".", "1", "in", "flight"]

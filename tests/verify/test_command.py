@@ -137,7 +137,7 @@ def test_the_command_from_a_checkpoint(tmp_path, capsys):
     output = OutputConfig(run_dir=str(tmp_path / "run"), tensorboard=False)
     short = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2, warmup_steps=0))
     Trainer(short, data=own_model.DATA, output=output, devices=jax.devices()[:2]).fit()
-    both = [*own, "--steps", "2", "--from", str(tmp_path / "run")]
+    both = [*own, "--steps", "2", "--resume", str(tmp_path / "run")]
     capsys.readouterr()
     assert command.main(["--a", a, "--b", b, *both, "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
@@ -149,5 +149,5 @@ def test_the_command_from_a_checkpoint(tmp_path, capsys):
     assert command.main(["--a", a, "--b", b, *both, "--steps", "999"]) == 2
     left = run.train.steps - 2
     assert f"steps = 999, but the run has {left} steps after step 2: pass -- --steps 1001" in capsys.readouterr().err
-    assert command.main(["--a", a, "--b", b, *own, "--from", str(tmp_path)]) == 2
-    assert f"--from {tmp_path} is neither a checkpoint nor a directory with one" in capsys.readouterr().err
+    assert command.main(["--a", a, "--b", b, *own, "--resume", str(tmp_path)]) == 2
+    assert f"--resume {tmp_path} is neither a checkpoint nor a directory with one" in capsys.readouterr().err

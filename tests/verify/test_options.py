@@ -190,7 +190,7 @@ def test_a_record_file_is_read_as_it_was_written(tmp_path):
     for arguments, match in [
         ((other, 1, Progress(7)), "of another run: seed was 1234, is 1"),
         ((run, 2, Progress(7)), "has 1 steps: pass --steps 1 or less"),
-        ((run, 1, Progress(0)), "starts after step 7, and this run after step 0: pass the same --from"),
+        ((run, 1, Progress(0)), "starts after step 7, and this run after step 0: pass the same --resume"),
     ]:
         with pytest.raises(ConfigError, match=match):
             record_file.check(read, *arguments, path)
