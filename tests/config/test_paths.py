@@ -89,29 +89,29 @@ def test_every_option_of_a_training_that_takes_a_path_refuses_a_remote_one(capsy
 COMMANDS = {  # the words of a command, with a path in the place of X
     "megajax.checkpoint.inspect": ["X"],
     "megajax.data.preprocess": [
-        "--input X --output a --tokenizer byte",
-        "--input a --output X --tokenizer byte",
-        "--input a --output b --tokenizer X",
-        "merge --input a X --output b",
-        "merge --input a --output X",
+        "--input X --out a --tokenizer byte",
+        "--input a --out X --tokenizer byte",
+        "--input a --out b --tokenizer X",
+        "merge --input a X --out b",
+        "merge --input a --out X",
         "inspect X",
         "inspect a --tokenizer X",
         "verify X --tokenizer byte",
     ],
     "megajax.evaluate.__main__": [
         "--run-dir X",
-        "--hf X",
-        "--hf a --data X",
-        "--hf a --out X",
-        "--hf a --include-path X",
+        "--init-from X",
+        "--init-from a --task-data X",
+        "--init-from a --out X",
+        "--init-from a --include-path X",
     ],
     "megajax.evaluate.squad": [
-        "--data X --predictions a",
-        "--data a --predictions X",
-        "--data a --predictions a --out X",
-        "--data a --predictions a --no-answer X",
+        "--task-data X --predictions a",
+        "--task-data a --predictions X",
+        "--task-data a --predictions a --out X",
+        "--task-data a --predictions a --no-answer X",
     ],
-    "megajax.generate.__main__": ["--run-dir X", "--hf X", "--hf a --prompts X", "--hf a --prompt b --out X"],
+    "megajax.generate.__main__": ["--run-dir X", "--init-from X", "--init-from a --prompts X", "--init-from a --prompt b --out X"],
     "megajax.interop.hugging_face": [
         "import X --run-dir a",
         "import a --run-dir X",
@@ -122,14 +122,14 @@ COMMANDS = {  # the words of a command, with a path in the place of X
     "megajax.interop.megatron": ["import X --run-dir a", "import a --run-dir X", "import a --run-dir b --tokenizer X"],
     "megajax.launch.__main__": ["-- experiments.gpt3 --run-dir X"],
     "megajax.plan.__main__": [
-        f"--model gpt3-1.3b --gpus 8 --global-batch 512 {option} X"
+        f"--model gpt3-1.3b --gpus 8 --global-batch-size 512 {option} X"
         for option in ("--cluster", "--compare", "--out", "--html", "--plot")
     ],
     "megajax.plan.dryrun": ["--cluster X", "--gpu h100-80gb --save-hlo X", "--gpu h100-80gb --run X"],
     "megajax.plan.failures": ["--plot X"],
     "megajax.plan.sites": ["--plot X"],
     "megajax.schedules.draw": [f"{option} X" for option in ("--out", "--save", "--trace", "--json", "--schedule")],
-    "megajax.verify.__main__": [f"--a= --b= {option} X" for option in ("--from", "--record", "--against")],
+    "megajax.verify.__main__": [f"--a= --b= {option} X" for option in ("--resume", "--record", "--against")],
     "benchmarks.loss_curve": ["X --out a.svg", "a.jsonl --out X"],
     "experiments.papers": ["--plot X"],
 }
