@@ -126,7 +126,7 @@ def missing_pair(prefix: str) -> str:
     if len(there) == 1:
         return f", and a pair has both files: copy or write {prefix} again"
     if os.path.isfile(prefix):
-        command = f"python -m megajax.data.preprocess --input {prefix} --output PREFIX --tokenizer NAME"
+        command = f"python -m megajax.data.preprocess --input {prefix} --out PREFIX --tokenizer NAME"
         return f", and {prefix} is one file: make a pair of its text with `{command}`"
     if os.path.isdir(prefix):
         pairs = sorted(str(path.with_suffix("")) for path in pathlib.Path(prefix).glob("*.idx"))
@@ -214,6 +214,6 @@ def _folder(path: str, option: str, remedy: str) -> str:
     files = os.path.join(path, f"*{max(endings, key=endings.count)}")
     if option in SEVERAL:
         return f"a directory; pass the files in it: {option} {files}"
-    pair = f"python -m megajax.data.preprocess --input {files} --output PREFIX"
+    pair = f"python -m megajax.data.preprocess --input {files} --out PREFIX"
     several = f", or tokenize all of them with `{pair}` and pass --data-path PREFIX" if option == "--text" else ""
     return f"a directory; pass {option or 'the name of'} one file{several}"

@@ -161,7 +161,7 @@ def load_documents(path: str | None = None) -> list[str]:
         if bad and bad[0].keys and not documents + found:
             raise ConfigError(
                 f"{bad[0]}; --text reads the key 'text' only: tokenize another one with `python -m megajax.data.preprocess "
-                f"--input {path} --keys {bad[0].keys[0]} --output PREFIX --tokenizer NAME` and pass --data-path PREFIX"
+                f"--input {path} --keys {bad[0].keys[0]} --out PREFIX --tokenizer NAME` and pass --data-path PREFIX"
             )
         if bad:
             raise ConfigError(f"{bad[0]}; correct it, or pass another --text")

@@ -111,7 +111,12 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "--task-data a --predictions a --out X",
         "--task-data a --predictions a --no-answer X",
     ],
-    "megajax.generate.__main__": ["--run-dir X", "--init-from X", "--init-from a --prompts X", "--init-from a --prompt b --out X"],
+    "megajax.generate.__main__": [
+        "--run-dir X",
+        "--init-from X",
+        "--init-from a --prompts X",
+        "--init-from a --prompt b --out X",
+    ],
     "megajax.interop.hugging_face": [
         "import X --run-dir a",
         "import a --run-dir X",
