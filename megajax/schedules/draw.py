@@ -19,10 +19,12 @@ from megajax.schedules.arguments import Parser, number, whole
 from megajax.schedules.errors import exit_code, shown
 from megajax.schedules.io import is_schedule_file, load, save
 from megajax.schedules.paths import local_path
+from megajax.schedules.pictures import picture_file
 from megajax.schedules.registry import find, import_user_files, make_schedule, specs
-from megajax.schedules.render import as_json, as_text, as_trace, draw
+from megajax.schedules.render import as_json, as_text, as_trace
 from megajax.schedules.schedule import Schedule, ScheduleError
 from megajax.schedules.simulate import Costs, Simulation, simulate_event, simulate_lockstep
+from megajax.schedules.timeline import draw
 
 # Costs and latency: sums over all operations are finite, and no operation is lost in them.
 LEAST_TIME, MOST_TIME = 1e-6, 10**6
@@ -94,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         "--latency", type=number(low=0, below=MOST_TIME), default=0.0, help="time of a send (default: %(default)s)"
     )
     parser.add_argument("--lockstep", action="store_true", help="time it tick by tick, as one SPMD program")
-    parser.add_argument("--out", **WORDS, help="write a picture: .svg, .png or .pdf (needs megajax[plot])")
+    parser.add_argument(
+        "--out", type=picture_file, metavar="FILE", help="write a picture: .svg, .png or .pdf (needs megajax[plot])"
+    )
     parser.add_argument("--save", **WORDS, help="write the schedule, to edit or train with: .csv or .json")
     parser.add_argument("--trace", **WORDS, help="write a trace for Perfetto")
     parser.add_argument("--json", nargs="?", const="-", **WORDS, help="write orders and costs (no FILE: print)")
@@ -125,6 +129,16 @@ def _simulate(name: str, schedule: Schedule, costs: Costs, *, lockstep: bool) ->
     return (simulate_lockstep if lockstep or not find(name).drains else simulate_event)(schedule, costs)
 
 
+def _unit(schedules: Sequence[Schedule], costs: Costs, compared: bool) -> str:
+    """The unit of the time axis: how long each operation that is drawn takes."""
+    ops = {schedule.does(work) for schedule in schedules for row in schedule.ticks for works in row for work in works}
+    names = (("F", costs.forward), ("B", costs.backward), ("I", costs.input), ("W", costs.weight))
+    taken = ", ".join(f"{op} = {time:g}" for op, time in names if op in ops)
+    taken += f", a send = {costs.latency:g}" if costs.latency else ""
+    several = any(schedule.chunks > 1 for schedule in schedules)
+    return taken + (" (all chunks of a rank together)" if compared else " (a chunk)") * several
+
+
 def _write(path: str, text: str) -> None:
     if path == "-":
         print(text)
@@ -153,7 +167,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     rows = list(zip(names, schedules, times, strict=True))
     simulations = [_simulate(*row, lockstep=options.lockstep) for row in rows]
     if options.out:
-        draw(schedules, simulations, options.out)
+        draw(schedules, simulations, options.out, _unit(schedules, costs, bool(options.compare)))
     if options.json:
         values = [
             as_json(schedule, *(_simulate(name, schedule, costs, lockstep=lockstep) for lockstep in (False, True)))
@@ -176,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         try:
             run(arguments)
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise ScheduleError(f"cannot write {error.filename}: {error.strerror}") from error
 

@@ -36,10 +36,9 @@ def test_pictures(tmp_path):
     text = picture.read_text()
     xml.etree.ElementTree.fromstring(text)
     for name in ("gpipe", "1f1b", "zb_v"):
-        assert f"<!-- {name}: 5 microbatches" in text
-    assert len(re.findall("<!-- 4 -->", text)) == 3 * (
-        2 + 2 + 6
-    )  # microbatch 4 in every row: F B, F B, and F I W twice
+        assert f">{name}</text>" in text
+    # microbatch 4 in every row: F B, F B, and F I W twice; and in the column of what is in flight nowhere
+    assert len(re.findall(">4</text>", text)) == 3 * (2 + 2 + 6)
     assert main(["--out", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -66,6 +65,25 @@ def test_a_pipeline_that_never_drains(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["simulated"]["bubble"] == 0
     assert main([*sizes, "--save", str(tmp_path / "x.csv")]) == 2
     assert "never drains: it cannot be saved as orders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "says"), [("MOST_RANKS", "on 1 ranks, not 16 on 2"), ("MOST_BOXES", "at most 1 op")])
+def test_a_picture_has_a_largest_size(limit, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(f"megajax.schedules.timeline.{limit}", 1)
+    assert main(["--schedule", "gpipe", "--pipe", "2", "--microbatches", "4", "--out", str(tmp_path / "x.svg")]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "pass fewer --microbatches or --pipe, or --text" in error and error.count("\n") == 1
+
+
+def test_a_pipe_that_closes_is_no_file(monkeypatch):
+    """As in `draw | head`: `exit_code` ends it without a word, and nothing is blamed on a file."""
+
+    def write(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("builtins.print", write)
+    with pytest.raises(BrokenPipeError):  # since this process's own output is open
+        main(["--text"])
 
 
 def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
@@ -98,9 +116,14 @@ def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
         (["--schedule", "auto", "--microbatches", "5000"], "at most 16384 forwards"),
         (["--out", ""], "--out: '' must not be empty"),
         (["--microbatches", "9" * 5000], "is not a whole number"),
-        (["--pipe", "101", "--microbatches", "101", "--out", "x.svg"], "at most 20000 operations on 512 ranks"),
         (["--out", "x.bmp"], "end it in .svg, .png or .pdf"),
-        (["--out", "/nowhere/x.svg"], "cannot write /nowhere/x.svg: No such file or directory"),
+        (["--out", "x.SVG"], "'x.SVG' is not the name of a picture: end it in .svg, .png or .pdf"),
+        (["--out", "svg"], "end it in .svg, .png or .pdf"),
+        (["--out", ".svg"], "end it in .svg, .png or .pdf"),
+        (["--out", "x.html"], "end it in .svg, .png or .pdf"),
+        (["--out", "/nowhere/x.svg"], "'/nowhere/x.svg' cannot be written: there is no folder /nowhere"),
+        (["--out", "s3://bucket/x.svg"], "is in an object store"),
+        (["--save", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such file or directory"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
