@@ -11,6 +11,7 @@ from typing import Any
 import megajax
 from megajax.config import ConfigError, RunConfig
 from megajax.config.compare import data_differences, stored_differences
+from megajax.config.stored_paths import absolute_paths
 from megajax.data.tokenizers import Tokenizer, tokenizer_hash
 from megajax.schedules.arguments import INT32
 from megajax.schedules.errors import shown
@@ -176,8 +177,9 @@ def run_meta(run: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
       run: the run's configuration.
       tokenizer: of its text; None if the run reads batches of the user's.
     """
+    config = absolute_paths(dataclasses.asdict(run))
     return {
         "megajax": megajax.__version__,
-        "config": dataclasses.asdict(run),
+        "config": {name: absolute_paths(part) if isinstance(part, dict) else part for name, part in config.items()},
         "tokenizer": {"name": tokenizer.name, "hash": tokenizer_hash(tokenizer)} if tokenizer else NO_TOKENIZER,
     }

@@ -6,6 +6,7 @@ A mistake is a ConfigError of one line. Nothing here imports jax: the device cou
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import check_fields, field_problem
 from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, option_names, read_words
 from megajax.config.sample import SampleConfig
+from megajax.config.stored_paths import resolve_paths
 from megajax.config.toml import load_config
 from megajax.schedules.errors import shown
 from megajax.schedules.io import is_schedule_file, load
@@ -240,6 +242,7 @@ def parse(
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
     _check_saved(saved, first.config)
+    saved = resolve_paths(saved, pathlib.Path(first.config or "").absolute().parent)
     import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list

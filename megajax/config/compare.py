@@ -10,6 +10,7 @@ from megajax.config.output import OutputConfig
 from megajax.config.parallel import ParallelConfig
 from megajax.config.presets import PRESETS
 from megajax.config.run import RunConfig
+from megajax.config.stored_paths import absolute_paths
 from megajax.config.train import TrainConfig
 
 # Fields of the data that may differ without any effect on the samples. The tokenizer is compared by its hash.
@@ -71,7 +72,8 @@ def stored_differences(
     found = []
     for name in names:
         before, after = was.get(name, defaults.get(name)), current.get(name)
-        if name not in leave_out and _plain(before) != _plain(after):
+        same = absolute_paths({name: _plain(before)}) == absolute_paths({name: _plain(after)})
+        if name not in leave_out and not same:
             shown = "not stored" if before is missing else before
             found.append(f"{name} was {shown}, is {after}")
     return found

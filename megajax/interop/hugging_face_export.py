@@ -13,6 +13,7 @@ import numpy as np
 
 from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.run_files import TOKENIZER
 from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import (
@@ -93,9 +94,10 @@ def export_run(
         if jax.process_index() == 0:
             text = json.dumps(merge_config(original, keys, name), indent=2)
             (unfinished / "config.json").write_text(text + "\n", encoding="utf-8")
-            for file in TOKENIZER_FILES:
-                if (run_dir / FOLDER / file).is_file():
-                    shutil.copyfile(run_dir / FOLDER / file, unfinished / file)
+            for folder in (run_dir / TOKENIZER, run_dir / FOLDER):
+                for file in TOKENIZER_FILES:
+                    if (folder / file).is_file():
+                        shutil.copyfile(folder / file, unfinished / file)
     files = len({tensor.path for tensor in shards.tensors.values()})
     return {"step": path.name, "family": family.name, "dtype": dtype, "files": str(files)}
 

@@ -24,6 +24,7 @@ from megajax.checkpoint.metadata import FORMAT, Progress, run_meta
 from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
 from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf_config import config_keys
@@ -245,8 +246,8 @@ def _write_files(run: RunConfig, source: Source, unfinished: pathlib.Path, final
     tables = {
         "model": model,
         "train": train,
-        "data": dataclasses.asdict(run.data),
-        "output": {"run_dir": str(final)},
+        "data": store_paths(dataclasses.asdict(run.data), final.absolute()),
+        "output": {"run_dir": "."},
         "options": {"model": "bert-tiny" if isinstance(run.model, BertConfig) else "tiny", "new_tokens": 0},
     }
     path = unfinished / "config.toml"

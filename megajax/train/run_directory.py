@@ -2,6 +2,7 @@
 
 RUN_DIR/config.toml     the configuration that the run was started with; --config replays it
         checkpoints/    see checkpoint/manager.py
+        tokenizer/      the tokenizer's files, if it is read from files
         log.jsonl       one object a session and a step
         tensorboard/    the same records
         logs/           the log lines of each process, process_0.log and so on
@@ -22,11 +23,13 @@ from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.checkpoint.replicated import ReplicatedState
+from megajax.checkpoint.run_files import TOKENIZER, copy_tokenizer, refuse_foreign, tokenizer_copy
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.config.batch_ramp import remaining_steps
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
+from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
 from megajax.runtime.exchange import gather_problems
 from megajax.train.log_file import LogFile
@@ -96,6 +99,7 @@ class RunDirectory:
         """
         self.run, self.output, self.meta, self.request = run, output, run_meta(run, tokenizer), request
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
+        self._tokenizer_files = getattr(tokenizer, "files", ())
         self.jsonl = output.log_jsonl
         changed = (
             request.changed(run) if request else changed_options(run, output, library_defaults(run), OutputConfig())
@@ -105,12 +109,13 @@ class RunDirectory:
         if self.directory is None:
             return
         choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
+        refuse_foreign(self.directory)
         self._lock_directory()
         self._resumed_path, message = choose(self.directory / "checkpoints", output.resume)
         self.messages += [message] if message else []
         self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta, self.lock)
-        if self.lock:
-            self._save_config()
+        if self._resumed_path is None:
+            self._save_config()  # else after the checkpoint has been found to be of this model and tokenizer
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")
         if output.profile:
             self.profiler = Profiler(output.profile, self.directory / "profile")
@@ -138,8 +143,12 @@ class RunDirectory:
         self._save_config()
 
     def _tables(self) -> dict[str, dict[str, Any]]:
-        """The configuration by sections."""
-        return config_tables(self.run, self.output, self.request.others if self.request else {})
+        """The configuration by sections, as it is stored: see `config.stored_paths`, and the copy as tokenizer."""
+        tables = config_tables(self.run, self.output, self.request.others if self.request else {})
+        if self.directory:
+            files = self._tokenizer_files
+            tables["data"]["tokenizer"] = tokenizer_copy(tables["data"]["tokenizer"], files, self.directory)
+        return {section: store_paths(table, self.directory) for section, table in tables.items()}
 
     def _session(self) -> dict[str, Any]:
         """What log.jsonl says about this session of the run."""
@@ -152,9 +161,16 @@ class RunDirectory:
         }
 
     def _save_config(self) -> None:
-        path = self.directory / "config.toml"
+        """Writes config.toml and the copy of the tokenizer, by process 0."""
+        if self.lock is None:
+            return
+        path, remedy = self.directory / "config.toml", "give --run-dir a writable directory"
+        try:
+            copy_tokenizer(self._tokenizer_files, self.directory)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.directory / TOKENIZER}: {error.strerror}; {remedy}") from error
         text = toml_text(self._tables(), HEADER.format(path=path))
-        save_config(path, text, "give --run-dir a writable directory", parents=True)
+        save_config(path, text, remedy, parents=True)
 
     def resume(self, training: Training) -> tuple[TrainState, Progress] | None:
         """The state to resume from and its progress; None for a new run.
@@ -168,6 +184,7 @@ class RunDirectory:
         state, progress, messages = found or reader.load(
             self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
         )
+        self._save_config()
         after = f"after step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped steps"
         self.messages += [*messages, f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
