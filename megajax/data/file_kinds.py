@@ -18,15 +18,16 @@ COLUMNS = frozenset(
     "text content body document sentence sentence1 sentence2 title url id idx label date source question answer prompt "
     "completion response instruction input output premise hypothesis article review comment message".split()
 )
+MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
 UNPACK = "unpack it, and pass the files in it"
 PANDAS = "`python -c \"import pandas; pandas.{reader}({path!r}).to_json({out!r}, orient='records', lines=True)\"`"
 DATASETS = '`python -c "from datasets import Dataset; Dataset.from_file({path!r}).to_json({out!r})"`'
 JSON = "make JSON lines of it with "
-LINES = '`python -c "import json; [print(json.dumps(row)) for row in json.load(open({path!r}))]" > {out}`'
-ONE_LINE = '`python -c "import json; print(json.dumps(json.load(open({path!r}))))" > {out}`'
+LINES = '`{first}python -c "import json{module}; [print(json.dumps(row)) for row in json.load({opened})]" > {out}`'
+ONE_LINE = '`{first}python -c "import json{module}; print(json.dumps(json.load({opened})))" > {out}`'
 TABLE = (
-    '`python -c "import csv, json; csv.field_size_limit(2**30); [print(json.dumps(row)) for row in '
-    'csv.DictReader(open({path!r}){tab})]" > {out}`'
+    '`{first}python -c "import csv, json{module}; csv.field_size_limit(2**30); [print(json.dumps(row)) for row in '
+    'csv.DictReader({opened}{tab})]" > {out}`'
 )
 ICONV = "`iconv -f {encoding} -t UTF-8 {path} > {utf8}`"
 
@@ -209,4 +210,8 @@ def _fill(template: str, path: str, **more: str) -> str:
     file = pathlib.PurePath(plain)
     out, utf8 = file.with_suffix(".jsonl"), file.with_name(f"{file.stem}.utf8{file.suffix}")
     out = file.with_name(f"{file.stem}.lines.jsonl") if out == file else out
+    module = MODULES.get(path[len(plain) :], "")
+    opened = f"{module}.open({path!r}, 'rt')" if module else f"open({plain!r})"
+    more |= {"opened": opened, "module": module and f", {module}"}
+    more["first"] = f"unzstd {path} && " if path.endswith(".zst") else ""
     return template.format(path=path, out=str(out), utf8=utf8, prefix=str(file.with_suffix("")), **more)

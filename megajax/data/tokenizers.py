@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's byte-pair encoding, small WordPieces, or a file of Hugging Face, sentencepiece or BERT."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, small WordPieces, or files of Hugging Face, sentencepiece or BERT."""
 
 import contextlib
 import functools
@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from megajax.config import ConfigError, near
+from megajax.data.tokenizer_files import FILES, MERGES, find_file, read_settings, used_files, wrong_file
+from megajax.schedules.paths import hub_advice
 
 # End-of-document tokens of well-known vocabularies: GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -119,7 +121,7 @@ class SentencePieceTokenizer:
         import sentencepiece
 
         self.name, self.inner = name, sentencepiece.SentencePieceProcessor(model_file=name)
-        self.files = files_of(pathlib.Path(name))
+        self.files = used_files(name)
         self.vocabulary = self.inner.vocab_size()
         pieces = {self.inner.id_to_piece(token): token for token in range(self.vocabulary)}
         if end_of_document is None and self.inner.eos_id() >= 0:
@@ -142,13 +144,20 @@ class SentencePieceTokenizer:
 
 def load_gpt2() -> HuggingFaceTokenizer:
     """GPT-2's byte-level BPE, from the package's files."""
+    return HuggingFaceTokenizer(
+        "gpt2", _byte_level(json.loads(_packaged("encoder.json.gz")), _packaged("vocab.bpe.gz"))
+    )
+
+
+def _byte_level(vocabulary: dict[str, int], merges: str):
+    """A tokenizers.Tokenizer of GPT-2's kind; `merges` has a line for each, and may have a first one that is a comment."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    merges = [tuple(line.split()) for line in _packaged("vocab.bpe.gz").split("\n")[1:] if line.strip()]
-    inner = Tokenizer(models.BPE(vocab=json.loads(_packaged("encoder.json.gz")), merges=merges))
+    lines = [line for line in merges.split("\n") if line.strip() and not line.startswith("#version")]
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(line.split()) for line in lines]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    return HuggingFaceTokenizer("gpt2", inner)
+    return inner
 
 
 def load_wordpiece() -> HuggingFaceTokenizer:
@@ -161,17 +170,6 @@ def load_wordpiece() -> HuggingFaceTokenizer:
 
 
 TOKENIZERS = {"byte": ByteTokenizer, "gpt2": load_gpt2, "wordpiece": load_wordpiece}
-FILES = {
-    ".json": "a tokenizer.json of Hugging Face",
-    ".model": "a sentencepiece model",
-    ".txt": "BERT's list of WordPieces (lower case)",
-}
-
-# Files beside a tokenizer's own that Hugging Face stores with it: special tokens and the template of chats.
-COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 
 
 @functools.cache
@@ -179,24 +177,26 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     """Loads a tokenizer by name or from a file.
 
     Args:
-      name: one of TOKENIZERS, or a path with an ending of FILES.
-      end_of_document: token that ends documents, for files only; None: one of ENDS.
+      name: one of TOKENIZERS, a path with an ending of FILES, or a directory of Hugging Face or of a run.
+      end_of_document: token that ends documents, for files only; None: eos_token of tokenizer_config.json or
+        special_tokens_map.json beside the file, or one of ENDS.
 
     Raises:
       ConfigError: the name is unknown, the file cannot be read or used, or it has no such end of document.
     """
+    name = find_file(name) if name not in TOKENIZERS else name
     ending = pathlib.Path(name).suffix
-    if ending not in FILES:
+    if name in TOKENIZERS or ending not in FILES:
         if name not in TOKENIZERS:
             raise ConfigError(
-                f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Pass --tokenizer NAME, or a file: "
-                f"{', '.join(f'FILE{end}' for end in FILES)}."
+                f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Pass --tokenizer NAME, a directory of Hugging "
+                f"Face, or a file: {', '.join(f'FILE{end}' for end in FILES)}.{hub_advice(name)}"
             )
         if end_of_document is not None:
             raise ConfigError(f"tokenizer {name} has a fixed end of document: omit --end-of-document")
         return TOKENIZERS[name]()
-    if not pathlib.Path(name).is_file():
-        raise ConfigError(f"tokenizer {name}: no such file; pass {FILES[ending]}")
+    if problem := wrong_file(name):
+        raise ConfigError(problem)
     with _panics_hidden(), _library_errors(f"tokenizer {name} is not {FILES[ending]}"):
         tokenizer = _read(name, ending, end_of_document)
         tokenizer.decode(tokenizer.encode(PROBE))  # some damaged files fail only when they are used
@@ -238,14 +238,17 @@ def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
         return SentencePieceTokenizer(name, end_of_document)
     from tokenizers import BertWordPieceTokenizer, Tokenizer
 
-    inner = Tokenizer.from_file(name) if ending == ".json" else BertWordPieceTokenizer(name, lowercase=True)._tokenizer
-    return HuggingFaceTokenizer(name, inner, end_of_document, files_of(pathlib.Path(name)))
-
-
-def files_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """A tokenizer's file, and the files beside it that belong to it, such as its chat template."""
-    path = path.absolute()
-    return [path, *(path.parent / name for name in COMPANIONS if (path.parent / name).is_file())]
+    settings, path = read_settings(name), pathlib.Path(name)
+    if ending == ".txt":
+        inner = BertWordPieceTokenizer(name, lowercase=settings.lower_case)._tokenizer
+    elif path.name == "vocab.json":
+        merges = (path.parent / MERGES).read_text(encoding="utf-8")
+        inner = _byte_level(json.loads(path.read_text(encoding="utf-8")), merges)
+    else:
+        inner = Tokenizer.from_file(name)
+    if end_of_document is None and settings.end is not None and inner.token_to_id(settings.end) is not None:
+        end_of_document = settings.end
+    return HuggingFaceTokenizer(name, inner, end_of_document, used_files(name))
 
 
 def _end_of_document(name: str, wanted: str | None, token_to_id) -> int:

@@ -51,7 +51,7 @@ def read_special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
         prefix = first if first >= 0 else end
         start = (first,) if first >= 0 else ()
         return SpecialTokens(start, prefix, inner.id_to_piece(prefix), frozenset({end, *hidden}))
-    if path.suffix != ".json" or not isinstance(tokenizer, HuggingFaceTokenizer):
+    if path.suffix != ".json" or path.name == "vocab.json" or not isinstance(tokenizer, HuggingFaceTokenizer):
         return SpecialTokens((), end, "", frozenset({end}))
     start, named = _start(path), _named(path)
     ids = {name: tokenizer.inner.token_to_id(text) for name, text in named.items()}
