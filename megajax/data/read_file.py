@@ -133,7 +133,7 @@ def missing_pair(prefix: str) -> str:
         return f", and {prefix} is a directory: pass a pair's path without .bin and .idx" + (
             f", such as {pairs[0]}" if pairs else ""
         )
-    return f"; pass the path without .bin and .idx{hub_advice(prefix)}"
+    return f"; pass the path without .bin and .idx{hub_advice(prefix) if '/' in prefix else ''}"
 
 
 def _complete(remedy: str) -> str:

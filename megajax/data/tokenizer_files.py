@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megajax.config import ConfigError
-from megajax.schedules.paths import hub_advice
 
 __all__ = ["FILES", "MERGES", "Settings", "find_file", "read_settings", "used_files", "wrong_file"]
 
@@ -62,9 +61,10 @@ def find_file(name: str) -> str:
     if (directory / "config.toml").is_file():
         return _of_run(directory)
     found = ", ".join(sorted(os.listdir(directory))[:5]) or "no file"
+    legal = f"{', '.join(IN_DIRECTORY)} (with {MERGES})"
     raise ConfigError(
-        f"tokenizer {name}: the directory has {found}, but none of {', '.join(IN_DIRECTORY)}: pass a directory or file "
-        "with one; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(DIR) writes tokenizer.json"
+        f"tokenizer {name}: the directory has {found}, but none of {legal}: pass a directory or file with one; "
+        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(DIR) writes tokenizer.json"
     )
 
 
@@ -124,7 +124,7 @@ def _problems(path: pathlib.Path, name: str) -> Iterator[str]:
     if path.is_symlink() and not path.exists():
         yield f"tokenizer {name}: this symbolic link points to {os.readlink(path)}, which is not there; pass another file"
     if not path.exists():
-        yield f"tokenizer {name}: no such file; pass {FILES[path.suffix]}.{hub_advice(name)}"
+        yield f"tokenizer {name}: no such file; pass {FILES[path.suffix]}"
     if not path.is_file():
         yield f"tokenizer {name} is no file: pass {FILES[path.suffix]}"
     if path.name in (*COMPANIONS, "config.json") and path.name != MERGES:

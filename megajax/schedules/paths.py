@@ -70,7 +70,7 @@ def local_path(word: str) -> str:
 
 def hub_advice(name: str) -> str:
     """The end of a message about a directory that is not there, if its name may be one of the Hugging Face Hub; else ""."""
-    if os.path.exists(name) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+    if os.path.exists(name) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         return ""
     return (
         f" If {name} is a name on the Hugging Face Hub, run `{_download(name)}` and pass that directory: megajax "
