@@ -14,7 +14,7 @@ from megajax.plan.report import PARTS, accuracy, shown_parameters
 from megajax.plan.search import Candidate, usable_bytes
 from megajax.plan.ties import is_tie
 from megajax.schedules.registry import find
-from megajax.schedules.render import NAMES, SHADES
+from megajax.schedules.timeline import NAMES, SHADES
 
 __all__ = ["page", "write_page"]
 
