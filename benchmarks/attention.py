@@ -11,6 +11,7 @@ On a device that is not an NVIDIA GPU, Pallas's kernel runs in its interpreter, 
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -20,17 +21,23 @@ import numpy as np
 from benchmarks.ceilings import mean_seconds
 from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_kernel, with_window
 from megajax.ops.attention_choice import cudnn_installed
+from megajax.schedules.arguments import CommandParser, number, whole
+from megajax.schedules.errors import exit_code
 
 CHECKED = 2048  # tokens of the comparison with XLA's attention in fp32, which stores all scores
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one line for each mask and kernel."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints one line for each mask and kernel; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"samples": 1, "sequence-length": 8192, "heads": 32, "kv-heads": 8, "head-size": 128, "documents": 8}
     for name, size in (sizes | {"sliding-window": 1024}).items():
-        parser.add_argument(f"--{name}", type=int, default=size, metavar="COUNT", help=f"(default: {size})")
-    parser.add_argument("--seconds", type=float, default=1.0, help="to measure each for (default: 1)")
+        parser.add_argument(f"--{name}", type=whole(), default=size, metavar="COUNT", help=f"(default: {size})")
+    parser.add_argument("--seconds", type=number(), default=1.0, help="to measure each for (default: 1)")
     options = parser.parse_args(arguments)
     gpu = jax.devices()[0].platform == "gpu"
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {vars(options)}")
@@ -109,4 +116,4 @@ def _differences(kernel: Kernel, options, mask: str, dtype) -> tuple[float, floa
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,12 +15,14 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.errors import exit_code
 from megajax.schedules.paths import local_path
 
 # Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
@@ -88,7 +90,12 @@ def _busy(state):
     return dataclasses.replace(state, optimizer_state=jax.tree.unflatten(structure, made))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> int:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--megabytes", type=whole(), nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state"
@@ -101,7 +108,7 @@ def main() -> None:
         type=local_path,
         help="where to write, and delete after it (default: the temporary directory)",
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     devices = start_devices(options.devices)
     print(f"{'state':>9} {'first save':>11} {'waited':>7} | {'save':>7} {'waited':>7} {'share':>6} {'read':>7}  steps")
     worst = 0.0
@@ -120,8 +127,8 @@ def main() -> None:
             flush=True,
         )
         worst = max(worst, waited / taken)
-    sys.exit(worst >= 0.1)
+    return int(worst >= 0.1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
 from megajax.schedules.arguments import CommandParser, number, whole
+from megajax.schedules.errors import exit_code
 from megajax.schedules.paths import local_path
 
 SEQUENCE_LENGTH = 2048
@@ -287,7 +289,12 @@ def _print(rows: list[dict]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.renamed = {"--folder": "--directory"}
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
@@ -304,7 +311,7 @@ def main() -> None:
         help="where files go, 6 GB for 100 M documents (the temporary directory)",
     )
     parser.add_argument("--out", type=local_path, default="benchmarks/results/data.json", help="(%(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     out = pathlib.Path(options.out)
     results = json.loads(out.read_text()) if out.exists() else {}
     for part in options.only:
@@ -321,4 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

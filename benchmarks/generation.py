@@ -11,7 +11,9 @@ once in each tick; the memory's bandwidth bounds decoding on GPUs.
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, 
 from megajax.config.sample import SampleConfig
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.errors import exit_code
 
 MODEL = ModelConfig(name="benchmark", layers=8, hidden=512, heads=8, vocabulary=8192, sequence_length=512)
 
@@ -55,7 +58,12 @@ def one_round(decoder, weights, prompts) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="cpu:4", help="devices (default: %(default)s)")
     parser.add_argument(
@@ -77,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--precision", default="fp32", choices=("bf16", "fp32"), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=whole(), default=3, help="after the first (default: %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     devices = start_devices(options.devices)
     model = dataclasses.replace(preset(options.model), dropout=0.0) if options.model else MODEL
     draw = np.random.default_rng(0)
@@ -117,4 +125,4 @@ def bytes_per_tick(decoder, weights) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

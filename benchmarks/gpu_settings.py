@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.errors import exit_code
 from megajax.train.sinks import read_steps
 
 OWN = "megajax's"
@@ -59,6 +60,10 @@ def step_seconds(options: Sequence[str], environment: Mapping[str, str], steps: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code, 1 if megajax's own settings do not run."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> int:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*SETTINGS, *OPTIONS]
     parser.add_argument("--setting", action="append", choices=names, help="one to compare with (default: all)")

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
@@ -20,6 +21,7 @@ from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device, slots_of
 from megajax.plan.compiler import compile_for, compiler_versions, run_from_json
 from megajax.schedules.arguments import CommandParser
+from megajax.schedules.errors import exit_code
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"
 GPU = "h100-80gb"
@@ -171,11 +173,16 @@ def write(results: dict) -> None:
     RESULTS.write_text(f"{json.dumps(results | {'rows': []})[:-2]}\n{rows}\n]}}\n")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="compare the model with the existing results")
     parser.add_argument("--missing", action="store_true", help="compile only the runs that the results do not have yet")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not options.show:
         RESULTS.parent.mkdir(exist_ok=True)
         known = json.loads(RESULTS.read_text())["rows"] if options.missing else ()
@@ -184,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

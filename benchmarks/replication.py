@@ -11,8 +11,10 @@ import os
 import pathlib
 import shutil
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.output import MEMORY_VARIABLE
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.errors import exit_code
 
 
 def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds: int) -> dict[str, float]:
@@ -57,13 +60,18 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
     return {name: statistics.median(values[1:]) for name, values in seconds.items()} | {"bytes": size}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=whole(), choices=MODELS, default=100, help="of state (default: 100)")
     parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
     parser.add_argument("--every", type=whole(), default=5, help="steps between two replications (default: 5)")
     parser.add_argument("--rounds", type=whole(), default=5, help="replications, after the first (default: 5)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     devices = start_devices(options.devices)
     directory = pathlib.Path(tempfile.mkdtemp())
     os.environ.setdefault(MEMORY_VARIABLE, str(pathlib.Path("/dev/shm") / directory.name))
@@ -82,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

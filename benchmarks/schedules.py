@@ -16,11 +16,14 @@ import json
 import os
 import pathlib
 import platform
+import sys
 import time
+from collections.abc import Sequence
 
 from megajax.pipeline.slots import slot_tables
 from megajax.plan.report import new_figure
 from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.errors import exit_code
 from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
@@ -188,7 +191,12 @@ def _print(rows: list[dict]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.renamed = {"--repeats": "--timed-steps"}
     parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
@@ -196,7 +204,7 @@ def main() -> None:
         "--timed-steps", type=whole(), default=7, help="steps timed for each size (default: %(default)s)"
     )
     parser.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="(default: %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     print("simulated, m = 4p, F = I = W")
@@ -215,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

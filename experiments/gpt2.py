@@ -9,6 +9,7 @@ python -m experiments.gpt2 --model megatron-8.3b-2019 --heads 24 --data 64 --ten
 """
 
 import sys
+from collections.abc import Sequence
 
 from experiments import gpt3
 from megajax.config.cli import Experiment
@@ -17,5 +18,10 @@ RECIPE = {"model": "gpt2-medium", **gpt3.MEGATRON_2019, "new_tokens": 0}
 EXPERIMENT = Experiment(__doc__ or "", RECIPE, program="python -m experiments.gpt2", importer=gpt3.HUGGING_FACE)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the experiment; returns the process's exit code (see `megajax.train.command`)."""
+    return gpt3.main(arguments, EXPERIMENT)
+
+
 if __name__ == "__main__":
-    sys.exit(gpt3.main(experiment=EXPERIMENT))
+    sys.exit(main())

@@ -4,30 +4,62 @@ import importlib
 
 import pytest
 
-COMMANDS = {  # module: (function that the Ctrl-C interrupts, its arguments' command line)
-    "megajax.checkpoint.inspect": ("_checkpoints", "runs/first"),
-    "megajax.evaluate.squad": ("_run", "--task-data FILE --predictions FILE"),
-    "megajax.generate.__main__": ("run", "--init-from DIR --prompt a"),
-    "megajax.interop.hugging_face": ("_run", "export RUN --out DIR"),
-    "megajax.launch.__main__": ("read_request", "-- experiments.gpt3"),
-    "megajax.plan.__main__": ("question_of", "--model gpt3-1.3b --gpus 8 --gpu h100-80gb --global-batch-size 512"),
-    "megajax.plan.dryrun": ("_own", "--model gpt3-1.3b"),
-    "megajax.schedules.draw": ("run", ""),
-    "megajax.verify.__main__": ("run", "--a= --b="),
-    "benchmarks.communication": ("comparison", ""),
-    "benchmarks.loss_curve": ("draw", "log.jsonl --out loss.svg"),
-    "benchmarks.mfu": ("measure", ""),
-    "benchmarks.roofline": ("report", ""),
+from tests.parsers import ALL, main_of
+
+TRAIN = "megajax.train.command.parse"
+COMMANDS = {  # command: (function that the Ctrl-C interrupts, the command line)
+    "train": (TRAIN, ""),
+    "finetune": ("experiments.finetune.parse", ""),
+    "bert": (TRAIN, ""),
+    "finetune-bert": ("experiments.finetune_bert.parse", ""),
+    "gpt2": (TRAIN, ""),
+    "moe": (TRAIN, ""),
+    "own-model": ("megajax.Trainer", ""),
+    "launch": ("megajax.launch.__main__.read_request", "-- experiments.gpt3"),
+    "preprocess": ("megajax.data.preprocess._preprocess", ""),
+    "inspect": ("megajax.checkpoint.inspect._checkpoints", "runs/first"),
+    "import": ("megajax.interop.hugging_face._run", "DIR --run-dir RUN"),
+    "import-megatron": ("megajax.interop.hugging_face._run", "DIR --run-dir RUN"),
+    "export": ("megajax.interop.hugging_face._run", "RUN --out DIR"),
+    "generate": ("megajax.generate.__main__.run", "--init-from DIR --prompt a"),
+    "evaluate": ("megajax.evaluate.__main__.run", "--init-from DIR --harness a"),
+    "evaluate-squad": ("megajax.evaluate.squad._run", "--task-data FILE --predictions FILE"),
+    "plan": (
+        "megajax.plan.__main__.question_of",
+        "--model gpt3-1.3b --gpus 8 --gpu h100-80gb --global-batch-size 512",
+    ),
+    "dryrun": ("megajax.plan.dryrun._own", "--model gpt3-1.3b"),
+    "calibrate": ("megajax.plan.calibrate._kept", ""),
+    "failures": ("megajax.plan.failures._command", ""),
+    "sites": ("megajax.plan.sites._command", ""),
+    "draw": ("megajax.schedules.draw.run", ""),
+    "verify": ("megajax.verify.__main__.run", "--a= --b="),
+    "validate": ("megajax.estimate.validate.check", ""),
+    "papers": ("experiments.papers._command", ""),
+    "bench mfu": ("benchmarks.mfu.measure", ""),
+    "bench communication": ("benchmarks.communication.comparison", ""),
+    "bench gpu-settings": ("benchmarks.gpu_settings.step_seconds", ""),
+    "bench loss-curve": ("benchmarks.loss_curve.draw", "log.jsonl --out loss.svg"),
+    "bench roofline": ("benchmarks.roofline.report", ""),
+    "bench standing-questions": ("benchmarks.standing_questions._command", ""),
+    "bench time-model": ("benchmarks.time_model.show", "--show"),
+} | {
+    f"bench {name}": (f"benchmarks.{name.replace('-', '_')}._command", "")
+    for name in ("attention", "checkpoints", "data", "generation", "memory-model", "replication", "schedules")
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_is_one_line(name, monkeypatch, capsys):
-    module, (interrupted, words) = importlib.import_module(name), COMMANDS[name]
+def test_all_commands_are_here():
+    assert set(COMMANDS) == {*ALL, "own-model"}
 
+
+@pytest.mark.parametrize("name", ALL)
+def test_ctrl_c_is_one_line(name, monkeypatch, capsys):
     def interrupt(*arguments, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, interrupted, interrupt)
-    assert module.main(words.split()) == 130
+    main, (interrupted, words) = main_of(name), COMMANDS[name]
+    module, _, function = interrupted.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(module), function, interrupt)
+    assert main([*ALL[name].words, *words.split()]) == 130
     assert capsys.readouterr().err.strip().startswith("stopped")

@@ -23,12 +23,12 @@ from megajax.config import (
     ParallelConfig,
     RunConfig,
     TrainConfig,
-    near,
     option,
 )
 from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import metavar as metavar_of
 from megajax.config.sample import SampleConfig
+from megajax.config.unknown_options import describe_unknown
 from megajax.schedules import arguments
 from megajax.schedules.arguments import plain_text, real_number, whole_number
 from megajax.schedules.paths import local_path
@@ -54,8 +54,12 @@ class Parser(arguments.Parser):
 
     mistake = ConfigError
 
+    def describe_unknown(self, words: Sequence[str]) -> str:
+        """Names the option that was meant, also that of another tool or of another command."""
+        return describe_unknown(words, [flag for flag in self._option_string_actions if flag.startswith("--")])
 
-def make_parser(description: str, defaults: Mapping[str, Any], program: str | None = None) -> argparse.ArgumentParser:
+
+def make_parser(description: str, defaults: Mapping[str, Any], program: str | None = None) -> Parser:
     """A parser with an option for every field; its errors are ConfigErrors.
 
     Args:
@@ -235,7 +239,7 @@ def _readers() -> dict[Any, Callable[[str], Any]]:
     }
 
 
-def read_words(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> dict[str, Any]:
+def read_words(parser: Parser, words: Sequence[str] | None) -> dict[str, Any]:
     """The values that a parser reads from a command line; None: the process's own.
 
     Raises:
@@ -243,15 +247,5 @@ def read_words(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> 
     """
     values, unknown = parser.parse_known_args(words)
     if unknown:
-        raise ConfigError(_describe_unknown(unknown[0], parser))
+        parser.refuse(unknown)
     return vars(values)
-
-
-def _describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """The error message for a word that belongs to no option."""
-    if not word.startswith("-"):
-        return f"{word!r} is not an option: options start with --, as in --model NAME; --help lists them"
-    flags = tuple(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))
-    hint = near(word.split("=")[0], flags)
-    hint = hint if hint.startswith("did you mean") else "--help lists every option"
-    return f"there is no option {word.split('=')[0]}: {hint}"

@@ -18,6 +18,7 @@ from megajax.estimate.published import ROWS_TO_2024, ZERO_3, Row
 from megajax.estimate.published_recent import RECENT_ROWS
 from megajax.estimate.step_time import StepTime, step_time
 from megajax.schedules.arguments import CommandParser
+from megajax.schedules.errors import exit_code
 
 ROWS = ROWS_TO_2024 + RECENT_ROWS
 
@@ -121,6 +122,11 @@ def summary(name: str, checks: Sequence[Check]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table, or the constants; returns the exit code."""
+    return exit_code(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> None:
     parser = CommandParser(
         prog="python -m megajax.estimate.validate", description="predicted against published TFLOP/s per GPU"
     )
@@ -130,9 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shares = ", ".join(f"{chip} {share:.3f}" for chip, share in found.matmul_share.items())
         print(f"matmul_share {shares}; memory_share {found.memory_share:.3f}")
         print(f"gather_share {found.gather_share:.3f}; gather_overlap {found.gather_overlap:.3f}")
-        return 0
+        return
     print(report([check(row) for row in ROWS]))
-    return 0
 
 
 if __name__ == "__main__":

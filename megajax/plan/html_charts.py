@@ -6,8 +6,8 @@ from html import escape
 from megajax.estimate.step_time import chunk_costs
 from megajax.plan.search import Candidate, best_by
 from megajax.schedules.registry import find, make_schedule
-from megajax.schedules.timeline import NAMES, SHADES
 from megajax.schedules.simulate import Simulation, simulate_lockstep
+from megajax.schedules.timeline import NAMES, SHADES
 
 __all__ = ["bar", "heat_map", "timeline"]
 

@@ -2,10 +2,10 @@
 
 import argparse
 import difflib
-import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from megajax.schedules.errors import UserError, one_line, shown
 
@@ -26,6 +26,7 @@ class CommandParser(argparse.ArgumentParser):
         """As argparse's, but options are not abbreviated: an abbreviation would hide a misspelling."""
         super().__init__(*args, allow_abbrev=allow_abbrev, **settings)
         self.renamed: dict[str, str] = {}
+        self._words: list[str] = []
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse's, which to Python 3.12.4 returns an empty list as the value of --option=--."""
@@ -37,20 +38,38 @@ class CommandParser(argparse.ArgumentParser):
         for place, word in enumerate(words[:own]):
             if new := self.renamed.get(word.partition("=")[0]):
                 words[place] = renamed(word, new)
+        self._words = words
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse's; the error of an unknown option has the nearest ones."""
+        """As argparse's; the error of an unknown option names the option that was meant."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            options = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-            close = (difflib.get_close_matches(one, self._option_string_actions, n=1) for one in options)
-            hints = " and ".join(dict.fromkeys(itertools.chain(*close)))
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f": did you mean {hints}?" if hints else ""))
+            self.refuse(unknown)
         return known
 
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Ends with the error about words that belong to no option."""
+        self.exit(2, f"error: {one_line(self.describe_unknown(words))}\n")
+
+    def describe_unknown(self, words: Sequence[str]) -> str:
+        """The message about words that belong to no option."""
+        given = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if given is None:
+            return f"{words[0]!r} is not an option: options start with --; --help lists them"
+        return f"there is no option {given}: {near_hint(given, self._option_string_actions)}"
+
     def error(self, message: str):
+        if unknown := self._unknown_with(message):
+            self.refuse(unknown)
         self.exit(2, f"error: {one_line(message.removeprefix('argument '))}; --help lists every option\n")
+
+    def _unknown_with(self, message: str) -> list[str]:
+        """The unknown options, if the message is that one is missing: it may be there by another name."""
+        if not message.startswith("the following arguments are required"):
+            return []
+        names = (word.partition("=")[0] for word in self._words if word.startswith("--"))
+        return [name for name in names if name not in self._option_string_actions]
 
 
 class Parser(CommandParser):
@@ -58,8 +77,27 @@ class Parser(CommandParser):
 
     mistake: type[UserError] = UserError
 
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Raises the error about words that belong to no option."""
+        raise self.mistake(self.describe_unknown(words))
+
     def error(self, message: str):
+        if unknown := self._unknown_with(message):
+            self.refuse(unknown)
         raise self.mistake(f"{message.removeprefix('argument ')}; --help lists every option with its values")
+
+
+def near_hint(given: str, options: Iterable[str]) -> str:
+    """The part of a message about an option that is not among `options`: those that are spelled alike, if any.
+
+    Names are compared without dashes, and short ones more strictly: "--lr" is not like "--layers".
+    """
+    names = {name.replace("-", ""): name for name in options if name.startswith("--")}
+    word = given.replace("-", "").replace("_", "").lower()
+    starts = [name for name in names if len(word) > 2 and name.startswith(word)]
+    alike = difflib.get_close_matches(word, names, n=3, cutoff=0.8 if len(word) < 6 else 0.7)
+    found = list(dict.fromkeys([*starts[:3], *alike]))[:3]
+    return f"did you mean {' or '.join(names[name] for name in found)}?" if found else "--help lists every option"
 
 
 def renamed(word: str, new: str) -> str:

@@ -41,7 +41,7 @@ def one_line(command, words, capsys) -> str:
         (f"--model gpt3-175b --gpu b200 --gpus 1e3 {BATCH}", "--gpus: '1e3' is not a whole number"),
         (f"--model gpt3-175b --gpu b200 --gpus 2000000 {BATCH}", "1 or more and below 1000001"),
         ("--model gpt3-1.3b --gpu b200 --gpus 97 --global-batch-size 64", "the nearest with good layouts: pass --gpus"),
-        (f"{RUN} --tokns 8", "unrecognized arguments: --tokns 8: did you mean --tokens?"),
+        (f"{RUN} --tokns 8", "there is no option --tokns: did you mean --tokens?"),
         (f"{RUN} --microbatch-size 3", "with --microbatch-size 3: omit --microbatch-size"),
         (f"{RUN} --expert 2", "expert = 2, but gpt3-175b has no experts: omit --expert"),
         (f"--model mixtral-8x7b --gpu b200 --gpus 8 {BATCH} --expert 3", "pass --expert 1 2 4 8."),

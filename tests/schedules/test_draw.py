@@ -124,7 +124,7 @@ def test_only_pictures_need_matplotlib(tmp_path, monkeypatch, capsys):
         (["--out", "/nowhere/x.svg"], "'/nowhere/x.svg' cannot be written: there is no folder /nowhere"),
         (["--out", "s3://bucket/x.svg"], "is in an object store"),
         (["--save", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such file or directory"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--nonsense"], "there is no option --nonsense: --help lists"),
     ],
 )
 def test_wrong_arguments_are_one_clear_line(arguments, message, capsys):

@@ -31,7 +31,7 @@ A, B = ["--a", "--data 2"], ["--b", "--pipe 2 --chunks 1"]
         ([*A, "--deterministic", "--record", "x.npz"], "two kinds of comparison"),
         ([*A, *B, "--steps", "0"], "--steps: 0 must be a whole number, 1 or more"),
         ([*A, *B, "--steps", "x"], "--steps: 'x' is not a whole number; --help lists every option"),
-        ([*A, *B, "--step", "3"], "unrecognized arguments: --step 3"),
+        ([*A, *B, "--step", "3"], "there is no option --step: did you mean --steps?"),
         (["--a", "--datum 2", *B], "there is no option --datum: did you mean --data"),
         (["--a", "--data '2", *B], "cannot be split into words"),
         ([*A, *B, "--experiment", "nowhere.at_all"], "nowhere.at_all cannot be imported"),

@@ -1,0 +1,81 @@
+"""Which command has which option, to say so where another command is given it. tests/config/test_unknown_options.py compares
+the table with the commands' parsers, and renews it.
+"""
+
+import dataclasses
+
+from megajax.config.bert import BertConfig
+from megajax.config.data import DataConfig
+from megajax.config.evaluate import EvaluateConfig
+from megajax.config.launch import LaunchConfig
+from megajax.config.model import ModelConfig
+from megajax.config.output import OutputConfig
+from megajax.config.parallel import ParallelConfig
+from megajax.config.sample import SampleConfig
+from megajax.config.train import TrainConfig
+
+
+def _fields(*configs: type) -> frozenset[str]:
+    names = (field.name for config in configs for field in dataclasses.fields(config))
+    return frozenset("--" + name.replace("_", "-") for name in names) - {"--name"}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MODEL, LAUNCH = _fields(ModelConfig), _fields(LaunchConfig)
+# Of the training command.
+TRAINING = _fields(BertConfig, DataConfig, OutputConfig, ParallelConfig, SampleConfig, TrainConfig, EvaluateConfig)
+TRAINING |= LAUNCH | {"--model", "--config", "--import", "--devices", "--dry-shapes"}
+
+# Of the others, without --help; of those that take all options of the training, the other options.
+COMMAND_OPTIONS: dict[str, frozenset[str]] = {
+    "finetune": _words("--epochs"),
+    "finetune-bert": _words("--epochs --seeds"),
+    "launch": _words(
+        "--address --hang-timeout --join-wait --max-failures --node-timeout --nodes --processes-per-node --wait-minutes"
+    ),
+    "preprocess": _words(
+        "--bad-lines --documents --end-of-document --input --keys --no-end-of-document --out --overwrite --split-sentences "
+        "--text-documents --tokenizer --workers"
+    ),
+    "inspect": _words("--arrays --verify"),
+    "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
+    "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
+    "export": LAUNCH | _words("--dtype --max-shard-size --out --step"),
+    "generate": LAUNCH
+    | _words(
+        "--batch --data --devices --ignore-end --init-from --interactive --new-tokens --out --pipe --precision "
+        "--prefill-chunk --prompt --prompts --run-dir --seed --step --stop --temperature --tensor --top-k --top-p"
+    ),
+    "evaluate": LAUNCH
+    | _words(
+        "--batch --context --data --devices --harness --include-path --init-from --last-token --limit "
+        "--num-fewshot --out --pipe --precision --run-dir --step --stride --task --task-data --tensor --window "
+        "--zero"
+    ),
+    "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),
+    "plan": MODEL
+    | _words(
+        "--attention --budget --calibrate --cluster --compare --deadline --expert --global-batch-size --gpu "
+        "--gpus --html --import --json --memory-margin --microbatch-size --model --out --plot --precision "
+        "--recompute --schedule --tokens --top --vocab-parallel --zero"
+    ),
+    "dryrun": _words("--cluster --gpu --import --json --model-only --run --save-hlo --timeout"),
+    "calibrate": LAUNCH | _words("--calibrate --cluster --devices --gpu --host-size --import --precision"),
+    "failures": _words(
+        "--gpu-mtbf --gpus --interval --jitter --plot --repair --restart --save --slow-by --slow-hosts --spares --write"
+    ),
+    "sites": _words(
+        "--data --gbps --gpu --jitter --latency --microbatch-size --microbatches --model --pipe --plot "
+        "--recompute --schedule --seed --sites --tensor"
+    ),
+    "draw": _words(
+        "--chunks --compare --costs --group-size --import --json --latency --live-chunks --lockstep "
+        "--microbatches --out --pipe --save --schedule --text --trace"
+    ),
+    "verify": _words("--a --against --b --deterministic --experiment --json --record --resume --steps"),
+    "validate": _words("--fit"),
+    "papers": _words("--compile --only --plot"),
+}
