@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megajax.config.command_options import COMMAND_OPTIONS, TRAINING
 from megajax.config.foreign import COMMON, OF_COMMANDS, TOOLS, Entry
-from megajax.schedules.arguments import near_hint
+from megajax.schedules.arguments import near_hint, near_options
 
 OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 MOST = 5  # options that one message is about
+MISSPELLED = 0.85  # likeness of a name that is taken for a misspelled one, and not for that of another command
 
 
 def describe_unknown(words: Sequence[str], flags: Collection[str]) -> str:
@@ -54,6 +55,8 @@ def _describe(given: str, flags: frozenset[str]) -> str:
             return f"{missing}: it is {options} here{_theirs(tool, name, matches)}{_remark(remark)}"
         if not options and not own:
             return f"{missing}{_theirs(tool, name, matches)}: {remark}"
+    if near_options(given, flags, MISSPELLED) and not own:
+        return f"{missing}: {near_hint(given, flags)}"
     owner = _owner(key)
     if owner and (own or not any(tool for tool, _, _ in matches)):
         return f"{missing} in this command: it is one of {owner}"

@@ -88,16 +88,23 @@ class Parser(CommandParser):
 
 
 def near_hint(given: str, options: Iterable[str]) -> str:
-    """The part of a message about an option that is not among `options`: those that are spelled alike, if any.
+    """The part of a message about an option that is not among `options`: those that are spelled alike, if any."""
+    found = near_options(given, options)
+    return f"did you mean {' or '.join(found)}?" if found else "--help lists every option"
 
-    Names are compared without dashes, and short ones more strictly: "--lr" is not like "--layers".
+
+def near_options(given: str, options: Iterable[str], cutoff: float = 0.65) -> list[str]:
+    """At most three options that start with a name or are spelled alike; two letters, "--lr", are like nothing.
+
+    Names are compared without dashes. `cutoff`: difflib's ratio.
     """
     names = {name.replace("-", ""): name for name in options if name.startswith("--")}
     word = given.replace("-", "").replace("_", "").lower()
-    starts = [name for name in names if len(word) > 2 and name.startswith(word)]
-    alike = difflib.get_close_matches(word, names, n=3, cutoff=0.8 if len(word) < 6 else 0.7)
-    found = list(dict.fromkeys([*starts[:3], *alike]))[:3]
-    return f"did you mean {' or '.join(names[name] for name in found)}?" if found else "--help lists every option"
+    if len(word) < 3:
+        return []
+    starts = [name for name in names if name.startswith(word)]
+    alike = difflib.get_close_matches(word, names, n=3, cutoff=cutoff)
+    return [names[name] for name in dict.fromkeys([*starts, *alike])][:3]
 
 
 def renamed(word: str, new: str) -> str:
