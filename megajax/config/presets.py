@@ -3,8 +3,9 @@
 from typing import Any
 
 from megajax.config.bert import BertConfig
-from megajax.config.errors import ConfigError, near
+from megajax.config.errors import ConfigError
 from megajax.config.model import ModelConfig
+from megajax.config.preset_names import unknown_preset
 from megajax.config.released import RELEASED
 
 
@@ -91,5 +92,5 @@ def preset(name: str) -> ModelConfig:
         ConfigError: there is none; the message names the near matches.
     """
     if name not in PRESETS:
-        raise ConfigError(f"model = {name!r} is not a preset: {near(name, PRESETS)} Pass --model NAME.")
+        raise ConfigError(unknown_preset(name, PRESETS))
     return PRESETS[name]
