@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.schedules.arguments import CommandParser, whole
 from megajax.schedules.errors import UserError, exit_code
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, tell_replaced
 from megajax.train.sinks import read_steps
 
 WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
@@ -70,6 +70,7 @@ def draw(logs: Sequence[pathlib.Path], out: pathlib.Path, guess: int | None) -> 
     axes.margins(x=0.07)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    tell_replaced(out)
     figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 

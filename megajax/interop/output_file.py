@@ -4,6 +4,7 @@ import os
 import pathlib
 
 from megajax.config import ConfigError
+from megajax.schedules.paths import tell_replaced
 
 __all__ = ["OutputFile", "unwritable"]
 
@@ -33,6 +34,7 @@ class OutputFile:
         Raises:
           ConfigError: it cannot be written, for example to a full disk.
         """
+        tell_replaced(self.path)
         try:
             self.unfinished.write_text(text, encoding="utf-8")
             os.replace(self.unfinished, self.path)

@@ -33,7 +33,7 @@ from megajax.plan.report import LEGEND, accuracy, heading, plot, smallest, table
 from megajax.plan.search import Candidate, NoLayout, Question, best_by, search
 from megajax.plan.ties import simplest_first
 from megajax.schedules.errors import exit_code
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
 
 
@@ -111,6 +111,7 @@ def _plan(args: argparse.Namespace, cluster: Cluster, question: Question, tokens
     seconds = time.perf_counter() - start
     shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
     if args.html and fitting:
+        tell_replaced(args.html)
         write_page(args.html, cluster=cluster, tokens=tokens, candidates=candidates, shown=shown, fitting=fitting)
     if args.json:
         remedy = "" if fitting else smallest(candidates).splitlines()[-1]
@@ -151,10 +152,27 @@ def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> in
     tables = config_sections(
         dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model or best.run.model.name
     )
-    save_config(pathlib.Path(args.out), toml_text(tables, header), "pass --out with a writable path")
+    text = toml_text(tables, header)
+    _keep_older(pathlib.Path(args.out), text)
+    save_config(pathlib.Path(args.out), text, "pass --out with a writable path")
     if not quiet:
         print(f"written: {args.out}   {command}")
     return 0
+
+
+def _keep_older(path: pathlib.Path, text: str) -> None:
+    """Renames a file that has another text to FILE.old, with a line on stderr: people edit their plans.
+
+    Raises:
+      ConfigError: it cannot be renamed.
+    """
+    older = path.with_name(path.name + ".old")
+    try:
+        if path.is_file() and path.read_bytes() != text.encode():
+            path.replace(older)
+            print(f"note: {path} was there with another text; that is now {older}", file=sys.stderr)
+    except OSError as error:
+        raise ConfigError(f"cannot rename {path} to {older}: {error.strerror}; pass another --out.") from error
 
 
 def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:

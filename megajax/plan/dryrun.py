@@ -50,7 +50,7 @@ from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.errors import exit_code
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
 
 LARGEST = 8  # buffers to list
@@ -174,6 +174,7 @@ def _save_hlo(result: dict[str, Any], path: str | None) -> None:
     if path is None:
         return
     try:
+        tell_replaced(path)
         pathlib.Path(path).write_text(result["hlo"])
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; pass --save-hlo a writable path") from error

@@ -9,6 +9,7 @@ from megajax.estimate import model_costs
 from megajax.estimate.error_bars import bar_of, comparison_bar
 from megajax.plan.search import MEMORY_MARGIN, Candidate, Question, best_by, fitting, usable_bytes
 from megajax.plan.ties import is_tie
+from megajax.schedules.paths import tell_replaced
 
 # The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
 PARTS = {
@@ -186,6 +187,7 @@ def save_figure(figure: Any, path: str) -> None:
     Raises:
       ConfigError: the file cannot be written.
     """
+    tell_replaced(path)
     try:
         figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from megajax.schedules.arguments import Parser, number, whole
 from megajax.schedules.errors import exit_code, shown
 from megajax.schedules.io import is_schedule_file, load, save
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.pictures import picture_file
 from megajax.schedules.registry import find, import_user_files, make_schedule, specs
 from megajax.schedules.render import as_json, as_text, as_trace
@@ -166,6 +166,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     times = [costs.scaled(1 / schedule.chunks) if options.compare else costs for schedule in schedules]
     rows = list(zip(names, schedules, times, strict=True))
     simulations = [_simulate(*row, lockstep=options.lockstep) for row in rows]
+    for path in (options.out, options.json, options.save, options.trace):
+        if path:
+            tell_replaced(path)
     if options.out:
         draw(schedules, simulations, options.out, _unit(schedules, costs, bool(options.compare)))
     if options.json:

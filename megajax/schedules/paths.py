@@ -7,11 +7,12 @@ of another command by `type=local_path`.
 import argparse
 import os
 import re
+import sys
 
 from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import shown
 
-__all__ = ["hub_advice", "local_path", "path_problem"]
+__all__ = ["hub_advice", "local_path", "path_problem", "tell_replaced"]
 
 COPIES = {  # what copies files of an object store or file system, by the scheme of its URLs
     ("s3", "s3a", "s3n", "r2", "minio", "swift", "cos", "oss", "oci", "tos", "obs"): "aws s3 sync",
@@ -90,3 +91,9 @@ def _download(name: str) -> str:
 def _expanded(word: str) -> str:
     """The path that a shell would make of it, if it can be told; else the word."""
     return os.path.expanduser(os.path.expandvars(word))
+
+
+def tell_replaced(path: str | os.PathLike[str]) -> None:
+    """Says on stderr that a file which is about to be written is there already: nothing is lost without a word."""
+    if os.path.isfile(path):
+        print(f"note: {os.fspath(path)} was there, and is replaced", file=sys.stderr)

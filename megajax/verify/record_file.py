@@ -18,6 +18,7 @@ import megajax
 from megajax.checkpoint.metadata import Progress
 from megajax.config import ConfigError, RunConfig
 from megajax.config.compare import stored_differences
+from megajax.schedules.paths import tell_replaced
 from megajax.verify.replay import StepRecord
 
 FORMAT = 1
@@ -75,6 +76,7 @@ def save(path: str, reference: Reference) -> None:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, header=json.dumps(reference.header | {"steps": steps}), **arrays)
     try:
+        tell_replaced(path)
         pathlib.Path(path).write_bytes(buffer.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; pass --record with a writable path") from error
