@@ -15,7 +15,7 @@ from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.runtime.mesh import start_devices
-from megajax.schedules.errors import exit_code, one_line
+from megajax.schedules.errors import counted, exit_code, one_line
 from megajax.schedules.paths import local_path
 
 
@@ -66,8 +66,8 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
     print(one_line(str(path)))
     print(
-        f"  step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped; {format_size(size)}, "
-        f"saved {saved}"
+        f"  step {progress.step}, {counted(progress.samples, 'sample')}, {progress.skipped} skipped; "
+        f"{format_size(size)}, saved {saved}"
     )
     print("  " + one_line(f"{model.get('name')}: {sizes}; tokenizer {tokenizer['name']} ({tokenizer['hash']})"))
     mesh = " x ".join(f"{axis} {parallel.get(axis)}" for axis in ("data", "pipe", "tensor"))
@@ -91,7 +91,7 @@ def _arrays(path: pathlib.Path) -> list[str]:
         for name, array in rows
     ]
     total = sum(math.prod(array.shape) * array.dtype.itemsize for _, array in rows)
-    return [*lines, f"  {len(rows)} arrays, {format_size(total)}"]
+    return [*lines, f"  {counted(len(rows), 'array')}, {format_size(total)}"]
 
 
 if __name__ == "__main__":

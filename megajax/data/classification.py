@@ -19,6 +19,7 @@ from megajax.data.loader import EpochOrder
 from megajax.data.sentence_rows import cut, sentence_row
 from megajax.data.text import numbered_lines
 from megajax.data.tokenizers import Tokenizer
+from megajax.schedules.errors import counted
 
 __all__ = ["ClassificationSamples", "Labelled", "read_labelled"]
 
@@ -146,6 +147,6 @@ class ClassificationSamples:
 
     def describe(self, needed: int) -> str:
         """One line: the samples, those that are cut or left out, and the number of epochs in a run of `needed` samples."""
-        parts = [f"{self.count:,} samples", f"{self.cut:,} of them cut to {self.sequence_length} tokens"]
+        parts = [counted(self.count, "sample"), f"{self.cut:,} of them cut to {self.sequence_length} tokens"]
         parts += [f"{self.undecided:,} without a label left out"] if self.undecided else []
         return f"{self.name}: {', '.join(parts)}, {needed / self.count:.3g} epochs of them"

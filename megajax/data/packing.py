@@ -18,6 +18,7 @@ import numpy as np
 
 from megajax.data.loader import EpochOrder
 from megajax.data.sft import Answers
+from megajax.schedules.errors import counted
 
 __all__ = ["PackedSamples", "pack"]
 
@@ -67,7 +68,7 @@ class PackedSamples:
         found, tokens = self.answers, len(self.answers.ids)
         full = (tokens - found.count) / (self.count * self.sequence_length)
         return (
-            f"{found.name}: {found.describe()}; packed into {self.count:,} rows of {self.sequence_length} tokens "
+            f"{found.name}: {found.describe()}; packed into {counted(self.count, 'row')} of {self.sequence_length} tokens "
             f"({full:.1%} full), {needed / self.count:.3g} epochs of them"
         )
 

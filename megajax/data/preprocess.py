@@ -32,7 +32,7 @@ from megajax.data.read_file import check_file
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import counted, exit_code
 from megajax.schedules.paths import local_path
 
 BAD_LINES_SHOWN = 10
@@ -243,6 +243,11 @@ def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_
     report.close(prefixes, writers)
 
 
+def _written(writer: IndexedWriter) -> str:
+    counts = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
+    return f"{counts} of {writer.dtype.name}"
+
+
 class _Report:
     """The progress bar, the bad lines and the final counts."""
 
@@ -261,7 +266,8 @@ class _Report:
         self.read, self.held = dict.fromkeys(kinds, 0), []
         columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"), TimeRemainingColumn())
         self.console = Console(stderr=True)
-        self.progress = Progress(*columns, console=self.console)
+        # A bar only where it can move; the bad lines are printed in any case.
+        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("", total=max(1, sum(self.sizes.values())), rates="starting")
 
     def __enter__(self):
@@ -295,12 +301,12 @@ class _Report:
             return f"{', '.join(paths)}: there is no document with text in it."
         first = self.held[0]
         remedy = f"pass --keys {first.keys[0]}" if first.keys and len(keys) == 1 else "correct it"
-        return f"there is no document in {self.bad:,} lines: {first}; {remedy}."
+        return f"there is no document in {counted(self.bad, 'line')}: {first}; {remedy}."
 
     def close(self, prefixes: Sequence[str], writers: Sequence[IndexedWriter]) -> None:
         """Prints the counts of every pair."""
         for prefix, writer in zip(prefixes, writers, strict=True):
-            print(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
+            print(f"{prefix}: {_written(writer)}")
         rate = self.characters / 1e6 / self.seconds
         print(
             f"{self.characters / 1e6:.1f} MB of text in {self.seconds:.1f} s, {rate:.1f} MB/s; {self.bad} bad lines skipped"
@@ -323,7 +329,7 @@ def _merge(arguments: Sequence[str]) -> None:
     with IndexedWriter(options.out, sources[0].dtype, overwrite=options.overwrite) as writer:
         for source in sources:
             writer.add_pair(source)
-    print(f"{options.out}: {writer.documents:,} documents, {writer.tokens:,} tokens of {writer.dtype.name}")
+    print(f"{options.out}: {_written(writer)}")
 
 
 def _inspect(arguments: Sequence[str]) -> None:
@@ -335,12 +341,12 @@ def _inspect(arguments: Sequence[str]) -> None:
     dataset = IndexedDataset(options.prefix)
     dataset.check()
     lengths = dataset.lengths
-    print(f"{dataset.prefix}: {dataset.document_count:,} documents, {len(dataset):,} sequences")
+    print(f"{dataset.prefix}: {counted(dataset.document_count, 'document')}, {counted(len(dataset), 'sequence')}")
     print(f"{len(dataset.tokens):,} tokens of {dataset.dtype.name}, {dataset.bin_bytes:,} bytes")
     if len(lengths):
         empty = int((np.diff(dataset.documents) == 0).sum())
         print(f"a sequence has {lengths.min()} to {lengths.max():,} tokens, {lengths.mean():.1f} on average")
-        print(f"{empty:,} documents are empty")
+        print(f"{counted(empty, 'document')} without a token")
     tokenizer = load_tokenizer(options.tokenizer, options.end_of_document) if options.tokenizer else None
     for number in range(min(options.documents, dataset.document_count)):
         ids = dataset.document(number)
@@ -351,7 +357,7 @@ def _inspect(arguments: Sequence[str]) -> None:
         else:
             text = " ".join(map(str, shown[:20].tolist()))
             text += f" (ids outside the {tokenizer.vocabulary} of the tokenizer)" if tokenizer else ""
-        print(f"\ndocument {number}: {len(ids):,} tokens{', including the end of document' * ends}\n{text}")
+        print(f"\ndocument {number}: {counted(len(ids), 'token')}{', including the end of document' * ends}\n{text}")
 
 
 def _verify(arguments: Sequence[str]) -> None:
@@ -365,8 +371,9 @@ def _verify(arguments: Sequence[str]) -> None:
     dataset.check_tokens(tokenizer.vocabulary)
     ends = _documents_with_end(dataset, tokenizer.end_of_document)
     print(
-        f"{dataset.prefix}: valid; {dataset.document_count:,} documents, {len(dataset.tokens):,} token ids below "
-        f"{tokenizer.vocabulary}; {ends:,} documents end with {tokenizer.name}'s end of document"
+        f"{dataset.prefix}: valid; {counted(dataset.document_count, 'document')}, "
+        f"{counted(len(dataset.tokens), 'token id')} below {tokenizer.vocabulary}; "
+        f"{ends:,} of the documents end with {tokenizer.name}'s end of document"
     )
 
 

@@ -23,7 +23,7 @@ from megajax.data.loader import EpochOrder
 from megajax.data.sentence_rows import sentence_row
 from megajax.data.text import numbered_lines
 from megajax.data.tokenizers import Tokenizer
-from megajax.schedules.errors import shown
+from megajax.schedules.errors import counted, shown
 
 __all__ = ["Race", "RaceSamples", "read_race"]
 
@@ -166,7 +166,8 @@ class RaceSamples:
 
     def describe(self, needed: int) -> str:
         """One line: questions and samples, what is cut, and the number of epochs in a run of `needed` samples."""
-        parts = [f"{len(self.found.texts):,} questions with {self.choices} answers each: {self.count:,} samples"]
+        questions = f"{counted(len(self.found.texts), 'question')} with {self.choices} answers each"
+        parts = [f"{questions}: {counted(self.count, 'sample')}"]
         parts += [f"{self._cut_articles:,} of them with an article cut to {self.sequence_length} tokens in all"]
         parts += [f"{self._cut_queries:,} with a question and answer cut"] if self._cut_queries else []
         return f"{self.name}: {', '.join(parts)}, {needed / self.count:.3g} epochs of them"

@@ -23,7 +23,7 @@ from megajax.data.chat_template import ROLES, ChatTemplate, ChatText, load_templ
 from megajax.data.file_kinds import not_utf8
 from megajax.data.text import Block, json_lines, read_blocks
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
-from megajax.schedules.errors import shown
+from megajax.schedules.errors import counted, shown
 
 __all__ = ["Answers", "load_answers", "tokens_and_answers"]
 
@@ -70,7 +70,8 @@ class Answers:
     def describe(self) -> str:
         """Counts in words."""
         answers = int(self.loss_mask.sum())
-        text = f"{self.lines:,} lines, {self.count:,} samples, {answers:,} of {len(self.ids):,} tokens are answers"
+        text = f"{counted(self.lines, 'line')}, {counted(self.count, 'sample')}, "
+        text += f"{answers:,} of {len(self.ids):,} tokens are answers"
         counts = {"cut": self.cut, "dropped as too long": self.dropped, "cut before an answer": self.unanswered}
         return text + "".join(f", {count:,} {what}" for what, count in counts.items() if count)
 
@@ -122,7 +123,7 @@ def load_answers(
     name = ", ".join(files)
     if not ids:
         long = counts["dropped"] + counts["unanswered"]
-        problem = f"{long:,} samples, all longer than {longest:,} tokens" if long else "no samples"
+        problem = f"{counted(long, 'sample')}, all longer than {longest:,} tokens" if long else "no samples"
         raise ConfigError(f"{name} has {problem}: pass --sft-data another file, or a larger --sequence-length")
     offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
     return Answers(name, np.concatenate(ids), np.concatenate(masks), offsets, **counts)

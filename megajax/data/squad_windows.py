@@ -14,7 +14,7 @@ from megajax.data.loader import EpochOrder
 from megajax.data.sentence_rows import sentence_row
 from megajax.data.squad import Squad
 from megajax.data.tokenizers import Tokenizer
-from megajax.schedules.errors import shown
+from megajax.schedules.errors import counted, shown
 
 __all__ = ["SpanSamples", "Window", "WindowSizes"]
 
@@ -108,8 +108,9 @@ class SpanSamples:
 
     def describe(self, needed: int) -> str:
         """One line: questions and windows, what is cut or left out, and the number of epochs in `needed` samples."""
-        parts = [f"{len(self.found.questions):,} questions in {self.count:,} windows of {self.sizes.sequence} tokens"]
-        parts += [f"{self._cut:,} questions cut to {self.sizes.question} tokens"] if self._cut else []
+        windows = f"{counted(self.count, 'window')} of {self.sizes.sequence} tokens"
+        parts = [f"{counted(len(self.found.questions), 'question')} in {windows}"]
+        parts += [f"{counted(self._cut, 'question')} cut to {self.sizes.question} tokens"] if self._cut else []
         if self._misplaced:
             what = f"{self._misplaced:,} {'left out' if self.seed is not None else 'without a loss'}"
             parts.append(f"{what}, whose answer is not in the context at answer_start (first {self.found.misplaced})")

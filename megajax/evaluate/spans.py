@@ -15,7 +15,7 @@ from megajax.config import ConfigError, DataConfig
 from megajax.config.tasks import TASKS
 from megajax.data.squad_windows import SpanSamples, Window
 from megajax.evaluate.squad import Questions, score
-from megajax.schedules.errors import shown
+from megajax.schedules.errors import counted, shown
 
 __all__ = ["BEST_TOKENS", "NULL_ODDS", "PREDICTIONS", "SpanScores", "best_span", "most_context"]
 
@@ -47,7 +47,7 @@ class SpanScores:
                 )
             answers[question.name] = question.answers
         self.answers = Questions(self.rules, answers)
-        self.described = f"{len(questions):,} questions"
+        self.described = counted(len(questions), "question")
         self._windows: list[list[int]] = [[] for _ in questions]
         for number, window in enumerate(samples.windows):
             self._windows[window.question].append(number)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megajax.checkpoint.directory import complete_steps
-from megajax.checkpoint.run_files import refuse_foreign
 from megajax.config import ConfigError
 from megajax.config.cli import Request
 from megajax.config.output import MEMORY_VARIABLE
@@ -43,7 +42,6 @@ def supervise(options: Options, request: Request) -> int:
     devices = devices_per_process(request, options.most * per_node, per_node, os.environ)
     legal = layouts(request, options.least, options.most, per_node * devices)
     run = pathlib.Path(request.output.run_dir).absolute()
-    refuse_foreign(run)  # before the agent writes to it
     memory = memory_directory(run)
     on_cpu = request.devices is None and not gpus_of(0, 2, os.environ)
 

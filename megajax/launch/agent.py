@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megajax.launch.options import Options
 from megajax.launch.rendezvous import FAILED, RUNNING, STOPPED, WAITING, Generation, Node, Rendezvous
 from megajax.launch.workers import Workers, describe_code
+from megajax.schedules.errors import counted
 
 TICK = 0.2  # seconds between two looks at files and processes
 BEAT = 0.5  # seconds between two writes of this node's state
@@ -66,7 +67,9 @@ class Agent:
         """Supervises until the run ends or this node leaves; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
-        self.log(f"node {self.own.name} joins; the run can use {', '.join(map(str, sorted(self.layouts)))} nodes")
+        *fewer, most = map(str, sorted(self.layouts))
+        sizes = f"{', '.join(fewer)} or {most} nodes" if fewer else counted(int(most), "node")
+        self.log(f"node {self.own.name} joins; the run can use {sizes}")
         try:
             while True:
                 try:
@@ -137,7 +140,7 @@ class Agent:
         self.workers.kill()
         self.generation, self.own.generation, self._asked = generation, number, 0.0
         if self.own.name not in generation.members:
-            self.log(f"generation {number} runs on {len(generation.members)} nodes; this one is a spare")
+            self.log(f"generation {number} runs on {counted(len(generation.members), 'node')}; this one is a spare")
             self._set(WAITING)
             return
         rank = generation.members.index(self.own.name) * self.options.processes_per_node
@@ -258,7 +261,7 @@ class Agent:
         if self.rendezvous.propose(generation):
             spares = len(candidates) - count
             note = f", {spares} spare" if spares else ""
-            self.log(f"generation {newest + 1}: {count} nodes{note}, {' '.join(generation.arguments)}")
+            self.log(f"generation {newest + 1}: {counted(count, 'node')}{note}, {' '.join(generation.arguments)}")
 
 
 def free_port() -> int:

@@ -40,7 +40,8 @@ def start_devices(spec: str | None = None, count: int = 1) -> list[jax.Device]:
         set_gpu_environment()
     if spec == "gpu":
         try:
-            return jax.devices("gpu")
+            with contextlib.nullcontext() if _has_nvidia_gpu() else _without_plugin_errors():
+                return jax.devices("gpu")
         except RuntimeError as error:
             raise ConfigError(
                 "devices = gpu, but jax finds no GPU: pass --devices cpu:8 to run on the CPU, or install "

@@ -1,5 +1,6 @@
 """The work of a command that runs in several processes: an error, or Ctrl-C, in one of them ends all."""
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from megajax.config import LaunchConfig
 from megajax.runtime import distributed
 from megajax.runtime.compat import coordination_service
+from megajax.runtime.gloo_output import without_gloo_lines
 from megajax.runtime.heartbeat import Heartbeat
 from megajax.runtime.watchdog import USER_ERROR, Watchdog, is_peer_error
 from megajax.schedules.errors import UserError
@@ -41,7 +43,8 @@ def run_together(
         return distributed.EXIT_PEER
     watchdog = Watchdog(launch.peer_timeout, lambda text: print(text, file=sys.stderr), heartbeat)
     try:
-        work(count, watchdog)
+        with without_gloo_lines() if count > 1 else contextlib.nullcontext():
+            work(count, watchdog)
         watchdog.close()
         return 0
     except UserError as error:

@@ -11,6 +11,11 @@ from typing import IO, Any
 LONGEST = 2000  # characters of a message; a legal one has less than half as many
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: 1 document, 1,234 documents. `plural` None: the noun with an "s"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 class UserError(ValueError):
     """A user's mistake. Its message is one line, which says what was given, what is legal and which option to pass."""
 

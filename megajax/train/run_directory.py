@@ -32,6 +32,7 @@ from megajax.config.compare import changed_options, library_defaults
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
 from megajax.runtime.exchange import gather_problems
+from megajax.schedules.errors import counted
 from megajax.train.log_file import LogFile
 from megajax.train.logging import RunLog
 from megajax.train.sinks import JsonLines, Sink, TensorBoard
@@ -185,7 +186,8 @@ class RunDirectory:
             self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
         )
         self._save_config()
-        after = f"after step {progress.step}, {progress.samples:,} samples, {progress.skipped} skipped steps"
+        skipped = counted(progress.skipped, "skipped step")
+        after = f"after step {progress.step}, {counted(progress.samples, 'sample')}, {skipped}"
         self.messages += [*messages, f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
         return state, progress

@@ -29,6 +29,7 @@ from megajax.estimate.vocabulary import with_vocabulary
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
+from megajax.schedules.errors import counted
 from megajax.schedules.simulate import simulate_lockstep
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
@@ -195,29 +196,28 @@ class Trainer:
         schedule, attention, devices = self.training.schedule, self.training.attention, self.mesh.devices
         size = ""
         if isinstance(model, ModelConfig):
-            size = f", hidden {model.hidden}, {model.heads} heads, {model.sequence_length} tokens a sample"
+            size = f", hidden {model.hidden}, {counted(model.heads, 'head')}, {model.sequence_length} tokens a sample"
             if model.experts:
                 size += f", {model.experts} experts, {model.active_parameters:,} parameters for a token"
         context = f"context {parallel.context} x " if parallel.context > 1 else ""
         groups = f", experts split over groups of {parallel.expert} replicas" if parallel.expert > 1 else ""
         sequence_parallel = "on" if parallel.sequence_parallel and parallel.tensor > 1 else "off"
+        reference = f"{peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers" if peak else ""
         return [
-            f"model     {model.name}: {count_parameters(self.training):,} parameters, {model.layers} layers{size}",
-            f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on {devices.size} "
-            f"{devices.flat[0].device_kind} devices, {run.train.precision}, sequence parallel {sequence_parallel}, "
-            f"recompute {parallel.recompute}{groups}",
+            f"model     {model.name}: {count_parameters(self.training):,} parameters, "
+            f"{counted(model.layers, 'layer')}{size}",
+            f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on "
+            f"{counted(devices.size, f'{devices.flat[0].device_kind} device')}, {run.train.precision}, "
+            f"sequence parallel {sequence_parallel}, recompute {parallel.recompute}{groups}",
             f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
-            f"schedule  {schedule.name}, {parallel.chunks} chunks a rank, {run.microbatches} microbatches of "
-            f"{parallel.microbatch_size}: bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "
-            f"{len(schedule.ticks)} ticks",
+            f"schedule  {schedule.name}, {counted(parallel.chunks, 'chunk')} a rank, "
+            f"{counted(run.microbatches, 'microbatch', 'microbatches')} of {parallel.microbatch_size}: "
+            f"bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "
+            f"{counted(len(schedule.ticks), 'tick')}",
             *(f"layers    {line}" for line in self.training.where.remarks),
-            f"steps     {run.train.steps} of {run.train.global_batch_size} samples",
+            f"steps     {run.train.steps} of {counted(run.train.global_batch_size, 'sample')}",
             *(f"data      {line}" for line in self._data_description),
-            *(
-                [f"peak      {peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers"]
-                if peak
-                else []
-            ),
+            *([f"peak      {reference}"] if peak else []),
         ]
 
 

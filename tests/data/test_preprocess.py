@@ -112,7 +112,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx"]
 
     assert main(["verify", prefix, "--tokenizer", "gpt2"]) == 0
-    assert "294 documents end with" in capsys.readouterr().out  # every 50th is empty
+    assert "294 of the documents end with" in capsys.readouterr().out  # every 50th is empty
     assert main(["verify", prefix, "--tokenizer", "byte"]) == 2
     assert "ids 0 to 256: it was written with another tokenizer" in capsys.readouterr().err
     assert main(["merge", "--input", prefix, prefix, "--out", f"{prefix}2"]) == 0

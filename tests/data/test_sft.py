@@ -100,7 +100,7 @@ def test_long_samples_are_cut_or_dropped_and_counted(tmp_path):
     assert cut.describe() == "3 lines, 2 samples, 8 of 17 tokens are answers, 1 cut, 1 cut before an answer"
     dropped = load(file, longest=9, drop=True)
     assert (dropped.count, dropped.cut, dropped.dropped) == (1, 0, 2)
-    assert dropped.describe() == "3 lines, 1 samples, 5 of 8 tokens are answers, 2 dropped as too long"
+    assert dropped.describe() == "3 lines, 1 sample, 5 of 8 tokens are answers, 2 dropped as too long"
     exact = load(file, longest=14)
     assert (exact.count, exact.cut) == (3, 0)
     with pytest.raises(ConfigError, match="has 3 samples, all longer than 5 tokens: pass"):

@@ -51,7 +51,7 @@ def test_a_long_question_is_cut_and_one_without_room_is_refused(tmp_path):
     asked = [question("a", "to be or not", ("be", 3))]
     samples = samples_of([(CONTEXT, asked)], tmp_path, sizes=(12, 128, 3))
     assert samples.row(0)["tokens"][:5].tolist() == [BEGIN, *ids("to be or"), END]
-    assert "1 questions cut to 3 tokens" in samples.describe(4)
+    assert "1 question cut to 3 tokens" in samples.describe(4)
     with pytest.raises(ConfigError, match="question 'a' has 3 tokens, and sequence_length = 6 leaves no room"):
         samples_of([(CONTEXT, asked)], tmp_path, sizes=(6, 128, 3))
 

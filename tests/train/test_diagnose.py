@@ -131,7 +131,7 @@ def test_a_poisoned_batch_is_skipped_named_and_counted(training, tmp_path):
     assert np.isfinite(result.losses[3:]).all()
     assert "skipped 1  not finite 1" in result.text
     rest = runs.go(run, tmp_path / "a", training=skipping, loader=loader_of(training), resume="4")
-    assert "after step 4, 64 samples, 1 skipped steps" in rest.text
+    assert "after step 4, 64 samples, 1 skipped step" in rest.text
     assert (rest.rows[-1]["skipped_steps"], rest.rows[-1]["bad_steps"]) == (1, 1)
     np.testing.assert_array_equal(rest.losses[3:], result.losses[3:])
 
