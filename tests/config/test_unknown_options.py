@@ -5,6 +5,7 @@ import pytest
 from megajax.config.command_options import COMMAND_OPTIONS, TRAINING
 from megajax.config.foreign import COMMON, OF_COMMANDS, TOOLS
 from megajax.config.unknown_options import OPTION, describe_unknown, options_of
+from tests.config.make_coming_from import PAGE, tables
 from tests.parsers import ALL
 from tests.parsers import options_of as parsers_options
 
@@ -220,3 +221,8 @@ def test_the_table_of_commands_has_the_parsers_options(command):
     if TRAINING <= found:
         found -= TRAINING
     assert found == COMMAND_OPTIONS.get(command, frozenset())
+
+
+def test_the_page_has_the_tables():
+    """`python -m tests.config.make_coming_from` writes it."""
+    assert PAGE.read_text().endswith(tables())

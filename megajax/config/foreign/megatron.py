@@ -121,7 +121,7 @@ MEGATRON: dict[str, Entry] = {
     "--use-flash-attn": ("--attention", "auto, the default, takes the fused kernel that the GPU has"),
     "--attention-backend": ("--attention", "auto, cudnn, pallas or xla"),
     "--cuda-graph-impl": ("", "not needed: the step is one compiled program"),
-    "--deterministic-mode": ("", "megajax verify --deterministic checks it, and names the XLA flag"),
+    "--deterministic-mode": ("", "megajax verify --deterministic checks it, and sets the flag of XLA"),
     # data, files and logs
     "--save": ("--run-dir", ""),
     "--load": (

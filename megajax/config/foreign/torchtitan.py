@@ -29,7 +29,7 @@ TORCHTITAN: dict[str, Entry] = {
     "--training.enable_cpu_offload": ("--offload-activations", "of activations; weights stay on the GPU"),
     "--training.seed": ("--seed", ""),
     "--debug.seed": ("--seed", ""),
-    "--debug.deterministic": ("", "megajax verify --deterministic checks it, and names the XLA flag"),
+    "--debug.deterministic": ("", "megajax verify --deterministic checks it, and sets the flag of XLA"),
     "--parallelism.tensor_parallel_degree": ("--tensor", ""),
     "--parallelism.pipeline_parallel_degree": ("--pipe", ""),
     "--parallelism.data_parallel_replicate_degree": ("--data", "replicas; --zero shards their state"),
