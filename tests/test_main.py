@@ -18,6 +18,7 @@ ALL.pop("bench")
 NO_COMMANDS = {
     "megajax",
     "megajax.runtime.coordinator",
+    "megajax.runtime.gloo_output",
     "megajax.data.text.make_corpus",
     "megajax.data.text.make_vocabulary",
     "benchmarks.data_peer",
