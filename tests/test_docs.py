@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 
+import megajax
 from megajax.commands import BENCHMARKS, COMMANDS
 from megajax.config import PRESETS
 from megajax.schedules.registry import SPECS
@@ -69,13 +70,16 @@ def commands(page: pathlib.Path) -> list[tuple[str, list[str]]]:
     code = re.findall(r"^    (.*)$", text(page), re.MULTILINE)
     code += re.findall(r"`([^`]+)`", text(page).replace("```", ""))
     code += re.findall(r"^(python -m .*)$", text(page), re.MULTILINE)
+    for block in re.findall(r"^```sh\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL):
+        code += block.splitlines()
     found = []
     for line in code:
         for module, rest in re.findall(r"python -m ([\w.]+)([^#&|;]*)", line.replace("\n", " ")):
             found.append((module, shlex.split(rest.replace("$i", "0"))))
         for name, rest in re.findall(r"^megajax ((?:bench )?[a-z][\w-]*)([^#&|;]*)", line.replace("\n", " ")):
             command = (BENCHMARKS if name.startswith("bench ") else COMMANDS)[name.removeprefix("bench ")]
-            found.append((command.module, [*command.words, *shlex.split(rest)]))
+            if command.module:  # not `megajax bench`, which lists others
+                found.append((command.module, [*command.words, *shlex.split(rest)]))
     return found
 
 
@@ -189,6 +193,28 @@ def test_the_table_of_folders_has_every_folder():
     folders = {path.name for path in (ROOT / "megajax").iterdir() if path.is_dir() and path.name != "__pycache__"}
     modules = {path.name for path in (ROOT / "megajax").glob("*.py")} - {"__init__.py"}
     assert sorted(names) == sorted(folders | modules)
+
+
+def test_the_page_of_commands_has_every_command():
+    """Each with the summary that `megajax` prints, and an example."""
+    page = (ROOT / "docs/commands.md").read_text()
+    sections = re.findall(r"^### ([\w-]+)\n\n((?:\S.*\n)+)\n    megajax ([\w-]+)", page, re.MULTILINE)
+    summaries = {name: " ".join(text.split()).rstrip(".?").lower() for name, text, _ in sections}
+    assert summaries == {name: command.summary.rstrip("?").lower() for name, command in COMMANDS.items()}
+    assert [example for _, _, example in sections] == list(COMMANDS)
+    benchmarks = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert benchmarks == [(name, command.summary) for name, command in BENCHMARKS.items()]
+
+
+def test_the_contents_have_every_page():
+    named = re.findall(r"^\* \[.*\]\((.*)\)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted({page.name for page in PAGES[1:]} - {"index.md"} | {"api/index.rst"})
+
+
+def test_the_reference_has_every_public_name():
+    reference = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.rst"))
+    named = re.findall(r"^\.\. auto(?:class|function|exception):: megajax\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(named) == sorted(megajax.__all__)
 
 
 def test_the_librarys_example_trains(tmp_path, monkeypatch, capsys):

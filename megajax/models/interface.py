@@ -52,7 +52,7 @@ class ModelContext:
     """The settings and sharded operations that a run passes to its model. The defaults are for one device without a mesh.
 
     Attributes:
-      constrain: (x, *logical axes) -> x with its sharding constraint, see `megajax.sharding.rules.AxisRules`.
+      constrain: `(x, *axes)` -> x with the sharding constraint of its logical axes, see `megajax.sharding.rules.AxisRules`.
       operations: the matmuls and the attention of a block.
       vocabulary: how the rows of token tables are sharded, with the matching lookup and collectives.
       dtype: type of activations and matmuls. `embed`, `block` and `head_loss` get weights of this type.
