@@ -13,6 +13,7 @@ from megajax.config.run import RunConfig
 from megajax.config.stored_paths import absolute_paths
 from megajax.config.train import TrainConfig
 
+OF_EXPERTS = ("expert", "expert_dispatch")  # of the layout; without experts in the model they have no effect
 # Fields of the data that may differ without any effect on the samples. The tokenizer is compared by its hash.
 NO_EFFECT = ("data_cache", "tokenizer", "end_of_document")
 
@@ -39,6 +40,8 @@ def changed_options(
         for field in dataclasses.fields(now):
             value = getattr(now, field.name)
             compared = field.name in names if names is not None else field.name != "name"
+            if field.name in OF_EXPERTS and not getattr(run.model, "experts", 0):
+                continue
             if compared and value != getattr(usual, field.name, dataclasses.MISSING):
                 words.append(_words(field, value))
     return " ".join(words)

@@ -144,7 +144,9 @@ class Agent:
             self._set(WAITING)
             return
         rank = generation.members.index(self.own.name) * self.options.processes_per_node
-        self.log(f"generation {number}: starts process {rank} of {self._processes(generation)}")
+        last = rank + self.options.processes_per_node - 1
+        own = f"process {rank}" if last == rank else f"processes {rank} to {last}"
+        self.log(f"generation {number}: starts {own} of {self._processes(generation)}")
         self.workers = Workers(self.commands(generation, rank), pathlib.Path(self._scratch.name))
         self._set(RUNNING)
 

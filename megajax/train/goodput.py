@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megajax.schedules.errors import counted
+
 CATEGORIES = ("start", "steps", "compiling", "data", "validation", "checking", "saving")
 LOST = ("redone", "between_sessions")
 NAME = "goodput.jsonl"
@@ -127,12 +129,11 @@ class Goodput:
         wall = sum(total.values())
         lost = total["redone"] + total["between_sessions"]
         sessions = 1 + sum(line["event"] == "start" for line in self._earlier)
-        spent = ", ".join(f"{name} {total[name]:,.1f} s" for name in sorted(CATEGORIES, key=total.get, reverse=True))
+        categories = [name for name in sorted(CATEGORIES, key=total.get, reverse=True) if total[name] >= 0.05]
+        parts = [f"{name} {total[name]:,.1f} s" for name in categories]
         detail = f" (steps repeated {total['redone']:,.1f} s, between sessions {total['between_sessions']:,.1f} s)"
-        return (
-            f"goodput   {self.share():.1%} of {wall:,.1f} s in {sessions} session{'s' * (sessions > 1)}: {spent}, "
-            f"lost {lost:,.1f} s{detail if lost else ''}"
-        )
+        parts += [f"lost {lost:,.1f} s{detail}"] if lost else []
+        return f"goodput   {self.share():.1%} of {wall:,.1f} s in {counted(sessions, 'session')}: {', '.join(parts)}"
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:

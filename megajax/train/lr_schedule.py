@@ -5,6 +5,10 @@ all updates so far and of this one. So the first update already changes the weig
 the last one has exactly the minimum. Samples of skipped steps do not count.
 """
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -30,9 +34,7 @@ def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
       samples: integer scalar, 1 or more.
     """
     n = jnp.asarray(samples).astype(jnp.float32)
-    total = train.steps * train.global_batch_size
-    warmup = train.warmup_steps * train.global_batch_size if train.warmup_samples is None else train.warmup_samples
-    end = total if train.decay_samples is None else train.decay_samples
+    warmup, end, cooldown = lengths(train)
     high, low = train.learning_rate, train.minimum_learning_rate
     done = jnp.clip((n - warmup) / max(end - warmup, 1), 0, 1)
     if train.learning_rate_decay == "constant":
@@ -40,11 +42,57 @@ def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
     if train.learning_rate_decay == "inverse_square_root":
         after = jnp.maximum(low, high * jnp.sqrt(max(warmup, 1) / jnp.maximum(n, 1)))
     elif train.learning_rate_decay == "wsd":
-        length = max(1, end // 10 if train.cooldown_samples is None else train.cooldown_samples)
+        length = max(1, cooldown)
         after = low + (high - low) * _fall(train.cooldown, jnp.clip((n - (end - length)) / length, 0, 1))
     else:
         after = low + (high - low) * _fall(train.learning_rate_decay, done)
     return jnp.where(n <= warmup, high * n / max(warmup, 1), jnp.where(n > end, low, after))
+
+
+def lengths(train: TrainConfig) -> tuple[int, int, int]:
+    """Samples of the warm-up, until the end of the decay, and of the cool-down."""
+    warmup = train.warmup_steps * train.global_batch_size if train.warmup_samples is None else train.warmup_samples
+    end = train.steps * train.global_batch_size if train.decay_samples is None else train.decay_samples
+    return warmup, end, end // 10 if train.cooldown_samples is None else train.cooldown_samples
+
+
+def describe_change(stored: Mapping[str, Any], train: TrainConfig, step: int, trained: int, batch: int) -> str:
+    """What a resumed run's other schedule does to the learning rate, and how to keep that of before; "": nothing.
+
+    Args:
+      stored: the section "train" of the configuration with which the run was saved.
+      train: of the run that resumes.
+      step: the last one before it.
+      trained: samples of all updates so far.
+      batch: samples of the next step.
+    """
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name in stored]
+    before = TrainConfig(**{name: tuple(v) if isinstance(v := stored[name], list) else v for name in names})
+    last, kept = (float(learning_rate(before, samples)) for samples in (trained, trained + batch))
+    following = float(learning_rate(train, trained + batch))
+    if trained == 0 or abs(following - kept) <= 1e-4 * max(following, kept):
+        return ""
+    was, now = _schedule_options(before), _schedule_options(train)
+    options = " ".join(f"{name} {value}" for name, value in was.items() if now.get(name) != value)
+    return (
+        f"learning rate {last:.3g} at step {step}, {following:.3g} at step {step + 1}; the schedule before would give "
+        f"{kept:.3g}: to keep it pass {options}"
+    )
+
+
+def _schedule_options(train: TrainConfig) -> dict[str, Any]:
+    """The options that give this learning rate for any number of steps and any batch."""
+    warmup, end, cooldown = lengths(train)
+    found = {
+        "--learning-rate": train.learning_rate,
+        "--learning-rate-decay": train.learning_rate_decay,
+        "--warmup-samples": warmup,
+    }
+    if train.learning_rate_decay != "constant":
+        found |= {"--minimum-learning-rate": train.minimum_learning_rate, "--decay-samples": end}
+    if train.learning_rate_decay == "wsd":
+        found |= {"--cooldown": train.cooldown, "--cooldown-samples": cooldown}
+    return found
 
 
 def _fall(shape: str, x: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from megajax.checkpoint.replicated import ReplicatedState
 from megajax.checkpoint.run_files import TOKENIZER, copy_tokenizer, refuse_foreign, tokenizer_copy
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
-from megajax.config.batch_ramp import remaining_steps
+from megajax.config.batch_ramp import batch_size, remaining_steps
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
 from megajax.config.stored_paths import store_paths
@@ -35,6 +35,8 @@ from megajax.runtime.exchange import gather_problems
 from megajax.schedules.errors import counted
 from megajax.train.log_file import LogFile
 from megajax.train.logging import RunLog
+from megajax.train.lr_schedule import describe_change
+from megajax.train.optimizer import samples_trained
 from megajax.train.sinks import JsonLines, Sink, TensorBoard
 from megajax.train.step import Training, TrainState
 
@@ -185,12 +187,22 @@ class RunDirectory:
         state, progress, messages = found or reader.load(
             self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
         )
+        self.messages += messages + self._rate_change(state, progress)
         self._save_config()
         skipped = counted(progress.skipped, "skipped step")
         after = f"after step {progress.step}, {counted(progress.samples, 'sample')}, {skipped}"
-        self.messages += [*messages, f"resume    {after}"]
+        self.messages += [f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
         return state, progress
+
+    def _rate_change(self, state: TrainState, progress: Progress) -> list[str]:
+        """A line if the run's schedule is not the checkpoint's, and changes the learning rate of the next step."""
+        if self._resumed_path is None:
+            return []
+        stored, train = reader.read_meta(self._resumed_path)["config"]["train"], self.run.train
+        trained = int(samples_trained(state.optimizer_state))
+        text = describe_change(stored, train, progress.step, trained, batch_size(train, progress.samples))
+        return [f"resume    {text}"] if text else []
 
     def _restore_replicated(self, training: Training) -> tuple[TrainState, Progress, list[str]] | None:
         """The state replicated in host memory, if it is as new as the newest checkpoint and `resume` is "auto"."""

@@ -179,3 +179,65 @@ def test_a_skipped_step_does_not_advance_the_rates(tmp_path):
     for row, n in zip(result.rows, trained, strict=True):
         if not skipped[row["step"] - 1]:
             assert row["learning_rate"] == pytest.approx(megatron(run.train, int(n)), rel=1e-5)
+
+
+def stored(**changes) -> dict:
+    return dataclasses.asdict(dataclasses.replace(TRAIN, **changes))
+
+
+def option_values(text: str) -> dict:
+    """The options that a message names, as fields."""
+    words = text.partition("to keep it pass ")[2].split()
+    names = [word[2:].replace("-", "_") for word in words[::2]]
+    kinds = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
+    return {
+        name: word if kinds[name] is str else (int if "samples" in name else float)(word)
+        for name, word in zip(names, words[1::2], strict=True)
+    }
+
+
+CHANGES = {
+    "a finished run with more steps": (TRAIN, {"steps": 200}, 100, "--decay-samples 800"),
+    "another maximum": (TRAIN, {"learning_rate": 2e-2}, 50, "--learning-rate 0.01"),
+    "another warm-up": (TRAIN, {"warmup_steps": 20}, 12, "--warmup-samples 80"),
+    "another shape": (TRAIN, {"learning_rate_decay": "linear"}, 40, "--learning-rate-decay cosine"),
+    "another batch": (TRAIN, {"global_batch_size": 16}, 40, "--warmup-samples 80 --decay-samples 800"),
+    "a later cool-down": (
+        dataclasses.replace(TRAIN, learning_rate_decay="wsd"),
+        {"steps": 200},
+        100,
+        "--decay-samples 800 --cooldown-samples 80",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_resumption_says_what_another_schedule_does_to_the_learning_rate(case):
+    """The rates by Megatron's formula, and the options that are named give those of before."""
+    before, changes, step, options = CHANGES[case]
+    now = dataclasses.replace(before, **changes)
+    text = lr_schedule.describe_change(dataclasses.asdict(before), now, step, 8 * step, now.global_batch_size)
+    samples = 8 * step + now.global_batch_size
+    last, following, kept = megatron(before, 8 * step), megatron(now, samples), megatron(before, samples)
+    assert text == (
+        f"learning rate {last:.3g} at step {step}, {following:.3g} at step {step + 1}; the schedule before would give "
+        f"{kept:.3g}: to keep it pass {options}"
+    )
+    again = dataclasses.replace(now, **option_values(text))
+    for n in range(8, 1600, 8):
+        assert megatron(again, n) == megatron(before, n)
+    assert lr_schedule.describe_change(dataclasses.asdict(before), again, step, 8 * step, 8) == ""
+
+
+def test_nothing_is_said_of_the_learning_rate_where_it_goes_on():
+    """The same schedule in other words, more steps of a constant one, a run that starts, or one with a loss scale."""
+    same = dataclasses.replace(TRAIN, warmup_samples=80, decay_samples=800, steps=300)
+    constant = {"learning_rate_decay": "constant"}
+    for before, now, trained in (
+        (stored(), TRAIN, 400),
+        (stored(), same, 400),
+        (stored(**constant), dataclasses.replace(TRAIN, steps=300, **constant), 800),
+        (stored(), dataclasses.replace(TRAIN, learning_rate=1.0), 0),
+        (stored() | {"of a newer version": 1}, TRAIN, 400),
+    ):
+        assert lr_schedule.describe_change(before, now, trained // 8, trained, 8) == ""
