@@ -52,15 +52,24 @@ def with_fields(app, what, name, documented, options, lines):
     """A dataclass of `megajax.config`: its fields, with the help that the command line prints."""
     if what != "class" or not dataclasses.is_dataclass(documented):
         return
+    described = "\n".join(lines)
     for field in dataclasses.fields(documented):
-        if "help" in field.metadata:
+        if "help" in field.metadata and f":ivar {field.name}:" not in described:
             default = "" if field.default is dataclasses.MISSING else f"; default: ``{field.default!r}``"
             text = re.sub(r"([*_`|])", r"\\\1", field.metadata["help"])
             lines += ["", f".. attribute:: {field.name}", "", f"   {text}{default}"]
     lines.append("")
 
 
+def without_fields(app, what, name, documented, options, signature, annotation):
+    """A dataclass whose fields are listed below: no signature that repeats them with their defaults."""
+    if what == "class" and dataclasses.is_dataclass(documented) and len(dataclasses.fields(documented)) > 4:
+        return "(...)", annotation
+    return None
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", without_fields)
     app.connect("source-read", with_navigation)
     app.connect("autodoc-process-docstring", with_fields)
     return {"parallel_read_safe": True}
