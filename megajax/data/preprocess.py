@@ -28,9 +28,9 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
-from megajax.data.read_file import check_file
+from megajax.data.read_file import PART, check_file
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import counted, exit_code
 from megajax.schedules.paths import local_path
@@ -38,6 +38,7 @@ from megajax.schedules.paths import local_path
 BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
 AHEAD = 3  # blocks in flight per worker: workers do not idle, and memory stays bounded
+BYTES_AHEAD = 1 << 26  # text in flight, unless a single block is longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,8 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
     """Parses and tokenizes one block."""
     tokenizer = recipe.load()
     documents, bad = documents_of(block, recipe.keys)
+    place = f"{block.path}, from line {block.first_line}: "
+    check_length(tokenizer, [text for texts in documents for text in texts], place)
     columns = [list(texts) for texts in zip(*documents, strict=True)] or [[] for _ in recipe.keys]
     encoded = [_encode(texts, recipe, tokenizer) for texts in columns]
     return Result(encoded, bad, len(block.content), block.path, block.read)
@@ -106,14 +109,17 @@ def encode_blocks(blocks: Iterable[Block], recipe: Recipe, workers: int) -> Iter
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker)
-    waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+    waiting: collections.deque[tuple[int, concurrent.futures.Future]] = collections.deque()
     try:
         for block in blocks:
-            waiting.append(pool.submit(encode_block, block, recipe))
-            if len(waiting) >= AHEAD * workers:
-                yield waiting.popleft().result()
+            size = len(block.content)
+            most = max(BYTES_AHEAD, AHEAD * workers * PART)
+            while waiting and (len(waiting) >= AHEAD * workers or size + sum(one for one, _ in waiting) > most):
+                yield waiting.popleft()[1].result()
+            waiting.append((size, pool.submit(encode_block, block, recipe)))
+            del block
         while waiting:
-            yield waiting.popleft().result()
+            yield waiting.popleft()[1].result()
     except BrokenProcessPool:
         raise ConfigError(
             "a worker process was killed, probably out of memory: pass fewer --workers, or split very long documents"
@@ -123,21 +129,23 @@ def encode_blocks(blocks: Iterable[Block], recipe: Recipe, workers: int) -> Iter
 
 
 def _encode(texts: list[str], recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
+    dtype = dtype_for(tokenizer.vocabulary)
     if recipe.sentences:
         parts = [split_sentences(text) for text in texts]
-        ids = tokenizer.encode_all([sentence for part in parts for sentence in part])
+        ids = tokenizer.encode_all([sentence for part in parts for sentence in part], dtype)
         owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
     else:
-        ids, owner = tokenizer.encode_all(texts), np.arange(len(texts))
+        ids, owner = tokenizer.encode_all(texts, dtype), np.arange(len(texts))
     kept = [number for number, part in enumerate(ids) if len(part)]
     ids, owner = [ids[number] for number in kept], owner[kept]
     lengths = np.array([len(part) for part in ids], np.int64)
-    tokens = np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32)
     if recipe.append_end and len(ids):
-        lasts = np.flatnonzero(np.append(owner[1:] != owner[:-1], True))
-        tokens = np.insert(tokens, np.cumsum(lengths)[lasts], tokenizer.end_of_document)
-        lengths[lasts] += 1
-    return Encoded(tokens.astype(dtype_for(tokenizer.vocabulary)), lengths, np.bincount(owner, minlength=len(texts)))
+        is_last = np.append(owner[1:] != owner[:-1], True)
+        end = np.array([tokenizer.end_of_document], dtype)
+        ids = [part for number, one in enumerate(ids) for part in ((one, end) if is_last[number] else (one,))]
+        lengths += is_last
+    tokens = np.concatenate(ids) if ids else np.empty(0, dtype)
+    return Encoded(tokens, lengths, np.bincount(owner, minlength=len(texts)))
 
 
 def _start_worker() -> None:

@@ -10,11 +10,12 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megajax.config import ConfigError, near
+from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
 from megajax.data.tokenizer_files import FILES, MERGES, find_file, read_settings, used_files, wrong_file
 from megajax.schedules.paths import hub_advice
 
@@ -37,19 +38,21 @@ class Tokenizer(Protocol):
       name: the argument of --tokenizer.
       vocabulary: number of token ids, including the end of document.
       end_of_document: id appended to every document.
+      longest: characters of the longest text that is encoded; None: any.
       files: that it was read from, and those beside them that belong to it, which a run directory keeps a copy of.
     """
 
     name: str
     vocabulary: int
     end_of_document: int
+    longest: int | None
     files: Sequence[pathlib.Path]
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32 [tokens], without an end of document."""
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` for many texts, faster than one by one."""
+    def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
+        """`encode` for many texts, faster than one by one; `dtype`: of the ids."""
 
     def decode(self, ids) -> str:
         """The text of ids; invalid UTF-8 becomes the replacement character."""
@@ -58,14 +61,14 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per byte of UTF-8."""
 
-    name, vocabulary, end_of_document = "byte", 257, 256
+    name, vocabulary, end_of_document, longest = "byte", 257, 256, None
     files = ()
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        return self.encode_all([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
+    def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(dtype) for text in texts]
 
     def decode(self, ids) -> str:
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", "replace")
@@ -91,15 +94,25 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"tokenizer {name} has {last + 1} token ids; pass one with 1 to {MAX_VOCABULARY}")
         self.vocabulary = last + 1
         self.end_of_document = _end_of_document(name, end_of_document, inner.token_to_id)
+        self._may_cut = splits_at_cuts(inner)
+
+    @property
+    def longest(self) -> int | None:
+        """Characters of the longest text that `encode_all` takes; None: any."""
+        return None if self._may_cut else LONGEST_WHOLE
 
     def encode(self, text: str) -> np.ndarray:
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
-            return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+        return self.encode_all([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
-            encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)  # "fast": without character offsets
-        return [np.array(one.ids, np.int32) for one in encoded]
+    def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
+        check_length(self, texts)
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
+        for numbers, batch in batches(texts, self._may_cut):
+            with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+                encoded = self.inner.encode_batch_fast(batch, add_special_tokens=False)  # without character offsets
+            for number, one in zip(numbers, encoded, strict=True):
+                parts[number].append(np.array(one.ids, dtype))
+        return [np.concatenate(part) if len(part) > 1 else part[0] for part in parts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each text its ids, int32 [tokens], and each token's first character and last + 1 in it, int [tokens, 2]."""
@@ -116,6 +129,8 @@ class HuggingFaceTokenizer:
 class SentencePieceTokenizer:
     """A model of the `sentencepiece` library, without added begin or end of sentence."""
 
+    longest = LONGEST_WHOLE
+
     def __init__(self, name: str, end_of_document: str | None = None):
         """Loads the file `name`; `end_of_document` as in HuggingFaceTokenizer."""
         import sentencepiece
@@ -130,12 +145,15 @@ class SentencePieceTokenizer:
             self.end_of_document = _end_of_document(name, end_of_document, pieces.get)
 
     def encode(self, text: str) -> np.ndarray:
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
-            return np.array(self.inner.encode(text), np.int32)
+        return self.encode_all([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
-            return [np.array(ids, np.int32) for ids in self.inner.encode(list(texts), num_threads=1)]
+    def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
+        check_length(self, texts)
+        found: list[np.ndarray] = []
+        for _, batch in batches(texts, may_cut=False):
+            with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+                found += [np.array(ids, dtype) for ids in self.inner.encode(batch, num_threads=1)]
+        return found
 
     def decode(self, ids) -> str:
         with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
@@ -201,6 +219,16 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
         tokenizer = _read(name, ending, end_of_document)
         tokenizer.decode(tokenizer.encode(PROBE))  # some damaged files fail only when they are used
     return tokenizer
+
+
+def check_length(tokenizer: Tokenizer, texts: Sequence[str], place: str = "") -> None:
+    """Raises ConfigError for a text that would take too much memory; `place`: the beginning of its message."""
+    longest = max(map(len, texts), default=0)
+    if tokenizer.longest is not None and longest > tokenizer.longest:
+        raise ConfigError(
+            f"{place}a document has {longest:,} characters, and tokenizer {tokenizer.name} encodes at most "
+            f"{tokenizer.longest:,} at once, as it needs 130 bytes of memory for each: split the document"
+        )
 
 
 @contextlib.contextmanager

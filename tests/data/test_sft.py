@@ -80,9 +80,9 @@ def test_other_libraries_find_the_answer_by_the_tokens_before_it(tmp_path):
 
         vocabulary = 65537
 
-        def encode(self, text):
-            data = text.encode() + b"\0" * (len(text.encode()) % 2)
-            return np.frombuffer(data, "<u2").astype(np.int32)
+        def encode_all(self, texts, dtype=np.int32):
+            even = [text.encode() + b"\0" * (len(text.encode()) % 2) for text in texts]
+            return [np.frombuffer(data, "<u2").astype(dtype) for data in even]
 
     for prompt, loss_mask in (("abcd", [0, 0, 1, 1, 1]), ("abc", [0, 1, 1, 1])):  # "c" and "e" share a token
         found = load(
