@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tests import gpu, samples
+from tests import samples
 from tests.samples import PAGES, ROOT, Block, SampleError, blocks
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -20,8 +20,7 @@ def of_kind(kind: str) -> list:
     found = []
     for page in PAGES:
         for number, block in enumerate(block for block in blocks(page) if block.kind == kind):
-            marks = [pytest.mark.slow] if "slow" in block.marks else []
-            marks += [gpu.needs_compiler] if "compiler" in block.marks else []
+            marks = [getattr(pytest.mark, mark) for mark in sorted(block.marks)]
             found.append(pytest.param(block, id=f"{page.name}-{number + 1}", marks=marks))
     return found
 
