@@ -186,6 +186,8 @@ def printed(command: str, separate: bool) -> list[str]:
     assert first[0] == "megajax" or first[:2] == ["python", "-m"], command
     output = in_process_of_its_own(words) if separate else in_this_process(words)
     lines = [line.rpartition("\r")[2].rstrip() for line in output.splitlines()]
+    if "Traceback (most recent call last):" in lines:
+        raise SampleError(f"{command}\n{output}")
     for pipe in pipes:
         match pipe:
             case ["head", count]:
@@ -281,7 +283,11 @@ def update(page: pathlib.Path, slow: bool, words: str) -> list[str]:
         chosen = block.kind == "sample" and words in "\n".join(block.lines) and (slow or "slow" not in block.marks)
         if not chosen or ("compiler" in block.marks and not has_compiler()):
             continue
-        today = run(block)
+        try:
+            today = run(block)
+        except SampleError as error:
+            print(f"left as it was: {block.place}: {error}")
+            continue
         if tuple(today) != block.lines:
             lines = page.read_text().splitlines()
             lines[block.start : block.end] = [(block.indent + line).rstrip() for line in today]

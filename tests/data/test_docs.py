@@ -16,15 +16,6 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})
 
 
-def test_the_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    words = re.search(r"\$ python -m megajax\.data\.preprocess (.*)\n    (.*)\n", PAGE)
-    folder = pathlib.Path(preprocess.__file__).parents[2]
-    monkeypatch.chdir(tmp_path)
-    command = words[1].replace("megajax/data/text", f"{folder}/megajax/data/text").replace("gpt2", "byte").split()
-    assert preprocess.main(command) == 0  # with the byte tokenizer, which is quicker
-    assert "corpus: 48 documents" in capsys.readouterr().out and words[2].startswith("corpus: 48 documents")
-
-
 def test_the_options_of_the_page_exist(capsys):
     for command in (preprocess.main, gpt3.main):
         with pytest.raises(SystemExit):

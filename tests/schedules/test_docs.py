@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from megajax.schedules.draw import main
 from megajax.schedules.registry import SPECS, make_schedule, names
 from megajax.schedules.schedule import ScheduleError
 
@@ -25,11 +24,3 @@ def test_the_example_of_a_user_schedule(monkeypatch):
 def test_the_page_has_every_schedule_that_trains():
     rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
     assert set(names()) - {"auto"} <= set(rows)
-
-
-def test_the_table_in_the_page_is_what_the_command_prints(capsys):
-    shown = re.search(r"    \$ python -m megajax\.schedules\.draw (.*)\n((?:    .*\n)+)", PAGE)
-    assert main(shown[1].split()) == 0
-    # The page wraps the first line.
-    printed = [line.rstrip() for line in capsys.readouterr().out.replace("; ", ";\n").splitlines()]
-    assert printed == [line[4:].rstrip() for line in shown[2].splitlines()]
