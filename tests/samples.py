@@ -8,7 +8,8 @@ A block of code in a page is one of these:
     after `<!-- text -->`                       a formula or a drawing
     after `<!-- messages: TEST -->`             what only failures print: the source has these messages, TEST makes them
 
-Anything else is output that no command accounts for, and an error. A comment before a sample says how it is run:
+Anything else is output that no command accounts for, and an error. A comment, on a line of its own or at the end of the
+last line before a sample, says how it is run:
 
     <!-- sample: slow -->                       with -m slow, in a process of its own; others run in the test's process
     <!-- sample: slow, compiler -->             and only where XLA's CUDA compiler is installed
@@ -16,8 +17,8 @@ Anything else is output that no command accounts for, and an error. A comment be
     <!-- file: ours.toml -->                    the next fence is a file in the directory where the page's commands run
 
 The output is stdout and stderr together. Lines longer than a page's are wrapped. A line `...` stands for lines that the
-page leaves out: what is before it are the output's first lines, what is after it its last ones. `| head -N`, `| tail -N`
-and `| grep WORDS` mean what they do in a shell. A command without lines below it is run, and its output not compared.
+page leaves out: what is before it are the output's first lines, what is after it its last ones. `| head -N`, `| tail -N`,
+`| cut -c-N` and `| grep WORDS` mean what they do in a shell. A command without lines below it is run, and its output not compared.
 
     python -m tests.samples --update            rewrites the samples of all pages; --slow also those that are slow
     python -m tests.samples --update docs/planning.md --slow -k deadline
@@ -148,7 +149,7 @@ def blocks(page: pathlib.Path) -> list[Block]:
     while at < len(lines):
         line = lines[at]
         fence = re.match(r"( *)```(\w*)", line)
-        comment = re.match(r" *<!-- *((?:sample|text|messages|file).*?) *-->$", line)
+        comment = re.search(r"<!-- *((?:sample|text|messages|file).*?) *-->$", line)
         if fence:
             end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == "```")
             found.append(block(page, lines, at + 1, end, fence[1], fence[2], note))
@@ -194,10 +195,12 @@ def printed(command: str, separate: bool) -> list[str]:
                 lines = lines[: -int(count)]
             case ["tail", count]:
                 lines = lines[int(count) :]
+            case ["cut", columns] if columns.startswith("-c-"):
+                lines = [line[: int(columns.removeprefix("-c-"))].rstrip() for line in lines]
             case ["grep", words]:
                 lines = [line for line in lines if words in line]
             case _:
-                raise SampleError(f"{command}: only head -N, tail -N and grep WORDS are known after a |")
+                raise SampleError(f"{command}: only head -N, tail -N, cut -c-N and grep WORDS are known after a |")
     return "\n".join(lines).strip("\n").splitlines()
 
 
