@@ -18,7 +18,7 @@ last line before a sample, says how it is run:
 
 The output is stdout and stderr together. Lines longer than a page's are wrapped. A line `...` stands for lines that the
 page leaves out: what is before it are the output's first lines, what is after it its last ones. `| head -N`, `| tail -N`,
-`| cut -c-N` and `| grep WORDS` mean what they do in a shell. A command without lines below it is run, and its output not compared.
+`| cut -c-N` and `| grep WORDS` mean what they do in a shell. Of a command without lines below it nothing is compared.
 
     python -m tests.samples --update            rewrites the samples of all pages; --slow also those that are slow
     python -m tests.samples --update docs/planning.md --slow -k deadline
