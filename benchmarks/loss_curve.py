@@ -1,7 +1,7 @@
 """Draws the loss of runs over their steps, from the files that `--log-jsonl` (or `--run-dir`) writes.
 
 python -m experiments.gpt3 --log-jsonl first_run.jsonl
-python -m benchmarks.loss_curve first_run.jsonl --out docs/images/first_run.svg
+python -m benchmarks.loss_curve first_run.jsonl --out docs/images/first_run.svg --vocabulary 257
 
 Needs matplotlib: pip install "megajax[plot]".
 """
@@ -16,16 +16,18 @@ import numpy as np
 
 from megajax.schedules.arguments import CommandParser, whole
 from megajax.schedules.errors import UserError, exit_code
-from megajax.schedules.paths import local_path, tell_replaced
+from megajax.schedules.paths import local_path
+from megajax.schedules.pictures import COLOURS, SOFT, label_ends, picture, picture_file
 from megajax.train.sinks import read_steps
 
 WINDOW = 20  # steps averaged for the solid line; each step's own loss is drawn in light behind it
-COLOURS = ("#2171b5", "#e6550d", "#31a354", "#756bb1")
 
 
 def read_losses(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     """(steps, losses) of a log.jsonl; a loss that was not finite is NaN."""
     rows = read_steps(path)
+    if not rows:
+        raise ValueError(f"{path} has no step")
     return np.array([row["step"] for row in rows]), np.array([float(row["loss"]) for row in rows])
 
 
@@ -41,37 +43,21 @@ def smooth(losses: np.ndarray, window: int = WINDOW) -> np.ndarray:
 
 def draw(logs: Sequence[pathlib.Path], out: pathlib.Path, guess: int | None) -> None:
     """Writes the picture; the ending of `out` says the format (svg, png, pdf). `guess`: see `--vocabulary`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for log, colour in zip(logs, COLOURS, strict=False):
-        steps, losses = read_losses(log)
-        axes.plot(steps, losses, color=colour, lw=0.7, alpha=0.35)
-        averaged = smooth(losses)
-        axes.plot(steps, averaged, color=colour, lw=1.8, label=f"{log.stem}, mean of {WINDOW} steps")
-        axes.annotate(f"{averaged[-1]:.2f}", (steps[-1], averaged[-1]), (4, 0), textcoords="offset points", va="center")
-    if guess:
-        axes.axhline(math.log(guess), color="#888888", ls="--", lw=0.9)
-        axes.annotate(
-            f"uniform guess, ln {guess} = {math.log(guess):.2f}",
-            (1.0, math.log(guess)),
-            (-4, -4),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            color="#555555",
-        )
-    axes.set(xlabel="step", ylabel="loss per token (nats)")
-    axes.set_xlim(left=0)
-    axes.margins(x=0.07)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    tell_replaced(out)
-    figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix == ".svg" else None)
+    with picture(out, 470, 240) as figure:
+        axes, ends = figure.subplots(), []
+        for log, colour in zip(logs, COLOURS, strict=False):
+            steps, losses = read_losses(log)
+            averaged = smooth(losses)
+            axes.plot(steps, losses, color=colour, lw=0.7, alpha=0.35)
+            axes.plot(steps, averaged, color=colour, label=f"{log.stem}: mean of {WINDOW} steps, and each step")
+            ends.append((steps[-1], averaged[-1], f"{averaged[-1]:.2f}", colour))
+        if guess:
+            label = f"uniform guess, ln {guess} = {math.log(guess):.2f}"
+            axes.axhline(math.log(guess), color=SOFT, ls="--", lw=0.9, label=label)
+        axes.set(xlabel="step", ylabel="loss per token, nats")
+        axes.set_xlim(0, max(end[0] for end in ends))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0, ncols=2)
+        label_ends(axes, [end for end in ends if math.isfinite(end[1])])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("logs", nargs="+", type=local_path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
-    parser.add_argument("--out", type=local_path, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
+    parser.add_argument("--out", type=picture_file, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
     parser.add_argument("--vocabulary", type=whole(), metavar="TOKENS", help="also shows the loss of a uniform guess")
     options = parser.parse_args(arguments)
     return exit_code(lambda: _command(options))
@@ -93,8 +79,8 @@ def _command(options: argparse.Namespace) -> None:
         raise UserError(f"{len(options.logs)} logs; pass at most {len(COLOURS)}")
     try:
         draw([pathlib.Path(log) for log in options.logs], pathlib.Path(options.out), options.vocabulary)
-    except ImportError as error:
-        raise UserError("matplotlib is not installed; pip install 'megajax[plot]'") from error
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot draw: {error}") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -4,7 +4,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from megajax.plan.report import new_figure
+from megajax.schedules.pictures import COLOURS, picture
 
 ON_CPU = (
     "CPU devices share the machine's cores: only ratios are meaningful, and they compare compute, not idle time. A rank "
@@ -105,21 +105,22 @@ def versions(peer: dict) -> list[tuple[str, str]]:
 def plot(results: dict, path: pathlib.Path) -> None:
     """A panel of bars for each sweep: MFU, or on a CPU the throughput as a share of the sweep's best."""
     sweeps = by_sweep(results["rows"])
-    heights = [len(_bars(rows, results)) for rows in sweeps.values()]
-    figure = new_figure(figsize=(8, 0.8 * len(sweeps) + 0.28 * sum(heights)))
-    panels = figure.subplots(len(sweeps), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in heights])[:, 0]
-    for panel, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
-        bars = _bars(rows, results)
-        panel.barh(
-            range(len(bars)), [value for _, value, _ in bars], color=["C1" if peer else "C0" for *_, peer in bars]
-        )
-        panel.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
-        panel.invert_yaxis()
-        panel.set_title(sweep, fontsize=9, loc="left")
-        panel.grid(axis="x", alpha=0.3)
-    unit = "MFU" if results["peak"] else "throughput, as a share of the best of its panel"
-    panels[-1].set_xlabel(f"{unit}; {results['device']['kind']}")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    heights = [len(_bars(rows, results)) + 1 for rows in sweeps.values()]
+    with picture(path, 470, 40 + 26 * len(sweeps) + 15 * sum(heights)) as figure:
+        panels = figure.subplots(len(sweeps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for panel, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
+            bars = _bars(rows, results)
+            colours = [COLOURS[4] if peer else COLOURS[0] for *_, peer in bars]
+            drawn = panel.barh(range(len(bars)), [value for _, value, _ in bars], color=colours)
+            panel.bar_label(drawn, fmt="{:.1%}" if results["peak"] else "{:.2f}", padding=3, fontsize=8)
+            panel.set_yticks(range(len(bars)), [name for name, *_ in bars])
+            panel.tick_params(axis="y", length=0)
+            panel.grid(visible=False)
+            panel.invert_yaxis()
+            panel.set_title(sweep)
+        panels[-1].set_xlim(0, 1.1 * max(panel.dataLim.xmax for panel in panels))
+        unit = "MFU" if results["peak"] else "throughput, as a share of the best of its panel"
+        panels[-1].set_xlabel(f"{unit}; {results['device']['kind']}")
 
 
 def _bars(rows: Sequence[dict], results: dict) -> list[tuple[str, float, bool]]:

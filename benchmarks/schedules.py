@@ -1,7 +1,7 @@
 """Bubbles of the pipeline schedules: simulated for many ranks, and measured on two CPU devices.
 
 python -m benchmarks.schedules                 both; writes schedules.json and schedules.svg to benchmarks/results
-python -m benchmarks.schedules --simulate      the simulated table and the plot only, in seconds
+python -m benchmarks.schedules --simulate      the simulated table and the plot only, in seconds; keeps measured rows on file
 
 Measured: forwards and backwards of a GPT whose matmuls dominate, on p = 2 devices of one thread each. The bubble is
 T(m) / (m t) - 1, where t is the time of a microbatch on the same two devices without a pipeline: each has half the layers
@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 
 from megajax.pipeline.slots import slot_tables
-from megajax.plan.report import new_figure
 from megajax.schedules.arguments import CommandParser, whole
 from megajax.schedules.errors import exit_code
+from megajax.schedules.pictures import label_ends, picture, wrapped
 from megajax.schedules.registry import find, make_schedule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
@@ -47,21 +47,28 @@ TIMED_STAGES = 2
 APART = "no pipeline"  # every device has its own model and batch
 
 
-def simulated_rows() -> list[dict]:
-    """Bubble, memory and ticks for p up to 16 and m = 4p, with F, I and W of equal cost."""
+def simulated_rows(sizes: Sequence[int] = STAGES) -> list[dict]:
+    """Bubble, memory and ticks for these numbers of ranks and m = 4p, with F, I and W of equal cost.
+
+    in_flight: the most microbatches of which a rank holds activations. slots: those that the compiled program has room for,
+    in microbatches too. In paired ticks a rank without a microbatch writes its outputs to a slot as well, so that gpipe and
+    looped_bfs, whose ranks hold all of a step's at once, have a slot of a chunk more.
+    """
     rows = []
-    for stages in STAGES:
+    for stages in sizes:
         for name, chunks in KINDS:
             schedule = make_schedule(name, stages=stages, microbatches=4 * stages, chunks=chunks)
+            simulation = simulate_event(schedule)
             rows.append(
                 {
                     "schedule": name,
                     "chunks": chunks,
                     "stages": stages,
                     "microbatches": 4 * stages,
-                    "bubble": simulate_event(schedule).bubble,
+                    "bubble": simulation.bubble,
                     "lockstep_bubble": simulate_lockstep(schedule).bubble,
-                    "stash_in_stages": slot_tables(schedule).stash_slots / chunks,
+                    "in_flight": max(simulation.peak_live) / chunks,
+                    "slots": slot_tables(schedule).stash_slots / chunks,
                     "ticks": len(schedule.ticks),
                 }
             )
@@ -158,26 +165,38 @@ def _step(name: str, chunks: int, microbatches: int, devices):
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
     """Bubble and memory over the number of ranks; schedules with equal values share a line."""
-    figure = new_figure(figsize=(11, 6))
-    panels = figure.subplots(1, 2)
-    titles = {"lockstep_bubble": "bubble, share of the ideal time", "stash_in_stages": "microbatches stashed on a rank"}
-    for panel, (value, title) in zip(panels, titles.items(), strict=True):
-        lines: dict[tuple[float, ...], list[str]] = {}
-        for name, chunks in KINDS:
-            heights = tuple(row[value] for row in rows if (row["schedule"], row["chunks"]) == (name, chunks))
-            lines.setdefault(heights, []).append(f"{name} v={chunks}" if chunks > 1 else name)
-        for heights, names in sorted(lines.items(), reverse=True):
-            panel.plot(STAGES, heights, marker="o", label=", ".join(names))
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(STAGES, [str(stages) for stages in STAGES])
-        panel.set_xlabel("ranks p, with 4p microbatches")
-        panel.set_title(title)
-        panel.grid(alpha=0.3)
-        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8, frameon=False)
-    panels[0].set_ylim(bottom=0)
-    panels[1].set_yscale("log", base=2)
-    panels[1].set_yticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    stages = sorted({row["stages"] for row in rows})
+    titles = {
+        "lockstep_bubble": "Bubble, as a share of the ideal time",
+        "in_flight": "Microbatches in flight on the rank that holds the most",
+    }
+    with picture(path, 470, 500) as figure:
+        panels = figure.subplots(2, 1, sharex=True)
+        panels[0].set_xscale("log", base=2)
+        panels[0].set_xticks(stages, [str(count) for count in stages])
+        panels[0].set_xlim(stages[0], stages[-1])
+        panels[0].minorticks_off()
+        panels[1].set_yscale("log", base=2)
+        panels[1].set_yticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+        panels[1].minorticks_off()
+        panels[1].set_xlabel("ranks p, with 4p microbatches")
+        for panel, (value, title) in zip(panels, titles.items(), strict=True):
+            ends = []
+            for heights, names in sorted(lines_of(rows, value).items(), reverse=True):
+                (line,) = panel.plot(stages, heights, marker="o", clip_on=False)
+                ends.append((stages[-1], heights[-1], "\n".join(wrapped(", ".join(names), 130, 8)), line.get_color()))
+            panel.set_title(title)
+            panel.set_ylim(bottom=0 if value == "lockstep_bubble" else None)
+            label_ends(panel, ends)
+
+
+def lines_of(rows: list[dict], value: str) -> dict[tuple[float, ...], list[str]]:
+    """The lines of a plot, as values over the number of ranks, each with the schedules that have these values."""
+    lines: dict[tuple[float, ...], list[str]] = {}
+    for name, chunks in KINDS:
+        heights = tuple(row[value] for row in rows if (row["schedule"], row["chunks"]) == (name, chunks))
+        lines.setdefault(heights, []).append(f"{name}\u00a0v={chunks}" if chunks > 1 else name)
+    return lines
 
 
 def _print(rows: list[dict]) -> None:
@@ -207,19 +226,20 @@ def _command(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "schedules.json"
     print("simulated, m = 4p, F = I = W")
-    results = {"command": "python -m benchmarks.schedules", "simulated": simulated_rows()}
+    on_file = json.loads(file.read_text()) if file.exists() else {}
+    results = on_file | {"command": "python -m benchmarks.schedules", "simulated": simulated_rows()}
     _print(results["simulated"])
     plot(results["simulated"], folder / "schedules.svg")
-    if options.simulate:
-        return
-    print(f"\nmeasured on {TIMED_STAGES} CPU devices of one thread each, p = {TIMED_STAGES}")
-    import jax
+    if not options.simulate:
+        print(f"\nmeasured on {TIMED_STAGES} CPU devices of one thread each, p = {TIMED_STAGES}")
+        import jax
 
-    results["measured"] = measured_rows(options.timed_steps)
-    results["machine"] = {"jax": jax.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
-    _print(results["measured"])
-    (folder / "schedules.json").write_text(json.dumps(results, indent=1) + "\n")
+        results["measured"] = measured_rows(options.timed_steps)
+        results["machine"] = {"jax": jax.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
+        _print(results["measured"])
+    file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python -m experiments.papers                                       all, by the memory and time models; seconds
 python -m experiments.papers --only "2104 table 1" --compile       from compiled programs (megajax[dryrun]); minutes each
-python -m experiments.papers --plot papers.svg                     figures 11 to 18 of 2104.04473, drawn as there
+python -m experiments.papers --plot papers.svg                     draws them, with the published values
 
 published: measured by the papers' authors. modelled: megajax's predicted time and memory. compiled: memory as XLA assigns
 it, and the time of the compiled program's kernels at the roofline, with the schedule's bubble. megajax was run on no GPU.
@@ -12,7 +12,8 @@ Layouts, recomputation and GPUs are the papers'; attention is the best kernel th
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 
@@ -28,11 +29,13 @@ from megajax.estimate.published import MODEL_22B, make_run
 from megajax.estimate.step_time import step_time
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.compiler import compile_for
-from megajax.plan.report import new_figure, save_figure
 from megajax.plan.search import usable_bytes
 from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import exit_code
-from megajax.schedules.paths import local_path
+from megajax.schedules.pictures import SOFT, picture, picture_file, wrapped
+
+PAPERS = {"1909": "1909.08053", "2104": "2104.04473", "2205": "2205.05198"}
+BILLIONS = {"gpt3-175b": "175B", "megatron-529.6b": "530B"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Result:
     def value(self, unit: str) -> float:
         """Throughput in an exhibit's unit."""
         return self.teraflops if "TFLOP" in unit else self.run.train.global_batch_size / self.seconds
+
+
+Curve = tuple[str, Sequence[Result]]  # its label and its points
 
 
 def modelled(point: Point) -> Result:
@@ -171,40 +177,98 @@ def memory_table() -> str:
 
 
 def plot(found: Sequence[tuple[Exhibit, Sequence[Result]]], path: str) -> None:
-    """Draws the figures of 2104.04473, a panel each: TFLOP/s per GPU; runs that do not fit are hollow.
+    """Draws the tables and figures, a panel each: megajax's curves, and the published values where the papers print them.
+
+    Runs that do not fit are hollow.
 
     Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be written.
+      UserError: matplotlib is not installed, or the file cannot be written.
     """
-    figures = [(exhibit, results) for exhibit, results in found if "2104 figure" in exhibit.name]
-    if not figures:
-        raise ConfigError("plot draws figures of 2104.04473: pass --only with one of them, or omit --only.")
-    columns = min(4, len(figures))
-    rows = -(-len(figures) // columns)
-    figure = new_figure(figsize=(4 * columns, 3.3 * rows))
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for panel, (exhibit, results) in zip(panels, figures, strict=False):
-        for line in dict.fromkeys(one.point.line for one in results):
-            points = [one for one in results if one.point.line == line]
-            (drawn,) = panel.plot(
-                [one.point.x for one in points], [one.value(exhibit.unit) for one in points], label=line
-            )
-            for one in points:
-                face = drawn.get_color() if one.fits else "white"
-                panel.plot(one.point.x, one.value(exhibit.unit), "o", color=drawn.get_color(), markerfacecolor=face)
-        panel.set_xscale("log", base=2)
-        ticks = sorted({one.point.x for one in results})
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
-        panel.minorticks_off()
-        panel.set_ylim(0, 1.08 * panel.dataLim.ymax)
-        panel.set_xlabel(exhibit.axis)
-        panel.set_ylabel(f"{exhibit.unit}, {results[0].source}", fontsize=8)
-        panel.set_title(f"{exhibit.name}: {exhibit.title}", fontsize=8)
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
-    for panel in panels[len(figures) :]:
-        panel.set_visible(False)
-    save_figure(figure, path)
+    panels = panels_of(found)
+    if not panels:
+        raise ConfigError("plot draws tables and figures with curves: pass --only with one of them, or omit --only.")
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    with picture(path, 280 * columns, 205 * rows + 30) as figure:
+        from matplotlib.lines import Line2D
+
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axis, (exhibit, curves) in zip(axes, panels, strict=False):
+            _draw_panel(axis, exhibit, curves)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        ((_, results), *_) = panels[0][1]
+        handles = [
+            Line2D([], [], color=SOFT, marker="o", label=f"megajax, {results[0].source}"),
+            Line2D([], [], color=SOFT, marker="o", markerfacecolor="white", ls="", label="would not fit"),
+            Line2D([], [], color=SOFT, marker="x", ls="--", lw=1, label="as printed in the paper"),
+        ]
+        figure.legend(handles=handles, loc="outside upper left", ncols=3)
+
+
+def panels_of(found: Sequence[tuple[Exhibit, Sequence[Result]]]) -> list[tuple[Exhibit, list[Curve]]]:
+    """The panels with their curves. 2104.04473's table 2 is its figure 10, with ZeRO-3's curves beside PTD-P's."""
+    panels: list[tuple[Exhibit, list[Curve]]] = []
+    for exhibit, results in found:
+        if exhibit.name == "2104 table 1":  # a row is a model
+            curves = [("PTD-P, 1.7B to 1T", results)]
+        elif exhibit.name == "2205 table 5":  # a row is a model with one of two ways of recomputation
+            curves = _by(results, lambda one: one.point.line.partition(", ")[2])
+        elif exhibit.name.startswith("2104 table 2"):
+            method = exhibit.title.rpartition(" ")[2]
+            curves = _by(results, lambda one, method=method: f"{BILLIONS[one.point.line]}, {method}")
+        else:
+            curves = _by(results, lambda one: one.point.line)
+        if panels and exhibit.name == f"{panels[-1][0].name}, ZeRO-3":
+            before, others = panels.pop()
+            exhibit, curves = dataclasses.replace(before, title=f"{before.title} and ZeRO-3"), others + curves
+        panels.append((exhibit, curves))
+    return panels
+
+
+def _by(results: Sequence[Result], label: Callable[[Result], str]) -> list[Curve]:
+    groups: dict[str, list[Result]] = {}
+    for one in results:
+        groups.setdefault(label(one), []).append(one)
+    return list(groups.items())
+
+
+def _draw_panel(axis: Any, exhibit: Exhibit, curves: Sequence[Curve]) -> None:
+    first = curves[0][1][0]
+    is_relative, unit = first.point.relative is not None, exhibit.unit
+    scale = 100 / first.value(unit) if is_relative else 1
+    for label, results in curves:
+        places, values = [one.point.x for one in results], [scale * one.value(unit) for one in results]
+        (line,) = axis.plot(places, values, label=label)
+        for one, value in zip(results, values, strict=True):
+            face = line.get_color() if one.fits else "white"
+            axis.plot(one.point.x, value, "o", color=line.get_color(), markerfacecolor=face)
+        published = [one.point.relative if is_relative else one.point.published for one in results]
+        if all(published):
+            axis.plot(places, published, "x--", color=line.get_color(), lw=1)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks := _ticks({one.point.x for _, results in curves for one in results}), map(str, ticks))
+    axis.minorticks_off()
+    axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
+    axis.set_xlabel(exhibit.axis, fontsize=8)
+    axis.set_ylabel(f"{unit}, % of one GPU's" if is_relative else unit, fontsize=8)
+    axis.tick_params(labelsize=8)
+    paper, _, name = exhibit.name.partition(" ")
+    says = wrapped(f"The paper: {exhibit.says}", 215, 7) if exhibit.says and not is_relative else []
+    title = wrapped(f"{name.capitalize()} of {PAPERS[paper]}: {exhibit.title}", 215, 8.5)
+    axis.set_title("\n".join(title), fontsize=8.5, pad=6 + 9 * len(says))
+    axis.annotate("\n".join(says), (0, 1), (0, 3), "axes fraction", "offset points", fontsize=7, color=SOFT)
+    axis.legend(fontsize=7.5, handlelength=1.2)
+
+
+def _ticks(places: Collection[int]) -> list[int]:
+    """Where a logarithmic axis has numbers: at the places, without those so near to the one before that they would touch."""
+    kept: list[int] = []
+    apart = (max(places) / min(places)) ** (1 / 9)
+    for place in sorted(places):
+        if not kept or place >= kept[-1] * apart:
+            kept.append(place)
+    return kept
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -239,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", type=plain_text, metavar="NAME", help='such as "2104 figure 13"')
     parser.add_argument("--compile", action="store_true", help="compile each run's step instead of the models")
     parser.add_argument(
-        "--plot", type=local_path, metavar="FILE", help="draw 2104.04473's figures (needs megajax[plot])"
+        "--plot", type=picture_file, metavar="FILE", help="draw the tables and figures (needs megajax[plot])"
     )
     return parser
 

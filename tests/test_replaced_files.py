@@ -7,8 +7,8 @@ import pytest
 from megajax.interop.output_file import OutputFile
 from megajax.plan.__main__ import _keep_older
 from megajax.plan.__main__ import main as plan
-from megajax.plan.report import save_figure
 from megajax.schedules.draw import main as draw
+from megajax.schedules.pictures import picture
 
 PLAN = (
     "--model gpt2 --gpus 2 --gpu a100-80gb --global-batch-size 4 --schedule 1f1b --microbatch-size 1 --recompute none"
@@ -46,11 +46,11 @@ def test_draw_tells_of_each_file(option, tmp_path, capsys):
 
 
 def test_results_and_figures_are_told_of(tmp_path, capsys):
-    class Figure:
-        def savefig(self, path, metadata):
-            pathlib.Path(path).write_text("drawn")
+    def draw_nothing(path):
+        with picture(path, 50, 50):
+            pass
 
-    for write in (lambda path: OutputFile(path).write("text"), lambda path: save_figure(Figure(), path)):
+    for write in (lambda path: OutputFile(path).write("text"), draw_nothing):
         path = str(tmp_path / "new.svg")
         write(path)
         assert capsys.readouterr().err == ""

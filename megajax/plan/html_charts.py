@@ -51,7 +51,7 @@ def _timeline_svg(simulation: Simulation, chunks: int, ranks: int, kind) -> str:
     scale = WIDTH / simulation.makespan
     paths: dict[tuple[str, int], list[str]] = {}
     for span in simulation.spans:
-        shade = min(span.work.chunk, 3) if chunks > 1 else 0
+        shade = min(span.work.chunk, 2) if chunks > 1 else 0
         start, stop = span.start * scale, span.stop * scale
         gap = min(0.6, (stop - start) / 4)
         paths.setdefault((kind(span), shade), []).append(

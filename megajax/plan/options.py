@@ -14,6 +14,7 @@ from megajax.plan.cluster import Cluster, load_cluster
 from megajax.plan.search import MEMORY_MARGIN, Question
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.paths import local_path
+from megajax.schedules.pictures import picture_file
 from megajax.schedules.registry import names, search_order
 
 # The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
@@ -155,7 +156,7 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--html", type=local_path, metavar="FILE", help="write the answer as a page for a browser")
-    add("--plot", type=local_path, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
+    add("--plot", type=picture_file, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
     add(
         "--memory-margin",
         type=number(low=0, below=1),

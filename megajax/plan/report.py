@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import ConfigError
 from megajax.estimate import model_costs
 from megajax.estimate.error_bars import bar_of, comparison_bar
 from megajax.plan.search import MEMORY_MARGIN, Candidate, Question, best_by, fitting, usable_bytes
 from megajax.plan.ties import is_tie
-from megajax.schedules.paths import tell_replaced
+from megajax.schedules.pictures import picture
 
 # The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
 PARTS = {
@@ -138,19 +137,6 @@ def _what_fits(question: Question, least: int) -> str:
     return "no layout fits on up to 64 times the GPUs either: pass a smaller --model, or a --gpu with more memory"
 
 
-def new_figure(**options: Any) -> Any:
-    """A `matplotlib.figure.Figure` that is saved to a file and never shown.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'megajax[plot]'.") from None
-    return Figure(layout="constrained", **options)
-
-
 def plot(candidates: Sequence[Candidate], path: str) -> None:
     """Draws predicted throughput over mesh shapes, as figures 13 to 15 of 2104.04473, to `path` (.png, .svg or .pdf).
 
@@ -158,37 +144,25 @@ def plot(candidates: Sequence[Candidate], path: str) -> None:
     (figure 14) and tensor by data (figure 15). The remaining GPUs give the third degree.
 
     Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be written.
+      UserError: matplotlib is not installed, or the file cannot be written.
     """
     fitting = [one for one in candidates if one.fits]
     question = candidates[0].question
-    figure = new_figure(figsize=(15, 4.2))
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, (x, line) in zip(axes, (("pipe", "data"), ("pipe", "tensor"), ("tensor", "data")), strict=True):
-        groups = best_by(fitting, lambda one: (getattr(one.run.parallel, line), getattr(one.run.parallel, x)))  # noqa: B023
-        for value in sorted({key[0] for key in groups}):
-            points = sorted((key[1], one.teraflops) for key, one in groups.items() if key[0] == value)
-            axis.plot(*zip(*points, strict=True), marker="o", label=f"{line} {value}")
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel(f"{x} (remaining GPUs: {({'pipe', 'data', 'tensor'} - {x, line}).pop()})")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, ncols=2)
-    axes[0].set_ylabel("predicted model TFLOP/s per GPU")
-    figure.suptitle(
-        f"{question.model.name} on {question.gpus} {question.gpu.name}, global batch {question.global_batch}: "
-        "the fastest layout of each shape"
-    )
-    save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: str) -> None:
-    """Writes a figure to `path` (.png, .svg or .pdf).
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    tell_replaced(path)
-    try:
-        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot = {path} cannot be written: {error}; pass --plot with a .svg or .png path.") from error
+    shapes = (("pipe", "data"), ("pipe", "tensor"), ("tensor", "data"))
+    with picture(path, 470, 660) as figure:
+        axes = figure.subplots(3, 1, sharey=True)
+        for axis, (x, line) in zip(axes, shapes, strict=True):
+            groups = best_by(fitting, lambda one: (getattr(one.run.parallel, line), getattr(one.run.parallel, x)))  # noqa: B023
+            for value in sorted({key[0] for key in groups}):
+                points = sorted((key[1], one.teraflops) for key, one in groups.items() if key[0] == value)
+                axis.plot(*zip(*points, strict=True), marker="o", label=f"{line} {value}")
+            sizes = sorted({key[1] for key in groups})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, [str(size) for size in sizes])
+            axis.minorticks_off()
+            axis.set_ylim(bottom=0)
+            axis.set_xlabel(f"{x} size; {({'pipe', 'data', 'tensor'} - {x, line}).pop()} size is what remains")
+            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axes[1].set_ylabel("predicted model TFLOP/s per GPU, fastest layout of each shape")
+        title = f"{question.model.name} on {question.gpus} {question.gpu.name}, global batch {question.global_batch}"
+        axes[0].set_title(title)

@@ -21,11 +21,10 @@ from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.memory import rows_of
 from megajax.estimate.step_time import chunk_costs
-from megajax.plan.report import new_figure, save_figure
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import UserError, exit_code
 from megajax.schedules.one_f_one_b import alternate, depth_first
-from megajax.schedules.paths import local_path
+from megajax.schedules.pictures import SOFT, label_ends, picture, picture_file, wrapped
 from megajax.schedules.registry import find, make_schedule, specs
 from megajax.schedules.schedule import BACKWARD, Schedule, pack
 from megajax.schedules.simulate import Costs, simulate_lockstep
@@ -148,25 +147,24 @@ def plot(found: Sequence[Row], latencies: Sequence[float], title: str, path: str
     """Draws efficiency over latency.
 
     Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be written.
+      UserError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = new_figure(figsize=(8, 4.2))
-    axis = figure.subplots()
-    for row in found:
-        label = f"{row.schedule.name}, {row.live:.0f} in flight"
-        axis.plot(
-            [time / MILLI for time in latencies],
-            [100 * value for value in row.efficiencies],
-            "k--" if row is found[-1] else "o-",
-            label=label,
-        )
-    axis.set_ylim(0, 100)
-    axis.set_xlabel("latency of the link between sites, one way, ms")
-    axis.set_ylabel("share of the step in which a stage computes, %")
-    axis.set_title(title, fontsize=9)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, ncols=2, loc="lower left")
-    save_figure(figure, path)
+    with picture(path, 470, 300) as figure:
+        axis, ends = figure.subplots(), []
+        milliseconds = [time / MILLI for time in latencies]
+        for row in found:
+            values = [100 * value for value in row.efficiencies]
+            made = row is found[-1]  # for the link: dashed, since it may lie on another line
+            (line,) = axis.plot(milliseconds, values, "--" if made else "o-", color="black" if made else None)
+            ends.append((milliseconds[-1], values[-1], f"{row.schedule.name}, {row.live:.0f}", line.get_color()))
+        axis.set_xlim(0, milliseconds[-1] or 1)
+        axis.set_ylim(0, 100)
+        axis.set_xlabel("latency of the link between sites, one way, ms")
+        axis.set_ylabel("share of the step in which a stage computes, %")
+        axis.set_title("\n".join(wrapped(title, 440, 9)), fontsize=9, pad=16)
+        note = "schedule, microbatches in flight"
+        axis.text(1.0, 1.02, note, transform=axis.transAxes, fontsize=8, color=SOFT)
+        label_ends(axis, ends)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,7 +205,8 @@ def _command(args: argparse.Namespace) -> int:
     )
     print(table(found, latencies))
     if args.plot:
-        plot(found, latencies, f"{title}, {args.gbps:g} Gb/s, jitter {args.jitter:g} ms", args.plot)
+        jitter = f", jitter {args.jitter:g} ms" if args.jitter else ""
+        plot(found, latencies, f"{title}, {args.gbps:g} Gb/s{jitter}", args.plot)
         print(f"drawn: {args.plot}")
     return 0
 
@@ -239,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gbps", type=number(), default=100.0, metavar="RATE", help="of a link, each way (default: %(default)s)")
     add("--jitter", type=number(low=0), default=0.0, metavar="MS", help="mean random delay of a send (default: 0)")
     add("--seed", type=whole(low=0), default=0, help="of the delays (default: 0)")
-    add("--plot", type=local_path, metavar="FILE", help="draw efficiency over latency (needs megajax[plot])")
+    add("--plot", type=picture_file, metavar="FILE", help="draw efficiency over latency (needs megajax[plot])")
     return parser
 
 

@@ -166,7 +166,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     times = [costs.scaled(1 / schedule.chunks) if options.compare else costs for schedule in schedules]
     rows = list(zip(names, schedules, times, strict=True))
     simulations = [_simulate(*row, lockstep=options.lockstep) for row in rows]
-    for path in (options.out, options.json, options.save, options.trace):
+    for path in (options.json, options.save, options.trace):  # a picture tells of it itself
         if path:
             tell_replaced(path)
     if options.out:

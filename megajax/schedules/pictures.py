@@ -7,17 +7,19 @@ laid out in DejaVu Sans, which matplotlib brings; Verdana has the same widths, a
 import argparse
 import contextlib
 import io
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
+from statistics import mean
 from typing import Any
 
 from megajax.schedules.errors import UserError, shown
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, tell_replaced
 
 ENDINGS = (".svg", ".png", ".pdf")
-# Okabe and Ito's colours, which people with colour blindness can tell apart; yellow, which is faint on white, is last.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c8c8c", "#7b4f9d", "#b8a500")
+# Okabe and Ito's colours, which people with colour blindness can tell apart, without black and yellow, and three more.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c8c8c", "#7b4f9d", "#8c510a")
 INK, SOFT, LINE = "#1b1f24", "#5b6570", "#d8dee4"
 FONTS = ("DejaVu Sans", "Verdana", "Helvetica", "Arial")
 STYLE = {
@@ -95,6 +97,7 @@ def _write(figure: Any, path: pathlib.Path) -> None:
         text = text.replace(f"font-family: {names}; ", "")
         text = text.replace("</style>", f"text{{font-family: {names}}}</style>", 1)
         written = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", text).encode()
+    tell_replaced(path)
     try:
         path.write_bytes(written)
     except OSError as error:
@@ -123,7 +126,7 @@ def shortened(text: str, width: float, size: float, weight: str = "normal") -> s
 def wrapped(text: str, width: float, size: float) -> list[str]:
     """Lines of at most so many points."""
     lines = [""]
-    for word in text.split():
+    for word in text.split(" "):
         longer = f"{lines[-1]} {word}".strip()
         if lines[-1] and text_width(longer, size) > width:
             lines.append(word)
@@ -155,17 +158,21 @@ def label_ends(axes, labels: Sequence[tuple[float, float, str, Any]], size: floa
             fontsize=size,
             color=INK,
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.9, "shrinkA": 1, "shrinkB": 4},
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.9, "shrinkA": 2, "shrinkB": 4, "relpos": (0, 0.5)},
         )
 
 
 def spread(centres: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Ascending centres of intervals, moved apart as little as a pass up and a pass down do, within 0 to 1 if they fit."""
-    moved = list(centres)
-    for place in range(1, len(moved)):
-        moved[place] = max(moved[place], moved[place - 1] + (heights[place] + heights[place - 1]) / 2)
-    if moved:
-        moved[-1] = min(moved[-1], max(1.0, centres[-1]))
-    for place in range(len(moved) - 2, -1, -1):
-        moved[place] = min(moved[place], moved[place + 1] - (heights[place] + heights[place + 1]) / 2)
-    return moved
+    """Ascending centres of intervals, moved so that none overlap, with the least sum of squared moves.
+
+    In terms of each centre less the room that those before it take, none may be smaller than the one before: that is
+    isotonic regression, which pools neighbours that are too close and takes their mean.
+    """
+    room, pools = [0.0], []
+    for before, after in itertools.pairwise(heights):
+        room.append(room[-1] + (before + after) / 2)
+    for centre, start in zip(centres, room, strict=False):
+        pools.append([centre - start])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [mean(pool) + start for (pool, start) in zip((pool for pool in pools for _ in pool), room, strict=False)]

@@ -120,7 +120,7 @@ def test_the_command_prints_a_row_for_each_cluster(tmp_path, capsys):
         ("--jitter 2", "--jitter: 2.0 must be a number, 0 or more and below 1"),
         ("--spares -1", "--spares: -1 must be a whole number, 0 or more"),
         ("--restart soon", "--restart: 'soon' is not a number"),
-        ("--gpus 8 --plot /no/such.svg", "plot = /no/such.svg cannot be written"),
+        ("--gpus 8 --plot /no/such.svg", "'/no/such.svg' cannot be written: there is no folder /no"),
     ],
 )
 def test_wrong_input_is_one_line(words, says, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.schedules.draw import main
 from megajax.schedules.timeline import IDLE, INK, NAMES, SHADES, contrast, ink_on
-from tests.schedules.svg import Area, Picture, overlapping
+from tests.svg import Area, Picture, overlapping
 
 CASES = [
     "--schedule gpipe --pipe 1 --microbatches 1",

@@ -1,4 +1,4 @@
-"""Reads a picture back from its SVG: the filled boxes and the texts, with conservative estimates of their sizes."""
+"""Reads a picture back from its SVG: filled boxes, lines and texts, with conservative estimates of the texts' sizes."""
 
 import re
 import xml.etree.ElementTree
@@ -37,15 +37,18 @@ class Text(NamedTuple):
 
 
 class Picture:
-    """The width and height, the texts, and the boxes of each colour."""
+    """The width and height, the texts, the boxes of each colour, and the lines of each colour as lists of points."""
 
     def __init__(self, path):
         root = xml.etree.ElementTree.fromstring(path.read_text())
         _, _, self.width, self.height = map(float, root.get("viewBox").split())
         self.texts = [text_of(one) for one in root.iter("{http://www.w3.org/2000/svg}text") if "".join(one.itertext())]
-        self.boxes = {}
+        self.boxes, self.lines = {}, {}
         for one in root.iter("{http://www.w3.org/2000/svg}path"):
             colour = re.search(r"fill: (#[0-9a-f]{6})", one.get("style", ""))
+            stroke = re.search(r"stroke: (#[0-9a-f]{6})", one.get("style", ""))
+            if stroke and "fill: none" in one.get("style"):
+                self.lines.setdefault(stroke[1], []).append(points_of(one.get("d")))
             if colour:
                 self.boxes.setdefault(colour[1], []).extend(boxes_of(one.get("d")))
 
@@ -75,7 +78,7 @@ def boxes_of(path):
     """The rectangles of a path that consists of nothing else."""
     found = []
     for part in path.split("z"):
-        points = [tuple(map(float, pair)) for pair in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", part)]
+        points = points_of(part)
         if points:
             xs, ys = zip(*points, strict=True)
             found.append(Area(min(xs), min(ys), max(xs), max(ys)))
@@ -91,3 +94,21 @@ def overlapping(texts):
         pairs += [(other.words, text.words) for other in near if other.area.overlaps(text.area)]
         near.append(text)
     return pairs
+
+
+def points_of(path):
+    """The corners of a path of straight lines."""
+    return [tuple(map(float, pair)) for pair in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)]
+
+
+def crossed(texts, lines):
+    """The texts that one of the lines goes through, by points close to each other on the lines."""
+    found = set()
+    for line in lines:
+        for (x, y), (right, bottom) in zip(line, line[1:], strict=False):
+            steps = 1 + int(max(abs(right - x), abs(bottom - y)))
+            for step in range(steps + 1):
+                at = (x + (right - x) * step / steps, y + (bottom - y) * step / steps)
+                point = Area(*at, *at)
+                found |= {text.words for text in texts if not text.turned and text.area.contains(point)}
+    return found
