@@ -7,7 +7,7 @@ A block of code in a page is one of these:
     `$ COMMAND` and its output                  a sample: the command is run, and must print these lines
     after `<!-- text -->`                       a formula, a drawing, or a line of another program
     after `<!-- messages: TEST -->`             what only failures print: the source has these messages, TEST makes them
-                                                (left out where no test does)
+                                                (its file or its name; left out where no test does)
 
 Anything else is output that no command accounts for, and an error. A comment, on a line of its own or at the end of the
 last line before a sample, says how it is run:
