@@ -80,6 +80,7 @@ def squad_files(tmp_path):
     return ["--task", "squad2", "--task-data", paths["train"], "--dev-data", paths["dev"]]
 
 
+@pytest.mark.slow
 def test_it_learns_spans(squad_files, tmp_path, capsys):
     """On context 2; predictions.json has the score of best.json."""
     run_dir = tmp_path / "run"

@@ -43,7 +43,7 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2, "looped
 }
 MODES = list(itertools.product((0, 1, 3), ("none", "selective", "full")))  # ZeRO level, recompute
 ONCE = [(name, *MODES[index % len(MODES)]) for index, name in enumerate(CHUNKS)]  # each schedule, all modes among them
-QUICK = [case for case in ONCE if case[0] in ("interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")]
+QUICK = [case for case in ONCE if case[0] in ("interleaved_1f1b", "zb_h1")]
 LONG = [case for case in itertools.product(CHUNKS, (0, 1, 3), ("none", "selective", "full")) if case not in QUICK]
 
 

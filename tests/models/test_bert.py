@@ -18,6 +18,7 @@ from tests import small
 PRE = dataclasses.replace(small.BERT, layers=2, activation="gelu_exact")
 POST = dataclasses.replace(PRE, post_norm=True, tied_embeddings=False)
 MODELS = pytest.mark.parametrize("config", [PRE, POST], ids=["pre", "post"])
+PRE_FIRST = pytest.mark.parametrize("config", [PRE, pytest.param(POST, marks=pytest.mark.slow)], ids=["pre", "post"])
 
 
 def norm(x, p):
@@ -163,6 +164,7 @@ def test_states_and_both_heads(config):
         np.testing.assert_allclose(orders[row], want_order, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_the_order_head_the_loss_is_that_of_masked_words():
     config = dataclasses.replace(PRE, output_heads="masked_lm", layers=1)
     model, params = small.build_model(config), small.busy_params(config)
@@ -177,7 +179,7 @@ def test_without_the_order_head_the_loss_is_that_of_masked_words():
         jax.eval_shape(lambda p: mean_loss(encoder, p, batch), encoder.init(jax.random.key(0)))
 
 
-@MODELS
+@PRE_FIRST
 def test_classes_of_samples(config):
     """The loss is the mean over samples of weight 1; the predicted class has the largest logit."""
     config = dataclasses.replace(config, layers=1, output_heads="classification", classes=3)
@@ -193,7 +195,7 @@ def test_classes_of_samples(config):
     np.testing.assert_array_equal(best, np.argmax(scores, axis=1))
 
 
-@MODELS
+@PRE_FIRST
 def test_choices(config):
     """The cross entropy over the four samples of each question, a mean over the questions whose first sample counts."""
     config = dataclasses.replace(config, layers=1, output_heads="multiple_choice", choices=4)
@@ -216,7 +218,7 @@ def test_choices(config):
         jax.eval_shape(lambda p: mean_loss(model, p, halves), params)
 
 
-@MODELS
+@PRE_FIRST
 def test_first_and_last_token_of_an_answer(config):
     """The loss is the mean over samples of weight 1 of the mean of two cross entropies over all places, padding too."""
     config = dataclasses.replace(config, layers=1, output_heads="spans")

@@ -12,7 +12,7 @@ from megajax.config import ConfigError, ModelConfig
 from megajax.models.rotary import attention_factor, frequencies, rotary_table, rotate
 from megajax.models.transformer_costs import transformer_costs
 from tests import small
-from tests.models.configs import GPT, LLAMA, MODELS
+from tests.models.configs import GPT, LLAMA, MODELS, QWEN
 
 
 def changed(config: ModelConfig, **fields) -> ModelConfig:
@@ -144,7 +144,11 @@ def forward(config, mode, weights, x, microbatch):
     return jax.vjp(lambda w, x: block(w, x, microbatch, jnp.int32(1)), weights, x)
 
 
-@MODELS
+@pytest.mark.parametrize(
+    "config",
+    [*(pytest.param(config, marks=pytest.mark.slow) for config in (GPT, LLAMA)), QWEN],
+    ids=["gpt", "llama", "qwen"],
+)
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_recompute_changes_no_value_and_no_gradient(config, dropout):
     config = changed(config, dropout=dropout)

@@ -77,7 +77,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("shape", "causal", "first"), CASES.values(), ids=CASES)
+QUICK = (
+    "causal",
+    "all keys, of another length",
+    "documents that end inside tiles and at their borders",
+    "window and documents",
+    "head size 160",
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "first"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_equal_to_numpy(shape, causal, first):
     arrays, first = inputs(*shape), None if first is None else np.stack(first).astype(np.int32)
     for got, want in zip(by_kernel(*arrays, causal, first), in_numpy(*arrays, causal, first), strict=True):

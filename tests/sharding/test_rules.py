@@ -161,7 +161,11 @@ def test_bf16_compiles_and_stays_close():
 
 
 @pytest.mark.parametrize(("sequence_parallel", "gathers"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 2)])
-@pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(GPT, marks=pytest.mark.slow), pytest.param(LLAMA, marks=pytest.mark.slow), QWEN],
+    ids=["gpt", "llama", "qwen"],
+)
 def test_collectives_of_a_blocks_forward(config, sequence_parallel, gathers):
     """Two all-reduces per block (1909.08053); with sequence parallelism two gathers and two reduce-scatters (2205.05198).
 

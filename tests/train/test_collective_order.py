@@ -24,7 +24,7 @@ def slow(*case):
 @pytest.mark.parametrize(
     ("mesh", "schedule", "options"),
     [
-        ((2, 2, 2), "1f1b", {}),
+        slow((2, 2, 2), "1f1b", {}),
         ((2, 2, 2), "eager_1f1b", {}),
         ((2, 2, 1), "interleaved_1f1b", {"chunks": 4, "zero": 3}),
         slow((2, 2, 2), "interleaved_1f1b", {"chunks": 2}),
