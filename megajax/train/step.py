@@ -306,9 +306,7 @@ class Training:
     def _loss_weight(self, batch: Tree) -> jax.Array:
         return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
 
-    def forward(
-        self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()
-    ) -> Tree:
+    def forward(self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()) -> Tree:
         """The outputs of `collect` on the last block's output (see `forward_function`); to be traced.
 
         `total`: the batch's weight, if the caller sums it.
