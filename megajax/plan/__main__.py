@@ -10,8 +10,10 @@ python -m megajax.plan --calibrate --cluster ours.toml
 
 import argparse
 import dataclasses
+import datetime
 import json
 import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -74,7 +76,10 @@ def _command(arguments: Sequence[str] | None) -> int:
         rows, fits = compare(dataclasses.replace(question, gpus=args.gpus or 0), clusters, args.tokens)
         print(rows)
         return 0 if fits else 1
-    return _plan(args, clusters[0], *_goal(args, question, clusters[0]))
+    words = sys.argv[1:] if arguments is None else arguments
+    return _plan(
+        args, shlex.join(["python", "-m", "megajax.plan", *words]), clusters[0], *_goal(args, question, clusters[0])
+    )
 
 
 def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tuple[Question, float, str]:
@@ -99,7 +104,9 @@ def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tup
     return found.best.question, found.tokens, text
 
 
-def _plan(args: argparse.Namespace, cluster: Cluster, question: Question, tokens: float, goal: str) -> int:
+def _plan(
+    args: argparse.Namespace, command: str, cluster: Cluster, question: Question, tokens: float, goal: str
+) -> int:
     start = time.perf_counter()
     try:
         candidates = search(question)
@@ -112,7 +119,8 @@ def _plan(args: argparse.Namespace, cluster: Cluster, question: Question, tokens
     shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
     if args.html and fitting:
         tell_replaced(args.html)
-        write_page(args.html, cluster=cluster, tokens=tokens, candidates=candidates, shown=shown, fitting=fitting)
+        content = {"cluster": cluster, "tokens": tokens, "candidates": candidates, "shown": shown, "fitting": fitting}
+        write_page(args.html, command=command, date=datetime.date.today().isoformat(), **content)
     if args.json:
         remedy = "" if fitting else smallest(candidates).splitlines()[-1]
         found = answer(question, cluster, tokens, len(candidates), shown, fastest[0] if fastest else None, remedy)

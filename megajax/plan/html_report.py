@@ -5,7 +5,9 @@ import pathlib
 from collections.abc import Sequence
 from html import escape
 
+import megajax
 from megajax.config.toml import save_config
+from megajax.estimate.gpus import Gpu
 from megajax.estimate.step_time import StepTime
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
@@ -23,6 +25,21 @@ COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#c
 COLOURS += ("#7b4f9d", "#8c510a", "#66c2a4")
 MEMORY = dict(zip(PARTS, COLOURS, strict=False))
 TIMES = dict(zip((field.name for field in dataclasses.fields(StepTime)), COLOURS, strict=True))
+TERMS = {
+    "tensor, pipe, data": "Into how many parts the GPUs split each layer (tensor), the layers (pipe) and the batch (data). "
+    "Their product is the number of GPUs.",
+    "microbatch": "The samples that pass the pipeline together. A replica's share of the batch is cut into microbatches.",
+    "chunks": "How many separate groups of layers a rank of the pipeline holds.",
+    "schedule": "The order of the forwards and backwards of each rank of the pipeline.",
+    "bubble": "The time in which ranks of the pipeline wait for each other, as a share of the step.",
+    "recompute": "What a backward computes again to save memory: none, selective (attention) or full (the whole block).",
+    "ZeRO": "Splits over the replicas: 0 nothing, 1 the optimizer's state and fp32 weights, 3 also weights and gradients.",
+    "MFU": "Model FLOPs utilisation: the model's FLOP/s without recomputation, as a share of the GPU's peak.",
+    "comm": "Communication that no computation hides, as a share of the step.",
+    "stash": "The activations that a rank keeps from a forward to its backward.",
+    "inboxes": "Received activations and gradients that wait for their use.",
+    "tie": "= is as fast as the fastest layout, within the error of comparisons.",
+}
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d8dee4; --paper: #fff; --panel: #f6f8fa;
   --chosen: #fff8e1; --idle: #eeeeee; }
@@ -48,7 +65,14 @@ svg.timeline { width: 100%; display: block; border: 1px solid var(--line); } fig
 table.heat td, table.heat thead th { min-width: 52px; text-align: center; } td.none { color: var(--soft); }
 td.best { outline: 3px solid #d55e00; outline-offset: -3px; font-weight: 700; }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px; white-space: pre-wrap;
-  font-size: 12.5px; line-height: 1.45; }
+  font-size: 12.5px; line-height: 1.45; overflow-wrap: anywhere; }
+.command { user-select: all; margin: 6px 0; }
+.why { padding-left: 18px; } .why li { margin: 6px 0; overflow-wrap: anywhere; } .why .below { margin-left: 18px; }
+.terms { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; } .terms dt { font-weight: 600; }
+.terms dd { margin: 0; }
+@media (max-width: 600px) { .terms { display: block; } .terms dd { margin: 0 0 8px; } }
+@media print { body { max-width: none; padding: 0; font-size: 11px; print-color-adjust: exact; }
+  section, figure, tr { break-inside: avoid; } .scroll { overflow: visible; } th, td { padding: 2px 3px; font-size: 9px; } }
 """
 
 
@@ -62,6 +86,8 @@ def write_page(path: str, **content) -> None:
 
 
 def page(
+    command: str,
+    date: str,
     cluster: Cluster,
     tokens: float,
     candidates: Sequence[Candidate],
@@ -71,6 +97,8 @@ def page(
     """The page.
 
     Args:
+      command: that made the page.
+      date: on which it ran.
       cluster: with its price and power.
       tokens: that are trained on.
       candidates: all legal layouts.
@@ -115,6 +143,11 @@ def page(
 <p class="soft">All figures are predicted by megajax's time and memory models; nothing was run. {
         escape(accuracy(best))
     }</p>
+<p class="soft">Made by megajax {escape(megajax.__version__)} on {
+        escape(date)
+    } with this command (a click selects it):</p>
+<pre class="command"><code>{escape(command)}</code></pre>
+<p class="soft">{escape(_rates(question.gpu))}</p>
 </header>
 <dl class="facts">{
         "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
@@ -145,11 +178,35 @@ parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
 </section>
 <section id="why">
 <h2>Why</h2>
-<pre>{escape(explain([*fitting, *(one for one in candidates if not one.fits)]))}</pre>
+{_reasons(explain([*fitting, *(one for one in candidates if not one.fits)]))}
+</section>
+<section id="terms">
+<h2>Terms</h2>
+<dl class="terms">{"".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in TERMS.items())}</dl>
 </section>
 </body>
 </html>
 """
+
+
+def _rates(gpu: Gpu) -> str:
+    """The GPU's memory and links, as the models use them; each way, for one GPU."""
+    rates = (
+        f"{gpu.name}: {gpu.memory_bandwidth / 1e12:.2f} TB/s to its memory, {gpu.host_bandwidth / 1e9:.0f} GB/s between the "
+        f"{gpu.host_size} GPUs of a host, {gpu.network_bandwidth / 1e9:.1f} GB/s between hosts, of which collectives of all "
+        f"GPUs reach {gpu.network_share:.0%}; links each way, for one GPU."
+    )
+    return rates + (" A calibration's measured rates are used in their place." if gpu.measured else "")
+
+
+def _reasons(text: str) -> str:
+    """The lines of `explain` as a list; the lines below a choice are indented."""
+    items = []
+    for line in text.splitlines()[1:]:
+        topic, colon, rest = line.strip().partition(": ")
+        below = ' class="below"' if line.startswith("    ") else ""
+        items.append(f"<li{below}><b>{escape(topic)}</b>{colon}{escape(rest)}</li>")
+    return f'<ul class="why">{"".join(items)}</ul>'
 
 
 def _operations(best: Candidate) -> list[str]:

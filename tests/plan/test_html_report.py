@@ -5,6 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megajax import __version__
+from megajax.estimate.gpus import find_gpu
 from megajax.plan.__main__ import main
 
 
@@ -62,8 +64,23 @@ def test_the_tags_nest_and_nothing_else_is_loaded(page, text):
     assert not [one for one in page.attributes if one[1] in loading or one[0] in ("script", "link", "iframe", "img")]
     assert "url(" not in text and "@import" not in text and "http" not in text
     assert [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")] == [
-        *("layouts", "time", "timeline", "meshes", "why"),
+        *("layouts", "time", "timeline", "meshes", "why", "terms"),
     ]
+
+
+def test_the_page_says_how_it_was_made(text):
+    """The command with its options, the version, the date, the rates of the links, and the columns' terms."""
+    command = re.search(r'<pre class="command"><code>(.*?)</code>', text)[1]
+    assert command.startswith("python -m megajax.plan --model gpt3-6.7b --gpus 16 --gpu a100-80gb ")
+    assert f"megajax {__version__} on " in text and re.search(r"on \d{4}-\d\d-\d\d with", text)
+    gpu = find_gpu("a100-80gb")
+    assert (
+        f"{gpu.host_bandwidth / 1e9:.0f} GB/s between the 8 GPUs of a host, {gpu.network_bandwidth / 1e9:.1f} GB/s"
+        in text
+    )
+    for term in ("microbatch", "bubble", "recompute", "ZeRO", "MFU"):
+        assert f"<dt>{term}</dt>" in text
+    assert text.count("<li><b>") > 5
 
 
 def test_the_table_has_the_layouts(page):
