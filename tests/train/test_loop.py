@@ -72,9 +72,9 @@ class EventLog(RunLog):
 
     events: list
 
-    def step(self, record, incomplete=False):
+    def step(self, record, **how):
         self.events.append(("log", record["step"]))
-        super().step(record, incomplete)
+        super().step(record, **how)
 
 
 def run_loop(broken=(), validation_windows: int = 12, explain=None, sinks=(), hooks=None, **settings):
