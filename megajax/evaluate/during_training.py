@@ -42,7 +42,7 @@ class TaskEvaluation:
             self.task = make_task(self.name, config.evaluate_data, trainer.tokenizer, context, **sizes)
             self._batches = self.scorer.plan(self.task.requests)
         except ConfigError as error:  # the options of megajax.evaluate have shorter names
-            raise ConfigError(re.sub(r"--(data|window|stride)\b", r"--evaluate-\1", str(error))) from None
+            raise ConfigError(re.sub(r"--(?:task-)?(data|window|stride)\b", r"--evaluate-\1", str(error))) from None
         data = hashlib.sha256(pathlib.Path(config.evaluate_data).read_bytes()).hexdigest()
         require_same("train/evaluate", {f"the SHA-256 of {config.evaluate_data}": data, "its windows": str(sizes)})
 

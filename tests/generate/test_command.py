@@ -128,7 +128,7 @@ def test_wrong_input_is_one_line(run_dir, capsys, tmp_path):
             "--prompts",
             str(tmp_path / "json.jsonl"),
         ): "json.jsonl line 2 is not JSON .*: write one JSON object a line",
-        (*good, "--prompts", str(tmp_path / "object.jsonl")): 'object.jsonl line 1 has no text called "prompt"',
+        (*good, "--prompts", str(tmp_path / "object.jsonl")): "object.jsonl is one JSON array: make JSON lines of it",
         (*good, "--prompts", str(tmp_path / "text.jsonl")): 'text.jsonl line 1 has no text called "prompt"',
         (*good, "--prompts", str(tmp_path / "empty.jsonl")): "empty.jsonl has no prompts",
         (*good, "--prompts", str(tmp_path / "bytes.jsonl")): "bytes.jsonl line 2 is not UTF-8",
