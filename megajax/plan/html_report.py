@@ -108,18 +108,7 @@ def page(
     best, question = fitting[0], fitting[0].question
     fastest = min(fitting, key=lambda one: one.time.total)
     title = f"{question.model.name} on {question.gpus} {question.gpu.name}"
-    cost = cluster.cost(question.gpus, best.days(tokens))
-    facts = {
-        "step": f"{best.time.total:.2f} s",
-        "model TFLOP/s per GPU": f"{best.teraflops:.0f}",
-        "MFU": f"{best.utilisation:.1%}",
-        f"{tokens / 1e9:,.0f}B tokens": f"{best.days(tokens):.1f} days",
-        "GPU hours": f"{cost.gpu_hours:,.0f}",
-        "energy": f"{cost.megawatt_hours:,.0f} MWh",
-        "memory": f"{best.peak / 1e9:.1f} of {usable_bytes(question.gpu) / 1e9:.1f} GB",
-    }
-    if cost.money is not None:
-        facts["cost"] = f"{cost.money:,.0f} {cluster.currency}"
+    facts = _facts(best, tokens, cluster)
     caption, picture = timeline(best)
     caption += ". One row for each rank, time to the right" + "; later chunks are darker." * (
         best.run.parallel.chunks > 1
@@ -187,6 +176,23 @@ parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
 </body>
 </html>
 """
+
+
+def _facts(best: Candidate, tokens: float, cluster: Cluster) -> dict[str, str]:
+    """The figures of the chosen layout, by what they are called."""
+    cost = cluster.cost(best.question.gpus, best.days(tokens))
+    facts = {
+        "step": f"{best.time.total:.2f} s",
+        "model TFLOP/s per GPU": f"{best.teraflops:.0f}",
+        "MFU": f"{best.utilisation:.1%}",
+        f"{tokens / 1e9:,.0f}B tokens": f"{best.days(tokens):.1f} days",
+        "GPU hours": f"{cost.gpu_hours:,.0f}",
+        "energy": f"{cost.megawatt_hours:,.0f} MWh",
+        "memory": f"{best.peak / 1e9:.1f} of {usable_bytes(best.question.gpu) / 1e9:.1f} GB",
+    }
+    if cost.money is not None:
+        facts["cost"] = f"{cost.money:,.0f} {cluster.currency}"
+    return facts
 
 
 def _rates(gpu: Gpu) -> str:
