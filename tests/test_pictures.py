@@ -42,6 +42,7 @@ def test_every_picture_has_a_command_that_draws_it():
                 f"{file.relative_to(ROOT)}" if "images" in name else f"python -m benchmarks.{file.stem.split('_')[0]}"
             )
             assert option in words.replace(f"]({name})", ""), (page.name, name)
+        shown += [(page.parent / name).resolve() for name in re.findall(r"\]\(([^)]+\.svg)\)", text)]  # linked to
     assert set(SVGS) <= set(shown)
 
 

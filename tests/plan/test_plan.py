@@ -188,7 +188,7 @@ def test_it_says_that_zero_would_fit():
         ),
         (
             "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --plot x.jpg2",
-            "plot = x.jpg2 cannot be written",
+            "--plot: 'x.jpg2' is not the name of a picture: end it in .svg",
         ),
     ],
 )
