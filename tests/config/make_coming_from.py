@@ -30,7 +30,7 @@ def tables() -> str:
 
 
 def table(heading: str, entries: dict[str, Entry]) -> str:
-    """Rows of name, option here, remark; a remark that is too long for a line goes on in the next row."""
+    """Rows of name, option here, remark; a remark that is too long for a line continues in the next row."""
     rows = [f"| {heading} | here | |", "|---|---|---|"]
     for name, (options, remark) in entries.items():
         start = f"| `{name}` | {f'`{options}`' if options else ''} | "

@@ -18,10 +18,7 @@ from megajax.plan.compiler import compile_for
 from megajax.runtime.compat import jaxlib_version
 from megajax.schedules.registry import make_schedule
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.compiler,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 GB = 1e9
 GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3, "zero": 1, "attention": "xla"}  # cuDNN's FLOPs are not in the program
 
