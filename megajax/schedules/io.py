@@ -28,6 +28,7 @@ from megajax.schedules.schedule import (
     pack,
 )
 from megajax.schedules.simulate import simulate_lockstep
+from megajax.schedules.stages import placement_problem
 
 ENDINGS = (".csv", ".json")
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
@@ -143,8 +144,6 @@ def _from_json(name: str, text: str) -> Schedule:
     if not isinstance(values, dict) or not isinstance(values.get("orders"), list) or not values["orders"]:
         raise ScheduleError('it must hold {"orders": [[[op, chunk, microbatch], ...] for each rank], ...}')
     placement, paired = values.get("placement", "loop"), values.get("paired")
-    if placement not in ("loop", "v"):
-        raise ScheduleError(f'placement is {shown(placement)}; it must be "loop" or "v"')
     if not (paired is None or isinstance(paired, bool)):
         raise ScheduleError(f"paired is {shown(paired)}; it must be true or false, or omitted")
     for rank, order in enumerate(values["orders"]):
@@ -156,8 +155,8 @@ def _from_json(name: str, text: str) -> Schedule:
     ]
     every = (operation for order in orders for action in order for operation in operations_of(action))
     chunks = 1 + max((operation.chunk for operation in every), default=0)
-    if placement == "v" and chunks != 2:
-        raise ScheduleError(f'placement "v" is for two chunks on each rank, not {chunks}')
+    if problem := placement_problem(placement, chunks):
+        raise ScheduleError(problem)
     return from_orders(name, orders, chunks=chunks, placement=placement, paired=paired)
 
 

@@ -116,6 +116,12 @@ def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
         fields.get("chunks", "one") in CHUNKS,
         f"register({name!r}) has chunks={fields.get('chunks')!r}: choose from {', '.join(map(repr, CHUNKS))}",
     )
+    placed, several = fields.get("placement"), fields.get("chunks", "one")
+    require(
+        placed in (None, "loop") or (placed == "v" and several == "two"),
+        f"register({name!r}) has placement={placed!r} and chunks={several!r}: placement is 'loop', or 'v' with "
+        "chunks='two'",
+    )
     require(not is_schedule_file(name), f"schedule {name!r} has the name of a file: choose a name without an ending")
 
     def add(generator: Generator) -> Generator:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megajax.schedules.errors import UserError
-from megajax.schedules.stages import stage_number
+from megajax.schedules.stages import placement_problem, stage_number
 
 FORWARD, BACKWARD = "F", "B"
 INPUT, WEIGHT = "I", "W"  # a split backward: gradient of the input, gradients of the weights (2401.10241)
@@ -96,6 +96,11 @@ class Schedule:
     ticks: tuple[tuple[tuple[Work, ...], ...], ...]
     placement: str = "loop"
     split: bool = False
+
+    def __post_init__(self):
+        """Raises ScheduleError for chunks that the placement is not for: stages would be missing."""
+        if problem := placement_problem(self.placement, self.chunks):
+            raise ScheduleError(f"{self.name}: {problem}")
 
     def stage(self, chunk: int, rank: int) -> int:
         """The global stage held as `chunk` by `rank`."""

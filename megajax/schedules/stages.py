@@ -18,7 +18,20 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-__all__ = ["KindLayers", "StageLayers", "stage_number"]
+from megajax.schedules.errors import UserError, shown
+
+__all__ = ["PLACEMENTS", "KindLayers", "StageLayers", "placement_problem", "stage_number"]
+
+PLACEMENTS = ("loop", "v")
+
+
+def placement_problem(placement: str, chunks: int) -> str:
+    """Why stages cannot be placed on ranks in this way; "" if they can: every stage is then on one rank, once."""
+    if placement not in PLACEMENTS:
+        return f'placement is {shown(placement)}; it must be "loop" or "v"'
+    if placement == "v" and chunks != 2:
+        return f'placement "v" is for two chunks on each rank, not {chunks}'
+    return ""
 
 
 def stage_number(chunk: int, rank: int, ranks: int, placement: str) -> int:
@@ -45,6 +58,11 @@ class StageLayers:
     placement: str = "loop"
     group: int = 1
     kinds: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        """Raises UserError for chunks that the placement is not for."""
+        if problem := placement_problem(self.placement, self.chunks):
+            raise UserError(problem)
 
     @property
     def stages(self) -> int:
