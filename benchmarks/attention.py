@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.ceilings import mean_seconds
+from megajax.config.options import Parser
 from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_kernel, with_window
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.schedules.arguments import CommandParser, number, whole
+from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import exit_code
 
 CHECKED = 2048  # tokens of the comparison with XLA's attention in fp32, which stores all scores
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"samples": 1, "sequence-length": 8192, "heads": 32, "kv-heads": 8, "head-size": 128, "documents": 8}
     for name, size in (sizes | {"sliding-window": 1024}).items():
         parser.add_argument(f"--{name}", type=whole(), default=size, metavar="COUNT", help=f"(default: {size})")

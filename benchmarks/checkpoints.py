@@ -20,8 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config.options import Parser
 from megajax.runtime.mesh import make_mesh, start_devices
-from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 from megajax.schedules.paths import local_path
 
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> int:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--megabytes", type=whole(), nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state"
     )

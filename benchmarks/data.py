@@ -28,8 +28,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megajax.config.options import Parser
 from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
-from megajax.schedules.arguments import CommandParser, number, whole
+from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import exit_code
 from megajax.schedules.paths import local_path
 
@@ -295,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.renamed = {"--folder": "--directory"}
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     parser.add_argument("--megabytes", type=whole(), default=60, help="of text to preprocess (%(default)s)")

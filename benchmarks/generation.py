@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config.options import Parser
 from megajax.config.sample import SampleConfig
 from megajax.runtime.mesh import make_mesh, start_devices
-from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 
 MODEL = ModelConfig(name="benchmark", layers=8, hidden=512, heads=8, vocabulary=8192, sequence_length=512)
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="cpu:4", help="devices (default: %(default)s)")
     parser.add_argument(
         "--meshes",

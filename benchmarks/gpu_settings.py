@@ -18,7 +18,8 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from megajax.schedules.arguments import CommandParser, whole
+from megajax.config.options import Parser
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 from megajax.train.sinks import read_steps
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> int:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*SETTINGS, *OPTIONS]
     parser.add_argument("--setting", action="append", choices=names, help="one to compare with (default: all)")
     parser.add_argument("--rounds", type=whole(), default=3, help="runs of each setting (default: %(default)s)")

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megajax.schedules.arguments import CommandParser, whole
+from megajax.config.options import Parser
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import UserError, exit_code
 from megajax.schedules.paths import local_path
 from megajax.schedules.pictures import COLOURS, SOFT, label_ends, picture, picture_file
@@ -62,7 +63,7 @@ def draw(logs: Sequence[pathlib.Path], out: pathlib.Path, guess: int | None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = CommandParser(
+    parser = Parser(
         prog="python -m benchmarks.loss_curve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("logs", nargs="+", type=local_path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
     parser.add_argument("--out", type=picture_file, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
     parser.add_argument("--vocabulary", type=whole(), metavar="TOKENS", help="also shows the loss of a uniform guess")
-    options = parser.parse_args(arguments)
-    return exit_code(lambda: _command(options))
+    return exit_code(lambda: _command(parser.parse_args(arguments)))
 
 
 def _command(options: argparse.Namespace) -> None:

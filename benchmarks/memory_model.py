@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config.options import Parser
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device, slots_of
 from megajax.plan.compiler import compile_for, compiler_versions, run_from_json
-from megajax.schedules.arguments import CommandParser
 from megajax.schedules.errors import exit_code
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory_model.json"
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="compare the model with the existing results")
     parser.add_argument("--missing", action="store_true", help="compile only the runs that the results do not have yet")
     options = parser.parse_args(arguments)

@@ -20,9 +20,10 @@ import numpy as np
 
 from benchmarks.checkpoints import MODELS
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.config.options import Parser
 from megajax.config.output import MEMORY_VARIABLE
 from megajax.runtime.mesh import make_mesh, start_devices
-from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=whole(), choices=MODELS, default=100, help="of state (default: 100)")
     parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
     parser.add_argument("--every", type=whole(), default=5, help="steps between two replications (default: 5)")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megajax.config import ConfigError
-from megajax.schedules.arguments import CommandParser
+from megajax.config.options import Parser
 from megajax.schedules.errors import exit_code
 
 # docs/planning.md quotes some of them.
@@ -37,12 +37,12 @@ PLAIN_STEP = "benchmarks.plain_step.PlainStep"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the accounts; returns the exit code: 0, or 2 for invalid options or a program that does not compile."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="one of the runs (default: all)")
     parser.add_argument("--gpu", default="h100-80gb", help="GPU to compile for (default: %(default)s)")
-    options = parser.parse_args(arguments)
 
     def command() -> None:
+        options = parser.parse_args(arguments)
         for name in options.case or CASES:
             plain = PLAIN_STEP if name == "one-gpu" else None
             print(f"{name}: {CASES[name]}\n{report(CASES[name].split(), options.gpu, plain)}\n", flush=True)

@@ -20,8 +20,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megajax.config.options import Parser
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.arguments import CommandParser, whole
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 from megajax.schedules.pictures import label_ends, picture, wrapped
 from megajax.schedules.registry import find, make_schedule
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.renamed = {"--repeats": "--timed-steps"}
     parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
     parser.add_argument(

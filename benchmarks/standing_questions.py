@@ -37,7 +37,7 @@ from megajax.plan.compiler import CompilerError, compiler_versions, run_from_jso
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, usable_bytes
 from megajax.plan.ties import simplest_first
-from megajax.schedules.arguments import CommandParser, number, whole
+from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import exit_code
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "standing_questions.json"
@@ -201,7 +201,7 @@ def _others(name: str, found: Sequence[Comparison]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 if a layout does not compile, or 2 for invalid options."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--question", action="append", choices=list(QUESTIONS), help="one of the questions (default: all)"
     )
@@ -215,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--timeout", type=number(below=10**8), default=900, metavar="COUNT", help="seconds for each (default: 900)"
     )
-    options = parser.parse_args(arguments)
-    return exit_code(lambda: _command(options))
+    return exit_code(lambda: _command(parser.parse_args(arguments)))
 
 
 def _command(options: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks import roofline
 from benchmarks.memory_model import summary
+from megajax.config.options import Parser
 from megajax.plan.compiler import compiler_versions
-from megajax.schedules.arguments import CommandParser
 from megajax.schedules.errors import exit_code
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "time_model.json"
@@ -157,13 +157,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for invalid options or a program that does not compile."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="one of the layouts; writes nothing")
     parser.add_argument("--show", action="store_true", help="compare the models with the existing results")
     parser.add_argument("--missing", action="store_true", help="compile only the layouts that the results do not have")
-    options = parser.parse_args(arguments)
 
     def command() -> None:
+        options = parser.parse_args(arguments)
         if options.show:
             known = json.loads(RESULTS.read_text())["rows"]
             return show([one for one in known if one["name"] in (options.case or CASES)])

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megajax.config import RunConfig
+from megajax.config.options import Parser
 from megajax.estimate.error_bars import KINDS, ErrorBar
 from megajax.estimate.op_costs import CHIPS, FITTED, Fitted
 from megajax.estimate.published import ROWS_TO_2024, ZERO_3, Row
 from megajax.estimate.published_recent import RECENT_ROWS
 from megajax.estimate.step_time import StepTime, step_time
-from megajax.schedules.arguments import CommandParser
 from megajax.schedules.errors import exit_code
 
 ROWS = ROWS_TO_2024 + RECENT_ROWS
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = CommandParser(
+    parser = Parser(
         prog="python -m megajax.estimate.validate", description="predicted against published TFLOP/s per GPU"
     )
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")

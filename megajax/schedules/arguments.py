@@ -20,12 +20,14 @@ class CommandParser(argparse.ArgumentParser):
 
     Attributes:
       renamed: older names of options, which are still accepted: {"--global-batch": "--global-batch-size"}.
+      synonyms: names that other tools have for options, which the error names: {"--num-microbatches": "--microbatches"}.
     """
 
     def __init__(self, *args, allow_abbrev: bool = False, **settings):
         """As argparse's, but options are not abbreviated: an abbreviation would hide a misspelling."""
         super().__init__(*args, allow_abbrev=allow_abbrev, **settings)
         self.renamed: dict[str, str] = {}
+        self.synonyms: dict[str, str] = {}
         self._words: list[str] = []
 
     def parse_known_args(self, args=None, namespace=None):
@@ -57,6 +59,8 @@ class CommandParser(argparse.ArgumentParser):
         given = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
         if given is None:
             return f"{words[0]!r} is not an option: options start with --; --help lists them"
+        if own := self.synonyms.get(given.replace("_", "-").lower()):
+            return f"there is no option {given}: it is {own} here"
         return f"there is no option {given}: {near_hint(given, self._option_string_actions)}"
 
     def error(self, message: str):

@@ -29,6 +29,34 @@ from megajax.schedules.timeline import draw
 # Costs and latency: sums over all operations are finite, and no operation is lost in them.
 LEAST_TIME, MOST_TIME = 1e-6, 10**6
 WORDS = {"type": local_path, "metavar": "FILE"}
+# `megajax.config.foreign` has the names in other tools of the options of all other commands; schedules do not import it.
+SYNONYMS = {
+    "--pp": "--pipe",
+    "--pp-size": "--pipe",
+    "--ranks": "--pipe",
+    "--num-stages": "--pipe",
+    "--pipeline-parallel-size": "--pipe",
+    "--pipeline-parallel-degree": "--pipe",
+    "--pipeline-model-parallel-size": "--pipe",
+    "--parallelism.pipeline-parallel-degree": "--pipe",
+    "--num-microbatches": "--microbatches",
+    "--num-pp-microbatches": "--microbatches",
+    "--n-microbatches": "--microbatches",
+    "--gradient-accumulation-steps": "--microbatches",
+    "--vp": "--chunks",
+    "--vpp": "--chunks",
+    "--virtual-stages": "--chunks",
+    "--num-virtual-stages-per-pipeline-rank": "--chunks",
+    "--virtual-pipeline-model-parallel-size": "--chunks",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "--group-size",
+    "--pipeline-parallel-schedule": "--schedule",
+    "--pipeline-parallel-schedule-csv": "--schedule FILE.csv",
+    "--schedules": "--compare",
+    "--svg": "--out FILE.svg",
+    "--output": "--out",
+    "--plot": "--out",
+    "--cost": "--costs",
+}
 
 
 def _costs(words: str) -> Costs:
@@ -57,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.renamed = {"--stages": "--pipe"}
+    parser.renamed, parser.synonyms = {"--stages": "--pipe"}, SYNONYMS
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--schedule",

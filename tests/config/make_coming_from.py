@@ -14,6 +14,7 @@ HEADINGS = {
     "Megatron-LM": "arguments.py",
     "Hugging Face": "TrainingArguments",
     "torchtitan": "configuration",
+    "DeepSpeed": "launcher, configuration",
 }
 
 

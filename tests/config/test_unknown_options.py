@@ -1,10 +1,13 @@
 """Unknown options: the error names the option here, for the names that users of other tools type."""
 
+import importlib
+
 import pytest
 
 from megajax.config.command_options import COMMAND_OPTIONS, TRAINING
 from megajax.config.foreign import COMMON, OF_COMMANDS, TOOLS
 from megajax.config.unknown_options import OPTION, describe_unknown, options_of
+from megajax.schedules import draw
 from tests.config.make_coming_from import PAGE, tables
 from tests.parsers import ALL
 from tests.parsers import options_of as parsers_options
@@ -103,6 +106,11 @@ TYPED = {
     "--metrics.log_freq 10": "--log-every",
     "--lr_scheduler.warmup_steps 100": "--warmup-steps",
     "--seq_len 4096": "--sequence-length",
+    # DeepSpeed
+    "--train_micro_batch_size_per_gpu 4": "--microbatch-size",
+    "--gradient_clipping 1.0": "--clip-norm",
+    "--zero_optimization.stage 3": "--zero",
+    "--steps_per_print 10": "--log-every",
     # no tool's
     "--epochs 3": "--steps",
     "--num-epochs 3": "--steps",
@@ -131,6 +139,9 @@ NO_OPTION = {
     "--compile.enable": "not needed: always on",
     "--sequence-parallelism": "did you mean --sequence-parallel",
     "--overlap-grad-reduce": "not needed",
+    "--kv-lora-rank 512": "not supported: no multi-latent attention",
+    "--load_best_model_at_end": "megajax evaluate",
+    "--autotuning run": "megajax plan",
     "--optim adafactor": "the optimizer is AdamW",
     "--lora_r 8": "not supported",
     "--zzz": "--help lists every option",
@@ -206,7 +217,7 @@ def test_the_tables_are_large_and_name_options_that_exist():
         for name, entry in entries.items():
             assert set(options_of(entry)) <= TRAINING | {"--no-tied-embeddings", "--no-biases"}, name
             assert entry[0] or entry[1], name
-            outside = {"--nodes", "--processes-per-node", "--epochs", "--deterministic"}  # of launch, finetune, verify
+            outside = {"--nodes", "--processes-per-node", "--workers", "--epochs", "--deterministic"}  # of other commands
             remark = set(OPTION.findall(entry[1])) - outside
             assert remark <= TRAINING | {"--no-sequence-parallel"}, name
     for command, entries in OF_COMMANDS.items():
@@ -226,3 +237,26 @@ def test_the_table_of_commands_has_the_parsers_options(command):
 def test_the_page_has_the_tables():
     """`python -m tests.config.make_coming_from` writes it."""
     assert PAGE.read_text().endswith(tables())
+
+
+ELSEWHERE = [  # commands whose parsers are not in COMMAND_OPTIONS, or do not read these tables
+    ("megajax.schedules.draw", "--pp 4", "it is --pipe here"),
+    ("megajax.schedules.draw", "--num_microbatches 4", "it is --microbatches here"),
+    ("megajax.schedules.draw", "--microbatch 4", "did you mean --microbatches"),
+    ("benchmarks.schedules", "--tensor-model-parallel-size 2", "it is --tensor of megajax train (Megatron-LM's"),
+    ("benchmarks.loss_curve", "--outt x.svg", "did you mean --out"),
+    ("benchmarks.time_model", "--learning-rate 1", "it is one of megajax train"),
+    ("megajax.estimate.validate", "--lr 1", "this command has no such option"),
+]
+
+
+@pytest.mark.parametrize(("module", "words", "part"), ELSEWHERE)
+def test_drawing_and_benchmarks_answer_likewise(module, words, part, capsys):
+    assert importlib.import_module(module).main(words.split()) == 2
+    output = capsys.readouterr()
+    assert part in output.err and output.err.startswith("error: ") and output.err.count("\n") == 1 and not output.out
+
+
+def test_the_synonyms_of_the_drawing_are_options_of_it():
+    named = {OPTION.findall(option)[0] for option in draw.SYNONYMS.values()}
+    assert named <= COMMAND_OPTIONS["draw"] and not set(draw.SYNONYMS) & COMMAND_OPTIONS["draw"]

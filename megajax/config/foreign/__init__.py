@@ -1,11 +1,12 @@
 """Options of other tools by their names there, with the options here that do the same: plain data.
 
-docs/coming_from.md prints the tables. Names match without regard to case, `-` and `_`. The sources were read in September
-2026; names of older versions are kept.
+docs/coming_from.md prints the tables. Names match without regard to case, `-` and `_`. All names were looked up
+in the tools' sources of summer 2026; names of older versions are kept.
 """
 
 from megajax.config.foreign.commands import OF_COMMANDS
 from megajax.config.foreign.common import COMMON
+from megajax.config.foreign.deepspeed import DEEPSPEED
 from megajax.config.foreign.entry import Entry
 from megajax.config.foreign.hugging_face import HUGGING_FACE
 from megajax.config.foreign.megatron import MEGATRON
@@ -19,4 +20,5 @@ TOOLS: dict[str, dict[str, Entry]] = {
     "Megatron-LM": MEGATRON,
     "Hugging Face": HUGGING_FACE,
     "torchtitan": TORCHTITAN,
+    "DeepSpeed": DEEPSPEED,
 }
