@@ -13,6 +13,7 @@ from tests import samples
 from tests.samples import PAGES, ROOT, Block, SampleError, blocks
 
 OF_THEIR_OWN = {"tutorial.md": "tests/test_tutorial.py"}  # tests that run a whole page
+RESULTS = ("memory_model", "time_model", "standing_questions", "published")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -37,6 +38,16 @@ def test_every_output_has_a_command(page):
 @pytest.mark.parametrize("block", of_kind("sample"))
 def test_the_sample_is_what_its_command_prints(block):
     samples.check(block)
+
+
+def test_accuracies_of_the_planning_page_are_those_of_the_result_files():
+    """Their commands run in the samples of the files; in the page they are slow."""
+    results = [(ROOT / f"benchmarks/results/{name}.txt").read_text().splitlines() for name in RESULTS]
+    (block,) = [block for block in blocks(ROOT / "docs/planning.md") if "benchmarks.memory_model" in block.lines[0]]
+    steps = block.steps()
+    assert len(steps) == len(RESULTS)
+    for step, lines in zip(steps, results, strict=True):
+        assert step.output and set(step.output) <= set(lines), step.command
 
 
 @functools.cache
