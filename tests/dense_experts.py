@@ -90,8 +90,11 @@ def mlp(x, up, down):
     return (gate * jax.nn.sigmoid(gate) * (x @ up[:, 1])) @ down
 
 
-def experts(config, x, p):
-    """(result [b, s, h], choices [b, E] of each sample, losses of each sample [b, 2], dropped choices [b])."""
+def experts(config, x, p, real):
+    """(result [b, s, h], choices [b, E] of each sample, balance loss [b], squares [b, s] of the z-loss, dropped [b]).
+
+    All but the result of real tokens alone, bool [b, s].
+    """
     logits = x @ p["router"]["kernel"]
     scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
     ranking = scores + p["router"]["bias"] if config.balance_bias_rate else logits
@@ -106,18 +109,20 @@ def experts(config, x, p):
         weights = weights / weights.sum(-1, keepdims=True)
     dropped = jnp.zeros_like(chosen)
     if config.expert_capacity:
-        most = math.ceil(config.expert_capacity * config.experts_per_token * x.shape[1] / config.experts)
-        earlier = jnp.stack([chosen[:, :token].sum(1) for token in range(x.shape[1])], 1)
-        dropped = chosen & (earlier >= most)
+        share = config.expert_capacity * config.experts_per_token / config.experts
+        most = np.array([math.ceil(share * count) for count in real.sum(1)])[:, None, None]
+        taken = chosen & real[..., None]
+        earlier = jnp.stack([taken[:, :token].sum(1) for token in range(x.shape[1])], 1)
+        dropped = chosen & ((earlier >= most) | ~real[..., None])
         weights = jnp.where(dropped, 0, weights)
     out = jnp.einsum("bse,ebsh->bsh", weights, jax.vmap(mlp, (None, 0, 0))(x, p["up"], p["down"]))
     if config.shared_feedforward:
         out = out + mlp(x, p["shared"]["up"]["kernel"], p["shared"]["down"]["kernel"])
-    counts = chosen.sum(1)
-    fraction = counts * config.experts / (config.experts_per_token * x.shape[1])
-    balance = (fraction * scores.mean(1)).sum(-1)
-    losses = jnp.stack([balance, (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean(-1)], -1)
-    return out, counts, losses, dropped.sum((1, 2))
+    counts = (chosen & real[..., None]).sum(1)
+    tokens = np.maximum(real.sum(1), 1)[:, None]
+    fraction = counts * config.experts / (config.experts_per_token * tokens)
+    balance = (fraction * (scores * real[..., None]).sum(1) / tokens).sum(-1)
+    return out, counts, balance, jnp.log(jnp.exp(logits).sum(-1)) ** 2 * real, (dropped & real[..., None]).sum((1, 2))
 
 
 def loss(config, params, batch):
@@ -127,15 +132,17 @@ def loss(config, params, batch):
     With capacity the last one has a third column, the dropped choices.
     """
     rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
-    real = (rows["weights"].sum(-1) > 0).astype(jnp.float32)
+    real = np.asarray(rows.get("padding_mask", np.zeros(rows["tokens"].shape))) == 0
+    samples = real.any(1).sum()
     embedding = params["shared"]["embedding"]
     x = embedding["tokens"][rows["tokens"]] + embedding["positions"]
 
     def block(x, p):
         x = x + attention(norm(x, p["attention_norm"]["scale"]), p["attention"])
-        out, counts, of_samples, lost = experts(config, norm(x, p["feedforward_norm"]["scale"]), p["feedforward"])
-        losses = (real[:, None] * of_samples).sum(0) / real.sum()
-        return x + out, ((real[:, None] * counts).sum(0), losses, (real * lost).sum())
+        y = norm(x, p["feedforward_norm"]["scale"])
+        out, counts, balance, squares, lost = experts(config, y, p["feedforward"], real)
+        losses = jnp.stack([balance.sum() / samples, squares.sum() / real.sum()])
+        return x + out, (counts.sum(0).astype(jnp.float32), losses, lost.sum().astype(jnp.float32))
 
     measured = []
     for p, sparse in layers(config, params["blocks"]):

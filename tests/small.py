@@ -67,7 +67,10 @@ def make_run(
 
 
 def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens, a third of them with weight 0, split into the run's microbatches; for BERT with padding."""
+    """Random tokens, a third of them with weight 0, split into the run's microbatches; for BERT with padding.
+
+    For models with `balance_bias_rate` too: a fourth of the tokens, the whole second sample, and none of the third one.
+    """
     random = np.random.default_rng(seed)
     tokens = random.integers(0, run.model.vocabulary, (BATCH, run.model.sequence_length + 1), dtype=np.int32)
     batch = {
@@ -76,6 +79,11 @@ def make_batch(run: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
         "weights": (random.random((BATCH, run.model.sequence_length)) > 0.3).astype(np.float32),
         "sample": (BATCH * seed + np.arange(BATCH)).astype(np.uint32),
     }
+    if getattr(run.model, "balance_bias_rate", 0):
+        padding = random.random(batch["tokens"].shape) < 0.25
+        padding[1], padding[2] = True, False
+        batch["padding_mask"] = padding.astype(np.int32)
+        batch["weights"] *= ~padding
     if isinstance(run.model, BertConfig):
         batch["types"] = random.integers(0, run.model.token_types, batch["tokens"].shape, dtype=np.int32)
         batch["padding"] = random.integers(0, run.model.sequence_length // 2, BATCH, dtype=np.int32)

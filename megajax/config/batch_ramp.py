@@ -2,6 +2,8 @@
 
 from megajax.config.train import TrainConfig
 
+PADDING = 2**32 - 1  # the "sample" number of padding in a smaller batch; its weights are 0
+
 
 def batch_size(train: TrainConfig, consumed: int) -> int:
     """Samples of the step that starts after `consumed` samples.

@@ -6,9 +6,8 @@ import functools
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.config.batch_ramp import PADDING
 from megajax.data.gpt_samples import Samples
-
-PADDING = 2**32 - 1  # the "sample" number of padding in a smaller batch; its weights are 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,4 +206,6 @@ class RowLoader(Loader):
         found = [self.samples.row(0 if number == PADDING else int(number)) for number in numbers]
         rows = {name: np.stack([row[name] for row in found]) for name in found[0]}
         rows["weights"][numbers == PADDING] = 0
+        if "padding_mask" in rows:
+            rows["padding_mask"][numbers == PADDING] = 1
         return rows | {"sample": numbers.astype(np.uint32)}

@@ -3,11 +3,12 @@
 A sample of n tokens takes n - 1 places of a row: its tokens without the last are inputs, its tokens without the first are
 labels, and a label's weight is 1 if the assistant says that token. So no label is another sample's token. In a row
 
-    tokens     a0 a1 a2 | b0 b1 | padding
-    labels     a1 a2 a3 | b1 b2 | padding
-    weights     0  1  1 |  0  1 | 0
-    positions   0  1  2 |  0  1 | 0 1 ...
-    document    0  0  0 |  1  1 | 2 2 ...
+    tokens        a0 a1 a2 | b0 b1 | padding
+    labels        a1 a2 a3 | b1 b2 | padding
+    weights        0  1  1 |  0  1 | 0
+    padding_mask   0  0  0 |  0  0 | 1 1 ...
+    positions      0  1  2 |  0  1 | 0 1 ...
+    document       0  0  0 |  1  1 | 2 2 ...
 
 a token attends to its own document only: the loss and the gradient of a row are those of its samples, each alone.
 """
@@ -43,7 +44,7 @@ class PackedSamples:
         self._order = EpochOrder(self.count, seed)
 
     def row(self, index: int) -> dict[str, np.ndarray]:
-        """Row `index` >= 0 of the run: tokens, labels, positions and document int32, weights float32, each [s]."""
+        """Row `index` >= 0 of the run: weights float32, and the other arrays int32, each [s]."""
         ended = self.seed is None and index >= self.count
         samples = [] if ended else self._rows[self._order.row(index)]
         arrays = {name: np.zeros(self.sequence_length, np.int32) for name in ("positions", "document")}
@@ -61,6 +62,7 @@ class PackedSamples:
             start = stop
         arrays["positions"][start:] = np.arange(self.sequence_length - start)
         arrays["document"][start:] = len(samples)
+        arrays["padding_mask"] = (np.arange(self.sequence_length) >= start).astype(np.int32)
         return arrays
 
     def describe(self, needed: int) -> str:

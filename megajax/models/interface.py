@@ -298,8 +298,12 @@ def model_class(config: Any) -> type[PipelineModel]:
 
 
 def batch_shapes(run: RunConfig, model: PipelineModel) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and type of one sample of the run's batches: the model's arrays, and those of document boundaries."""
-    switches = {"positions": run.data.resets_positions, "document": run.data.resets_attention}
+    """Shape and type of one sample of the run's batches: the model's arrays, and those of documents and padding."""
+    switches = {
+        "positions": run.data.resets_positions,
+        "document": run.data.resets_attention,
+        "padding_mask": bool(run.data.sft_data),
+    }
     more = [name for name, given in switches.items() if given]
     return model.batch_shapes() | {name: jax.ShapeDtypeStruct((run.model.sequence_length,), np.int32) for name in more}
 

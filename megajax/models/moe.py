@@ -16,13 +16,16 @@ layers of the mean over samples of
 
     sum_i f_i P_i        1 if experts are chosen equally often (DeepSeek-V2, 2405.04434 section 2.2.3; f has no gradient)
 
-and `router_z_loss` that of the mean over tokens of logsumexp(scores)^2 (2202.08906 equation 5). Both are means over samples,
-so loss and gradient do not depend on microbatches, replicas or context ranks. `balance_bias_rate` instead adds a bias to
-p for the choice alone, which after each step grows by the rate where an expert had fewer tokens than the mean of the global
-batch, and shrinks where it had more (2408.15664 algorithm 1).
+and `router_z_loss` that of the mean over tokens of logsumexp(scores)^2 (2202.08906 equation 5). Both are means over the
+global batch, so loss and gradient do not depend on microbatches, replicas or context ranks. `balance_bias_rate` instead adds
+a bias to p for the choice alone, which after each step grows by the rate where an expert had fewer tokens than the mean of
+the global batch, and shrinks where it had more (2408.15664 algorithm 1).
 
-**Capacity.** With `expert_capacity` c an expert takes, in training, at most ceil(c k S / E) tokens of a sample, the first
-that choose it (GShard, 2006.16668 section 2.2, whose groups are samples here, so that the layout does not matter). The
+**Padding**, the tokens whose "padding_mask" is not 0 and the samples numbered `PADDING`, is not counted: S, c_i, P_i, the
+loads and the means are of real tokens. Tokens of loss weight 0, such as a prompt's, are real.
+
+**Capacity.** With `expert_capacity` c an expert takes, in training, at most ceil(c k S / E) of a sample's S real tokens, the
+first that choose it (GShard, 2006.16668 section 2.2, whose groups are samples here, so that the layout does not matter). The
 other choices are dropped: nothing is added for them, and a token's other weights stay as they are. A token without any
 experts left passes the block by its residual. There are then as many rows as the experts can take, which bounds the
 memory of expert parallelism.
@@ -41,6 +44,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.config.batch_ramp import PADDING
 from megajax.config.experts import expert_tokens
 from megajax.config.layer_kinds import SPARSE
 from megajax.models.feedforward import FeedForward, activate
@@ -53,17 +57,31 @@ from megajax.ops.linear import GATHERED, reduce_scattered
 __all__ = ["SCALED", "Experts", "Router", "balance_arrays", "move_biases", "take_measurements"]
 
 Tree = Any
-SCALED = ("counted_samples", "sample_shares")  # of `balance_arrays`
+SCALED = ("counted_samples", "sample_shares", "token_shares")  # of `balance_arrays`
 LOSSES = ("balance_loss", "router_z_loss")
 
 
 def balance_arrays(batch: Microbatch) -> dict[str, jax.Array]:
-    """Two arrays for a batch [microbatches, samples]: 1 for samples with any weight, and their share in the mean over them.
+    """Three arrays for a batch [microbatches, samples], for samples with any real token; 0 for others, which are padding.
 
-    Samples without weights are padding. The training step multiplies both by the factor of the loss in the gradients.
+    "counted_samples" is 1, "sample_shares" their share in the mean over samples, and "token_shares" that of each of their
+    real tokens in the mean over tokens. The training step multiplies them by the factor of the loss in the gradients.
     """
-    counted = (batch["weights"].sum(-1) > 0).astype(jnp.float32)
-    return {"counted_samples": counted, "sample_shares": counted / jnp.maximum(counted.sum(), 1)}
+    real = _real_tokens(batch)
+    tokens = jnp.ones_like(batch["tokens"]).sum(-1) if real is None else real.sum(-1, dtype=jnp.int32)
+    if "sample" in batch:
+        tokens = jnp.where(batch["sample"] == jnp.uint32(PADDING), 0, tokens)
+    counted, total = (tokens > 0).astype(jnp.float32), tokens.sum().astype(jnp.float32)
+    return {
+        "counted_samples": counted,
+        "sample_shares": counted / jnp.maximum(counted.sum(), 1),
+        "token_shares": counted / jnp.maximum(total, 1),
+    }
+
+
+def _real_tokens(batch: Microbatch) -> jax.Array | None:
+    """Which tokens are no padding, bool [..., s]; None: all."""
+    return batch["padding_mask"] == 0 if "padding_mask" in batch else None
 
 
 class Router(nnx.Module):
@@ -101,9 +119,13 @@ class Router(nnx.Module):
             return weights, experts
         if config.expert_capacity:
             # [b, s, E]: whether the token chose it, and how many earlier tokens of the sample did.
-            taken = chosen.any(2)
+            taken, most, real = chosen.any(2), expert_tokens(config, y.shape[1]), _real_tokens(microbatch)
+            if real is not None:
+                taken &= real[..., None]
+                table = jnp.asarray([expert_tokens(config, tokens) for tokens in range(y.shape[1] + 1)], jnp.int32)
+                most = jnp.where(real, table[real.sum(1)][:, None], 0)[..., None]  # padding takes no expert's place
             earlier = jnp.cumsum(taken, 1, dtype=jnp.int32) - taken
-            experts = jnp.where(pick(earlier) < expert_tokens(config, y.shape[1]), experts, config.experts)
+            experts = jnp.where(pick(earlier) < most, experts, config.experts)
         if "sample_shares" in microbatch:
             weights = self._balanced(weights, logits, scores, chosen, experts == config.experts, microbatch)
         return weights, experts
@@ -117,13 +139,18 @@ class Router(nnx.Module):
           dropped: bool [b, s, k], the choices that are dropped.
           microbatch: has the arrays of `balance_arrays`.
         """
+        squares = jax.nn.logsumexp(logits, axis=-1) ** 2  # [b, s]
+        real = _real_tokens(microbatch)
+        if real is not None:
+            chosen, scores = chosen & real[..., None, None], jnp.where(real[..., None], scores, 0)
+            dropped, squares = dropped & real[..., None], jnp.where(real, squares, 0)
         counts = chosen.sum((1, 2), dtype=jnp.float32)  # [b, E] of local tokens
         config, total = self.config, lax.stop_gradient(self.context.sum_over_sequence(counts))
-        choices = total.sum(-1, keepdims=True)  # [b, 1], k S
+        choices = jnp.maximum(total.sum(-1, keepdims=True), 1)  # [b, 1], k S
         tokens = choices[:, 0] / config.experts_per_token
         balance = ((total * config.experts / choices) * (scores.sum(1) / tokens[:, None])).sum(-1)  # [b]
-        z_loss = (jax.nn.logsumexp(logits, axis=-1) ** 2).sum(1) / tokens
-        losses = (microbatch["sample_shares"][:, None] * jnp.stack([balance, z_loss], axis=1)).sum(0)
+        shares = [microbatch["sample_shares"], microbatch["token_shares"]]
+        losses = (jnp.stack(shares, axis=1) * jnp.stack([balance, squares.sum(1)], axis=1)).sum(0)
         loads = (microbatch["counted_samples"][:, None] * counts).sum(0)
         weights = add_loss(weights, config.balance_loss * losses[0] + config.router_z_loss * losses[1])
         if config.expert_capacity:

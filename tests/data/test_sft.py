@@ -222,7 +222,7 @@ def test_batches_and_padding():
     batch = loader.batch(8)
     assert {name: array.shape for name, array in batch.items()} == {
         name: (4, 2) if name == "sample" else (4, 2, 16)
-        for name in ("tokens", "labels", "weights", "positions", "document", "sample")
+        for name in ("tokens", "labels", "weights", "padding_mask", "positions", "document", "sample")
     }
     np.testing.assert_array_equal(batch["tokens"][1, 1], loader.samples.row(8 + 3)["tokens"])
     padded = loader.resized(8, 4, 6).batch(8)
@@ -264,3 +264,14 @@ def test_the_loaders_of_a_run(tmp_path):
 def test_options_that_do_not_fit(fields, words):
     with pytest.raises(ConfigError, match=words):
         DataConfig(**fields).validate()
+
+
+def test_padding_is_what_no_sample_fills():
+    """Not what has weight 0: a prompt is real."""
+    samples = PackedSamples(some(), 16, None, 0)
+    lengths = np.diff(samples.answers.offsets) - 1
+    used = [int(sum(lengths[n] for n in packed)) for packed in samples._rows] + [0]  # the row after the last is empty
+    for place, tokens in enumerate(used):
+        np.testing.assert_array_equal(samples.row(place)["padding_mask"], np.arange(16) >= tokens)
+    filled = RowLoader(PackedSamples(some(), 16, 5, 0), 8, 4).resized(8, 4, 6).batch(8)["padding_mask"]
+    assert filled[4:].all() and not filled[:4].all()

@@ -25,9 +25,10 @@ def test_loss_gradients_and_measurements(config):
     np.testing.assert_allclose(value, want, rtol=1e-6)
     small.assert_gradients_close(jax.tree.map(np.asarray, gradients), want_gradients, rtol=1e-5)
     loads = np.asarray(gradients["blocks"]["feedforward"]["router"]["bias"])
-    np.testing.assert_array_equal(loads.sum(1), small.BATCH * config.sequence_length * config.experts_per_token)
-    if config.expert_capacity:  # an even share is 8 of 16 tokens, so with 6 at least a quarter is dropped
+    tokens = (batch["padding_mask"] == 0).sum() if "padding_mask" in batch else batch["tokens"].size
+    np.testing.assert_array_equal(loads.sum(1), tokens * config.experts_per_token)
+    if config.expert_capacity:  # three quarters of an even share
         dropped = np.asarray(gradients["blocks"]["feedforward"]["router"]["losses"])[:, 2]
-        assert (dropped >= loads.sum(1) / 4).all() and (dropped == dropped.astype(int)).all()
+        assert (dropped > 0.15 * loads.sum(1)).all() and (dropped == dropped.astype(int)).all()
     if config.balance_bias_rate:
         assert (loads[:, 5] == 0).all() and (loads[:, 1] >= loads[:, 2]).all() and (loads[:, 1] > 0).all()
