@@ -24,6 +24,7 @@ from megajax.config import BertConfig
 from megajax.models import remat
 from megajax.models.costs import Matmul, ModelCosts, Parameters
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
+from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm, with_rotary_table
@@ -154,6 +155,7 @@ class BertShared(nnx.Module):
     def class_losses(self, logits: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Cross entropy with "class", times "weights": fp32 [n]; 0 on context ranks without the first token."""
         classes, weights, counts = self.per_choice(microbatch)
+        classes = jnp.maximum(classes, 0)  # IGNORED_LABEL has weight 0, and must not give NaN
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), classes[:, None], axis=1)[:, 0]
         return jnp.where(counts, losses * weights.astype(jnp.float32), 0.0)
 
@@ -237,6 +239,23 @@ class BERT(NNXModel):
         batch["labels"] = of(np.int32, length)
         batch["weights"] = of(np.float32, length)
         return batch | {"padding": of(np.int32), "swapped": of(np.int32), "sample": of(np.uint32)}
+
+    def id_bounds(self) -> dict[str, Ids]:
+        """Tokens, types, positions if they are learned, the length of the padding, and the targets of the model's heads."""
+        config = self.config
+        places = Ids(config.sequence_length)
+        learned = {"positions": places} if config.positions == "learned" else {}
+        classes = config.choices if config.has_choices else config.classes
+        return learned | {
+            "tokens": Ids(config.vocabulary),
+            "types": Ids(config.token_types),
+            "padding": Ids(config.sequence_length + 1),
+            "labels": Ids(config.vocabulary, "weights"),
+            "swapped": Ids(2),
+            "class": Ids(classes, "weights"),
+            "start": places,
+            "end": places,
+        }
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
         """Adds "order_weights", (masked words of the batch) / (its samples with any), to every sample that has some."""

@@ -18,6 +18,7 @@ from megajax.config import ModelConfig, padded_vocabulary
 from megajax.config.layer_kinds import SPARSE
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
+from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import Block, Dropout, Norm, cache_arrays, with_rotary_table
@@ -159,6 +160,12 @@ class GPT(NNXModel):
         of = lambda dtype: jax.ShapeDtypeStruct((self.config.sequence_length,), dtype)  # noqa: E731
         batch = {"tokens": of(np.int32), "labels": of(np.int32), "weights": of(np.float32)}
         return batch | {"sample": jax.ShapeDtypeStruct((), np.uint32)}
+
+    def id_bounds(self) -> dict[str, Ids]:
+        """Tokens, labels, and positions if they are learned."""
+        config = self.config
+        learned = {"positions": Ids(config.sequence_length)} if config.positions == "learned" else {}
+        return {"tokens": Ids(config.vocabulary), "labels": Ids(config.vocabulary, "weights")} | learned
 
     def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
         """Keys and values."""

@@ -25,6 +25,7 @@ from jax import lax
 from megajax.config import ConfigError, RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.models.costs import ModelCosts
+from megajax.models.ids import Ids
 from megajax.models.remat import grouped
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
@@ -156,6 +157,10 @@ class PipelineModel(abc.ABC):
     def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
         """The addends to the parameters, with those that follow from measurements instead of gradients. Default: none."""
         return updates
+
+    def id_bounds(self) -> Mapping[str, Ids]:
+        """The legal values of the batch's arrays of ids, by name, checked before a step. Default: none are known."""
+        return {}
 
     @abc.abstractmethod
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

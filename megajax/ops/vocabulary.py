@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 __all__ = [
     "ALL_ROWS",
+    "IGNORED_LABEL",
     "WHOLE_VOCABULARY",
     "RowsOverRanks",
     "VocabularySharding",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 AXIS, PIPE = "tensor", "pipe"
+IGNORED_LABEL = -100  # as in torch: a label without a loss
 MASKED_LOGIT = -1e30  # of a padded row: its exponential is 0 in fp32, and the number is finite
 
 
@@ -264,7 +266,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: 
 
     Args:
       logits: [b, s, local rows] of any float type.
-      labels: [b, s] integers below `vocabulary`.
+      labels: [b, s] integers below `vocabulary`; or IGNORED_LABEL, with loss and gradient 0.
       vocabulary: rows that count; those from there on are padding.
       ranks: the ranks that have the other rows. Its incoming gradient may be zeros on all ranks but one.
 
@@ -299,7 +301,7 @@ def _softmax(logits, labels, vocabulary, ranks):
     largest = ranks.max(masked.max(-1))
     normaliser = largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1)))
     picked = ranks.sum(jnp.where(_rows(logits, ranks) == labels[..., None], masked, 0).sum(-1))
-    return normaliser - picked, largest, normaliser
+    return jnp.where(labels == IGNORED_LABEL, 0, normaliser - picked), largest, normaliser
 
 
 def _cross_entropy_forward(logits, labels, vocabulary, ranks):
@@ -311,7 +313,8 @@ def _cross_entropy_backward(vocabulary, ranks, residuals, gradient):
     logits, labels, normaliser = residuals
     softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - normaliser[..., None])
     is_label = _rows(logits, ranks) == labels[..., None]
-    return ((softmax - is_label) * ranks.sum(gradient)[..., None]).astype(logits.dtype), None
+    slope = jnp.where(labels == IGNORED_LABEL, 0, ranks.sum(gradient))
+    return ((softmax - is_label) * slope[..., None]).astype(logits.dtype), None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import StateLayout, arrange
 from megajax.config import RunConfig
+from megajax.config.batch_ramp import PADDING
 from megajax.config.layer_kinds import layer_kinds
 from megajax.config.run_schedule import run_schedule
-from megajax.data.loader import PADDING
 from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
+from megajax.models.ids import checked_ids
 from megajax.models.interface import ExecutorFunctions, PipelineModel, batch_shapes, model_class
 from megajax.ops.ring_attention import split_batch
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
@@ -160,10 +161,11 @@ class Training:
 
     def loss_weight(self, batch: Tree) -> float:
         """What `evaluate` and a step take the mean over: the number of tokens, or of samples."""
-        return float(self.model.loss_weight(batch))
+        return float(self.model.loss_weight(checked_ids(batch, self.model.id_bounds())))
 
     def place(self, batch: Tree) -> Tree:
-        """The batch as global arrays, if other processes have devices too; jit does it if not."""
+        """The batch, with its ids checked; as global arrays if other processes have devices too, which jit does if not."""
+        batch = checked_ids(batch, self.model.id_bounds())
         if jax.process_count() == 1:
             return batch
         placed = lambda a: jax.make_array_from_callback(a.shape, self.batch_sharding, a.__getitem__)  # noqa: E731
@@ -203,9 +205,8 @@ class Training:
         params, given = self._cast(params), batch
         batch = self.model.prepare_batch(batch)
         added = [array for name, array in batch.items() if name not in given]
-        scaled = {name: batch[name] for name in self.model.scaled_arrays if name in batch}
         factors = jnp.reshape(cotangent, (-1, 1))
-        batch = {**batch, **{name: array * factors for name, array in scaled.items()}}
+        batch = {**batch, **{name: batch[name] * factors for name in self.model.scaled_arrays if name in batch}}
         batch = split_batch(batch, self.run.parallel.data, self.run.parallel.context)
         return params, batch, (added, self.specs.gathered(params))
 
@@ -349,8 +350,7 @@ def make_training(
       model: the class of its model; by default the one registered for the type of `run.model`.
       rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
     """
-    drains = find(run.parallel.schedule).drains
-    return (Training if drains else ContinuousTraining)(run, mesh, model, rules)
+    return (Training if find(run.parallel.schedule).drains else ContinuousTraining)(run, mesh, model, rules)
 
 
 class ContinuousTraining(Training):

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
-from megajax.config.batch_ramp import batch_size
 from megajax.config.cli import Request
 from megajax.config.validation_sets import DEFAULT_SET
 from megajax.data.prefetch import Prefetch
@@ -26,16 +25,18 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.gpus import Peak, device_peak, gpu_of
 from megajax.estimate.vocabulary import with_vocabulary
+from megajax.models.context import model_shapes
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
 from megajax.schedules.errors import counted
 from megajax.schedules.simulate import simulate_lockstep
 from megajax.train.goodput import NAME, Goodput
-from megajax.train.loop import Batch, Batches, Progress, TrainerHooks, train
+from megajax.train.loop import Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.step import Training, TrainState, make_training
+from megajax.train.user_batches import UserBatches
 from megajax.train.validation import Evaluation
 
 
@@ -100,9 +101,10 @@ class Trainer:
         if data is None:
             self._open_data()
         else:
-            self._batches = UserBatches(data, run)
+            ids = model_shapes(run, model, rules).id_bounds()
+            self._batches = UserBatches(data, run, ids)
             sets = validation_data if isinstance(validation_data, Mapping) else {DEFAULT_SET: validation_data}
-            self._validation = {name: UserBatches(one, run) for name, one in sets.items() if one is not None}
+            self._validation = {name: UserBatches(one, run, ids) for name, one in sets.items() if one is not None}
             self._data_description = [f"batches of {type(data).__name__}"]
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
@@ -236,32 +238,3 @@ def check_vocabulary(run: RunConfig, tokenizer: Any) -> None:
             f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
             f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
         )
-
-
-class UserBatches:
-    """Batches of the user's, as `Prefetch` reads them, with their sizes checked."""
-
-    def __init__(self, data: Batches, run: RunConfig, consumed_samples: int = 0):
-        """`data`: see `Trainer`; `consumed_samples`: where the batch that `global_batch_size` describes starts."""
-        self.data, self.run, self.global_batch_size = data, run, batch_size(run.train, consumed_samples)
-
-    def at(self, consumed_samples: int) -> "UserBatches":
-        """The batches from a sample on."""
-        return UserBatches(self.data, self.run, consumed_samples)
-
-    def batch(self, consumed_samples: int) -> Batch:
-        """The batch that starts with sample `consumed_samples`.
-
-        Raises:
-          ConfigError: an array does not have the run's microbatches and samples.
-        """
-        batch = self.data.batch(consumed_samples)
-        each = self.run.parallel.microbatch_size * self.run.parallel.data
-        expected = (batch_size(self.run.train, consumed_samples) // each, each)
-        for name, array in batch.items():
-            if tuple(array.shape[:2]) != expected:
-                raise ConfigError(
-                    f"batch({consumed_samples})[{name!r}] has shape {tuple(array.shape)}, and the run's batches have "
-                    f"[{expected[0]} microbatches, {expected[1]} samples, ...]: return arrays of that shape"
-                )
-        return batch

@@ -1,0 +1,49 @@
+"""Batches of the user's, checked as they are read: on the host, in the thread that reads ahead."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from megajax.config import ConfigError, RunConfig
+from megajax.config.batch_ramp import batch_size
+from megajax.models.ids import Ids, checked_ids
+from megajax.train.loop import Batch, Batches
+
+__all__ = ["UserBatches"]
+
+
+class UserBatches:
+    """Batches of the user's, as `Prefetch` reads them, with their sizes and their ids checked."""
+
+    def __init__(self, data: Batches, run: RunConfig, ids: Mapping[str, Ids], consumed_samples: int = 0):
+        """Checks nothing yet.
+
+        Args:
+          data: see `Trainer`.
+          run: the run.
+          ids: the legal ids of the batches' arrays (`PipelineModel.id_bounds`).
+          consumed_samples: where the batch that `global_batch_size` describes starts.
+        """
+        self.data, self.run, self.ids = data, run, ids
+        self.global_batch_size = batch_size(run.train, consumed_samples)
+
+    def at(self, consumed_samples: int) -> "UserBatches":
+        """The batches from a sample on."""
+        return UserBatches(self.data, self.run, self.ids, consumed_samples)
+
+    def batch(self, consumed_samples: int) -> Batch:
+        """The batch that starts with sample `consumed_samples`, as NumPy arrays.
+
+        Raises:
+          ConfigError: an array does not have the run's microbatches and samples, or an id is outside the model's tables.
+        """
+        batch = {name: np.asarray(array) for name, array in self.data.batch(consumed_samples).items()}
+        each = self.run.parallel.microbatch_size * self.run.parallel.data
+        expected = (batch_size(self.run.train, consumed_samples) // each, each)
+        for name, array in batch.items():
+            if array.shape[:2] != expected:
+                raise ConfigError(
+                    f"batch({consumed_samples})[{name!r}] has shape {tuple(array.shape)}, and the run's batches have "
+                    f"[{expected[0]} microbatches, {expected[1]} samples, ...]: return arrays of that shape"
+                )
+        return checked_ids(batch, self.ids)
