@@ -3,6 +3,7 @@
 python -m benchmarks.mfu                          on the GPUs there are, or eight CPU devices
 python -m benchmarks.mfu --pipe 4 --tensor 2      around another layout; takes every option of a training run
 python -m benchmarks.mfu --blocks --peers         one GPU: the papers' blocks, compared with PyTorch and Hugging Face
+python -m benchmarks.mfu --redraw benchmarks/results/mfu_cpu.json      the table and the plot of results on file
 
 A step is forward, backward, clipping and AdamW. One option is varied at a time; the others stay as given.
 
@@ -16,6 +17,7 @@ A step is forward, backward, clipping and AdamW. One option is varied at a time;
   --peer-python PYTHON         the Python of a venv with torch and transformers, which runs the peers
   --rounds COUNT               times each step is timed (default: 5)
   --out FOLDER                 where the .json, .txt and .svg files are written (default: benchmarks/results)
+  --redraw FILE.json           measure nothing: print results on file, and write the .txt and .svg beside them again
 
 On a GPU the rates of a large matmul and of a copy, the ceilings, are measured first. MFU is relative to the vendor's peak;
 the fraction of the measured ceiling is printed too. The time of a step is the median. On CPU devices, which share the
@@ -68,6 +70,7 @@ class MfuOptions:
     peer_python: str
     rounds: int
     out: pathlib.Path
+    redraw: pathlib.Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_and_write(words: Sequence[str]) -> None:
     args = read_options(words)
+    if args.redraw:
+        return mfu_report.write(mfu_report.read(args.redraw), args.redraw.parent, args.redraw.stem)
     # With peers in a child process, which frees its GPU memory before they run.
     results = _in_child(measure, args) if args.peers else measure(args)
     results = {"command": command(words)} | results
@@ -110,6 +115,7 @@ def read_options(words: Sequence[str]) -> MfuOptions:
     add("--peer-python", type=plain_text, default=sys.executable)
     add("--rounds", type=whole(), default=5)
     add("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    add("--redraw", type=pathlib.Path, default=None)
     own, rest = parser.parse_known_args(words)
     several = lambda value: None if value is None else tuple(value)  # noqa: E731
     own.blocks = BLOCKS if own.blocks == [] else own.blocks

@@ -4,12 +4,29 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from megajax.schedules.errors import UserError
 from megajax.schedules.pictures import COLOURS, picture
 
 ON_CPU = (
     "CPU devices share the machine's cores: only ratios are meaningful, and they compare compute, not idle time. A rank "
     "that idles costs nothing here unless it computes in its bubble, and sends are memory copies."
 )
+
+
+def read(path: pathlib.Path) -> dict:
+    """The results of a .json file that `write` has written.
+
+    Raises:
+      UserError: there is no such file, or it has something else.
+    """
+    try:
+        results = json.loads(path.read_text())
+        results["device"], results["rows"]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} has no results of benchmarks.mfu: pass the .json that it wrote") from error
+    return results
 
 
 def write(results: dict, folder: pathlib.Path, name: str) -> None:

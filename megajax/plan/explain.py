@@ -1,11 +1,14 @@
 """Why the best layout is the best: each choice and its alternatives, and 2104.04473's takeaways, by the estimates.
 
 Every statement is computed: a takeaway is printed with the numbers that confirm it, or with those that contradict it.
+The planner's output has the reasons as text, and its HTML page as a list.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from megajax.config.layer_kinds import layer_kinds
 from megajax.estimate import model_costs
@@ -17,114 +20,153 @@ from megajax.estimate.step_time import StepTime, chunk_times
 from megajax.plan.search import Candidate, best_by
 
 PARTS = tuple(field.name for field in dataclasses.fields(StepTime))
+WIDTH = 118
+PAPER = "2104.04473"
+
+
+class Reason(NamedTuple):
+    """Sentences about one choice."""
+
+    topic: str
+    text: str
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
-    """Text about the first of `candidates`, all of one question, in the order of `search`."""
-    best, fitting = candidates[0], [one for one in candidates if one.fits]
+    """The `reasons` as text."""
     lines = ["why:"]
-    stages = best.run.parallel.stage_layers(best.run.model.layers, kinds=layer_kinds(best.run.model))
-    if stages.kinds:
-        lines.append(f"  {stages.describe_kinds()}: memory has all slots, and time is that of the slowest stage")
-    elif stages.idle:
-        lines.append(
-            f"  {stages.describe()}: the time and memory of a stage are those of one with {stages.slots} layers"
+    for topic, text in reasons(candidates):
+        lines += textwrap.wrap(
+            f"{topic}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
         )
-    for takeaway in (_tensor, _model_parallel, _microbatch):
-        lines += [f"  {line}" for line in takeaway(best, fitting, candidates)]
-    for name, of in (
-        ("schedule", lambda one: f"{one.run.parallel.schedule} v{one.run.parallel.chunks}"),
-        ("recompute", lambda one: one.run.parallel.recompute),
-        ("expert", lambda one: f"expert {one.run.parallel.expert}"),
-    ):
-        lines += [f"  {line}" for line in _alternatives(name, of, best, fitting, candidates)]
-    lines += [f"  {line}" for line in (*_equation_1(best), *_checkpoints(best))]
     return "\n".join(lines)
 
 
+def reasons(candidates: Sequence[Candidate]) -> list[Reason]:
+    """Why the first of `candidates` is the best of them; all are of one question, in the order of `search`."""
+    best, fitting = candidates[0], [one for one in candidates if one.fits]
+    found = [*_stages(best)]
+    found += [_tensor(best, fitting), _model_parallel(best, fitting, candidates), _microbatch(best, fitting)]
+    for name, of in (
+        ("schedule", _chunked),
+        ("recomputation", lambda one: f"recompute {one.run.parallel.recompute}"),
+        ("expert parallelism", lambda one: f"expert size {one.run.parallel.expert}"),
+    ):
+        found += _alternatives(name, of, best, fitting, candidates)
+    return [*found, _equation_1(best), _checkpoints(best)]
+
+
 def slower(one: Candidate, best: Candidate) -> str:
-    """How much slower `one` is than `best`, and the part of the step that contributes most."""
+    """How much slower or faster `one` is than `best`, and the part of the step that contributes most."""
+    change = one.time.total - best.time.total
     lost = {part: getattr(one.time, part) - getattr(best.time, part) for part in PARTS}
-    part = max(lost, key=lost.get)
-    return (
-        f"{one.time.total:.2f} s ({one.time.total / best.time.total - 1:+.0%}, most of it {part} {lost[part]:+.2f} s)"
-    )
+    part = max(lost, key=lambda name: lost[name] * (1 if change >= 0 else -1))
+    percent = f"{change / best.time.total:+.0%}".replace("-0%", "+0%")
+    return f"{one.time.total:.2f} s ({percent}, most of it {part}: {lost[part]:+.2f} s)"
+
+
+def several(texts: Iterable[str], last_word: str = "and") -> str:
+    """a; a and b; a, b and c."""
+    *first, last = texts
+    return f"{', '.join(first)} {last_word} {last}" if first else last
+
+
+def _chunked(one: Candidate) -> str:
+    """The schedule with its chunks, if a rank has several."""
+    parallel = one.run.parallel
+    return parallel.schedule + (f" with {parallel.chunks} chunks" if parallel.chunks > 1 else "")
+
+
+def _stages(best: Candidate) -> list[Reason]:
+    """Stages of different sizes."""
+    stages = best.run.parallel.stage_layers(best.run.model.layers, kinds=layer_kinds(best.run.model))
+    if stages.kinds:
+        priced = "The memory includes the unused slots, and the time is that of the slowest stage."
+        return [Reason("stages", f"{stages.describe_kinds()}. {priced}")]
+    if stages.idle:
+        priced = f"Each stage is priced, in time and memory, as one with {stages.slots} layers."
+        return [Reason("stages", f"{stages.describe()}. {priced}")]
+    return []
 
 
 def _alternatives(
     name: str, of: Callable, best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]
-) -> list[str]:
+) -> list[Reason]:
     """The best candidate for each value of one choice, on the same mesh."""
     on_mesh = [one for one in fitting if one.mesh == best.mesh]
     values = best_by(on_mesh, of)
-    shown = [f"{value} {slower(one, best)}" for value, one in values.items() if one is not best]
+    shown = [f"{value} takes {slower(one, best)}" for value, one in values.items() if one is not best]
     too_large = best_by((one for one in every if one.mesh == best.mesh and not one.fits), of)
     shown += [
-        f"{value} does not fit ({one.peak / 1e9:.0f} GB at least)"
+        f"{value} does not fit, with {one.peak / 1e9:.0f} GB at least"
         for value, one in too_large.items()
         if value not in values
     ]
-    return [f"{name}: {of(best)}; on the same mesh " + "; ".join(shown[:4])] if shown else []
+    return [Reason(name, f"The layout has {of(best)}. On the same mesh, {'; '.join(shown[:4])}.")] if shown else []
 
 
-def _tensor(best: Candidate, fitting: Sequence[Candidate], _) -> list[str]:
+def _tensor(best: Candidate, fitting: Sequence[Candidate]) -> Reason:
     """Takeaway 1: tensor parallelism up to the size of a host, pipeline beyond."""
     host = best.question.gpu.host_size
     by_size = dict(sorted(best_by(fitting, lambda one: one.run.parallel.tensor).items()))
-    lines = [
-        "tensor (takeaway 1: inside a host, then pipeline): "
-        + ", ".join(f"t={size} {one.time.total:.2f} s" for size, one in by_size.items())
-    ]
+    times = several(f"t={size} {one.time.total:.2f} s" for size, one in by_size.items())
+    text = f"The fastest layouts with each tensor size take {times}."
+    takeaway = f"Takeaway 1 of {PAPER}, tensor parallelism within a host and pipeline parallelism beyond it, is"
     beyond = [one for size, one in by_size.items() if size > host]
     if beyond and best.run.parallel.tensor <= host:
         one = min(beyond, key=lambda one: one.time.total)
         share = one.time.tensor / one.time.total
-        lines.append(
-            f"  confirmed: t={one.run.parallel.tensor} exceeds the host of {host}; its collectives take {share:.0%} of the "
-            f"step, against {best.time.tensor / best.time.total:.0%} with t={best.run.parallel.tensor}"
+        text += (
+            f" {takeaway} confirmed: t={one.run.parallel.tensor} exceeds the host of {host} GPUs, and its collectives take "
+            f"{share:.0%} of the step, against {best.time.tensor / best.time.total:.0%} with t={best.run.parallel.tensor}."
         )
     elif best.run.parallel.tensor > host:
-        lines.append(
-            f"  not confirmed here: t={best.run.parallel.tensor} exceeds the host of {host} and is still fastest"
+        text += (
+            f" {takeaway} not confirmed here: t={best.run.parallel.tensor} exceeds the host of {host} GPUs, and is the "
+            "fastest."
         )
-    return lines
+    return Reason("tensor parallelism", text)
 
 
-def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> list[str]:
+def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> Reason:
     """Takeaway 2: as much model parallelism as memory requires, and data parallelism for the remaining GPUs."""
     size = lambda one: one.run.parallel.tensor * one.run.parallel.pipe  # noqa: E731
     fits = dict(sorted(best_by(fitting, size).items()))
     sizes = sorted({size(one) for one in every})
     without = [n for n in sizes if n not in fits]
-    lines = [
-        "model parallelism (takeaway 2: as little as fits): "
-        + ", ".join(f"t*p={n} {one.time.total:.2f} s" for n, one in fits.items())
-        + (f"; does not fit: t*p={', '.join(map(str, without))}" if without else "")
-    ]
+    times = several(f"{n} {one.time.total:.2f} s" for n, one in fits.items())
+    text = f"The fastest layouts with each tensor size times pipeline size take {times}"
+    text += f"; no layout with {several(map(str, without), 'or')} fits." if without else "."
     least, used = min(fits), size(best)
+    takeaway = "Takeaway 2, no more model parallelism than memory requires, is confirmed"
     if used == least:
-        lines.append(f"  confirmed: {used} is the least that fits")
+        text += f" {takeaway}: {used} is the least that fits."
     else:
-        lines.append(
-            f"  in part: {least} fits too, but takes {slower(fits[least], best)}; more memory allows less recomputation "
-            "or a smaller share of communication"
+        text += (
+            f" {takeaway} in part only: {least} fits too, but takes {slower(fits[least], best)}. More memory for each "
+            "GPU allows less recomputation, or a smaller share of communication."
         )
-    return lines
+    return Reason("model parallelism", text)
 
 
-def _microbatch(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> list[str]:
+def _microbatch(best: Candidate, fitting: Sequence[Candidate]) -> Reason:
     """Takeaway 3: the best microbatch size depends on the model, the layout and the batch."""
     on_mesh = [one for one in fitting if one.mesh == best.mesh]
     sizes = dict(sorted(best_by(on_mesh, lambda one: one.run.parallel.microbatch_size).items()))
-    texts = [
+    times = several(
         f"b={size} {one.time.total:.2f} s (bubble {one.time.bubble / one.time.total:.1%})"
         for size, one in sizes.items()
-    ]
-    spread = max(one.time.total for one in sizes.values()) / best.time.total - 1
-    return [f"microbatch (takeaway 3: bubble against efficiency; best to worst {spread:+.0%}): " + ", ".join(texts)]
+    )
+    text = f"On the same mesh, microbatches of b samples take {times}."
+    if len(sizes) > 1:
+        spread = max(one.time.total for one in sizes.values()) / best.time.total - 1
+        text += (
+            f" The slowest is {spread:.0%} slower. Takeaway 3: larger microbatches compute more efficiently, but fewer of "
+            "them leave a larger bubble, so that the best size depends on the model and the layout."
+        )
+    return Reason("microbatch size", text)
 
 
-def _equation_1(best: Candidate) -> list[str]:
+def _equation_1(best: Candidate) -> Reason:
     """2104.04473 equation 1 with the winner's numbers."""
     run, parallel = best.run, best.run.parallel
     per_replica = run.train.global_batch_size // parallel.data
@@ -139,12 +181,14 @@ def _equation_1(best: Candidate) -> list[str]:
         texts.append(
             f"b={samples}: ({per_replica // samples} + {parallel.pipe - 1}) * {one * 1e3:.1f} ms = {total:.2f} s"
         )
-    return [
-        f"equation 1, (b'/b + p - 1)(t_f(b) + t_b(b)) with b' = B/d = {per_replica}, one chunk: " + "; ".join(texts)
-    ]
+    return Reason(
+        "equation 1",
+        f"By equation 1 of {PAPER}, a step without communication takes (b'/b + p - 1)(t_f(b) + t_b(b)), with "
+        f"b' = B/d = {per_replica} and one chunk on a rank: {'; '.join(texts)}.",
+    )
 
 
-def _checkpoints(best: Candidate) -> list[str]:
+def _checkpoints(best: Candidate) -> Reason:
     """2104.04473 section 3.5: with c checkpoints of l layers c A_in + l/c A_int is least for c = sqrt(l A_int / A_in)."""
     run, parallel = best.run, best.run.parallel
     kinds = layers_of_kinds(run)
@@ -166,8 +210,10 @@ def _checkpoints(best: Candidate) -> list[str]:
     }
     layers = parallel.stage_layers(run.model.layers).rank_slots
     optimum = math.sqrt(layers * sizes["none"] / sizes["full"])
-    return [
-        f"checkpoints: sqrt(l A_int / A_in) = sqrt({layers} * {sizes['none'] / 1e6:.0f} / {sizes['full'] / 1e6:.1f} MB) = "
-        f"{optimum:.1f} for the {layers} layers of a stage: the program keeps one for each layer"
-        + ("" if optimum >= layers else f"; one in {layers / optimum:.1f} layers would need less memory")
-    ]
+    text = (
+        f"By section 3.5 of {PAPER}, full recomputation needs the least memory with sqrt(l A_int / A_in) checkpoints: "
+        f"sqrt({layers} * {sizes['none'] / 1e6:.0f} / {sizes['full'] / 1e6:.1f} MB) = {optimum:.1f} for the {layers} layers "
+        "of a rank. The program keeps one for each layer"
+    )
+    text += "." if optimum >= layers else f"; one for {layers / optimum:.1f} layers would need less."
+    return Reason("checkpoints", text)

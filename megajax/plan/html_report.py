@@ -10,7 +10,7 @@ from megajax.config.toml import save_config
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.step_time import StepTime
 from megajax.plan.cluster import Cluster
-from megajax.plan.explain import explain
+from megajax.plan.explain import Reason, reasons
 from megajax.plan.html_charts import bar, heat_map, timeline
 from megajax.plan.report import PARTS, accuracy, shown_parameters
 from megajax.plan.search import Candidate, usable_bytes
@@ -36,6 +36,8 @@ TERMS = {
     "ZeRO": "Splits over the replicas: 0 nothing, 1 the optimizer's state and fp32 weights, 3 also weights and gradients.",
     "MFU": "Model FLOPs utilisation: the model's FLOP/s without recomputation, as a share of the GPU's peak.",
     "comm": "Communication that no computation hides, as a share of the step.",
+    "ends": "Communication of the embedding and the head, where all stages share them, that no computation hides.",
+    "gaps, waits": "Times without work on the GPU: between kernels, and for conditions that the host reads.",
     "stash": "The activations that a rank keeps from a forward to its backward.",
     "inboxes": "Received activations and gradients that wait for their use.",
     "tie": "= is as fast as the fastest layout, within the error of comparisons.",
@@ -67,7 +69,7 @@ td.best { outline: 3px solid #d55e00; outline-offset: -3px; font-weight: 700; }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px; white-space: pre-wrap;
   font-size: 12.5px; line-height: 1.45; overflow-wrap: anywhere; }
 .command { user-select: all; margin: 6px 0; }
-.why { padding-left: 18px; } .why li { margin: 6px 0; overflow-wrap: anywhere; } .why .below { margin-left: 18px; }
+.why { padding-left: 18px; } .why li { margin: 6px 0; overflow-wrap: anywhere; }
 .terms { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; } .terms dt { font-weight: 600; }
 .terms dd { margin: 0; }
 @media (max-width: 600px) { .terms { display: block; } .terms dd { margin: 0 0 8px; } }
@@ -167,7 +169,7 @@ parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
 </section>
 <section id="why">
 <h2>Why</h2>
-{_reasons(explain([*fitting, *(one for one in candidates if not one.fits)]))}
+{_reasons(reasons([*fitting, *(one for one in candidates if not one.fits)]))}
 </section>
 <section id="terms">
 <h2>Terms</h2>
@@ -205,14 +207,10 @@ def _rates(gpu: Gpu) -> str:
     return rates + (" A calibration's measured rates are used in their place." if gpu.measured else "")
 
 
-def _reasons(text: str) -> str:
-    """The lines of `explain` as a list; the lines below a choice are indented."""
-    items = []
-    for line in text.splitlines()[1:]:
-        topic, colon, rest = line.strip().partition(": ")
-        below = ' class="below"' if line.startswith("    ") else ""
-        items.append(f"<li{below}><b>{escape(topic)}</b>{colon}{escape(rest)}</li>")
-    return f'<ul class="why">{"".join(items)}</ul>'
+def _reasons(found: Sequence[Reason]) -> str:
+    """The reasons as a list."""
+    items = "".join(f"<li><b>{escape(topic.capitalize())}.</b> {escape(text)}</li>" for topic, text in found)
+    return f'<ul class="why">{items}</ul>'
 
 
 def _operations(best: Candidate) -> list[str]:

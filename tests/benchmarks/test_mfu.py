@@ -1,6 +1,8 @@
 """benchmarks/mfu.py: the runs of its sweeps, the rates of its rows, its error messages; one tiny run."""
 
 import json
+import pathlib
+import shutil
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ from benchmarks import ceilings, mfu, mfu_cases, mfu_report, peers
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 TINY = "--model tiny --layers 4 --hidden 16 --heads 4 --vocabulary 32 --sequence-length 8 --devices cpu:8"
+RESULTS = pathlib.Path(mfu.__file__).parent / "results"
 MODEL = ModelConfig(name="m", layers=4, hidden=16, heads=4, vocabulary=32, sequence_length=8)
 
 
@@ -200,3 +203,21 @@ def test_peers_run(name):
     pytest.importorskip("transformers")
     (answer,) = peers.run_peer(peers.PEERS[name], sys.executable, [base(data=1, pipe=1, tensor=1)], "cpu", 2)
     assert answer["seconds"] > 0 and answer["versions"]["torch"]
+
+
+def test_results_on_file_are_the_table_and_the_plot_on_file(tmp_path, capsys):
+    """benchmarks/results/mfu_cpu.txt and .svg are what their .json gives."""
+    files = [RESULTS / f"mfu_cpu.{ending}" for ending in ("json", "txt", "svg")]
+    for file in files:
+        shutil.copy(file, tmp_path)
+    for file in files[1:]:
+        (tmp_path / file.name).write_text("")
+    assert mfu.main(["--redraw", str(tmp_path / "mfu_cpu.json")]) == 0
+    for file in files:
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+    assert files[1].read_text() in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("[1]")
+    for name, says in (("no.json", "cannot read"), ("other.json", "has no results of benchmarks.mfu")):
+        assert mfu.main(["--redraw", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1

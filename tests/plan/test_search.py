@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from megajax.config import ConfigError, ModelConfig, preset
 from megajax.estimate.error_bars import comparison_bar
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import find_gpu
-from megajax.plan.explain import explain
+from megajax.plan.explain import explain, reasons, several, slower
 from megajax.plan.search import Question, best_by, search, usable_bytes
 from megajax.plan.ties import simplest_first
 
@@ -87,7 +88,7 @@ def test_uneven_stages_are_searched_and_cost_what_their_largest_stage_costs():
     assert uneven.memory | {"workspace": 0} == even.memory | {"workspace": 0}  # ZeRO-1 copies uneven stages' gradients
     assert uneven.time == even.time
     assert flops_per_step(uneven.run) < flops_per_step(even.run) and uneven.utilisation < even.utilisation
-    assert "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last)" in explain([uneven])
+    assert "126 layers on 16 stages: 14 of 8 layers, 2 of 7 (the first and the last)" in reasons([uneven])[0].text
 
 
 def test_of_stages_and_chunks_with_equal_largest_sizes_the_fewest_are_searched():
@@ -141,19 +142,35 @@ def test_nothing_legal_and_nothing_that_fits():
 def test_takeaways_come_with_their_numbers():
     found = search(Question(MODEL_162B, 64, A100, 128, vocab_parallel="tensor"))
     text = explain(found)
-    assert "confirmed: t=16 exceeds the host of 8" in text
-    assert "confirmed: 64 is the least that fits" in text
-    assert "takeaway 3" in text and "b=1 " in text and "b=2 " in text
+    assert max(map(len, text.splitlines())) <= 118
+    text = " ".join(text.split())
+    assert "confirmed: t=16 exceeds the host of 8 GPUs" in text
+    assert "confirmed: 64 is the least that fits." in text
+    assert "Takeaway 3" in text and "b=1 " in text and " b=2 " in text
     # equation 1 with its numbers: b' = B/d = 128 microbatches of one, p - 1 = 7
     assert "b=1: (128 + 7) * " in text
-    assert "checkpoints: sqrt(l A_int / A_in)" in text
+    assert "checkpoints: By section 3.5 of 2104.04473" in text
+    for topic, text in reasons(found):
+        assert topic and text[0].isupper() and text.endswith("."), text
+
+
+def test_the_part_that_makes_a_layout_faster_is_one_that_takes_less_time():
+    found = search(Question(preset("gpt3-13b"), 16, A100, 64, schedules=("1f1b", "interleaved_1f1b")))
+    ordered = sorted((one for one in found if one.fits), key=lambda one: one.time.total)
+    fast, slow = ordered[0], ordered[-1]
+    assert re.search(r"\(\+\d+%, most of it \w+: \+[\d.]+ s\)", slower(slow, fast))
+    assert re.search(r"\(-\d+%, most of it \w+: -[\d.]+ s\)", slower(fast, slow))
+
+
+def test_several_are_joined_as_in_a_sentence():
+    assert [several(texts) for texts in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
 
 
 def test_takeaways_are_not_claimed_if_the_estimates_contradict_them():
     """On a network as fast as NVLink tensor parallelism over hosts is not slower, and the text must say so."""
     fast = dataclasses.replace(A100, network_bandwidth=A100.host_bandwidth, network_share=1.0)
     question = Question(MODEL_162B, 64, fast, 32, tensor_sizes=(16, 32))
-    assert "not confirmed here: t=" in explain(search(question))
+    assert "not confirmed here: t=" in reasons(search(question))[0].text
 
 
 def test_ties_are_sorted_by_simplicity():
