@@ -100,9 +100,18 @@ def vocabulary_shares(parallel: ParallelConfig, rules: AxisRules) -> int:
 def model_shapes(
     run: RunConfig, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
 ) -> PipelineModel:
-    """The model for `init`, `logical_axes`, `decay_mask`, `batch_shapes` and `costs`: with the run's shapes, on no mesh."""
+    """The model for `init`, `logical_axes`, `decay_mask`, `batch_shapes` and `costs`: with the run's shapes, on no mesh.
+
+    Raises:
+      ConfigError: the rules split token tables over pipe, which the model's ends do not know.
+    """
     model = model or model_class(run.model)
     rules = rules or model_rules(run, model)
+    if rules.vocabulary_over_pipe and not model.vocabulary_over_pipe:
+        raise ConfigError(
+            f"the sharding rules split vocabulary over pipe, but {model.__name__} has an embedding or a head that need not "
+            "know: use default_rules(), or vocabulary_over_pipe = True in the class if they use context.vocabulary."
+        )
     return model(run.model, ModelContext(vocabulary=VocabularySharding(vocabulary_shares(run.parallel, rules))))
 
 

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 Tree = Any  # nested dictionaries
+ENDS = ("shared_module", "embed", "head_loss", "logits", "token_scores")  # attributes of a model that read token tables
 Microbatch = Mapping[str, jax.Array]
 
 
@@ -104,7 +105,8 @@ class PipelineModel(abc.ABC):
     Attributes:
       activation_axes: logical axes of x between blocks.
       vocabulary_over_pipe: whether `embed` and `head_loss` may hold tables whose rows are sharded over pipe too, and so
-        run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`).
+        run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`). A subclass
+        that replaces any of ENDS does not inherit it: its own ends may not have these collectives.
       scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
         factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
       measured_kind: the kind of the layers that `take_measurements` measures; None: all layers.
@@ -116,6 +118,14 @@ class PipelineModel(abc.ABC):
     activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
     scaled_arrays: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **arguments: Any):
+        """See `vocabulary_over_pipe`."""
+        super().__init_subclass__(**arguments)
+        place = lambda name: next(n for n, base in enumerate(cls.__mro__) if name in vars(base))  # noqa: E731
+        known = [name for name in ENDS if hasattr(cls, name)]
+        if any(place(name) < place("vocabulary_over_pipe") for name in known):
+            cls.vocabulary_over_pipe = False
 
     @property
     def measured_kind(self) -> str | None:

@@ -25,6 +25,7 @@ __all__ = [
     "RowsOverRanks",
     "VocabularySharding",
     "cross_entropy",
+    "logsumexp",
     "lookup",
     "mask_padding",
     "over_pipe",
@@ -68,7 +69,10 @@ def plain_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 class VocabularySharding(NamedTuple):
-    """How a model's token tables are sharded.
+    """How a model's token tables are sharded, and what a loss computes from logits of such rows, on any mesh.
+
+    In the methods `logits` is [b, s, local rows] and `vocabulary` the number of rows that count; those from there on are
+    padding. All return fp32 [b, s] on all ranks.
 
     Attributes:
       shares: devices that the rows are split over, which must divide them (`padded_vocabulary`).
@@ -79,6 +83,27 @@ class VocabularySharding(NamedTuple):
     shares: int = 1
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = plain_lookup
     ranks: RowsOverRanks = ALL_ROWS
+
+    def broadcast(self, y: jax.Array) -> jax.Array:
+        """The head's input [b, s, h] on all ranks that have rows of the table; logits are computed from it."""
+        return self.ranks.broadcast(y)
+
+    def cross_entropy(self, logits: jax.Array, labels: jax.Array, vocabulary: int) -> jax.Array:
+        """-log softmax(logits)[label] of labels [b, s]; 0 for IGNORED_LABEL (see `cross_entropy`)."""
+        return cross_entropy(logits, labels, vocabulary, self.ranks)
+
+    def log_probabilities(self, logits: jax.Array, tokens: jax.Array, vocabulary: int) -> jax.Array:
+        """log softmax(logits)[token] of tokens [b, s]; 0 for IGNORED_LABEL."""
+        return -cross_entropy(logits, tokens, vocabulary, self.ranks)
+
+    def logsumexp(self, logits: jax.Array, vocabulary: int) -> jax.Array:
+        """The logarithm of the sum over the vocabulary of exp(logits)."""
+        return logsumexp(logits, vocabulary, self.ranks)
+
+    def sum(self, values: jax.Array, vocabulary: int) -> jax.Array:
+        """The sum over the vocabulary of a value for each row, [b, s, local rows], of any float type."""
+        counts = _rows(values, self.ranks) < vocabulary
+        return self.ranks.sum(jnp.where(counts, values.astype(jnp.float32), 0).sum(-1))
 
 
 WHOLE_VOCABULARY = VocabularySharding()
@@ -276,6 +301,30 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: 
     return _cross_entropy_forward(logits, labels, vocabulary, ranks)[0]
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def logsumexp(logits: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROWS) -> jax.Array:
+    """log(sum(exp(logits))) over the vocabulary, which may be split over tensor and ranks, fp32 [b, s], on all ranks.
+
+    Args:
+      logits, vocabulary, ranks: as for `cross_entropy`; the incoming gradient too.
+    """
+    return _normaliser(mask_padding(logits, vocabulary, ranks), ranks)[0]
+
+
+def _logsumexp_backward(vocabulary, ranks, residuals, gradient):
+    logits, normaliser = residuals
+    softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - normaliser[..., None])
+    return ((softmax * ranks.sum(gradient)[..., None]).astype(logits.dtype),)
+
+
+def _logsumexp_forward(logits, vocabulary, ranks):
+    normaliser = logsumexp(logits, vocabulary, ranks)
+    return normaliser, (logits, normaliser)
+
+
+logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
+
+
 def token_scores(
     logits: jax.Array, labels: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROWS
 ) -> tuple[jax.Array, jax.Array]:
@@ -295,11 +344,16 @@ def token_scores(
     return losses, -first == labels
 
 
+def _normaliser(masked, ranks):
+    """fp32 [b, s]: the logarithms of the softmax's normalisers, and the largest logits."""
+    largest = ranks.max(masked.max(-1))
+    return largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1))), largest
+
+
 def _softmax(logits, labels, vocabulary, ranks):
     """fp32 [b, s]: the losses, the largest logits and the logarithms of the softmax's normalisers."""
     masked = mask_padding(logits, vocabulary, ranks)
-    largest = ranks.max(masked.max(-1))
-    normaliser = largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1)))
+    normaliser, largest = _normaliser(masked, ranks)
     picked = ranks.sum(jnp.where(_rows(logits, ranks) == labels[..., None], masked, 0).sum(-1))
     return jnp.where(labels == IGNORED_LABEL, 0, normaliser - picked), largest, normaliser
 
