@@ -145,7 +145,8 @@ def _choice_problem(field: dataclasses.Field, value: Any) -> Problem | None:
     names = tuple(map(str, choices))
     hint = near(value if isinstance(value, str) else shown(value), names).rstrip(".")
     legal = "|".join(names) if hint.startswith("did") else "and one of them"
-    return Problem(f"is not known: {hint}", f"{option(field.name)} {legal}")
+    rule = f"is not known ({hint})" if hint.startswith("did") else f"is not known: {hint}"
+    return Problem(rule, f"{option(field.name)} {legal}")
 
 
 def _number_rule(value: Any, whole: bool, low: float | None = None, below: float | None = None) -> str:

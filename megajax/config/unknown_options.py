@@ -1,7 +1,7 @@
 """The message about options that a command does not have.
 
-In this order it names: the same option spelled with dashes, what another tool calls so (`megajax.config.foreign`), the
-command that has the option, and the options that are spelled alike.
+It names, in this order: the same option spelled with dashes, the option here for another tool's name
+(`megajax.config.foreign`), the command that has the option, and the options that are spelled alike.
 """
 
 import re

@@ -185,7 +185,7 @@ def _check_place(path: str, remedy: str, option: str) -> None:
 
 
 def _missing(path: str) -> str:
-    """What is there in the place of a file that is not."""
+    """The end of a message about a file that does not exist: a similar one that does, if there is one."""
     if os.path.islink(path):
         return f", to which this symbolic link points: {os.readlink(path)}"
     if os.path.exists(f"{path}.bin") and os.path.exists(f"{path}.idx"):
@@ -198,7 +198,7 @@ def _missing(path: str) -> str:
 
 
 def _folder(path: str, option: str, remedy: str) -> str:
-    """What a folder is, and what to do."""
+    """The message about a folder in place of a file: its kind, and what to do."""
     out = f"{path.rstrip('/')}.jsonl"
     for name, (what, command) in FOLDERS.items():
         if os.path.exists(os.path.join(path, name)):

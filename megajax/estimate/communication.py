@@ -120,8 +120,8 @@ def _expert(run: RunConfig) -> list[Sent]:
 def _data(run: RunConfig) -> list[Sent]:
     parallel, replicas, (common, experts) = run.parallel, _replicas(run), rank_block_parameters(run)
     ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
-    # What is sent of a block's parameters, as a number of them to which the ring's factor applies. Experts have dC/N
-    # replicas, which are on the data axis alone.
+    # The number of a block's parameters that the ring's factor applies to. Experts have dC/N replicas, which are on the
+    # data axis alone.
     blocks = common + experts * (1 - parallel.expert / replicas) / ring
     lines = []
     if parallel.context > 1:

@@ -25,8 +25,8 @@ class ErrorBar:
 
 # The last lines of `python -m megajax.estimate.validate`, without those of experts; a test compares them.
 ERROR_BARS = {MEGATRON: ErrorBar(0.085, 0.030), FSDP: ErrorBar(0.119, 0.089), CONTEXT: ErrorBar(0.012, 0.011)}
-# What the predicted ratio of two layouts' times is off by, from megajax's own programs, compiled: the last line of
-# `python -m benchmarks.standing_questions --show`; a test compares them. One standard deviation, as `total` is.
+# The error of the predicted ratio of two layouts' times, from compiled programs of megajax: the last line of
+# `python -m benchmarks.standing_questions --show`, which a test compares. One standard deviation, as `total` is.
 COMPARISON = 0.007
 
 
@@ -43,7 +43,7 @@ def bar_of(parallel: ParallelConfig) -> ErrorBar:
 
 
 def comparison_bar(*layouts: ParallelConfig) -> float:
-    """What a comparison of these layouts of one question may be off by: one standard deviation.
+    """The error of comparing these layouts, which answer one question: one standard deviation.
 
     Compiled programs give it for Megatron-style runs. Of other kinds no pairs of layouts were compiled: two independent
     predictions of published runs, each off by `within`, are off by the square root of two times that.

@@ -1,9 +1,9 @@
 """Seconds of a block of megajax's own program, each kernel at its roofline, without compiling it.
 
 The kernels and collectives are those that XLA makes of the program for GPUs (jax 0.12), with the rates of `rates.py`,
-which reads them off a compiled program; `python -m benchmarks.time_model` compares the two. What XLA decides was read off
-compiled programs as well, and is in the constants here: how many kernels a block launches, the memory that they move
-besides the matmuls', and which collectives overlap what.
+which were read from compiled programs; `python -m benchmarks.time_model` compares the two. XLA's decisions were read from
+compiled programs as well, and are constants here: how many kernels a block launches, the memory that they move besides the
+matmuls', and which collectives overlap which kernels.
 
     forward of a block    gather, matmuls, scatter for each pair of matmuls; what the backward reads is written to the stash
     backward of a block   gather, matmuls, scatter for each pair; the inputs are gathered again for the weights' gradients,
@@ -257,7 +257,7 @@ class Blocks:
         return self.parallel.tensor if "tensor_overlap" in self.parallel.rings else 1
 
     def _exposed(self, hidden: float) -> float:
-        """Seconds of a pass's gathers and scatters, one for each matmul, but `hidden`; of rings, what matmuls leave."""
+        """Exposed seconds of a pass's gathers and scatters, one for each matmul: all but `hidden`, or a ring's matmuls."""
         one = self._collective
         if self._parts == 1:
             return max(0.0, 2 * self._pairs * one - hidden)
@@ -286,7 +286,7 @@ class Blocks:
         return len(self._products), self.rows * columns * self.item + 2 * self.residual
 
     def _repeated(self, backward: int) -> Work:
-        """What a forward (0) or a backward (1) does besides, where nothing is in place, in fp8, and round a ring."""
+        """The additional work of a forward (0) or backward (1) if weights are not in place, in fp8, and with rings."""
         work, weights = Work(), sum(k * n for k, n, _ in self._products)
         if not self.in_place:
             work += self.traffic(weights * (SLICE + backward * ACCUMULATION), 8)

@@ -93,7 +93,7 @@ class Program(Blocks):
 
     @functools.cached_property
     def ticks(self) -> Work:
-        """What ticks take besides blocks and ends: received values written, small kernels, exposed sends, and waits.
+        """The rest of the ticks, besides blocks and ends: received values written, small kernels, exposed sends, and waits.
 
         Sends overlap the other pass in a tick that has both of them in loops of their own, and the ends; but not in merged
         ticks where the ends are split over `pipe`, which begin with a sum over it that waits for the sends.
@@ -124,7 +124,7 @@ class Program(Blocks):
 
     @functools.cached_property
     def once(self) -> Work:
-        """What a step does once."""
+        """The work done once in a step, after the last tick."""
         run, parallel, model = self.run, self.parallel, self.model
         shared, local = (
             shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding),

@@ -2,7 +2,7 @@
 
     kernel       max(FLOPs / rate of its class, bytes / HBM bandwidth) + the gap before the next kernel
     collective   bytes sent by a ring / bandwidth of the slowest link; runs beside the kernels between its start and its
-                 done, one collective at a time; what is left at its done is exposed. So for transfers to host memory
+                 done, one collective at a time; the rest is exposed. Transfers to host memory likewise
     loop         its body times its trip count; where the trip count is dynamic, the host waits for the device before each
                  iteration and at the end (and at each branch)
 
@@ -134,7 +134,7 @@ class _Reader:
     def computation(self, name: str) -> Account:
         """The account of an average execution of a computation.
 
-        What a collective overlaps depends on which conditionals do something, so that each combination is accounted for, of
+        Which kernels a collective overlaps depends on which conditionals do something, so each combination is priced, of
         the first COMBINED of them; the others take their average time.
         """
         if name not in self._read:

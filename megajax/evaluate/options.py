@@ -68,7 +68,7 @@ class Options:
 
     @property
     def of_all_processes(self) -> dict[str, str]:
-        """What must be the same in every process, by option. Paths may differ."""
+        """Values that must be equal in all processes, by option. Paths may differ."""
         own = {"run_dir", "init_from", "task_data", "include_path", "out", "devices", "launch"}
         return {option(name): repr(value) for name, value in vars(self).items() if name not in own}
 

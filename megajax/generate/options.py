@@ -59,7 +59,7 @@ class Options:
 
     @property
     def of_all_processes(self) -> dict[str, str]:
-        """What must be the same in every process, by option. Paths may differ, and process 0 reads the prompts."""
+        """Values that must be equal in all processes, by option. Paths may differ, and process 0 reads the prompts."""
         own = {"run_dir", "init_from", "prompt", "prompts", "out", "devices", "launch", "sampling"}
         fields = {name: value for name, value in vars(self).items() if name not in own} | vars(self.sampling)
         return {option(name): repr(value) for name, value in fields.items()}

@@ -8,8 +8,8 @@ rows come last, of which as many may be left out as are surely there.
 
 The matmuls are XLA's `lax.ragged_dot_general`, or on NVIDIA GPUs Pallas kernels (`grouped_kernels.py`), which can neither
 be partitioned nor be differentiated: each direction of `column` and `row` enters a `shard_map` over "tensor" of its own, as
-fused attention does. Tensor parallelism splits o (1909.08053 section 3). What each rank has of a sum over tensor it first
-adds up for each item, and so a sum has n rows of each rank and not R.
+fused attention does. Tensor parallelism splits o (1909.08053 section 3). Before a sum over tensor each rank adds up its own
+rows of each item, so that n rows are sent and not R.
 """
 
 import dataclasses

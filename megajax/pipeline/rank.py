@@ -211,8 +211,8 @@ class Rank:
         return self.run_ends(segment, carry, jnp.where(ended, y, 0), jnp.where(ended, dx, 0), row, following)
 
     def prepare(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
-        """What a tick's `run_ends` does for the next one, for the segment's first: its embedding, and before merged ticks
-        the send of the gradient that a paired tick left.
+        """Prepares the first tick of a segment, as `run_ends` prepares the next tick: its embedding, and before merged
+        ticks the send of the gradient that a paired tick left.
         """
         if self.schedule.paired:
             gradients = self.send(BACKWARD, carry.pending)
@@ -289,7 +289,7 @@ class Rank:
     def sends(
         self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What the routes of activations and of gradients deliver at the end of a merged or mixed tick.
+        """Sends activations and gradients at the end of a merged or mixed tick; returns the received ones.
 
         In most ticks of operations that overlap no rank has completed one, and none sends.
         """

@@ -1,7 +1,7 @@
 """Turns a schedule into the int32 arrays that the compiled program reads.
 
-Every rank runs the same program. What a rank does in a tick it reads from its column of these arrays: the chunk and
-the microbatch, the slot of the stash that a forward writes and its backward reads, and the slot of an inbox in which
+Every rank runs the same program, and reads its operation of a tick from its column of these arrays: the chunk and the
+microbatch, the slot of the stash that a forward writes and its backward reads, and the slot of an inbox in which
 a received activation or gradient waits until it is used. Slots are assigned here, ahead of time; their number is the
 largest number of values alive at once. For 1F1B on 2 ranks with 3 microbatches (a backward takes two ticks), the
 operations and the slots are

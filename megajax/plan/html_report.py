@@ -181,7 +181,7 @@ parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
 
 
 def _facts(best: Candidate, tokens: float, cluster: Cluster) -> dict[str, str]:
-    """The figures of the chosen layout, by what they are called."""
+    """The figures of the chosen layout, by name."""
     cost = cluster.cost(best.question.gpus, best.days(tokens))
     facts = {
         "step": f"{best.time.total:.2f} s",

@@ -154,7 +154,7 @@ def plot(found: Sequence[Row], latencies: Sequence[float], title: str, path: str
         milliseconds = [time / MILLI for time in latencies]
         for row in found:
             values = [100 * value for value in row.efficiencies]
-            made = row is found[-1]  # for the link: dashed, since it may lie on another line
+            made = row is found[-1]  # the schedule made for this link; dashed, as its line may cover another one
             (line,) = axis.plot(milliseconds, values, "--" if made else "o-", color="black" if made else None)
             ends.append((milliseconds[-1], values[-1], f"{row.schedule.name}, {row.live:.0f}", line.get_color()))
         axis.set_xlim(0, milliseconds[-1] or 1)

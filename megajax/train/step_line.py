@@ -45,7 +45,7 @@ def rates(record: Mapping[str, float | None]) -> list[Part]:
 
 
 def plain_line(record: Mapping[str, float | None], steps: int, batch_changes: bool = False) -> str:
-    """One plain line with the numbers of a step. What has its usual value (loss scale 1, nothing skipped) is not in it.
+    """One plain line with the numbers of a step. Usual values are left out: a loss scale of 1, nothing skipped.
 
     Args:
       record: see `logging.step_record`.
@@ -81,7 +81,7 @@ def fit(parts: list[Part], width: int) -> str:
 
 
 class StepBar:
-    """What a terminal shows of a run: step, bar, time left, loss and rates, as one line of the terminal's width.
+    """The progress line of a terminal: step, bar, time left, loss and rates, as wide as the terminal.
 
     With less room it loses TFLOP/s, then MFU, then tokens/s; then the bar gets shorter and goes, and then the time left.
 
@@ -116,7 +116,7 @@ class StepBar:
         return f"ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def layout(self, width: int) -> tuple[str, int, str]:
-        """What is left of the bar, the columns of the bar, and what is right of it; 0: there is no bar."""
+        """(text before the bar, the bar's columns, text after it); 0 columns: there is no bar."""
         left, width = f"step {self.done}/{self.steps}", width - 1  # some terminals wrap a line that fills them
         room = width - len(left) - len(GAP)
         always = [Part(self.time_left, 1), Part(self.message)]

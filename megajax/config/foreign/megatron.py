@@ -13,9 +13,18 @@ MEGATRON: dict[str, Entry] = {
     "--num-virtual-stages-per-pipeline-rank": ("--chunks", "with --schedule interleaved_1f1b"),
     "--virtual-pipeline-model-parallel-size": ("--chunks", "with --schedule interleaved_1f1b"),
     "--microbatch-group-size-per-virtual-pipeline-stage": ("--group-size", ""),
-    "--pipeline-model-parallel-layout": ("", "not needed: uneven stages are laid out by the layers' costs"),
-    "--decoder-first-pipeline-num-layers": ("", "not needed: uneven stages are laid out by the layers' costs"),
-    "--decoder-last-pipeline-num-layers": ("", "not needed: uneven stages are laid out by the layers' costs"),
+    "--pipeline-model-parallel-layout": (
+        "",
+        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
+    ),
+    "--decoder-first-pipeline-num-layers": (
+        "",
+        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
+    ),
+    "--decoder-last-pipeline-num-layers": (
+        "",
+        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
+    ),
     "--account-for-embedding-in-pipeline-split": ("", "not needed: embedding and head are split over all stages"),
     "--account-for-loss-in-pipeline-split": ("", "not needed: embedding and head are split over all stages"),
     "--context-parallel-size": ("--context", ""),
