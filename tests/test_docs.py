@@ -228,3 +228,14 @@ def test_the_librarys_example_trains(tmp_path, monkeypatch, capsys):
     )
     assert 4 < float(capsys.readouterr().out.splitlines()[-1]) < 6
     assert (tmp_path / "runs/library/checkpoints/step_00000002").is_dir()
+
+
+@pages
+def test_words_of_this_project_are_linked_to_the_glossary(page):
+    """A page that uses one of these has a link with it; words that have another sense too are not looked for."""
+    words = ("inbox", "merged tick", "mixed tick", "paired tick", "stash")
+    text = re.sub(r"```.*?```|`[^`]*`|^ {4}.*$|^[#|].*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    if page.name not in ("glossary.md", "coming_from.md", "verification.md", "limitations.md"):
+        for word in words:
+            if re.search(rf"\b{word}\b", text):
+                assert re.search(rf"\[{word}\w*\]\((docs/)?glossary\.md", text), word
