@@ -28,7 +28,7 @@ from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import check_fields, field_problem
 from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, option_names, read_words
 from megajax.config.sample import SampleConfig
-from megajax.config.stored_paths import resolve_paths
+from megajax.config.stored_paths import PATH_FIELDS, resolve_paths
 from megajax.config.toml import load_config
 from megajax.schedules.errors import shown
 from megajax.schedules.io import is_schedule_file, load
@@ -37,6 +37,9 @@ from megajax.schedules.registry import find, import_user_files, names
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Fields of a Request that are not options.
 COMPOUND = ("given", "passed", "defaults", "output", "launch", "base")
+# Options that may differ between the processes of a run: paths (hosts may have copies of their own) and places.
+OWN = {name for name in DataConfig.__dataclass_fields__ if name in PATH_FIELDS} | {"log_jsonl", "run_dir"}
+OWN |= {*LaunchConfig.__dataclass_fields__, "devices"} - {"processes"}
 # Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
 SECTIONS = {
     "model": BertConfig,  # it has all fields of ModelConfig
@@ -189,6 +192,13 @@ class Request:
         """The task that is evaluated during the training, or None."""
         found = EvaluateConfig(**{name: getattr(self, name) for name in EvaluateConfig.__dataclass_fields__})
         return found if found.evaluate_every is not None else None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be the same in all processes of a run, by the option's name. Data are compared by `train.same_run`."""
+        output = {name: getattr(self.output, name) for name in self.output.__dataclass_fields__}
+        values = {**self.given, **output, **self.others}
+        return {option(name): str(value) for name, value in values.items() if name not in OWN and value is not None}
 
     @property
     def others(self) -> dict[str, Any]:

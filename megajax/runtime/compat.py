@@ -59,6 +59,7 @@ PROFILE_OPTION = "fdo_profile"
 
 # Module and function that start jax's coordination service; the module does not import jax.
 COORDINATION_SERVICE = ("jaxlib._jax", "get_distributed_runtime_service")
+COORDINATION_CLIENT = "get_distributed_runtime_client"
 
 
 def vjp_residuals(vjp: Any) -> Tree:
@@ -106,14 +107,26 @@ def coordination_service():
     return distributed.global_state
 
 
-def initialize_distributed(start_service: Callable[..., Any], *place: Any, **settings: Any) -> None:
+def initialize_distributed(
+    start_service: Callable[..., Any], find_service: Callable[[str, int], str], *place: Any, **settings: Any
+) -> None:
     """`jax.distributed.initialize`, with a coordination service that `start_service` starts on process 0.
 
     Args:
       start_service: takes the arguments of COORDINATION_SERVICE, and returns an object with a method `shutdown`.
+      find_service: (coordinator's address, number of this process) -> the service's address; called before this process
+        connects to it.
       place, settings: as for `jax.distributed.initialize`.
     """
-    with mock.patch.object(distributed._jax, COORDINATION_SERVICE[1], start_service):
+    original = getattr(distributed._jax, COORDINATION_CLIENT)
+
+    def make_client(address: str, process: int, **options):
+        return original(find_service(address, process), process, **options)
+
+    with (
+        mock.patch.object(distributed._jax, COORDINATION_SERVICE[1], start_service),
+        mock.patch.object(distributed._jax, COORDINATION_CLIENT, make_client),
+    ):
         jax.distributed.initialize(*place, **settings)
 
 

@@ -23,6 +23,8 @@ from megajax.runtime.compat import (
     initialize_distributed,
 )
 from megajax.runtime.coordinator import ServiceProcess
+from megajax.runtime.heartbeat import VARIABLE
+from megajax.runtime.joining import PortInUse, Refused, join
 
 EXIT_PEER = 3  # exit code of a process that cannot continue without another: a new start may succeed
 COMPILED = "megajax/compiled/"
@@ -158,25 +160,54 @@ def _local_devices(variables: _Environment, local_rank: int | None, tasks_here: 
     return list(range(count)) if tasks_here == 1 or count == 1 else [local_rank]
 
 
-def start(launch: LaunchConfig) -> int:
+def is_first(launch: LaunchConfig) -> bool:
+    """Whether this process is process 0, or the only one, as far as that is known before it has joined the others.
+
+    Raises:
+      ConfigError: see `find_place`.
+    """
+    place = find_place(launch, os.environ)
+    return place is None or place.process_id == 0
+
+
+def start(launch: LaunchConfig, run: str | None = None, identity: Mapping[str, str] | None = None) -> int:
     """Connects to the other processes, if there are any; returns their number. Call it before jax starts its devices.
 
     Ends the process with exit code 3 if the others have not connected within `start_timeout` seconds.
 
+    Args:
+      launch: how the processes find each other.
+      run: the run directory; None: there is none.
+      identity: what must be the same in all processes, by its name for the message.
+
     Raises:
-      ConfigError: the launcher's variables or the options are wrong.
+      ConfigError: the launcher's variables or the options are wrong, another run uses the port, or a process of this run
+        was started twice or with other options.
       StartError: the service cannot be started or reached.
     """
     place = find_place(launch, os.environ)
     if place is None:
         return 1
+    # It outlives process 0 until the other processes have found out that process 0 is dead.
+    start_service = functools.partial(
+        ServiceProcess, *COORDINATION_SERVICE, launch.peer_timeout + 30, identity or {}, run
+    )
+    joined = coordination_service()
+
+    def find_service(address: str, process: int) -> str:
+        if process == 0:
+            return f"{address.rpartition(':')[0]}:{joined.service.port}"
+        found, connection = join(address, process, identity or {}, run)
+        connection.detach()  # it stays open until this process ends
+        return found
+
     timer = threading.Timer(launch.start_timeout, _exit_for_timeout, (place, launch.start_timeout))
     timer.daemon = True
     timer.start()
     try:
         initialize_distributed(
-            # It outlives process 0 until the other processes have found out that process 0 is dead.
-            functools.partial(ServiceProcess, *COORDINATION_SERVICE, launch.peer_timeout + 30),
+            start_service,
+            find_service,
             place.coordinator,
             place.processes,
             place.process_id,
@@ -188,12 +219,16 @@ def start(launch: LaunchConfig) -> int:
             heartbeat_timeout_seconds=int(2 * launch.peer_timeout + 60),
             shutdown_timeout_seconds=int(launch.peer_timeout) + 1,
         )
+    except PortInUse as error:
+        # The launcher chooses another port for its next start.
+        raise (StartError if VARIABLE in os.environ else ConfigError)(str(error)) from error
+    except Refused as error:
+        raise ConfigError(str(error)) from error
     except (RuntimeError, ValueError) as error:
         problem = ConfigError if isinstance(error, ValueError) else StartError
         raise problem(_not_connected(place, " ".join(str(error).split())[:200])) from error
     finally:
         timer.cancel()
-    joined = coordination_service()
     if joined.num_processes > 1:
         call_after_compilation(CompilationBarrier(joined.client))
     return joined.num_processes

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megajax.config import LaunchConfig
 from megajax.runtime import distributed
@@ -21,6 +21,8 @@ def run_together(
     work: Callable[[int, Watchdog], None],
     heartbeat: Heartbeat | None = None,
     retried: tuple[type[Exception], ...] = (),
+    run: str | None = None,
+    identity: Mapping[str, str] | None = None,
 ) -> int:
     """Connects the processes, runs the work in each, and returns this one's exit code: 0, or 3 if a new start may succeed.
 
@@ -32,12 +34,13 @@ def run_together(
       work: (number of processes, watchdog), called in each process before jax has started its devices.
       heartbeat: the launcher's, which is told of each step.
       retried: errors after which a new start may succeed, printed as one line.
+      run, identity: the run directory, and what must be the same in all processes (`distributed.start`).
 
     Raises:
       UserError, KeyboardInterrupt, Exception: of the work, in a run of one process.
     """
     try:
-        count = distributed.start(launch)
+        count = distributed.start(launch, run, identity)
     except distributed.StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return distributed.EXIT_PEER

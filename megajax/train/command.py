@@ -63,15 +63,21 @@ def train(
     evaluator: Evaluator | None = None,
 ) -> int:
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
+    from megajax.checkpoint.early_lock import EarlyLock
+    from megajax.runtime.distributed import is_first
     from megajax.runtime.processes import run_together
     from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
+    run_dir = request.output.run_dir and os.path.abspath(request.output.run_dir)
+    with EarlyLock(run_dir if is_first(request.launch) else None) as lock:
 
-    def work(count: int, watchdog: Any) -> None:
-        train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
+        def work(count: int, watchdog: Any) -> None:
+            lock.require()
+            train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
 
-    return run_together(request.launch, work, heartbeat, retried=(ReplicasDiffer,))
+        retried = (ReplicasDiffer,)
+        return run_together(request.launch, work, heartbeat, retried, run=run_dir, identity=request.identity)
 
 
 def train_on_devices(

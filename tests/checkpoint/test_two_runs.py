@@ -6,8 +6,8 @@ import pytest
 
 from megajax.checkpoint.lock import LEASE
 from tests.checkpoint.test_lock import Holder
-from tests.runtime.test_distributed import MESH, free_port
-from tests.train.front_door import Run
+from tests.runtime.test_distributed import MESH, ONE_DEVICE, free_port
+from tests.train.front_door import Run, rows
 
 pytestmark = pytest.mark.slow
 
@@ -37,3 +37,18 @@ def test_every_process_of_a_second_run_ends_with_one_line_and_code_2(tmp_path, h
             f"error: run directory {tmp_path / 'run'} is in use by process {holder.process.pid} on {host}: "
         )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_a_second_start_and_another_run_on_the_port_do_not_disturb_a_run(tmp_path):
+    """Two processes train; both are started again, and two of another run with the same port."""
+    words = f"{ONE_DEVICE.format(2)} --steps 100000 --coordinator 127.0.0.1:{free_port()} --processes 2 --process-id"
+    first = [Run(tmp_path, f"{words} {i} --run-dir {tmp_path}/run", name=f"first_{i}") for i in range(2)]
+    first[0].until(lambda: len(rows(tmp_path / "run")) > 5)
+    again = [Run(tmp_path, f"{words} {i} --run-dir {tmp_path}/run", name=f"again_{i}") for i in range(2)]
+    other = [Run(tmp_path, f"{words} {i} --run-dir {tmp_path}/other", name=f"other_{i}") for i in range(2)]
+    assert [run.wait() for run in (*again, *other)] == [2] * 4, [run.err for run in (*again, *other)]
+    assert all(run.err.count("\n") == 0 and run.err.startswith("error: ") for run in (*again, *other))
+    step = len(rows(tmp_path / "run"))
+    first[0].until(lambda: len(rows(tmp_path / "run")) > step + 5)
+    first[0].process.terminate()
+    assert [run.wait() for run in first] == [0, 0], [run.err for run in first]

@@ -207,5 +207,29 @@ def test_the_coordination_service_can_be_started_by_others(monkeypatch):
     monkeypatch.setattr(compat.xla_bridge, "backends_are_initialized", lambda: False)
     with pytest.raises(RuntimeError, match="started"):
         settings = {"heartbeat_timeout_seconds": 7, "cluster_detection_method": "deactivate"}
-        compat.initialize_distributed(start_service, "127.0.0.1:1", 2, 0, **settings)
+        compat.initialize_distributed(start_service, None, "127.0.0.1:1", 2, 0, **settings)
     assert started == [("[::]:1", 2, 7)]
+
+
+def test_the_address_of_the_coordination_service_can_be_found_by_others(monkeypatch):
+    """`jax.distributed.initialize` connects to the address that the given function returns."""
+    asked, made = [], []
+
+    def find_service(address, process):
+        asked.append((address, process))
+        return "127.0.0.1:9"
+
+    def make_client(address, process, **settings):
+        made.append((address, process))
+        raise RuntimeError("no client")
+
+    monkeypatch.setattr(compat.xla_bridge, "backends_are_initialized", lambda: False)
+    assert callable(getattr(compat.distributed._jax, compat.COORDINATION_CLIENT))
+    monkeypatch.setattr(compat.distributed._jax, compat.COORDINATION_CLIENT, make_client)
+    with monkeypatch.context() as state:
+        for name in ("process_id", "num_processes", "coordinator_address"):
+            state.setattr(compat.distributed.global_state, name, getattr(compat.distributed.global_state, name))
+        with pytest.raises(RuntimeError, match="no client"):
+            settings = {"cluster_detection_method": "deactivate"}
+            compat.initialize_distributed(None, find_service, "127.0.0.1:1", 2, 1, **settings)
+    assert asked == [("127.0.0.1:1", 1)] and made == [("127.0.0.1:9", 1)]

@@ -1,0 +1,39 @@
+"""The lock of a run directory, looked at before anything else: before the processes join and the devices start."""
+
+import os
+
+from megajax.checkpoint.lock import NAME, DirectoryLock
+from megajax.config import ConfigError
+from megajax.runtime.exchange import gather_problems
+
+
+class EarlyLock:
+    """The lock of a run directory that has one already: a run that is started twice is refused before it disturbs the first.
+
+    Used as `with EarlyLock(...) as lock`.
+    """
+
+    def __init__(self, directory: str | None):
+        """`directory`: of the run; None: on a process that is not the first, or without a run directory."""
+        self._directory, self._lock, self._problem = directory, None, None
+
+    def __enter__(self) -> "EarlyLock":
+        if self._directory and os.path.lexists(os.path.join(self._directory, NAME)):
+            try:
+                self._lock = DirectoryLock(self._directory)
+            except ConfigError as error:
+                self._problem = str(error)
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._lock:
+            self._lock.release()
+
+    def require(self) -> None:
+        """Every process calls it when they have joined.
+
+        Raises:
+          ConfigError: another run holds the lock. All processes raise it.
+        """
+        if problems := gather_problems("run directory/early lock", self._problem):
+            raise ConfigError(problems[0])
