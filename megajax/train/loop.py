@@ -11,6 +11,7 @@ compiled step N + 1 leaves the state unchanged (`hold` of `Training.train_step`)
 has dealt with step N: results are those of a loop that reads each step's metrics at once.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,6 +23,7 @@ import jax
 
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.replicated import ReplicatedState
+from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, RunConfig
 from megajax.config.batch_ramp import batch_size
 from megajax.estimate.flops import flops_per_step
@@ -186,12 +188,11 @@ class Loop:
             following, ahead = None, None
             if not (is_last or stop):
                 following = self._batch_after(step)
-                if self._may_dispatch_after(step, following):
-                    ahead = self._dispatch(following, step.number + 1, step.samples, step.metrics["skipped"])
+                ahead = self._dispatch_ahead(step, following)
             if not self._finish(step):
                 ahead = None  # it has left the state unchanged
+            self._check_and_save(step, is_last or stop, stop)  # first: an evaluation that fails loses no checkpoint
             self._evaluate(step)
-            self._check_and_save(step, is_last or stop, stop)
             if is_last or stop:
                 return self.state, self.record
             batch, step = following, ahead
@@ -206,10 +207,27 @@ class Loop:
         return batch
 
     def _batch_after(self, step: DispatchedStep) -> Batch:
-        """The next batch; waits for the data while `step` runs."""
+        """The next batch; waits for the data while `step` runs.
+
+        If there is none, whatever the reason, `step` is logged and saved: of several processes only if a save is due, in
+        which the others take part.
+        """
         try:
             return self._batch(step.samples)
-        except ConfigError:
+        except Exception as error:
+            self._finish(step)
+            self.log.message(f"warning: step {step.number}: no batch for the next step ({reason_of(error)})")
+            with contextlib.suppress(ConfigError):  # the save failed, which has been logged
+                self._check_and_save(step, ends=jax.process_count() == 1, stop=None)
+            raise
+
+    def _dispatch_ahead(self, step: DispatchedStep, following: Batch) -> DispatchedStep | None:
+        """The step after `step`, dispatched while that runs; None where it must not be."""
+        if not self._may_dispatch_after(step, following):
+            return None
+        try:
+            return self._dispatch(following, step.number + 1, step.samples, step.metrics["skipped"])
+        except Exception:
             self._finish(step)
             raise
 

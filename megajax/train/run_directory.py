@@ -238,13 +238,18 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; give --run-dir a writable directory") from error
 
-    def close(self) -> list[str]:
-        """Ends the trace, waits for the save in progress, and frees the lock; returns the messages of the first two."""
+    def close(self, wait: bool = True) -> list[str]:
+        """Ends the trace, waits for the save in progress, and frees the lock; returns the messages of the first two.
+
+        `wait`: False if the save in progress cannot end, because another process of the run is gone.
+        """
         traced = self.profiler.close() if self.profiler else None
-        messages = ([traced] if traced else []) + (self.checkpoints.close() if self.checkpoints else [])
-        if self.replicas:
-            saved = complete_steps(self.directory / "checkpoints")[-1:] or [-1]
-            messages += self.replicas.close(clear=self.replicas.newest is None or self.replicas.newest <= saved[0])
+        messages = [traced] if traced else []
+        if wait:
+            messages += self.checkpoints.close() if self.checkpoints else []
+            if self.replicas:
+                saved = complete_steps(self.directory / "checkpoints")[-1:] or [-1]
+                messages += self.replicas.close(clear=self.replicas.newest is None or self.replicas.newest <= saved[0])
         if self.lock:
             self.lock.release()
         return messages

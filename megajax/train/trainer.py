@@ -28,7 +28,7 @@ from megajax.estimate.vocabulary import with_vocabulary
 from megajax.models.context import model_shapes
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
-from megajax.runtime.watchdog import Watchdog
+from megajax.runtime.watchdog import Watchdog, is_peer_error
 from megajax.schedules.errors import counted
 from megajax.schedules.simulate import simulate_lockstep
 from megajax.train.goodput import NAME, Goodput
@@ -166,6 +166,13 @@ class Trainer:
                 with Prefetch(self._batches, self.training.batch_sharding) as batches:
                     state, metrics = train(self.training, batches, self._validation, log, peak, **loop)
                 log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
+            except BaseException as error:
+                # A save in progress needs the other processes: without them nothing is waited for.
+                alone = jax.process_count() > 1 and is_peer_error(error)
+                for text in self.directory.close(wait=not alone):
+                    log.message(text)
+                raise
+            else:
                 for text in self.directory.close():
                     log.message(text)
             finally:
