@@ -258,10 +258,18 @@ def parse(
     parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
     passed = read_words(parser, arguments)
     del passed["config"]
+    if {"warmup_steps", "warmup_samples"} <= passed.keys():
+        raise ConfigError(
+            "warmup_steps and warmup_samples both give the warm-up: omit --warmup-steps or --warmup-samples."
+        )
     base, implied = _imported(passed.get("init_from"), importer)
     if any(axis in passed for axis in MESH_FIELDS):  # one degree on the command line replaces the file's whole mesh
         saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
+    if "warmup_steps" in passed:
+        saved.pop("warmup_samples", None)
     passed = saved | passed
+    if "warmup_steps" in passed:  # samples of the recipe would override them
+        passed.setdefault("warmup_samples", None)
     other = {name: passed.pop(name) for name in names}
     recipe = (recipes or {}).get(other["model"])
     if base is not None and not for_imports:

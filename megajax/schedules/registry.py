@@ -272,13 +272,16 @@ def import_user_files(paths: Iterable[str]) -> None:
       ScheduleError: a file or module does not exist, or fails; one line with the error and where it was raised.
     """
     for path in paths:
-        require(
-            not path.endswith(".py") or os.path.isfile(path),
-            f"cannot import {path}: there is no such file; pass --import FILE.py, or the dotted name of a module",
-        )
+        remedy = "pass --import FILE.py, or the dotted name of a module"
+        is_file = path.endswith(".py")
+        require(not is_file or os.path.isfile(path), f"cannot import {path}: there is no such file; {remedy}")
+        require(is_file or not os.path.exists(path), f"cannot import {path}: its name does not end in .py; {remedy}")
         try:
-            _import_file(path) if path.endswith(".py") else importlib.import_module(path)
+            _import_file(path) if is_file else importlib.import_module(path)
         except Exception as error:  # anything that a user's file may raise
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent and not is_file and f"{path}.".startswith(f"{absent}."):
+                raise ScheduleError(f"cannot import {path}: there is no module {absent}; {remedy}") from error
             frame = traceback.extract_tb(error.__traceback__)[-1]
             message = (str(error).splitlines() or [""])[0]
             where = f" (raised in {frame.filename}, line {frame.lineno})"

@@ -195,3 +195,17 @@ def test_a_table_that_is_not_what_its_spec_says_is_refused(fields, chunks, messa
     import_user_files([str(path)])
     with pytest.raises(ScheduleError, match=message):
         make_schedule("mine", stages=2, microbatches=3, chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("data.csv", "cannot import .*data.csv: its name does not end in .py; pass --import FILE.py"),
+        ("no_such_package", "cannot import no_such_package: there is no module no_such_package; pass"),
+        ("json.no_such_part", "cannot import json.no_such_part: there is no module json.no_such_part; pass"),
+    ],
+)
+def test_what_is_no_python_file_is_one_line(given, message, tmp_path):
+    (tmp_path / "data.csv").write_text("a,b")
+    with pytest.raises(ScheduleError, match=message):
+        import_user_files([str(tmp_path / given) if given.endswith(".csv") else given])
