@@ -177,7 +177,7 @@ def find_gpu(name: str) -> Gpu:
       ConfigError: there is none; the message lists the known ones.
     """
     if name not in GPUS:
-        raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu {'|'.join(GPUS)}.")
+        raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu NAME.")
     return GPUS[name]
 
 
