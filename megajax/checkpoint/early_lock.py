@@ -1,6 +1,7 @@
 """The lock of a run directory, looked at before anything else: before the processes join and the devices start."""
 
 import os
+import time
 
 from megajax.checkpoint.lock import NAME, DirectoryLock
 from megajax.config import ConfigError
@@ -13,16 +14,27 @@ class EarlyLock:
     Used as `with EarlyLock(...) as lock`.
     """
 
-    def __init__(self, directory: str | None):
-        """`directory`: of the run; None: on a process that is not the first, or without a run directory."""
-        self._directory, self._lock, self._problem = directory, None, None
+    def __init__(self, directory: str | None, patience: float = 0.0):
+        """Nothing is locked yet.
+
+        Args:
+          directory: of the run; None: on a process that is not the first, or without a run directory.
+          patience: seconds to wait for a process that holds the lock, as the launcher restarts a run while its last
+            processes end.
+        """
+        self._directory, self._patience, self._lock, self._problem = directory, patience, None, None
 
     def __enter__(self) -> "EarlyLock":
-        if self._directory and os.path.lexists(os.path.join(self._directory, NAME)):
+        deadline = time.monotonic() + self._patience
+        while self._directory and os.path.lexists(os.path.join(self._directory, NAME)):
             try:
                 self._lock = DirectoryLock(self._directory)
+                return self
             except ConfigError as error:
-                self._problem = str(error)
+                if time.monotonic() > deadline:
+                    self._problem = str(error)
+                    return self
+                time.sleep(1)
         return self
 
     def __exit__(self, *error) -> None:

@@ -48,7 +48,6 @@ def supervise(options: Options, request: Request) -> int:
     def commands(generation: Generation, first: int) -> dict[int, tuple[list[str], dict[str, str]]]:
         words = [sys.executable, "-m", options.module, *options.arguments, *generation.arguments]
         words += ["--devices", f"cpu:{devices}"] if on_cpu else []
-        words += ["--resume", "auto"] if complete_steps(run / "checkpoints") or request.output.resume == "no" else []
         found = {}
         for index in range(per_node):
             place = placement(generation, first + index, len(generation.members) * per_node)
@@ -56,8 +55,13 @@ def supervise(options: Options, request: Request) -> int:
             found[first + index] = [*words, *place], environment
         return found
 
+    def resume() -> list[str]:
+        """The first start does as it is told; the later ones resume from the newest checkpoint."""
+        later = complete_steps(run / "checkpoints") or request.output.resume == "no"
+        return ["--resume", "auto"] if later else []
+
     try:
-        agent = Agent(options, run / "launch", legal, commands)
+        agent = Agent(options, run / "launch", legal, commands, resume)
     except OSError as error:
         problem = f"cannot write {run / 'launch'}: {error.strerror}; give --run-dir a directory that all hosts share"
         raise ConfigError(problem) from error

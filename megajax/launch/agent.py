@@ -2,7 +2,7 @@
 
     waiting --- a generation with this node in it ---> running
     running --- a process dies or hangs -------------> failed     (the others see it, kill theirs: stopped)
-    running --- asked to save and stop --------------> stopped
+    running --- asked to save and stop --------------> stopped    (also by a signal to one of the processes)
     failed, stopped --- the next generation ---------> running, or waiting: a spare
 
 The leader writes the next generation when no node runs, and asks a running generation to stop when another node makes a
@@ -25,6 +25,7 @@ from megajax.launch.options import Options
 from megajax.launch.rendezvous import FAILED, RUNNING, STOPPED, WAITING, Generation, Node, Rendezvous
 from megajax.launch.workers import Workers, describe_code
 from megajax.schedules.errors import counted
+from megajax.train.log_file import LogFile
 
 TICK = 0.2  # seconds between two looks at files and processes
 BEAT = 0.5  # seconds between two writes of this node's state
@@ -32,6 +33,7 @@ FRESH = 3.0  # a node that has been silent for longer may be dead: the leader wa
 FINISH = 60.0  # seconds that processes have to end when the run has ended
 SAVE = 600.0  # seconds that processes have to save and stop when they are asked to
 USER_ERROR, GAVE_UP = 2, 3  # exit codes
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM, a person, a closed terminal
 
 Commands = Callable[[Generation, int], Mapping[int, tuple[Sequence[str], Mapping[str, str]]]]
 
@@ -39,34 +41,44 @@ Commands = Callable[[Generation, int], Mapping[int, tuple[Sequence[str], Mapping
 class Agent:
     """The agent of one host."""
 
-    def __init__(self, options: Options, directory: pathlib.Path, layouts: Mapping[int, list[str]], commands: Commands):
+    def __init__(
+        self,
+        options: Options,
+        directory: pathlib.Path,
+        layouts: Mapping[int, list[str]],
+        commands: Commands,
+        resume: Callable[[], list[str]] = list,
+    ):
         """Joins the run.
 
         Args:
           directory: shared by all hosts.
           layouts: the legal numbers of nodes, and the arguments of the training command for each.
           commands: (generation, first rank of this node) -> the commands of this node's processes, by rank.
+          resume: further arguments of the training command: what the next generation resumes from.
 
         Raises:
           OSError: the directory cannot be written.
         """
-        self.options, self.layouts, self.commands = options, layouts, commands
+        self.options, self.layouts, self.commands, self.resume = options, layouts, commands, resume
         host = socket.gethostname()
         name = f"{host}-{os.getpid()}-{random.SystemRandom().randrange(16**4):04x}"
         address = options.address or host_address(host)
         self.own = Node(name, host, time.time(), address)
         self.rendezvous = Rendezvous(directory, self.own, options.node_timeout)
-        self._log = open(directory / f"agent-{name}.log", "a", encoding="utf-8")  # noqa: SIM115 (closed with the agent)
+        self._log = LogFile(directory / f"agent-{name}.log")
         self._scratch = tempfile.TemporaryDirectory(prefix="megajax-launch-")
         self.workers = Workers({}, pathlib.Path(self._scratch.name))
         self.generation: Generation | None = None
         self._signals, self._asked, self._last_line = 0, 0.0, ""
         self._candidates, self._changed = 0, time.monotonic()
+        self._worked = time.monotonic()  # when the directory could last be read and written
 
     def run(self) -> int:
         """Supervises until the run ends or this node leaves; returns the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(number, self._receive)
         *fewer, most = map(str, sorted(self.layouts))
         sizes = f"{', '.join(fewer)} or {most} nodes" if fewer else counted(int(most), "node")
         self.log(f"node {self.own.name} joins; the run can use {sizes}")
@@ -75,23 +87,37 @@ class Agent:
                 try:
                     if (code := self._tick()) is not None:
                         return code
+                    self._worked = time.monotonic()
                 except OSError as error:  # a full disk, a file server that does not answer
                     self.log(f"warning: {error}")
+                    if (code := self._give_up(error)) is not None:
+                        return code
                 time.sleep(TICK)
         finally:
             self.workers.kill()
             self._scratch.cleanup()
             with contextlib.suppress(OSError):
                 self.rendezvous.leave()
-                self._log.close()
+            self._log.close()
 
     def log(self, text: str) -> None:
         """One line, on the console and in the agent's log; not twice in a row."""
         if text != self._last_line:
             self._last_line, line = text, f"{time.strftime('%H:%M:%S')} launch: {text}"
-            print(line, file=sys.stderr, flush=True)
-            with contextlib.suppress(OSError):
-                print(line, file=self._log, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # a terminal that has gone
+                print(line, file=sys.stderr, flush=True)
+            self._log.append(f"{line}\n".encode(errors="replace"))
+
+    def _give_up(self, error: OSError) -> int | None:
+        """While the directory cannot be used: the exit code if this agent can do nothing any more."""
+        if self._signals and not self.workers.running:
+            return GAVE_UP
+        if self._signals > 1:
+            return GAVE_UP
+        if self.workers.running or time.monotonic() - self._worked < 60 * self.options.wait_minutes:
+            return None
+        self.log(f"gives up: the directory could not be used for {self.options.wait_minutes:g} minutes: {error}")
+        return GAVE_UP
 
     def _receive(self, number, frame) -> None:
         self._signals += 1
@@ -99,6 +125,8 @@ class Agent:
     def _tick(self) -> int | None:
         """One look at everything; returns the exit code when the agent has finished."""
         self.workers.listen()
+        if self.generation:
+            self.rendezvous.keep(self.generation)
         self._publish()
         self.rendezvous.observe()
         if ended := self.rendezvous.ended():
@@ -110,7 +138,7 @@ class Agent:
             self._check_workers()
         if self._signals and (code := self._leave()) is not None:
             return code
-        if not self.own.leaving and self._leader() == self.own.name:
+        if not self.own.leaving and not self.rendezvous.ended() and self._leader() == self.own.name:
             self._lead(newest)
         return None
 
@@ -175,12 +203,23 @@ class Agent:
             self.workers.kill()
             self._set(STOPPED)
         elif not self.workers.running:
-            if not self.rendezvous.stop_requested(generation.number) and 0 in codes:
-                self.rendezvous.end(generation.number, 0, "the training has ended")
-            self._set(STOPPED)
+            self._processes_ended(generation)
         elif not self._asked and self.workers.training and self.rendezvous.stop_requested(generation.number):
             self._asked = time.monotonic()
             self.workers.send(signal.SIGUSR1)
+
+    def _processes_ended(self, generation: Generation) -> None:
+        """All processes of this node have ended with 0: at the end of the training, or because they were told to stop."""
+        if self.workers.finished:
+            self.rendezvous.end(generation.number, 0, "the training has ended")
+        elif not self.rendezvous.stop_requested(generation.number):
+            if not self.workers.step:
+                self._fail("the processes have ended without a step")
+                return
+            self.log(
+                f"the processes have stopped in step {self.workers.step}, and the training has not ended: it resumes"
+            )
+        self._set(STOPPED)
 
     def _leave(self) -> int | None:
         """After a signal to this agent: the processes save and stop, and this node leaves."""
@@ -259,11 +298,13 @@ class Agent:
                 return
         members = [node.name for node in candidates[:count]]
         coordinator = f"{candidates[0].address}:{free_port()}"
-        generation = Generation(newest + 1, members, coordinator, list(self.layouts[count]), reached, failures)
+        arguments = [*self.layouts[count], *self.resume()]
+        number = self.rendezvous.next_number()
+        generation = Generation(number, members, coordinator, arguments, reached, failures)
         if self.rendezvous.propose(generation):
             spares = len(candidates) - count
             note = f", {spares} spare" if spares else ""
-            self.log(f"generation {newest + 1}: {counted(count, 'node')}{note}, {' '.join(generation.arguments)}")
+            self.log(f"generation {number}: {counted(count, 'node')}{note}, {' '.join(generation.arguments)}")
 
 
 def free_port() -> int:

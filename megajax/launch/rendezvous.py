@@ -8,16 +8,25 @@ end-000007.json            the run has ended after this generation: exit code an
 The agent that joined first leads: it writes the next generation. While agents disagree about who is alive, two may want to:
 a generation is created with a hard link, which succeeds once. No clocks are compared: a node is alive while its counter
 changes, as seen by the reader's own clock.
+
+Other files in the directory, and what is not of these forms, are ignored; fields that a newer version has added are too.
 """
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import pathlib
+import re
+import stat
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Any, get_origin, get_type_hints
 
 SIZE = 2048  # bytes of a node's file, whose text changes its length
+LONGEST = 2**20  # bytes of any file
+GENERATION = re.compile(r"generation-([0-9]{6,9})\.json")
 WAITING, RUNNING, STOPPED, FAILED = "waiting", "running", "stopped", "failed"
 
 
@@ -72,6 +81,14 @@ class Generation:
     failures: int = 0
 
 
+@dataclass(frozen=True)
+class End:
+    """The end of a run: the exit code of all agents, and the reason."""
+
+    code: int
+    reason: str
+
+
 @dataclass
 class _Seen:
     """When a node's counter last changed, by this process's clock; `alive` after the first change."""
@@ -96,7 +113,7 @@ class Rendezvous:
           OSError: the directory cannot be written.
         """
         self.directory, self.own, self.timeout = directory, own, timeout
-        self._nodes, self._seen = directory / "nodes", {}
+        self._nodes, self._seen, self._valid = directory / "nodes", {}, {}
         self._nodes.mkdir(parents=True, exist_ok=True)
         self._old_ends = {path.name for path in directory.glob("end-*.json")}  # of earlier runs in this directory
         self.first = self.newest_number()
@@ -104,8 +121,9 @@ class Rendezvous:
         self.publish()
 
     def publish(self) -> None:
-        """Writes this agent's state; keeps it alive for the others."""
+        """Writes this agent's state; keeps it alive for the others. A directory that has vanished is made again."""
         self.own.count += 1
+        self._nodes.mkdir(parents=True, exist_ok=True)
         _overwrite(self._nodes / f"{self.own.name}.json", asdict(self.own))
         self.published = time.monotonic()
 
@@ -118,10 +136,9 @@ class Rendezvous:
         now, present = time.monotonic(), set()
         for path in self._nodes.glob("*.json"):
             present.add(path.stem)
-            data = _read(path)
-            if data is None:
+            node = _read(path, Node)
+            if node is None or node.name != path.stem:
                 continue
-            node = Node(**data)
             seen = self._seen.setdefault(node.name, _Seen(node.count, now))
             if node.count != seen.count:
                 seen.count, seen.when, seen.alive = node.count, now, True
@@ -140,20 +157,42 @@ class Rendezvous:
         return sorted(nodes, key=lambda node: (node.joined, node.name))
 
     def newest_number(self) -> int:
-        """The number of the newest generation; 0: there is none."""
-        return max((int(path.stem[11:]) for path in self.directory.glob("generation-*.json")), default=0)
+        """The number of the newest generation; 0: there is none. One that was read counts also if its file vanishes."""
+        found = [GENERATION.fullmatch(path.name) for path in self.directory.glob("generation-*.json")]
+        numbers = {int(match[1]) for match in found if match} | set(self._valid)
+        return next((number for number in sorted(numbers, reverse=True) if self.generation(number)), 0)
+
+    def next_number(self) -> int:
+        """The number of a generation that can be created."""
+        number = 1 + self.newest_number()
+        while os.path.lexists(self._path(number)):  # another program's file
+            number += 1
+        return number
+
+    def _path(self, number: int) -> pathlib.Path:
+        return self.directory / f"generation-{number:06d}.json"
 
     def generation(self, number: int) -> Generation | None:
-        """A generation; None if it cannot be read (yet)."""
-        data = _read(self.directory / f"generation-{number:06d}.json")
-        return Generation(**data) if data else None
+        """A generation; None if there is none, or if it cannot be read."""
+        if number not in self._valid:
+            found = _read(self._path(number), Generation)
+            if found is None or found.number != number:
+                return None
+            self._valid[number] = found
+        return self._valid[number]
+
+    def keep(self, generation: Generation) -> None:
+        """Creates the running generation again if its file has vanished, with the directory or alone."""
+        if not self._path(generation.number).exists():
+            self.propose(generation)
 
     def propose(self, generation: Generation) -> bool:
         """Creates a generation; returns False if another agent has created one of this number."""
-        return _create(self.directory / f"generation-{generation.number:06d}.json", asdict(generation), self.own.name)
+        return _create(self._path(generation.number), asdict(generation), self.own.name)
 
     def request_stop(self, number: int) -> None:
         """Asks the members of a generation to save and stop."""
+        self._nodes.mkdir(parents=True, exist_ok=True)
         (self.directory / f"stop-{number:06d}").touch()
 
     def stop_requested(self, number: int) -> bool:
@@ -162,13 +201,13 @@ class Rendezvous:
 
     def end(self, number: int, code: int, reason: str) -> None:
         """Ends the run for all agents; the first call decides."""
-        _create(self.directory / f"end-{number:06d}.json", {"code": code, "reason": reason}, self.own.name)
+        _create(self.directory / f"end-{number:06d}.json", asdict(End(code, reason)), self.own.name)
 
     def ended(self) -> tuple[int, str] | None:
         """Exit code and reason, if the run has ended since this agent joined."""
         for path in sorted(self.directory.glob("end-*.json")):
-            if path.name not in self._old_ends and (data := _read(path)):
-                return data["code"], data["reason"]
+            if path.name not in self._old_ends and (found := _read(path, End)):
+                return found.code, found.reason
         return None
 
 
@@ -186,6 +225,7 @@ def _overwrite(path: pathlib.Path, data: dict) -> None:
 def _create(path: pathlib.Path, data: dict, name: str) -> bool:
     """Creates a complete file; returns False if it exists."""
     temporary = path.with_name(f".{path.name}.{name}")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps(data))
     try:
         os.link(temporary, path)
@@ -196,8 +236,38 @@ def _create(path: pathlib.Path, data: dict, name: str) -> bool:
     return True
 
 
-def _read(path: pathlib.Path) -> dict | None:
-    with contextlib.suppress(OSError, ValueError):
-        data = json.loads(path.read_text())
-        return data if isinstance(data, dict) else None
+def _read(path: pathlib.Path, kind: type) -> Any:
+    """The dataclass that a file holds; None if it holds none, or another program wrote it."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a pipe's other end
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            return _parse(json.loads(file.read(LONGEST)), kind)
     return None
+
+
+def _parse(data: Any, kind: type) -> Any:
+    """The dataclass of these fields, without those that it does not have; None if one is missing or of another type."""
+    if not isinstance(data, dict):
+        return None
+    values, hints = {}, get_type_hints(kind)
+    for one in dataclasses.fields(kind):
+        if one.name not in data:
+            if one.default is dataclasses.MISSING:
+                return None
+            continue
+        value, hint = data[one.name], hints[one.name]
+        if not _is(value, get_origin(hint) or hint):
+            return None
+        if get_origin(hint) is list and not all(_is(element, str) for element in value):
+            return None
+        values[one.name] = value
+    return kind(**values)
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a JSON value is of a type. A whole number is a float too; true is no number."""
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind

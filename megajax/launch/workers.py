@@ -1,5 +1,6 @@
 """The training processes of one host: starts them, reads their heartbeats and exit codes, and leaves none behind."""
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -22,6 +23,7 @@ class _Worker:
     process: subprocess.Popen
     heartbeat: pathlib.Path
     heard: float  # time.monotonic() when the heartbeat last changed
+    written: int = 0  # its modification time
     last: dict = dataclasses.field(default_factory=dict)
 
 
@@ -62,6 +64,12 @@ class Workers:
         """Whether any of them has not ended."""
         return any(worker.process.poll() is None for worker in self._workers)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all of them have said that the training needs no further start."""
+        self.listen()
+        return bool(self._workers) and all(worker.last.get("finished") for worker in self._workers)
+
     def codes(self) -> dict[int, int]:
         """Exit codes of those that have ended, by rank; negative: the signal that ended it."""
         found = {worker.rank: worker.process.poll() for worker in self._workers}
@@ -70,12 +78,11 @@ class Workers:
     def listen(self) -> None:
         """Reads the heartbeats."""
         for worker in self._workers:
-            try:
-                found = json.loads(worker.heartbeat.read_text())
-            except (OSError, ValueError):
-                continue
-            if found != worker.last:
-                worker.last, worker.heard = found, time.monotonic()
+            with contextlib.suppress(OSError, ValueError):
+                written = worker.heartbeat.stat().st_mtime_ns
+                if written != worker.written:
+                    worker.heard, worker.written = time.monotonic(), written
+                    worker.last = json.loads(worker.heartbeat.read_text())
 
     def hung(self, timeout: float) -> list[str]:
         """Kills the processes without a heartbeat for `timeout` seconds; returns a line about each."""
@@ -111,8 +118,16 @@ class Workers:
 def describe_code(rank: int, code: int, step: int) -> str:
     """A line about the end of a process."""
     if code < 0:
-        return f"process {rank} was killed by {signal.Signals(-code).name} in step {step}"
+        return f"process {rank} was killed by {signal_name(-code)} in step {step}"
     return f"process {rank} ended with exit code {code} in step {step}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; the real-time signals between SIGRTMIN and SIGRTMAX have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _die_with_parent() -> None:

@@ -3,6 +3,7 @@
 A process that is stopped (SIGSTOP), or whose interpreter hangs, no longer writes it. Without the variable there is no file.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -23,17 +24,32 @@ class Heartbeat:
 
     def __init__(self, environment: Mapping[str, str]):
         """Starts the thread if the launcher has named a file."""
-        self.step, path = 0, environment.get(VARIABLE)
+        path = environment.get(VARIABLE)
+        self.step, self._path, self._count, self._finished = 0, path and pathlib.Path(path), 0, False
+        self._writes = threading.Lock()
         if path:
-            threading.Thread(target=self._write, args=[pathlib.Path(path)], daemon=True, name="heartbeat").start()
+            threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
-    def _write(self, path: pathlib.Path) -> None:
-        temporary, count = path.with_name(path.name + ".new"), 0
+    def finish(self) -> None:
+        """Says that the training needs no further start: its last step has been taken, or its time is over."""
+        self._finished = True
+        if self._path:
+            self._write()
+
+    def _beat(self) -> None:
         while True:
-            count += 1
-            try:
-                temporary.write_text(json.dumps({"count": count, "step": self.step, "pid": os.getpid()}))
-                temporary.replace(path)
-            except OSError:
-                return  # the launcher has ended
+            self._write()
             time.sleep(INTERVAL)
+
+    def _write(self) -> None:
+        """Replaces the file. On a full disk only its time changes; a directory that was cleaned up is made again."""
+        temporary = self._path.with_name(self._path.name + ".new")
+        with self._writes, contextlib.suppress(OSError):
+            self._count += 1
+            found = {"count": self._count, "step": self.step, "pid": os.getpid(), "finished": self._finished}
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_text(json.dumps(found))
+                temporary.replace(self._path)
+            except OSError:
+                os.utime(self._path)

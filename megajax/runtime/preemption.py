@@ -21,6 +21,7 @@ from megajax.runtime.compat import coordination_service
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM and Kubernetes send them before they kill
 REQUEST, REACHED = "megajax/stop/request", "megajax/stop/reached"
+RECEIVED = " received"  # the end of a reason that is a signal
 EXIT_INTERRUPTED = 130  # after Ctrl-C, without a save
 INTERVAL = 1.0  # seconds between two reads of the coordination service
 
@@ -92,7 +93,7 @@ class Preemption:
     def _own_reason(self) -> str | None:
         """This process's reason to stop."""
         if self._signal:
-            return f"{signal.Signals(self._signal).name} received"
+            return signal.Signals(self._signal).name + RECEIVED
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return f"--exit-after-minutes {self._minutes:g} are over"
         return None
@@ -130,3 +131,8 @@ class Preemption:
             # A process publishes its reason before it arrives at the barrier: all read the same one here.
             self._agreed_reason = self._client.key_value_try_get(REQUEST)
             self._last = 1 + max(int(step) for _, step in self._client.key_value_dir_get(f"{REACHED}/"))
+
+
+def is_signal(reason: str | None) -> bool:
+    """Whether a run's reason to stop is a signal to one of its processes."""
+    return reason is not None and reason.endswith(RECEIVED)

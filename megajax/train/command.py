@@ -17,9 +17,10 @@ from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
-from megajax.runtime.heartbeat import Heartbeat
+from megajax.runtime.heartbeat import VARIABLE, Heartbeat
 from megajax.schedules.errors import exit_code
 
+LAST_RUN_ENDS = 60.0  # seconds in which the processes that the launcher has lost end by themselves
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
 Sampler = Callable[[Any, SampleConfig], Callable[[Any], str]]
 # (trainer, the command line) before the training -> the `train.validation.Evaluation`s that run during it.
@@ -65,16 +66,20 @@ def train(
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
     from megajax.checkpoint.early_lock import EarlyLock
     from megajax.runtime.distributed import is_first
+    from megajax.runtime.preemption import is_signal
     from megajax.runtime.processes import run_together
     from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
     run_dir = request.output.run_dir and os.path.abspath(request.output.run_dir)
-    with EarlyLock(run_dir if is_first(request.launch) else None) as lock:
+    patience = LAST_RUN_ENDS if VARIABLE in os.environ else 0.0
+    with EarlyLock(run_dir if is_first(request.launch) else None, patience) as lock:
 
         def work(count: int, watchdog: Any) -> None:
             lock.require()
-            train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
+            result = train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
+            if not is_signal(result.stopped):
+                heartbeat.finish()
 
         retried = (ReplicasDiffer,)
         return run_together(request.launch, work, heartbeat, retried, run=run_dir, identity=request.identity)
@@ -88,8 +93,8 @@ def train_on_devices(
     importer: Importer | None = None,
     sampler: Sampler | None = None,
     evaluator: Evaluator | None = None,
-) -> None:
-    """Starts the devices, trains, and prints a sample of the model's text if the request has one."""
+) -> Any:
+    """Starts the devices, trains, returns the `Result`, and prints a sample of the model's text if the request has one."""
     from megajax.checkpoint.libraries import prepare_process
     from megajax.runtime.mesh import start_devices
     from megajax.runtime.processes import is_first_process
@@ -107,6 +112,7 @@ def train_on_devices(
         text = sample(result.state)
         if is_first_process():
             print(f"\na sample, continuing {request.sample.prompt!r}:\n{text}")
+    return result
 
 
 def print_shapes(request: Request) -> int:

@@ -47,6 +47,7 @@ def main() -> int:
         if asked:
             write(saved, heartbeat.step)
             return 0
+    heartbeat.finish()
     return 0
 
 
