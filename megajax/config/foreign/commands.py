@@ -8,6 +8,7 @@ OF_COMMANDS: dict[str, dict[str, Entry]] = {
         "--max-tokens": ("--new-tokens", ""),
         "--num-tokens": ("--new-tokens", ""),
         "--tokens-to-generate": ("--new-tokens", ""),
+        "--num-tokens-to-generate": ("--new-tokens", ""),
         "--start": ("--prompt", ""),
         "--model-name-or-path": ("--init-from DIR", "or --run-dir RUN"),
         "--model": ("--init-from DIR", "a directory of a Hugging Face model, or --run-dir RUN"),
