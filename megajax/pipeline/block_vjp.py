@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megajax.pipeline.layout import vary
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
 
 __all__ = ["VJPTemplate", "saved_residuals"]
@@ -45,7 +46,10 @@ class VJPTemplate(NamedTuple):
 
     @classmethod
     def of(cls, vjp_of: Callable, x: jax.Array, microbatch: Tree) -> "VJPTemplate":
-        """That of `vjp_of(x, microbatch, layer)`; only the types of the arguments are read."""
+        """That of `vjp_of(x, microbatch, layer)`; only the types of the arguments are read.
+
+        The layer's number varies over the mesh, as each rank's own: what a block computes from it would be of other types.
+        """
         sources: list[int | None] = []
 
         def trace(x, microbatch, layer):
@@ -53,7 +57,7 @@ class VJPTemplate(NamedTuple):
             sources.extend(_sources(vjp, microbatch))
             return vjp
 
-        vjp = jax.eval_shape(trace, x, microbatch, jnp.zeros((), jnp.int32))
+        vjp = jax.eval_shape(trace, x, microbatch, vary(jnp.zeros((), jnp.int32)))
         return cls(vjp, tuple(sources))
 
     @property

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.jaxprs import with_fp32_gradients
-from megajax.pipeline.layout import fp32_zeros
+from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
 from megajax.pipeline.split_backward import Split, split_backward
@@ -98,7 +98,7 @@ class Stack(ChunkParts):
             residuals = vjp_residuals(vjp)
             return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
 
-        shapes = jax.eval_shape(keep, x, microbatch, jnp.zeros((), jnp.int32))
+        shapes = jax.eval_shape(keep, x, microbatch, vary(jnp.zeros((), jnp.int32)))
         return empty_stash(slots, self.per_chunk, shapes)
 
     def forward(self, x: jax.Array, work: ChunkWork) -> jax.Array:
