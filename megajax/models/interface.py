@@ -149,7 +149,7 @@ class PipelineModel(abc.ABC):
 
     @abc.abstractmethod
     def decay_mask(self) -> Tree:
-        """A tree like the parameters of bools: whether weight decay applies."""
+        """A tree like the parameters of bools: whether weight decay applies. Usually not to biases and norms."""
 
     def fp32_mask(self) -> Tree:
         """A tree like the parameters of bools: whether a leaf is computed with in fp32 in any precision. Default: none."""

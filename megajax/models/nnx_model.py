@@ -5,6 +5,7 @@ so everything outside this file is plain dictionaries of arrays.
 """
 
 import functools
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -22,22 +23,27 @@ from megajax.ops.cached_attention import Cache
 
 __all__ = ["NNXModel", "named_key", "parameter", "register_model"]
 
+# Names of parameters without weight decay: "bias", "b", "qkv_bias", "scale", "gamma"; and all of a "norm" or "layer_norm".
+UNDECAYED = re.compile(
+    r"(^|/|_)(b|bias(es)?|scales?|gain|gamma|beta)\d*$|(^|/|_|layer|rms|group|batch)(norm|ln)(_|\d|/|$)", re.IGNORECASE
+)
+
 
 def named_key(key: jax.Array, name: str) -> jax.Array:
     """A key for `name`: a parameter's value depends on its name, not on the other parameters of the model."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def parameter(value: jax.Array, *axes: str | None, decay: bool = True, fp32: bool = False) -> nnx.Param:
+def parameter(value: jax.Array, *axes: str | None, decay: bool | None = None, fp32: bool = False) -> nnx.Param:
     """A parameter with one logical axis name (or None) for each of its axes.
 
     The names are metadata of megajax, not NNX's `out_sharding`, for which NNX would look up a mesh axis at once. A plain
-    `nnx.Param` is legal too: it is replicated over tensor, and decays if it has two axes or more.
+    `nnx.Param` is legal too: it is replicated over tensor.
 
     Args:
       value: fp32, full size.
       axes: names, see megajax.sharding.rules.
-      decay: whether weight decay applies; not for biases and norms.
+      decay: whether weight decay applies. None: by its name and number of axes, see `NNXModel.decays`.
       fp32: whether blocks get it in fp32 whatever the run's precision.
     """
     assert value.ndim == len(axes)
@@ -107,11 +113,24 @@ class NNXModel(PipelineModel):
             "shared": _map_parameters(_axes, self._shared[1]),
         }
 
+    def decays(self, name: str, of: nnx.Param) -> bool:
+        """Whether weight decay applies to a parameter of a name such as "blocks/attention/query/bias"; see `decay_mask`.
+
+        Default: as its `decay` says (`parameter`). Without one, not to biases, scales and norms by their names, whatever
+        their shape: those of nnx.MultiHeadAttention have two axes; nor to other arrays of one axis or none.
+        """
+        given = of.get_metadata().get("decay")
+        return len(of.shape) > 1 and not UNDECAYED.search(name) if given is None else given
+
     def decay_mask(self) -> Tree:
-        """From the parameters' metadata."""
+        """`decays` of each parameter."""
+
+        def of_kind(block: Tree) -> Tree:
+            return _map_named(self.decays, block, "blocks")
+
         return {
-            "blocks": self._map_blocks(_decays),
-            "shared": _map_parameters(_decays, self._shared[1]),
+            "blocks": _by_kind({kind: of_kind(block[1]) for kind, block in self._blocks.items()}),
+            "shared": _map_named(self.decays, self._shared[1], "shared"),
         }
 
     def fp32_mask(self) -> Tree:
@@ -210,5 +229,8 @@ def _axes(p: nnx.Param) -> tuple[str | None, ...]:
     return p.get_metadata().get("logical_axes", (None,) * len(p.shape))
 
 
-def _decays(p: nnx.Param) -> bool:
-    return p.get_metadata().get("decay", len(p.shape) > 1)
+def _map_named(of: Callable[[str, nnx.Param], Any], tree, path: str) -> Tree:
+    """As `_map_parameters`, of each parameter's path and itself."""
+    below = lambda name, node: _map_named(of, node, f"{path}/{name}")  # noqa: E731
+    leaf = lambda name, node: of(f"{path}/{name}", node)  # noqa: E731
+    return {name: (leaf if isinstance(node, nnx.Param) else below)(name, node) for name, node in tree.items()}
