@@ -1,12 +1,12 @@
 """Chats as text: the Jinja template of a Hugging Face tokenizer, and which part of the text the assistant says.
 
 A template is found and rendered as transformers does (sandboxed, with its options, variables and functions), so that the
-text is that of `tokenizer.apply_chat_template(messages, tokenize=False)`. What the assistant says is
+text is that of `tokenizer.apply_chat_template(messages, tokenize=False)`. The assistant's part is
 
-* what is inside {% generation %} ... {% endgeneration %}, if the template has such blocks: transformers' assistant mask;
-* if not, what follows the prompt of a generation: for each turn of the assistant, the text of the chat up to this turn
-  without that of the chat before it, rendered with add_generation_prompt. So the end of the turn (<|im_end|>) is included,
-  and its header (<|im_start|>assistant) is not, as when the model generates.
+* the text inside {% generation %} ... {% endgeneration %}, if the template has such blocks: transformers' assistant mask;
+* if not, the text that follows the prompt of a generation: for each turn of the assistant, the text of the chat up to this
+  turn without that of the chat before it, rendered with add_generation_prompt. So the end of the turn (<|im_end|>) is
+  included, and its header (<|im_start|>assistant) is not, as when the model generates.
 
 Some templates change earlier turns when others follow (Qwen3 removes their thoughts). The texts of such a chat are one for
 each turn of the assistant: what the model sees when it generates that turn.

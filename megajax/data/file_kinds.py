@@ -82,7 +82,7 @@ class Foreign(NamedTuple):
 
 
 def foreign(head: bytes, path: str, wanted: str) -> Foreign | None:
-    """What a file is, if it is not what a reader wants; None if it may be that.
+    """The kind of a file that a reader does not read; None if it may be what the reader wants.
 
     Args:
       head: the first bytes of its content, after decompression; 512 or more if it has as many.

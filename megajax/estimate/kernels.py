@@ -1,8 +1,8 @@
 """The kernels of a compiled GPU program: bytes that each reads and writes, its FLOPs, and its class.
 
 A kernel is an operation of the scheduled HLO that runs on the GPU: a fusion, a library call, a copy. Bytes are those that
-it touches in HBM: of an array that it only slices, the slice; of an array that it updates in place, the update. What XLA's
-cost analysis gets wrong is thereby right: it counts the whole stack of weights for a fusion that slices one layer's.
+it touches in HBM: of an array that it only slices, the slice; of an array that it updates in place, the update.
+XLA's own cost analysis counts the whole stack of weights for a fusion that slices one layer's.
 """
 
 import dataclasses

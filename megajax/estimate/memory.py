@@ -185,7 +185,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 def _transposed(run: RunConfig, item: int) -> int:
     """Bytes of a second copy of the blocks' 16-bit weights.
 
-    Products in 8 bits want both operands with the summed dimension innermost, which is another one in the backward. XLA
+    Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
     hoists the transposition of the weights out of the loops.
     """
     if run.train.matmul_dtype != "fp8":
@@ -250,7 +250,7 @@ def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: 
 def stash_copies(run: RunConfig, item: int) -> int:
     """Second copies of stashed values, by block.
 
-    The backward's matmuls want some values transposed. XLA's GPU compiler hoists the transposition out of the loop over
+    The backward's matmuls need some values transposed. XLA's GPU compiler hoists the transposition out of the loop over
     blocks and so transposes the whole stash, once for each chunk.
 
     Which values was read off compiled programs and is `KeptValue.transposed_from`: unfused attention's scores, whenever they

@@ -27,7 +27,7 @@ HOPPER = (9, 0)
 
 
 def has_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
-    """Whether a step is compiled with the run's own times of what XLA is wrong about (`latency_profile.py`).
+    """Whether a step is compiled with the run's own times of instructions that XLA misprices (`latency_profile.py`).
 
     Where they were seen to help: for tensor groups within a host of Hopper or later GPUs, for which XLA has a table of
     collectives. On A100s, over hosts and with ZeRO-3 steps took 1 to 4% longer (`python -m benchmarks.standing_questions`,

@@ -1,4 +1,4 @@
-"""What a family of models consists of: the checked keys of a config.json, and functions between them and a config."""
+"""A family of models: the checked keys of a config.json, and functions between them and a config."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""What the executor is told besides the model, the schedule and the mesh; and which ticks it merges."""
+"""The executor's options besides the model, the schedule and the mesh; and which ticks it merges."""
 
 import dataclasses
 import functools

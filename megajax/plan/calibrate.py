@@ -105,7 +105,7 @@ def calibrate(arguments: Sequence[str]) -> int:
     launch = LaunchConfig(**{name: value for name, value in vars(args).items() if name in option_names(LaunchConfig)})
     launch.validate()
     path = pathlib.Path(args.cluster)
-    kept = _kept(path)  # before the devices start: a wrong file is told at once
+    kept = _kept(path)  # before the devices start: a wrong file is reported at once
     start(launch)
     devices = start_devices(args.devices)
     gpu, host = _gpu_name(path, args.gpu, devices[0]), _host_size(args.host_size, devices)

@@ -121,7 +121,7 @@ def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
 
 
 def _what_fits(question: Question, least: int) -> str:
-    """What else to pass: no margin for `least` bytes, more of ZeRO, or more GPUs; for these a few lean layouts are tried."""
+    """The options to change: no margin for `least` bytes, more of ZeRO, or more GPUs, for which lean layouts are tried."""
     if least <= usable_bytes(question.gpu):
         return "pass --memory-margin 0, if the prediction's error may be ignored"
     schedule = "1f1b" if "1f1b" in question.schedules else question.schedules[0]

@@ -370,7 +370,7 @@ def pack(
 
 
 def _ticks_of(action: Action, parts: dict[str, int], paired: bool) -> Iterator[tuple[Work, ...]]:
-    """What a rank does in each of the ticks that an item of its order takes."""
+    """The work of a rank in each of the ticks that an item of its order takes."""
     operations = operations_of(action)
     if len(operations) == 2 and not paired:
         for part in range(OVERLAP_PARTS):

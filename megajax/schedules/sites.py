@@ -115,7 +115,7 @@ def simulate_sites(schedule: Schedule, costs: Costs, sites: Sites) -> Simulation
 
 
 def _sends(schedule: Schedule, work: Work, stage: int) -> Iterator[tuple[str, int]]:
-    """(result, rank that needs it) of what a piece of work completes for another stage."""
+    """(result, rank that needs it) of each result that a piece of work completes for another stage."""
     for result in schedule.results(work):
         if result == FORWARD and stage < schedule.last_stage:
             yield result, schedule.home(stage + 1)[1]

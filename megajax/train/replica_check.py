@@ -187,7 +187,7 @@ def _replicated_axes(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 class Checks:
-    """What `--check-every` does between two steps.
+    """The checks of `--check-every` between two steps.
 
     Attributes:
       every: steps from one check to the next.
