@@ -50,7 +50,7 @@ class OutputConfig:
     )
     log_jsonl: str | None = setting(
         None,
-        "write one JSON object a step to FILE, replacing it; a resumed run appends",
+        "write one JSON object a step to FILE; a resumed run appends, and the FILE of an earlier run is renamed to FILE.1",
         metavar="FILE",
         text_kind="path",
         shown_default="log.jsonl in --run-dir",

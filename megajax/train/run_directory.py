@@ -33,6 +33,7 @@ from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
 from megajax.runtime.exchange import gather_problems
 from megajax.schedules.errors import counted
+from megajax.train.earlier_log import keep_earlier, last_record
 from megajax.train.log_file import LogFile
 from megajax.train.logging import RunLog
 from megajax.train.lr_schedule import describe_change
@@ -221,12 +222,25 @@ class RunDirectory:
         sinks: list[Sink] = []
         is_first = jax.process_index() == 0
         if self.jsonl and is_first:
+            if self.output.log_jsonl:
+                continues = progress.step > 0 and self._resumes_itself
+                self.messages += keep_earlier(self.jsonl, continues)
             sinks.append(JsonLines(self.jsonl, after=progress.step, session=self._session()))
         if self.directory and self.output.tensorboard and is_first:
             sinks.append(TensorBoard(self.directory / "tensorboard", progress.step, toml_text(self._tables(), "")))
         console = None if is_first else Console(quiet=True)
         steps = progress.step + remaining_steps(self.run.train, progress.samples)[0]
         return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._process_log())
+
+    @property
+    def _resumes_itself(self) -> bool:
+        """Whether the state to resume from is this run's own, and not that of another run directory."""
+        checkpoints = self.directory and self.directory / "checkpoints"
+        return self._resumed_path is None or self._resumed_path.resolve().parent == checkpoints.resolve()
+
+    def last_record(self, step: int) -> dict[str, float | None]:
+        """The record of a step in the log of an earlier session; empty if it is not there."""
+        return last_record(self.jsonl, step) if self.jsonl else {}
 
     def _process_log(self) -> LogFile | None:
         if self.directory is None:

@@ -46,7 +46,8 @@ class Result:
 
     Attributes:
       state: parameters (fp32, sharded, blocks in pipeline layout), optimizer state, loss scale.
-      metrics: the record of the last step (`logging.step_record`): loss, grad_norm, samples, ...; empty if none was left.
+      metrics: the record of the last step (`logging.step_record`): loss, grad_norm, samples, ...; if none was left, that of
+        an earlier session's log, empty if it has none.
       stopped: why the run stopped before its last step; None if it did not.
     """
 
@@ -97,7 +98,7 @@ class Trainer:
         gpu = gpu_of(devices[0])
         run = with_expert_dispatch(with_vocabulary(run, gpu), gpu)
         self.run, self.output = run, output
-        self.tokenizer = None
+        self.tokenizer, self._fitted = None, False
         if data is None:
             self._open_data()
         else:
@@ -140,9 +141,15 @@ class Trainer:
 
         Raises:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
-            checkpoint could not be written, or a step was not finite (see `loop.train`).
+            checkpoint could not be written, a step was not finite (see `loop.train`), or `fit` was called before.
           ReplicasDiffer: a check of `output.check_every` found devices whose copies of the state differ.
         """
+        if self._fitted:
+            raise ConfigError(
+                "Trainer.fit was called before, and would start again from step 0: make a new Trainer; with "
+                'OutputConfig(run_dir=DIR, resume="auto") it resumes, and TrainConfig(steps=...) may be larger.'
+            )
+        self._fitted = True
         goodput = self._goodput(started)
         devices = self.mesh.devices.flatten().tolist()
         # CPU devices share the cores with one another and with all else that runs: no figure is a peak
@@ -178,6 +185,7 @@ class Trainer:
             finally:
                 goodput.write()
             log.message(goodput.describe())
+        metrics = metrics or self.directory.last_record(resume[1].step if resume else 0)
         return Result(state, metrics, preemption.reason)
 
     def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
