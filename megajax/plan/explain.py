@@ -45,7 +45,7 @@ def reasons(candidates: Sequence[Candidate]) -> list[Reason]:
     """Why the first of `candidates` is the best of them; all are of one question, in the order of `search`."""
     best, fitting = candidates[0], [one for one in candidates if one.fits]
     found = [*_stages(best)]
-    found += [_tensor(best, fitting), _model_parallel(best, fitting, candidates), _microbatch(best, fitting)]
+    found += [*_tensor(best, fitting), *_model_parallel(best, fitting, candidates), *_microbatch(best, fitting)]
     for name, of in (
         ("schedule", _chunked),
         ("recomputation", lambda one: f"recompute {one.run.parallel.recompute}"),
@@ -61,7 +61,13 @@ def slower(one: Candidate, best: Candidate) -> str:
     lost = {part: getattr(one.time, part) - getattr(best.time, part) for part in PARTS}
     part = max(lost, key=lambda name: lost[name] * (1 if change >= 0 else -1))
     percent = f"{change / best.time.total:+.0%}".replace("-0%", "+0%")
-    return f"{one.time.total:.2f} s ({percent}, most of it {part}: {lost[part]:+.2f} s)"
+    unit, scale, digits = ("s", 1, 2) if best.time.total >= 1 else ("ms", 1e3, 1)
+    return f"{seconds(one.time.total)} ({percent}, most of it {part}: {scale * lost[part]:+.{digits}f} {unit})"
+
+
+def seconds(time: float) -> str:
+    """A time in seconds, or in milliseconds below one."""
+    return f"{time:.2f} s" if time >= 1 else f"{1e3 * time:.1f} ms"
 
 
 def several(texts: Iterable[str], last_word: str = "and") -> str:
@@ -104,11 +110,13 @@ def _alternatives(
     return [Reason(name, f"The layout has {of(best)}. On the same mesh, {'; '.join(shown[:4])}.")] if shown else []
 
 
-def _tensor(best: Candidate, fitting: Sequence[Candidate]) -> Reason:
+def _tensor(best: Candidate, fitting: Sequence[Candidate]) -> list[Reason]:
     """Takeaway 1: tensor parallelism up to the size of a host, pipeline beyond."""
     host = best.question.gpu.host_size
     by_size = dict(sorted(best_by(fitting, lambda one: one.run.parallel.tensor).items()))
-    times = several(f"t={size} {one.time.total:.2f} s" for size, one in by_size.items())
+    if len(by_size) == 1:
+        return []
+    times = several(f"t={size} {seconds(one.time.total)}" for size, one in by_size.items())
     text = f"The fastest layouts with each tensor size take {times}."
     takeaway = f"Takeaway 1 of {PAPER}, tensor parallelism within a host and pipeline parallelism beyond it, is"
     beyond = [one for size, one in by_size.items() if size > host]
@@ -124,16 +132,18 @@ def _tensor(best: Candidate, fitting: Sequence[Candidate]) -> Reason:
             f" {takeaway} not confirmed here: t={best.run.parallel.tensor} exceeds the host of {host} GPUs, and is the "
             "fastest."
         )
-    return Reason("tensor parallelism", text)
+    return [Reason("tensor parallelism", text)]
 
 
-def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> Reason:
+def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> list[Reason]:
     """Takeaway 2: as much model parallelism as memory requires, and data parallelism for the remaining GPUs."""
     size = lambda one: one.run.parallel.tensor * one.run.parallel.pipe  # noqa: E731
     fits = dict(sorted(best_by(fitting, size).items()))
     sizes = sorted({size(one) for one in every})
     without = [n for n in sizes if n not in fits]
-    times = several(f"{n} {one.time.total:.2f} s" for n, one in fits.items())
+    if len(sizes) == 1:
+        return []
+    times = several(f"{n} {seconds(one.time.total)}" for n, one in fits.items())
     text = f"The fastest layouts with each tensor size times pipeline size take {times}"
     text += f"; no layout with {several(map(str, without), 'or')} fits." if without else "."
     least, used = min(fits), size(best)
@@ -145,25 +155,28 @@ def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequen
             f" {takeaway} in part only: {least} fits too, but takes {slower(fits[least], best)}. More memory for each "
             "GPU allows less recomputation, or a smaller share of communication."
         )
-    return Reason("model parallelism", text)
+    return [Reason("model parallelism", text)]
 
 
-def _microbatch(best: Candidate, fitting: Sequence[Candidate]) -> Reason:
+def _microbatch(best: Candidate, fitting: Sequence[Candidate]) -> list[Reason]:
     """Takeaway 3: the best microbatch size depends on the model, the layout and the batch."""
     on_mesh = [one for one in fitting if one.mesh == best.mesh]
     sizes = dict(sorted(best_by(on_mesh, lambda one: one.run.parallel.microbatch_size).items()))
+    if len(sizes) == 1:
+        return []
+    bubbles = best.run.parallel.pipe > 1
     times = several(
-        f"b={size} {one.time.total:.2f} s (bubble {one.time.bubble / one.time.total:.1%})"
+        f"b={size} {seconds(one.time.total)}" + f" (bubble {one.time.bubble / one.time.total:.1%})" * bubbles
         for size, one in sizes.items()
     )
-    text = f"On the same mesh, microbatches of b samples take {times}."
-    if len(sizes) > 1:
-        spread = max(one.time.total for one in sizes.values()) / best.time.total - 1
+    spread = max(one.time.total for one in sizes.values()) / best.time.total - 1
+    text = f"On the same mesh, microbatches of b samples take {times}. The slowest is {spread:.0%} slower."
+    if bubbles:
         text += (
-            f" The slowest is {spread:.0%} slower. Takeaway 3: larger microbatches compute more efficiently, but fewer of "
-            "them leave a larger bubble, so that the best size depends on the model and the layout."
+            " Takeaway 3: larger microbatches compute more efficiently, but fewer of them leave a larger bubble, so that "
+            "the best size depends on the model and the layout."
         )
-    return Reason("microbatch size", text)
+    return [Reason("microbatch size", text)]
 
 
 def _equation_1(best: Candidate) -> Reason:
@@ -179,7 +192,7 @@ def _equation_1(best: Candidate) -> Reason:
         one = sum(way.total for way in chunk_times(smaller, ops)) * parallel.chunks
         total = (per_replica / samples + parallel.pipe - 1) * one
         texts.append(
-            f"b={samples}: ({per_replica // samples} + {parallel.pipe - 1}) * {one * 1e3:.1f} ms = {total:.2f} s"
+            f"b={samples}: ({per_replica // samples} + {parallel.pipe - 1}) * {one * 1e3:.1f} ms = {seconds(total)}"
         )
     return Reason(
         "equation 1",

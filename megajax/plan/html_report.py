@@ -10,7 +10,7 @@ from megajax.config.toml import save_config
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.step_time import StepTime
 from megajax.plan.cluster import Cluster
-from megajax.plan.explain import Reason, reasons
+from megajax.plan.explain import Reason, reasons, seconds
 from megajax.plan.html_charts import bar, heat_map, timeline
 from megajax.plan.report import PARTS, accuracy, shown_parameters
 from megajax.plan.search import Candidate, usable_bytes
@@ -184,12 +184,12 @@ def _facts(best: Candidate, tokens: float, cluster: Cluster) -> dict[str, str]:
     """The figures of the chosen layout, by name."""
     cost = cluster.cost(best.question.gpus, best.days(tokens))
     facts = {
-        "step": f"{best.time.total:.2f} s",
+        "step": seconds(best.time.total),
         "model TFLOP/s per GPU": f"{best.teraflops:.0f}",
         "MFU": f"{best.utilisation:.1%}",
         f"{tokens / 1e9:,.0f}B tokens": f"{best.days(tokens):.1f} days",
         "GPU hours": f"{cost.gpu_hours:,.0f}",
-        "energy": f"{cost.megawatt_hours:,.0f} MWh",
+        "energy": f"{cost.megawatt_hours:,.0f} MWh" if cost.megawatt_hours >= 10 else f"{cost.megawatt_hours:.2g} MWh",
         "memory": f"{best.peak / 1e9:.1f} of {usable_bytes(best.question.gpu) / 1e9:.1f} GB",
     }
     if cost.money is not None:
@@ -275,7 +275,7 @@ def _times(shown: Sequence[Candidate]) -> str:
     colours = {name: TIMES[name] for name in used}
     bars = [bar({name: getattr(one.time, name) for name in used}, whole, colours, "{:.3f} s") for one in shown]
     rows = "".join(
-        f'<tr><th scope="row">t{one.mesh[0]} p{one.mesh[1]} d{one.mesh[2]}</th><td>{one.time.total:.2f} s</td>'
+        f'<tr><th scope="row">t{one.mesh[0]} p{one.mesh[1]} d{one.mesh[2]}</th><td>{seconds(one.time.total)}</td>'
         f'<td class="wide">{drawn}</td></tr>'
         for one, drawn in zip(shown, bars, strict=True)
     )

@@ -162,6 +162,12 @@ def test_the_part_that_makes_a_layout_faster_is_one_that_takes_less_time():
     assert re.search(r"\(-\d+%, most of it \w+: -[\d.]+ s\)", slower(fast, slow))
 
 
+def test_one_gpu_is_no_choice_of_a_mesh():
+    found = search(Question(preset("gpt2"), 1, find_gpu("h100-80gb"), 8))
+    assert [topic for topic, _ in reasons(found)] == ["microbatch size", "recomputation", "equation 1", "checkpoints"]
+    assert " ms" in reasons(found)[0].text and "bubble" not in reasons(found)[0].text
+
+
 def test_several_are_joined_as_in_a_sentence():
     assert [several(texts) for texts in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
 
