@@ -1,7 +1,7 @@
 """The families mixtral, qwen3_moe and olmoe of transformers: keys of config.json to fields of `ModelConfig`, and back.
 
 The coefficient of transformers' auxiliary loss, router_aux_loss_coef, is neither read nor changed, because the loss is
-another one (docs/models.md): it is of the tokens of all layers and of the whole batch together.
+another one (docs/weights.md): it is of the tokens of all layers and of the whole batch together.
 """
 
 import math
