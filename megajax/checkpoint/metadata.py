@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import megajax
-from megajax.config import ConfigError, RunConfig
+from megajax.config import ConfigError, ModelConfig, RunConfig
 from megajax.config.compare import data_differences, stored_differences
+from megajax.config.same_parameters import changed_parameters
 from megajax.config.stored_paths import absolute_paths
 from megajax.data.tokenizers import Tokenizer, tokenizer_hash
 from megajax.schedules.arguments import INT32
@@ -20,8 +21,8 @@ FORMAT = 2
 MOST_LEVELS = 10  # of nested objects and lists; the configuration of a run has 4
 LATEST = 2**33  # seconds since 1970: the year 2242
 
-# A run may resume with other values of these fields: they do not change what the arrays mean.
-FREE_MODEL_FIELDS = ("name", "dropout", "init_deviation")
+# Other values of these fields are not reported: they do not change what the arrays mean.
+FREE_MODEL_FIELDS = ("name", "init_deviation")
 REPORTED = {"parallel": "resharded", "train": "training options differ"}
 NO_TOKENIZER = {"name": "none", "hash": ""}
 
@@ -144,25 +145,31 @@ def differences(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str,
       tokenizer: name and hash of its tokenizer.
 
     Returns:
-      One line for each section that differs and may: mesh and schedule, training options, data.
+      One line for each section that differs and may: model, mesh and schedule, training options, data.
 
     Raises:
-      ConfigError: the model or the tokenizer differs; the message names every field that does.
+      ConfigError: the model's parameters or the tokenizer differ; the message names every field through which they do.
     """
     was = meta["config"]
     differing = stored_differences(was["model"], run.model, leave_out=FREE_MODEL_FIELDS)
-    if differing:
-        raise ConfigError(
-            f"is of another model ({was['model'].get('name')}): " + ", ".join(differing) + "; pass the options it was "
-            "trained with, or another --run-dir"
-        )
+    # For a model of the user's the shapes of the arrays decide (`shapes.py`).
+    if differing and isinstance(run.model, ModelConfig):
+        names = [line.partition(" ")[0] for line in differing]
+        others = changed_parameters(was["model"], run.model, names)
+        shown = [line for line, name in zip(differing, names, strict=True) if name in others]
+        if shown:
+            raise ConfigError(
+                f"is of another model ({was['model'].get('name')}): " + ", ".join(shown) + "; pass the options it was "
+                "trained with, or another --run-dir"
+            )
     stored = meta["tokenizer"]
     if stored["hash"] != tokenizer["hash"]:
         raise ConfigError(
             f"was trained with tokenizer {stored['name']} (hash {stored['hash']}), and this run's is {tokenizer['name']} "
             f"(hash {tokenizer['hash']}): pass --tokenizer {stored['name']}, or the same tokenizer files"
         )
-    found = {
+    found = {"the same parameters are used otherwise": differing}
+    found |= {
         title: stored_differences(was[section], getattr(run, section), ignore_unknown=True)
         for section, title in REPORTED.items()
     }

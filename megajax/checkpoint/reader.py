@@ -12,8 +12,9 @@ from megajax.checkpoint import checksums, layout, metadata
 from megajax.checkpoint.directory import NAME, complete_steps, step_of
 from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.metadata import Progress
+from megajax.checkpoint.shapes import shape_problem
 from megajax.checkpoint.writer import reason_of
-from megajax.config import ConfigError, RunConfig, near, padded_vocabulary
+from megajax.config import ConfigError, RunConfig
 from megajax.runtime.compat import multihost_utils
 
 Tree = Any
@@ -86,19 +87,20 @@ def compare(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any
 
 
 def _restore(path: pathlib.Path, run: RunConfig, target: StateLayout) -> Tree:
-    stored = layout.named(arrays_in(path))
+    stored = {name: tuple(array.shape) for name, array in layout.named(arrays_in(path)).items()}
     wanted, arguments = {}, {}
     for (name, leaf), sharding in zip(
         layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
     ):
         shape = layout.canonical_shape(name, leaf.shape, target.where)
-        _check_shape(path, name, stored, shape, run)
+        if problem := shape_problem(name, stored, shape, run):
+            raise ConfigError(f"checkpoint {path}: {problem}")
         wanted[name] = 0
         arguments[name] = ocp.ArrayRestoreArgs(
             sharding=layout.canonical_sharding(name, leaf.shape, sharding, target.where),
             global_shape=shape,
             dtype=leaf.dtype,
-            strict=False,  # the vocabulary's padding depends on the mesh
+            strict=False,  # see `shape_problem`
         )
     try:
         part = wanted.keys() != stored.keys()
@@ -119,20 +121,6 @@ def arrays_in(path: pathlib.Path) -> Tree:
         return ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
     except Exception as error:  # whatever orbax makes of a damaged file, which has not been verified in every command
         raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error
-
-
-def _check_shape(path, name: str, stored: Mapping[str, Any], shape: tuple[int, ...], run: RunConfig) -> None:
-    """Checks that the stored array has `shape`, except for the padding of the vocabulary, which depends on the mesh."""
-    if name not in stored:
-        raise ConfigError(f"checkpoint {path} has no {name}: {near(name, stored)}")
-    found, vocabulary = tuple(stored[name].shape), getattr(run.model, "vocabulary", None)
-    padded = vocabulary and padded_vocabulary(vocabulary, run.parallel.vocabulary_shares)
-    fits = len(found) == len(shape) and all(
-        had == have or (padded and have == padded and min(had, have) >= vocabulary)
-        for had, have in zip(found, shape, strict=True)
-    )
-    if not fits:
-        raise ConfigError(f"checkpoint {path}: {name} has shape {found}, this run's {shape}")
 
 
 def _earlier(path: pathlib.Path) -> str:

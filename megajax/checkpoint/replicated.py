@@ -27,6 +27,7 @@ from megajax.checkpoint.memory_hosts import OWN, Holder, MemoryHosts
 from megajax.checkpoint.metadata import FORMAT, Progress
 from megajax.checkpoint.parts import Part, PartName, assemble, write_part
 from megajax.checkpoint.peer import PeerClient
+from megajax.checkpoint.shapes import shape_problem
 from megajax.checkpoint.writer import on_all_processes, reason_of
 from megajax.config import ConfigError, RunConfig
 from megajax.runtime.exchange import exchange
@@ -103,10 +104,15 @@ class ReplicatedState:
         # This host's parts first: with the same mesh and number of processes nothing else is read.
         parts = _LazyParts(self.hosts, dict(sorted(holders.items(), key=lambda item: (bool(item[1].address), item[0]))))
         try:
-            meta = metadata.parse(next(iter(parts)).meta)
+            first = next(iter(parts))
+            meta = metadata.parse(first.meta)
             differing = self._compare(meta, run)
             shardings = layout.named(target.shardings)
+            stored = {name: shape for name, (_, shape) in first.arrays.items()}
             for name, leaf in layout.named(target.shapes).items():
+                shape = layout.canonical_shape(name, leaf.shape, target.where)
+                if wrong := shape_problem(name, stored, shape, run):
+                    raise ConfigError(f"the state replicated in {self.hosts.root}: {wrong}")
                 copies[name] = _assemble_array(parts, name, leaf, shardings[name], target.where)
         except ConfigError:  # the same on all processes
             raise

@@ -106,7 +106,10 @@ class Router(nnx.Module):
         logits = jnp.matmul(y.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
         logits = checkpoint_name(self.context.constrain(logits, "batch", "whole_sequence", None), "router")
         scores = jax.nn.softmax(logits)
-        ranking = scores + self.bias[...].astype(jnp.float32) if config.balance_bias_rate else logits
+        biases = self.bias[...].astype(jnp.float32)
+        ranking = scores + biases
+        if not config.balance_bias_rate:  # there are biases if the run had a rate before, and they stay in use
+            ranking = jnp.where((biases != 0).any(), ranking, logits)
         experts = lax.top_k(lax.stop_gradient(ranking), config.experts_per_token)[1]
         chosen = experts[..., None] == jnp.arange(config.experts)  # [b, s, k, E]
         pick = lambda values: jnp.where(chosen, values[:, :, None], 0).sum(-1)  # noqa: E731
