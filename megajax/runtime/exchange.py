@@ -13,6 +13,7 @@ from megajax.runtime.compat import coordination_service
 PREFIX = "megajax/exchange/"
 TIMEOUT = 3600  # seconds. Long, because the watchdog ends the job when a process dies.
 POLL = 1000  # milliseconds
+MOST_SHOWN = 3  # differences in a message
 
 
 def exchange(name: str, text: str) -> dict[int, str]:
@@ -72,12 +73,15 @@ def require_same(name: str, values: Mapping[str, str]) -> None:
       ConfigError: a value differs.
     """
     expected = json.loads(broadcast(name, lambda: json.dumps(values)))
-    for key, value in values.items():
-        if value != expected[key]:
-            raise ConfigError(
-                f"{key} is {value} in process {coordination_service().process_id}, and {expected[key]} in process 0: "
-                "run the same command in every process."
-            )
+    own = coordination_service().process_id
+    different = [
+        f"{key} is {value} in process {own}, and {expected[key]} in process 0"
+        for key, value in values.items()
+        if value != expected[key]
+    ]
+    if different:
+        more = f"; and {len(different) - MOST_SHOWN} more" if len(different) > MOST_SHOWN else ""
+        raise ConfigError(f"{'; '.join(different[:MOST_SHOWN])}{more}: run the same command in every process.")
 
 
 def put(name: str, text: str) -> None:

@@ -35,6 +35,7 @@ from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
+from megajax.train.same_run import require_same_run
 from megajax.train.step import Training, TrainState, make_training
 from megajax.train.user_batches import UserBatches
 from megajax.train.validation import Evaluation
@@ -107,6 +108,14 @@ class Trainer:
             sets = validation_data if isinstance(validation_data, Mapping) else {DEFAULT_SET: validation_data}
             self._validation = {name: UserBatches(one, run, ids) for name, one in sets.items() if one is not None}
             self._data_description = [f"batches of {type(data).__name__}"]
+        own = {"the model's class": model, "the batches' class": type(data) if data is not None else None}
+        require_same_run(
+            self.run,
+            output,
+            {"training": self._loader, **self._validation} if data is None else {},
+            self.tokenizer,
+            {name: f"{kind.__module__}.{kind.__qualname__}" for name, kind in own.items() if kind},
+        )
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
         choices = {name: value for name, value in {"model": model, "rules": rules}.items() if value is not None}
@@ -118,7 +127,7 @@ class Trainer:
         self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
         check_vocabulary(self.run, self.tokenizer)
         batches, self._validation = make_loaders(self.run, self.tokenizer)
-        self._batches = RampedLoader(batches, self.run)
+        self._loader, self._batches = batches, RampedLoader(batches, self.run)
         self._data_description = describe(batches.samples, self.run.total_samples)
 
     def fit(
