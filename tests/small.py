@@ -126,6 +126,12 @@ def expected(model: ModelConfig, seed: int = 0, dropout_seed: int = 1234):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(busy_params(model)))
 
 
+def expected_loss(model: ModelConfig) -> np.ndarray:
+    """`expected`'s loss alone, which is compiled faster."""
+    unpipelined, batch = build_model(model, recompute="none"), make_batch(make_run(microbatches=1, model=model))
+    return np.asarray(jax.jit(lambda params: mean_loss(unpipelined, params, batch))(busy_params(model)))
+
+
 def place(training: Training, canonical):
     """Canonical parameters, sharded for a run."""
     blocks = layout.to_pipeline_layout(canonical["blocks"], training.where)

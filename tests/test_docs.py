@@ -217,6 +217,7 @@ def test_the_reference_has_every_public_name():
     assert sorted(named) == sorted(megajax.__all__)
 
 
+@pytest.mark.slow
 def test_the_librarys_example_trains(tmp_path, monkeypatch, capsys):
     """The README's, for two steps."""
     monkeypatch.chdir(tmp_path)

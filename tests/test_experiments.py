@@ -21,6 +21,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path):
     """Trains, validates, samples, and writes one JSON object per step."""
     log = tmp_path / "log.jsonl"

@@ -43,10 +43,13 @@ def records(path):
     return read_steps(path)
 
 
-def test_it_learns_and_resumes_exactly(files, tmp_path, capsys):
-    """Two epochs on pipe 2 x tensor 2; then the last checkpoint is lost, and the second epoch is run again."""
+@pytest.mark.parametrize(
+    "layout", ["--devices cpu:1", pytest.param("--devices cpu:4 --pipe 2 --tensor 2", marks=pytest.mark.slow)]
+)
+def test_it_learns_and_resumes_exactly(layout, files, tmp_path, capsys):
+    """Two epochs; then the last checkpoint is lost, and the second epoch is run again."""
     run_dir = tmp_path / "run"
-    words = [*SMALL.split(), *files, "--epochs", "2", "--run-dir", str(run_dir), "--pipe", "2", "--tensor", "2"]
+    words = [*SMALL.split(), *files, "--epochs", "2", "--run-dir", str(run_dir), *layout.split()]
     assert finetune_bert.main([*words, "--max-to-keep", "2"]) == 0
     out = capsys.readouterr().out
     assert "60 samples, 0 of them cut" in out and "epoch 2: dev accuracy" in out and "of 21 samples" in out

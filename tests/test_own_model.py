@@ -164,6 +164,7 @@ def test_evaluation_gives_the_same_loss():
     np.testing.assert_allclose(loss, expected()[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_needs_no_data():
     """The dry run: shapes from `batch_shapes`."""
     training = training_of(make_run(zero=1))
@@ -196,6 +197,7 @@ def rows_of(directory) -> list[dict]:
     return read_steps(directory / "log.jsonl")
 
 
+@pytest.mark.slow
 def test_the_trainer_checkpoints_logs_and_resumes_it_on_another_mesh(tmp_path):
     """Losses after a resume on another mesh with another schedule equal those of the uninterrupted run."""
     train = {"learning_rate": 0.01, "log_every": 1, "validation_batches": 0}

@@ -217,7 +217,13 @@ def test_the_tables_are_large_and_name_options_that_exist():
         for name, entry in entries.items():
             assert set(options_of(entry)) <= TRAINING | {"--no-tied-embeddings", "--no-biases"}, name
             assert entry[0] or entry[1], name
-            outside = {"--nodes", "--processes-per-node", "--workers", "--epochs", "--deterministic"}  # of other commands
+            outside = {
+                "--nodes",
+                "--processes-per-node",
+                "--workers",
+                "--epochs",
+                "--deterministic",
+            }  # of other commands
             remark = set(OPTION.findall(entry[1])) - outside
             assert remark <= TRAINING | {"--no-sequence-parallel"}, name
     for command, entries in OF_COMMANDS.items():

@@ -9,7 +9,7 @@ import pytest
 from experiments import gpt3
 from megajax.data.indexed import IndexedWriter
 
-SMALL = "--devices cpu:8 --data 8 --pipe 1 --tensor 1 --layers 1 --hidden 16 --heads 2 --sequence-length 16".split()
+SMALL = "--devices cpu:1 --data 1 --pipe 1 --tensor 1 --layers 1 --hidden 16 --heads 2 --sequence-length 16".split()
 SHORT = (
     "--steps 2 --global-batch-size 8 --microbatch-size 1 --validation-batches 1 --new-tokens 0 --log-every 1".split()
 )

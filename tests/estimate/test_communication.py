@@ -101,7 +101,7 @@ def test_keys_and_values_are_sent_around_the_ring_as_the_formula_says():
     assert sent == formulas[0]
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_send_what_the_formulas_say(zero):
     formulas, sent = compiled("data", data=4, zero=zero)
     assert sent == pytest.approx(sum(formulas), rel=0.05)

@@ -24,7 +24,9 @@ def applies(run: RunConfig, gpu=GPU) -> bool:
 
 def times(profile: bytes) -> dict[str, float]:
     """Microseconds by the names of a ProfiledInstructionsProto in text."""
-    return {name: float(cost) for name, cost in re.findall(r'costs \{ name: "(\S+)" cost_us: (\S+) \}', profile.decode())}
+    return {
+        name: float(cost) for name, cost in re.findall(r'costs \{ name: "(\S+)" cost_us: (\S+) \}', profile.decode())
+    }
 
 
 def run_of(model: str, precision: str = "bf16", **parallel) -> RunConfig:

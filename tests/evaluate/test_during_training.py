@@ -17,6 +17,7 @@ from tests.train.front_door import Run
 MODEL = "--layers 4 --hidden 32 --heads 4 --kv-heads 2 --vocabulary 257 --sequence-length 64"
 TRAIN = "--global-batch-size 8 --microbatch-size 1 --validation-batches 0 --new-tokens 0 --learning-rate 1e-2"
 LAYOUTS = {
+    "one device": "--layers 2 --data 1 --pipe 1 --tensor 1 --schedule 1f1b --devices cpu:1",
     "interleaved, ZeRO-3": "--data 2 --pipe 2 --tensor 1 --chunks 2 --zero 3 --devices cpu:4",
     "uneven, ZeRO-1": "--layers 5 --data 2 --pipe 2 --tensor 2 --chunks 1 --schedule 1f1b --zero 1 --recompute full",
     "zb_v": "--data 2 --pipe 2 --tensor 2 --schedule zb_v --chunks 2",
@@ -49,7 +50,7 @@ def evaluating(task: str, files: dict[str, str]) -> list[str]:
     ("layout", "task"),
     [
         (layout, task)
-        if (layout, task) == ("interleaved, ZeRO-3", "wikitext103")
+        if (layout, task) == ("one device", "wikitext103")
         else pytest.param(layout, task, marks=pytest.mark.slow)
         for layout in LAYOUTS
         for task in TASKS

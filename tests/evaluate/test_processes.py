@@ -35,6 +35,7 @@ def start(path, words, own=((), ())) -> list[Command]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_results_of_one(text, tmp_path):
     """Process 0 alone writes; the results of one device are equal up to rounding."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"

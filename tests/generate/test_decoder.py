@@ -108,6 +108,7 @@ def test_greedy_text_on_more_meshes(model, mesh, vocab_parallel):
     np.testing.assert_array_equal(tokens_of(decoder, loaded(decoder, model), PROMPTS), expected(model, 64))
 
 
+@pytest.mark.slow
 def test_embedding_and_head_on_single_ranks():
     """--vocab-parallel tensor: the last rank alone computes logits; their padding is cut off without a ppermute."""
     decoder = decoder_on((1, 2, 2), GPT, DecodeSizes(5, 30, 8, chunk=16), vocab_parallel="tensor")
@@ -118,8 +119,8 @@ def test_embedding_and_head_on_single_ranks():
 @pytest.mark.parametrize(
     ("layers", "placement", "group"),
     [
-        (5, "v", 1),
-        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(4, "loop", 1), (4, "v", 1), (6, "loop", 1)]),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(5, "v", 1), (4, "loop", 1), (4, "v", 1)]),
+        pytest.param(6, "loop", 1, marks=pytest.mark.slow),
         pytest.param(10, "loop", 2, marks=pytest.mark.slow),
     ],
 )
@@ -163,6 +164,7 @@ def test_one_seed_gives_one_text_on_every_mesh_and_in_every_batch():
     assert (other != alone).any()
 
 
+@pytest.mark.slow
 def test_no_rank_idles_more_than_p_minus_1_ticks():
     """n tokens of all p groups take n p + p - 1 ticks, in each of which a rank runs its layers and its part of the head.
 
@@ -185,7 +187,7 @@ def test_no_rank_idles_more_than_p_minus_1_ticks():
 
 
 @pytest.mark.parametrize(
-    "mesh", [(2, 2, 2), *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 1, 1), (1, 4, 2))]], ids=str
+    "mesh", [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 2, 2), (1, 1, 1), (1, 4, 2))], ids=str
 )
 def test_the_cache_is_split_over_all_axes(mesh):
     """2 (keys, values) * layers * samples * kv heads * slots * head size * 4 bytes, over data * pipe * tensor."""

@@ -148,7 +148,7 @@ def test_heads_are_those_of_the_class(tmp_path):
         read_config(directory)
 
 
-@pytest.mark.parametrize("heads", ["spans", "classification"])
+@pytest.mark.parametrize("heads", ["classification", pytest.param("spans", marks=pytest.mark.slow)])
 def test_a_head_that_is_missing_is_new(heads, capsys):
     """The rest is read; the new head's values are those of a training from scratch."""
     model = dataclasses.replace(model_of(golden("bert")), output_heads=heads)

@@ -129,7 +129,7 @@ def wide(params):
     return jax.tree.map(np.float64, params)
 
 
-@MODELS
+@PRE_FIRST
 def test_the_loss_and_its_slope_are_the_papers(config):
     """The slope along a random direction against a difference of the reference's losses."""
     model, params = small.build_model(config), small.busy_params(config)

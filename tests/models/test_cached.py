@@ -54,7 +54,7 @@ def cached(model, params, tokens, start, widths):
 )
 @pytest.mark.parametrize(
     "widths",
-    [pytest.param((16,), id="at once", marks=pytest.mark.slow), pytest.param((4, 4, 4, 1, 1, 1, 1), id="chunks")],
+    [pytest.param((16,), id="at once", marks=pytest.mark.slow), pytest.param((8, 6, 1, 1), id="chunks")],
 )
 def test_cached_logits_equal_recomputed_ones(config, widths):
     """For samples of different lengths; what is in hidden slots and in the padding has no influence."""
@@ -65,9 +65,10 @@ def test_cached_logits_equal_recomputed_ones(config, widths):
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, (len(LENGTHS), SLOTS), np.int32)
     start = SLOTS - np.array(LENGTHS)
     got = np.asarray(jax.jit(lambda: cached(model, params, tokens, start, widths))())
+    # The model is causal: what follows a sample, here the same tokens again, does not change its logits.
     whole = jax.jit(lambda params, tokens: recomputed(model, params, tokens))
     for row, first in enumerate(start):
-        want = np.asarray(whole(params, tokens[row : row + 1, first:]))[0]
+        want = np.asarray(whole(params, np.roll(tokens[row : row + 1], -first, axis=1)))[0, : SLOTS - first]
         largest = np.abs(want[:, : config.vocabulary]).max()
         assert largest > 1
         np.testing.assert_allclose(got[row, first:], want, rtol=1e-5, atol=1e-5 * largest)

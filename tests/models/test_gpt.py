@@ -93,7 +93,8 @@ def test_cross_entropy_has_autodiffs_gradient():
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(GPT, id="gpt"), pytest.param(LLAMA, id="llama", marks=pytest.mark.slow)]
+    "config",
+    [pytest.param(GPT, id="gpt", marks=pytest.mark.slow), pytest.param(LLAMA, id="llama", marks=pytest.mark.slow)],
 )
 def test_padded_rows_change_no_value_and_no_gradient(config):
     """For tensor = 3 the 61 rows are 384, for tensor = 1 128: same values, same loss, no gradient in the padding."""

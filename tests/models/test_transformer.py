@@ -106,9 +106,7 @@ def test_forward_equals_a_numpy_reference(config):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(biases=False),
-        dict(norm="rmsnorm"),
-        dict(positions="rotary", kv_heads=1),
+        dict(norm="rmsnorm", positions="rotary", kv_heads=1),
         dict(head_size=5, biases=False, qkv_biases=True),
         dict(qkv_biases=False, activation="gelu_exact", sliding_window=1),
         dict(

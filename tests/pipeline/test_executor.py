@@ -107,8 +107,11 @@ def check(name, stages, microbatches, chunks, data=1, layers=None, **options):
         assert np.abs(gradient - target).max() <= 1e-5 * np.abs(target).max(), (name, jax.tree_util.keystr(path))
 
 
-CASES = [("interleaved_1f1b", 4, 8, 2, 1), ("zb_h2", 4, 6, 1, 1)]  # paired ticks; mixed ticks with split backwards
+CASES = [
+    ("zb_h2", 4, 6, 1, 1)
+]  # mixed ticks with split backwards; paired ticks are in `test_bubbles_do_not_affect_results`
 CASES_LONG = [
+    ("interleaved_1f1b", 4, 8, 2, 1),
     ("gpipe", 2, 3, 1, 2),
     ("1f1b", 2, 5, 1, 2),
     ("looped_bfs", 2, 3, 2, 1),
@@ -144,7 +147,7 @@ def test_bubbles_do_not_affect_results(name, chunks):
     check(name, 2, 6, chunks, program={"compute_bubbles": True, "poison_bubbles": True})
 
 
-@pytest.mark.parametrize("poison", [True, False])
+@pytest.mark.parametrize("poison", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
     """This shows that the tests with poisoned inputs depend on the bubbles being computed."""
     seen = []
@@ -207,7 +210,14 @@ def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", pytest.param("eager_1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1f1b",
+        pytest.param("interleaved_1f1b", marks=pytest.mark.slow),
+        pytest.param("eager_1f1b", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_without_loops_and_stash(name):
     """The program for one GPU: each backward runs in the tick of its forward."""
     assert stashes_nothing(make_schedule(name, stages=1, microbatches=3))
@@ -252,8 +262,9 @@ def test_gradients_with_uneven_stages(name, stages, microbatches, chunks, layers
     check(name, stages, microbatches, chunks, layers=layers, program=program)
 
 
-@pytest.mark.parametrize("program", [{}, pytest.param({"in_place": True}, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [{}, {"in_place": True}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_nan_from_empty_slots_reaches_nothing(name, program, monkeypatch):
     """A block whose output and gradients are NaN where its weights are zero, as they are in an empty slot."""
 

@@ -149,6 +149,7 @@ def test_the_memory_model_has_the_bytes_of_what_is_in_flight():
     assert parts["inboxes"] == on_a_rank(carry.activations, carry.gradients)
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_has_one_sharding_from_the_first_step_on():
     """Otherwise the first step replicates all weights on every device, and the second step is recompiled."""
     run = small.make_run((1, 2, 2), schedule="pipedream_2bw", microbatches=2)

@@ -242,7 +242,9 @@ def test_a_pipeline_that_is_not_drained_works_in_place(layout):
     flops, share = sum(account.flops.values()), hardware_flops_per_step(run) / parallel.devices
     assert flops == pytest.approx(share, rel=0.02)
     assert account.read["accumulation"] < 1e6
-    assert account.synchronisations == 5 * run.microbatches  # one per conditional: F, B, embedding, head, embedding backward
+    assert (
+        account.synchronisations == 5 * run.microbatches
+    )  # one per conditional: F, B, embedding, head, embedding backward
 
 
 @pytest.mark.slow

@@ -241,8 +241,8 @@ def test_larger_groups_hold_more(group_size, peak):
     assert slot_tables(schedule).stash_slots == peak
 
 
-@settings(max_examples=40)
-@given(st.integers(1, 8), st.integers(1, 20))
+@settings(max_examples=12)
+@given(st.integers(1, 8), st.integers(1, 12))
 def test_activations_in_flight(stages, groups):
     microbatches = stages * groups
 

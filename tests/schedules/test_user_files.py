@@ -18,6 +18,7 @@ from megajax.schedules import draw, registry
 from megajax.schedules.registry import find, import_user_files, make_schedule, names
 from megajax.schedules.schedule import ScheduleError
 from tests import small
+from tests.pipeline.test_executor import check
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
@@ -69,7 +70,18 @@ def test_it_is_in_the_help_with_its_note(example, capsys):
     assert re.search(f"one_at_a_time +{re.escape(note)}", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("one_at_a_time", 1), ("reversed_gpipe", 2)])
+USERS = pytest.mark.parametrize(("name", "chunks"), [("one_at_a_time", 1), ("reversed_gpipe", 2)])
+
+
+@USERS
+def test_it_is_executed(example, name, chunks):
+    """On a small model of the executor's own tests, whose loss and gradients are the unpipelined model's."""
+    import_user_files([example])
+    check(name, 2, 4, chunks)
+
+
+@pytest.mark.slow
+@USERS
 def test_it_trains(example, name, chunks):
     """Loss and gradients equal the unpipelined model's."""
     import_user_files([example])

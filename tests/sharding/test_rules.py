@@ -101,15 +101,12 @@ def in_one_rank(model, *arguments):
     return lax.psum(lax.cond(lax.axis_index("pipe") == 1, lambda: vary(on()), off), MANUAL)
 
 
-@pytest.mark.parametrize(
-    "sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "split"]
-)
-@pytest.mark.parametrize(
-    "shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(1, 2, 4), (2, 2, 1)])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4), (2, 2, 1)], ids=str)
 @pytest.mark.parametrize(
     "config",
-    [GPT, *(pytest.param(config, marks=pytest.mark.slow) for config in (LLAMA, QWEN, OVER_HEADS))],
+    [GPT, LLAMA, QWEN, OVER_HEADS],
     ids=["gpt", "llama", "qwen", "over heads"],
 )
 def test_values_and_gradients_inside_the_executors_shard_map(config, shape, sequence_parallel):

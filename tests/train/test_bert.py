@@ -10,9 +10,7 @@ from tests.train.test_equivalence import check, slow
 
 POST = dataclasses.replace(small.BERT, post_norm=True, activation="gelu_exact", tied_embeddings=False)
 # mesh (data, pipe, tensor), schedule, chunks, microbatches; other options of the layout
-QUICK = [
-    ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
-]
+FIRST = ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1})
 LONG = [
     ((1, 2, 2), "interleaved_1f1b", 1, 4, {"context": 2, "recompute": "none"}),
     ((1, 1, 1), "1f1b", 1, 2, {"recompute": "none"}),
@@ -28,7 +26,8 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("case", QUICK + slow(LONG), ids=str)
+@pytest.mark.slow  # the forward is compared in test_equivalence.py
+@pytest.mark.parametrize("case", [FIRST, *LONG], ids=str)
 def test_loss_and_gradients_equal_the_unpipelined_model(case):
     *sizes, options = case
     options = {"sequence_parallel": True, "recompute": "selective"} | options
@@ -36,13 +35,13 @@ def test_loss_and_gradients_equal_the_unpipelined_model(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [QUICK[0], LONG[0], LONG[3]], ids=str)
+@pytest.mark.parametrize("case", [FIRST, LONG[0], LONG[3]], ids=str)
 def test_norms_after_the_additions(case):
     *sizes, options = case
     check(*sizes, True, model=POST, **{"recompute": "selective"} | options)
 
 
-@pytest.mark.parametrize("case", slow([QUICK[0], LONG[0], LONG[2], LONG[3], LONG[8]]), ids=str)
+@pytest.mark.parametrize("case", slow([FIRST, LONG[0], LONG[2], LONG[3], LONG[8]]), ids=str)
 def test_classes(case):
     *sizes, options = case
     options = {"sequence_parallel": True, "recompute": "selective"} | options

@@ -93,6 +93,14 @@ def test_loss_and_gradients_equal_the_unpipelined_model_long(case):
     check(*case)
 
 
+@pytest.mark.parametrize("model", [small.LLAMA, small.BERT], ids=["llama", "bert"])
+def test_evaluation_equals_the_unpipelined_model(model):
+    """The forward alone, of families whose gradients the slow tests compare: compiled in a fifth of the time."""
+    training = training_of(*GRID[0], model=model)
+    got = training.evaluate(small.place(training, small.busy_params(model)), small.make_batch(training.run))
+    np.testing.assert_allclose(got, small.expected_loss(model), rtol=1e-5)
+
+
 SHARED_OUT = [  # options other than those of the default run
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1}),
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"zero": 1, "recompute": "full", "recompute_blocks": 2}),
@@ -149,9 +157,8 @@ def test_weights_and_gradients_in_place(monkeypatch, case, model):
     check(*sizes, True, model=model, **options)
 
 
-@pytest.mark.parametrize(
-    "model", [small.LLAMA, pytest.param(small.QWEN, marks=pytest.mark.slow)], ids=["llama", "qwen"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [small.LLAMA, small.QWEN], ids=["llama", "qwen"])
 def test_llama_options_equal_the_unpipelined_model(model):
     """RMS norm, SwiGLU, rotary positions, grouped queries and an untied head, through the pipeline.
 

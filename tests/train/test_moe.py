@@ -45,7 +45,7 @@ GRID = [
     if (schedule != "dualpipe_v" or 8 // mesh[0] >= 2 * mesh[1]) and (mesh[1] > 1 or chunks == 1)
 ]
 # With the experts split over replicas (`--expert`).
-EXPERT_QUICK = (UNEVEN, ((2, 1, 2), "1f1b", 1, 2, {"expert": 2, "expert_dispatch": "all_to_all"}))
+EXPERT_FIRST = (UNEVEN, ((2, 1, 2), "1f1b", 1, 2, {"expert": 2, "expert_dispatch": "all_to_all"}))
 EXPERT_LONG = [
     (UNEVEN, ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 3})),
     (UNEVEN, ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "zero": 1})),
@@ -113,10 +113,19 @@ def test_loss_gradients_and_measurements_long(config, case):
     check(config, case)
 
 
+def test_evaluation_on_replicas_that_split_the_experts():
+    """The forward alone; its gradients are below, in the slow tests."""
+    config, (*sizes, options) = EXPERT_FIRST
+    training = training_of(config, *sizes, options)
+    params = small.place(training, dense_experts.params_of(config))
+    got = training.evaluate(params, small.make_batch(training.run))
+    np.testing.assert_allclose(got, dense_experts.expected_loss(config), rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "case"),
-    [pytest.param(*EXPERT_QUICK, id=str(EXPERT_QUICK[1]))]
-    + [pytest.param(*case, id=str(case[1]), marks=pytest.mark.slow) for case in EXPERT_LONG + EXPERT_GRID],
+    [pytest.param(*case, id=str(case[1])) for case in [EXPERT_FIRST, *EXPERT_LONG, *EXPERT_GRID]],
 )
 def test_replicas_that_split_the_experts(config, case):
     check(config, case)

@@ -111,9 +111,9 @@ def test_a_send_is_one_tensor_rank_of_the_activation(mesh, schedule, chunks, seq
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), slow("interleaved_1f1b", 2)])
 def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunks):
     """XLA copies arrays that it cannot update in place; copying either in every tick would cost more than the compute."""
-    training, step = compiled((1, 4, 2), schedule, chunks, 8)
+    training, step = compiled((2, 2, 2), schedule, chunks, 4)
     slots = slot_tables(training.schedule).stash_slots
-    local_layers, hidden = MODEL.layers // 4, MODEL.hidden
+    local_layers, hidden = MODEL.layers // 2, MODEL.hidden
     big = {
         f"f32[{slots},{local_layers // chunks},1,{MODEL.sequence_length // 2},{hidden}]",  # block inputs
         f"f32[{slots},{local_layers // chunks},1,{MODEL.sequence_length},{MODEL.feedforward_size // 2}]",  # "up"
@@ -129,7 +129,7 @@ def test_the_stash_and_the_accumulators_are_not_copied_in_a_loop(schedule, chunk
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), slow("zb_v", 2)])
 def test_a_mixed_tick_has_no_collective_between_its_loops(schedule, chunks):
     """Ranks run different operations there; a collective between two loops would make ranks wait for each other."""
-    _, step = compiled((1, 4, 2), schedule, chunks, 8)
+    _, step = compiled((2, 2, 2), schedule, chunks, 4)
     loop_over_blocks = re.compile(r" while\(.*/[FBIW]/while\"")
     collective = re.compile(
         r" while\(.*/(head|embed_backward)/while\"| collective-permute(-start)?\(.*/send/ppermute\""

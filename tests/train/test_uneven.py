@@ -27,10 +27,6 @@ def of(layers: int, model=small.MODEL):
     return dataclasses.replace(model, layers=layers)
 
 
-def slow(cases: list) -> list:
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 # layers, mesh (data, pipe, tensor), schedule, chunks, microbatches, options
 CASES = [(5, (2, 2, 1), "interleaved_1f1b", 2, 4, {"zero": 1}), (7, (1, 2, 2), "zb_v", 2, 4, {"recompute": "full"})]
 CASES_LONG = [
@@ -97,7 +93,8 @@ def step_layout(training):
     return to_pipeline_layout(1 + np.arange(training.run.model.layers), training.where)
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), *range(1, len(CASES))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CASES)))
 def test_loss_and_gradients_equal_the_unpipelined_model(number):
     check(compiled_once(number))
 
@@ -236,7 +233,8 @@ def saved(tmp_path_factory):
     return directory, training, state
 
 
-@pytest.mark.parametrize("case", OTHERS[:1] + slow(OTHERS[1:]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_a_checkpoint_resumes_on_other_meshes_and_back_with_equal_bits(saved, tmp_path, case):
     """From uneven stages to others, uneven and even; saved there, and restored on the first mesh."""
     directory, training, state = saved
@@ -259,9 +257,9 @@ def test_a_checkpoint_resumes_on_other_meshes_and_back_with_equal_bits(saved, tm
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), back, state)
 
 
-def test_no_device_holds_more_than_its_shard_of_a_leaf(saved):
+def test_no_device_holds_more_than_its_shard_of_a_leaf():
     """In a save, a restore and the initial state layers move from stage to stage by an all-to-all, and no all-gather."""
-    _, training, _ = saved
+    training = training_of(SAVED)
     with jax.set_mesh(training.mesh):
         text = training._init.lower().compile().as_text()
     assert " all-to-all(" in text and " all-gather(" not in text
