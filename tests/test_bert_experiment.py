@@ -41,10 +41,12 @@ def test_a_short_run_goes_on_on_another_mesh(tmp_path, capsys):
         (bert.main, "--tokenizer byte", "tokenizer byte has no [CLS]"),
         (bert.main, "--output-heads none", "output_heads = none has no loss"),
         (bert.main, "--sliding-window 8", "sliding_window = 8 is not supported by BERT"),
-        (bert.main, "--attention cudnn", "attention = cudnn"),
+        (bert.main, "--attention cudnn --text {text}", "attention = cudnn"),
     ],
 )
-def test_a_mistake_is_one_line(main, words, message, capsys):
-    assert main([*words.split(), "--devices", "cpu:8"]) == 2
+def test_a_mistake_is_one_line(main, words, message, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("A good day. A bad night.\n\n" * 200)
+    assert main([*words.format(text=text).split(), "--devices", "cpu:8"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error

@@ -266,6 +266,7 @@ class KilledAfter:
             raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("save_every", "resumed"), [(1000, 9), (13, 13)])
 def test_a_killed_run_resumes_from_the_newer_of_memory_and_checkpoint(
     tmp_path, memory, monkeypatch, whole, save_every, resumed

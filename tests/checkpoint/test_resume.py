@@ -123,6 +123,7 @@ GROUPS = {"mesh": (4, 2, 1), "schedule": "1f1b", "expert": 4, "zero": 1}
 WHOLE = {"mesh": (1, 1, 2), "schedule": "1f1b", "microbatches": 1}
 
 
+@pytest.mark.slow
 def test_experts_are_restored_by_another_number_of_replicas(tmp_path):
     """A state saved on expert 4 x pipe 2 is bitwise the same on expert 1 x tensor 2 x pipe 1."""
     first, other = (small.training_of(runs.make_run(**how, model=dense_experts.PLAIN)) for how in (GROUPS, WHOLE))

@@ -32,16 +32,14 @@ def trainer_of(**layout):
     return types.SimpleNamespace(run=run, mesh=training.mesh, training=training, tokenizer=Numbers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"schedule": "zb_v", "chunks": 2, "zero": 3}, id="zb_v zero 3"),
-        pytest.param(
-            {"chunks": 2, "recompute": "full", "recompute_blocks": 1, "zero": 1},
-            marks=pytest.mark.slow,
-            id="interleaved zero 1",
-        ),
+        {"schedule": "zb_v", "chunks": 2, "zero": 3},
+        {"chunks": 2, "recompute": "full", "recompute_blocks": 1, "zero": 1},
     ],
+    ids=["zb_v zero 3", "interleaved zero 1"],
 )
 def test_the_text_of_a_training_state(layout):
     trainer = trainer_of(**layout)

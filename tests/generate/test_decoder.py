@@ -140,6 +140,7 @@ def test_weights_of_any_training_layout(layers, placement, group):
             np.testing.assert_array_equal(of_slot[rank], layer)
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_smaller_and_a_second_batch_follows():
     """The programs are compiled once, for the longest prompt; shorter batches run fewer chunks of it."""
     decoder = decoder_on((1, 2, 1), GPT, DecodeSizes(4, 30, 8, chunk=4))

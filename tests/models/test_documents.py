@@ -74,6 +74,7 @@ def test_packed_documents_equal_separate_documents(model, mesh, options):
     small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 @MODELS
 def test_without_document_masks_documents_attend_to_each_other(model):
     """This shows that the test above depends on the masks."""

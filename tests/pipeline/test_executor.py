@@ -147,7 +147,8 @@ def test_bubbles_do_not_affect_results(name, chunks):
     check(name, 2, 6, chunks, program={"compute_bubbles": True, "poison_bubbles": True})
 
 
-@pytest.mark.parametrize("poison", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("poison", [True, False])
 def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
     """This shows that the tests with poisoned inputs depend on the bubbles being computed."""
     seen = []
@@ -210,14 +211,7 @@ def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "1f1b",
-        pytest.param("interleaved_1f1b", marks=pytest.mark.slow),
-        pytest.param("eager_1f1b", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["interleaved_1f1b", pytest.param("eager_1f1b", marks=pytest.mark.slow)])
 def test_gradients_without_loops_and_stash(name):
     """The program for one GPU: each backward runs in the tick of its forward."""
     assert stashes_nothing(make_schedule(name, stages=1, microbatches=3))
@@ -242,8 +236,7 @@ CASES_LONG_UNEVEN = [
     ("gpipe", 4, 4, 1), ("1f1b", 4, 5, 1), ("eager_1f1b", 2, 5, 1), ("interleaved_1f1b", 2, 6, 2), ("looped_bfs", 2, 4, 2),
     ("zb_h1", 4, 6, 1), ("zb_1p_interleaved", 2, 4, 2), ("zb_v", 4, 6, 2), ("dualpipe_v", 2, 5, 2), ("auto", 2, 4, 2),
 ]  # fmt: skip
-UNEVEN = [("zb_v", 2, 4, 2, 7, {})]
-UNEVEN_LONG = [("1f1b", 4, 5, 1, 6, {"in_place": True})] + [
+UNEVEN = [("zb_v", 2, 4, 2, 7, {}), ("1f1b", 4, 5, 1, 6, {"in_place": True})] + [
     (name, stages, microbatches, chunks, layers, program)
     for name, stages, microbatches, chunks in CASES_LONG_UNEVEN
     for layers in range(stages * chunks + 1, 3 * stages * chunks, 2)
@@ -253,10 +246,8 @@ UNEVEN_LONG = [("1f1b", 4, 5, 1, 6, {"in_place": True})] + [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "microbatches", "chunks", "layers", "program"),
-    UNEVEN + [pytest.param(*case, marks=pytest.mark.slow) for case in UNEVEN_LONG],
-)
+@pytest.mark.slow  # quick: the evaluation of tests/train/test_uneven.py
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks", "layers", "program"), UNEVEN)
 def test_gradients_with_uneven_stages(name, stages, microbatches, chunks, layers, program):
     """All stages have as many slots as the largest has blocks; the gradients are those of the model's blocks alone."""
     check(name, stages, microbatches, chunks, layers=layers, program=program)

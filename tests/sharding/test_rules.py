@@ -129,6 +129,7 @@ def test_values_and_gradients_inside_the_executors_shard_map(config, shape, sequ
     jax.tree.map(close, compiled(*arguments), expected)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_in_a_plain_jit():
     mesh = make_mesh(2, 1, 4)
     rules, model = sharded_functions(GPT, True)

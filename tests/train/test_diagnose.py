@@ -154,6 +154,7 @@ def test_a_skipped_step_leaves_what_a_loop_without_dispatch_ahead_leaves(trainin
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, result.state) for result in results))
 
 
+@pytest.mark.slow
 def test_a_non_finite_step_stops_the_run_and_saves_the_previous_state(tmp_path):
     """On one device, where everything compiles faster."""
     model = dataclasses.replace(small.MODEL, layers=2, hidden=16)

@@ -119,9 +119,8 @@ class FlipsABit:
         return flip(state, KERNEL, self._device) if self._taken == self._step else state, metrics
 
 
-@pytest.mark.parametrize(
-    ("save_every", "found", "saved"), [(1000, 8, []), pytest.param(2, 6, [2, 4], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("save_every", "found", "saved"), [(1000, 8, []), (2, 6, [2, 4])])
 def test_a_run_ends_at_the_next_check_and_saves_no_corrupt_state(training, tmp_path, save_every, found, saved):
     """The bit changes after step 6; checks are every four steps, and before each save."""
     device = training.mesh.devices[3, 0, 0]

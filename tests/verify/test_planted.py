@@ -50,7 +50,8 @@ def test_layouts_without_errors_are_equal(layout_of):
         assert all(distance <= 0.5 * tolerance for distance, tolerance in row.largest.values())
 
 
-@pytest.mark.parametrize("pipe", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", [2, 3])
 def test_sign_of_one_layers_gradient(pipe):
     replay = planted.replay_of(planted.make_run(pipe=pipe, schedule="1f1b", microbatches=2), planted.WrongSign)
     difference, details = found(planted.compare(replay), 1, "gradient/blocks/up/2")
