@@ -88,7 +88,8 @@ def run(words: Sequence[str]) -> int:
     epochs = found.epochs or (None if {"--steps", "--config"} & given else task.epochs)
     if epochs:
         rest += ["--steps", str(epochs * steps)]
-        rest += [] if "--warmup-steps" in given else ["--warmup-steps", str(round(task.warmup * epochs * steps))]
+        if not {"--warmup-steps", "--warmup-samples"} & given:
+            rest += ["--warmup-steps", str(round(task.warmup * epochs * steps))]
     save_every = request.passed.get("save_every", steps)
     if save_every < 1 or steps % save_every:
         raise ConfigError(

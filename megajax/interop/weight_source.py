@@ -96,7 +96,7 @@ class RunDirectorySource:
         config, steps = directory / "config.toml", complete_steps(directory / "checkpoints")
         if not config.is_file():
             problem = "has no config.toml" if directory.is_dir() else "is not a directory"
-            model = f", or pass --hf {run_dir}" if (directory / "config.json").is_file() else ""
+            model = f", or pass --init-from {run_dir}" if (directory / "config.json").is_file() else ""
             raise ConfigError(f"{directory} {problem}: give --run-dir the directory of a training run{model}.")
         if step is None and steps:  # a training may write another one meanwhile
             step = int(broadcast("weights/step", lambda: str(steps[-1])))

@@ -1,5 +1,8 @@
 """One spelling of each option in all commands; the older names are accepted with a line on stderr."""
 
+import pathlib
+import re
+
 import pytest
 
 from megajax.config.options import Parser
@@ -63,3 +66,12 @@ def test_options_are_not_abbreviated():
     parser.add_argument("--microbatches")
     with pytest.raises(parser.mistake, match="--micro"):
         parser.parse_args(["--micro", "4"])
+
+
+def test_messages_name_no_older_option():
+    """Of those that no command has as its own: "pass --hf DIR" would be an advice to use an old name."""
+    older = r"(pass|give|omit|use|or) --(hf|global-batch|microbatch-sizes|schedules|stages|from|iteration)\b(?!-)"
+    root = pathlib.Path(__file__).parents[2]
+    sources = [file for folder in ("megajax", "experiments") for file in (root / folder).rglob("*.py")]
+    assert len(sources) > 200
+    assert [file.name for file in sources if re.search(older, file.read_text())] == []
