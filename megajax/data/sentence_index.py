@@ -51,8 +51,8 @@ def build_sentence_index(
     places = Places.of(documents, lengths, longest, max(1, least_sentences))
     if not len(places.sentence):
         raise ConfigError(
-            f"no document has {least_sentences} sentences of at most {LONG_SENTENCE} tokens: preprocess with "
-            "--split-sentences"
+            f"no document has {least_sentences} sentences of at most {LONG_SENTENCE} tokens: pass longer documents, and "
+            "preprocess them with --split-sentences"
         )
     kind = np.uint32 if len(lengths) <= np.iinfo(np.uint32).max else np.uint64
     # At most: an epoch has no more samples than sentences. Memory that is not written to is not used.
