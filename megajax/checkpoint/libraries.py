@@ -7,6 +7,7 @@
 """
 
 import logging
+import pathlib
 import sys
 import warnings
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import tensorstore
 
 from megajax.checkpoint.writer import TEMPORARY
+
+ORBAX = "orbax"  # the package's folder
 
 
 def prepare_process() -> None:
@@ -33,6 +36,10 @@ def silence_tracebacks() -> None:
 
 def _is_other_message(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else ""
+    if (
+        error and ORBAX in pathlib.Path(record.pathname).parts
+    ):  # of a thread; `Checkpoints` gets the error as its result
+        return False
     text = f"{record.getMessage()} {error}"
     return TEMPORARY not in text and "exception was never retrieved" not in text
 

@@ -70,9 +70,25 @@ class DirectoryLock:
             except (Timeout, LeaseSettingsMismatch):
                 found = self._refreshed()
             seen = seen or found
+            if found == seen and time.monotonic() - start > self._lease.lease_duration and self._remove_empty(seen):
+                continue
             if found != seen or time.monotonic() - start > self._lease.lease_duration + 5 * self.heartbeat:
                 raise ConfigError(self._held_by_another()) from None
             time.sleep(self.heartbeat / 10)
+
+    def _remove_empty(self, seen: tuple[int, int] | None) -> bool:
+        """Removes the file if it is the one that was seen, and is empty: a full disk, or a kill, as it was created."""
+        aside = self.directory / f"{NAME}.empty-{os.getpid()}"
+        try:
+            os.rename(self.directory / NAME, aside)
+            status = os.stat(aside)
+            if status.st_size or (status.st_ino, status.st_mtime_ns) != seen:
+                os.rename(aside, self.directory / NAME)  # another process was faster
+                return False
+            os.unlink(aside)
+        except OSError:
+            return False
+        return True
 
     def _refreshed(self) -> tuple[int, int] | None:
         """Changes whenever the lock's holder refreshes it. The file is opened, so that NFS asks the server."""

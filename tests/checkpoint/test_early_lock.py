@@ -35,3 +35,11 @@ def test_an_early_lock_is_that_of_the_run(tmp_path):
         DirectoryLock(tmp_path).release()
         assert (tmp_path / NAME).exists()
     assert not (tmp_path / NAME).exists()
+
+
+def test_an_empty_lock_is_taken_over(tmp_path):
+    """A full disk leaves it so; it was refused for ever as that of another process."""
+    (tmp_path / NAME).touch()
+    lock = DirectoryLock(tmp_path, lease=0.3, heartbeat=0.05)
+    assert (tmp_path / NAME).stat().st_size > 0 and len(list(tmp_path.iterdir())) == 1
+    lock.release()
