@@ -26,7 +26,7 @@ class LaunchConfig:
     )
     peer_timeout: float = setting(
         300.0,
-        "seconds without a heartbeat or a step of another process that end the job",
+        "seconds without a heartbeat or a step of another process, or of the only one, that end the job",
         below=LONGEST,
         metavar="SECONDS",
     )

@@ -5,6 +5,9 @@ once a second, and reads process 0's heartbeat and verdict. The second ends the 
 process 0 is silent. On process 0 the first thread reads all heartbeats and the second decides which processes are missing
 or behind. The service is a process of its own (`coordinator.py`), so that it answers when process 0 is dead.
 
+In a run of one process a thread looks at the step alone: a collective of NCCL that never ends is found by nobody else, and
+the launcher's heartbeat comes from a thread that goes on.
+
 Every process prints the reason, as one line, and exits: with 2 if a process ended for a user's mistake, which a new start
 would repeat; else with 3. A process that failed itself exits with its own code.
 """
@@ -29,6 +32,15 @@ USER_ERROR = 2  # exit code for a user's mistake
 PEER_ERRORS = re.compile(
     "gloo|nccl|connection (reset|closed|refused)|socket closed|coordination|heartbeat|barrier", re.I
 )
+SLOW = 5  # in a run of one process, a step may take this many times the slowest before it, if that is more than the timeout
+DEBUGGERS = (
+    "pdb",
+    "bdb",
+    "code",
+    "debugpy",
+    "pydevd",
+    "IPython",
+)  # modules in which the main thread waits for a person
 HEARTBEAT, VERDICT = "megajax/heartbeat/", "megajax/verdict"
 
 
@@ -41,7 +53,7 @@ class _Peer:
 
 
 class Watchdog:
-    """Watches the processes of a run; inactive in a run of one process."""
+    """Watches the processes of a run, or the steps of the only one."""
 
     def __init__(self, timeout: float, show: Callable[[str], None], heartbeat: Heartbeat | None = None):
         """Starts the threads.
@@ -56,6 +68,7 @@ class Watchdog:
         joined = coordination_service()  # jax.process_count() would start the devices
         self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
         self._step, self._entered, self._suspended = 0, time.monotonic(), True
+        self._slowest, self._first = 0.0, 0.0  # seconds: of a step so far, and of the work before there was one
         self._failure, self._failure_code = None, 0
         self._beat, self._answered = 0, time.monotonic()
         unknown = {"step": 0, "failure": None, "code": 0}
@@ -64,18 +77,25 @@ class Watchdog:
         self._exiting = threading.Lock()
         if self._count > 1:
             self._publish()
-            for target in (self._exchange_heartbeats, self._check_deadlines):
-                threading.Thread(target=target, daemon=True, name=f"watchdog {target.__name__}").start()
+        threads = (self._exchange_heartbeats, self._check_deadlines) if self._count > 1 else (self._check_own_step,)
+        for target in threads:
+            threading.Thread(target=target, daemon=True, name=f"watchdog {target.__name__}").start()
 
     def enter(self, step: int) -> None:
         """The main thread starts to wait for `step`, which must end within `timeout`."""
-        self._heartbeat.step = step
-        self._step, self._entered, self._suspended = step, time.monotonic(), False
+        self._begin(step, suspended=False)
 
     def suspend(self, step: int) -> None:
         """As `enter`, for work without a time limit: compilation, validation, a checkpoint. Heartbeats stay required."""
-        self._heartbeat.step = step
-        self._step, self._entered, self._suspended = step, time.monotonic(), True
+        self._begin(step, suspended=True)
+
+    def _begin(self, step: int, suspended: bool) -> None:
+        now, self._heartbeat.step = time.monotonic(), step
+        if not self._suspended:
+            self._slowest = max(self._slowest, now - self._entered)
+        elif not self._slowest:
+            self._first = max(self._first, now - self._entered)
+        self._step, self._entered, self._suspended = step, now, suspended
 
     def close(self) -> None:
         """Stops watching: the run has ended on this process."""
@@ -189,6 +209,32 @@ class Watchdog:
                     f"process 0 ({address}) has not answered for {silent:.0f} s: dead, hung or disconnected", EXIT_PEER
                 )
 
+    def _check_own_step(self) -> None:
+        """The thread of a run of one process."""
+        before = time.monotonic()
+        while not self._closed.wait(self.interval):
+            now = time.monotonic()
+            if now - before > 2 * self.interval + 1:  # the whole process was stopped (Ctrl-Z)
+                self._entered += now - before
+            before = now
+            if reason := self._own_verdict(now):
+                self._exit(reason, EXIT_PEER)
+
+    def _own_verdict(self, now: float) -> str | None:
+        """In a run of one process: that a step has not ended; None while it may."""
+        waiting, longest = now - self._entered, max(self.timeout, SLOW * (self._slowest or self._first))
+        if self._suspended or waiting <= longest:
+            return None
+        where = main_thread_frames()
+        if any(name.partition(".")[0] in DEBUGGERS for name, _ in where):
+            return None
+        own = [place for name, place in where if name.startswith("megajax.")] or [place for _, place in where]
+        place = f" (the main thread is at {own[0]})" if own else ""
+        return (
+            f"step {self._step} has not ended for {waiting:.0f} s: a device, a collective or the data hangs{place}; a step "
+            f"may take {longest:.0f} s: pass a larger --peer-timeout if that is too short"
+        )
+
     def _verdict(self) -> tuple[str, int] | None:
         """On process 0: why the job must end, and its exit code; None if it need not."""
         now, peers = time.monotonic(), dict(self._peers)
@@ -242,6 +288,15 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def main_thread_frames() -> list[tuple[str, str]]:
+    """(module, FILE:LINE) of each of the main thread's frames, the innermost first."""
+    frame, found = sys._current_frames().get(threading.main_thread().ident), []
+    while frame is not None:
+        found.append((frame.f_globals.get("__name__") or "", f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+        frame = frame.f_back
+    return found
 
 
 def is_peer_error(error: BaseException) -> bool:
