@@ -91,7 +91,8 @@ def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     if rest:
         raise ConfigError(f"{' '.join(rest)} cannot be combined with --run {own.run}: change RUN in the file.")
     imports = (*own.imports, own.run)
-    import_user_files(imports)
+    import_user_files(own.imports)
+    import_user_files([own.run], "--run")
     path = os.path.realpath(own.run)
     modules = (module for module in sys.modules.values() if getattr(module, "__file__", None) == path)
     run = getattr(sys.modules.get(own.run) or next(modules, None), "RUN", None)

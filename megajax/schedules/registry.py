@@ -263,7 +263,7 @@ def require(rule: bool, message: str) -> None:
         raise ScheduleError(message)
 
 
-def import_user_files(paths: Iterable[str]) -> None:
+def import_user_files(paths: Iterable[str], option: str = "--import") -> None:
     """Imports Python files (paths that end in .py) or modules (dotted names), which register schedules or models.
 
     A file that was imported before is not imported again.
@@ -272,7 +272,7 @@ def import_user_files(paths: Iterable[str]) -> None:
       ScheduleError: a file or module does not exist, or fails; one line with the error and where it was raised.
     """
     for path in paths:
-        remedy = "pass --import FILE.py, or the dotted name of a module"
+        remedy = f"pass {option} FILE.py, or the dotted name of a module"
         is_file = path.endswith(".py")
         require(not is_file or os.path.isfile(path), f"cannot import {path}: there is no such file; {remedy}")
         require(is_file or not os.path.exists(path), f"cannot import {path}: its name does not end in .py; {remedy}")
