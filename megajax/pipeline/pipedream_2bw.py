@@ -176,6 +176,17 @@ class PipeDream2BW:
         counted = jnp.zeros(2 * count, bool).at[of_last_rank.microbatch].set(of_last_rank.on == 1)
         return losses, counted, gradients, InFlight(in_flight.step + 1, weights, batches, cotangents, carry)
 
+    def newest_weights(self, in_flight: InFlight) -> Tree:
+        """Of the batch that entered last, {"blocks": [1, pipe, layers / pipe, ...], "shared"}: the one still in flight."""
+        half = (in_flight.step - 1) % 2
+        take = lambda a: lax.dynamic_index_in_dim(a, half, 0, keepdims=False)  # noqa: E731
+        weights = in_flight.weights
+        in_halves = lambda a: a.reshape(2, -1, *a.shape[1:])  # noqa: E731
+        return {
+            "blocks": jax.tree.map(lambda a: take(in_halves(a)), weights["blocks"]),
+            "shared": jax.tree.map(take, weights["shared"]),
+        }
+
     def _rank(self, weights: Tree, batch: Tree) -> Rank:
         return Rank(self.functions, self.table, self.options, weights, batch)
 

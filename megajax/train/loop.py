@@ -178,6 +178,7 @@ class Loop:
         if self.progress.samples >= self.total_samples:
             return self.state, self.record
         self.goodput.begin(self.progress.step)
+        self.state = self.training.refilled(self.state, self._batch, self.progress.samples)
         batch, step = self._batch(self.progress.samples), None
         while True:
             if step is None:
@@ -358,7 +359,7 @@ class Loop:
         if replicates:
             self.hooks.suspend_watchdog(step.number)
             with self.goodput.during("saving"):
-                messages = self.hooks.replicas.save(self.training.state_layout, self.state, self.progress)
+                messages = self.hooks.replicas.save(*self.training.stored(self.state), self.progress)
             for text in messages:
                 self.log.message(text)
 
@@ -386,7 +387,7 @@ class Loop:
         if checkpoints is None:
             return
         with self.goodput.during("saving"):
-            messages = checkpoints.save(self.training.state_layout, self.state, progress)
+            messages = checkpoints.save(*self.training.stored(self.state), progress)
             messages += checkpoints.wait() if wait else []
         for text in messages:
             self.log.message(text)

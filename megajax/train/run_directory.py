@@ -19,6 +19,7 @@ from rich.console import Console
 import megajax
 from megajax.checkpoint import reader
 from megajax.checkpoint.directory import choose, complete_steps
+from megajax.checkpoint.layout import StateLayout, named
 from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
@@ -186,7 +187,7 @@ class RunDirectory:
         if found is None and self._resumed_path is None:
             return None
         state, progress, messages = found or reader.load(
-            self._resumed_path, self.run, training.state_layout, self.meta["tokenizer"]
+            self._resumed_path, self.run, self._stored_layout(training), self.meta["tokenizer"]
         )
         self.messages += messages + self._rate_change(state, progress)
         self._save_config()
@@ -195,6 +196,14 @@ class RunDirectory:
         self.messages += [f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
         return state, progress
+
+    def _stored_layout(self, training: Training) -> StateLayout:
+        """The layout of the checkpoint to resume from: without the batch in flight if another schedule wrote it."""
+        wanted, plain = named(training.stored_layout.shapes), named(training.state_layout.shapes)
+        if wanted.keys() == plain.keys() or wanted.keys() <= named(reader.arrays_in(self._resumed_path)).keys():
+            return training.stored_layout
+        self.messages.append("resume    no batch is in flight in this checkpoint: the first step makes no update")
+        return training.state_layout
 
     def _rate_change(self, state: TrainState, progress: Progress) -> list[str]:
         """A line if the run's schedule is not the checkpoint's, and changes the learning rate of the next step."""
@@ -211,7 +220,7 @@ class RunDirectory:
             return None
         newest = complete_steps(self.directory / "checkpoints")[-1:] or [0]
         at_least = newest[0] if self.output.resume == "auto" else None
-        found = self.replicas.restore(self.run, training.state_layout, at_least)
+        found = self.replicas.restore(self.run, training.stored_layout, at_least)
         if found:
             self.messages = [text for text in self.messages if not text.startswith("resume    ")]
         self.messages += self.replicas.messages

@@ -6,7 +6,6 @@ of tokens), so it does not depend on how the batch is split into microbatches or
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,11 +30,11 @@ from megajax.pipeline.executor import ExecutorOptions, forward_function, gradien
 from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
 from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
-from megajax.pipeline.pipedream_2bw import PipeDream2BW
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import find, make_schedule
 from megajax.sharding.rules import AxisRules
+from megajax.train.continuous import Continuous
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
@@ -110,8 +109,21 @@ class Training:
 
     @property
     def state_layout(self) -> StateLayout:
-        """The layout of the state, for saving and loading checkpoints."""
+        """The layout of the state."""
         return StateLayout(self.state_shapes, self.state_sharding, self.where)
+
+    @property
+    def stored_layout(self) -> StateLayout:
+        """The layout of what checkpoints hold."""
+        return self.state_layout
+
+    def stored(self, state: TrainState) -> tuple[StateLayout, TrainState]:
+        """`stored_layout`, and what a checkpoint of a state holds; its arrays may be those of the state."""
+        return self.stored_layout, state
+
+    def refilled(self, state: TrainState, batch: Callable[[int], Tree], consumed_samples: int) -> TrainState:
+        """The state to resume from, of one that a checkpoint holds; `batch(consumed_samples)` is the next batch."""
+        return state
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
@@ -307,7 +319,9 @@ class Training:
     def _loss_weight(self, batch: Tree) -> jax.Array:
         return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
 
-    def forward(self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()) -> Tree:
+    def forward(
+        self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()
+    ) -> Tree:
         """The outputs of `collect` on the last block's output (see `forward_function`); to be traced.
 
         `total`: the batch's weight, if the caller sums it.
@@ -353,48 +367,5 @@ def make_training(
     return (Training if find(run.parallel.schedule).drains else ContinuousTraining)(run, mesh, model, rules)
 
 
-class ContinuousTraining(Training):
-    """PipeDream-2BW: a step's batch enters a pipeline that still holds the last batch, and the update is the last one's.
-
-    The first step makes no update. The loss of a step is the mean over the microbatches that passed the head in it, most
-    of them of its own batch, each at the weights that it was run with.
-    """
-
-    takes_hold = False
-
-    def __init__(self, run: RunConfig, mesh: Mesh, *model_and_rules):
-        """As of `Training`."""
-        super().__init__(run, mesh, *model_and_rules)
-        self.pipeline = PipeDream2BW(self.functions, run.parallel.pipe, run.microbatches, mesh, self.executor_options)
-        self._train = self._jit_step(dataclasses.replace(self.state_sharding, in_flight=None))  # XLA shards it
-        self._start = lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2])
-
-    def train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """As `Training.train_step`; a state with nothing in flight, fresh or restored, starts with an empty pipeline."""
-        with jax.set_mesh(self.mesh):
-            batch = self.place(batch)
-            if not jax.tree.leaves(state.in_flight):
-                state = dataclasses.replace(state, in_flight=self._empty(state.params, batch))
-            return self._train(state, batch)
-
-    def compile_train_step(self, state: TrainState, batch: Tree) -> jax.stages.Compiled:
-        """As `Training.compile_train_step`; if nothing is in flight in `state`, XLA chooses the sharding of `in_flight`."""
-        with jax.set_mesh(self.mesh):
-            flying = state.in_flight or jax.eval_shape(self._start, state.params, batch)
-            return self._train.lower(dataclasses.replace(state, in_flight=flying), batch).compile()
-
-    @functools.cached_property
-    def _empty(self) -> Callable[[Tree, Tree], Tree]:
-        """Returns an empty pipeline with the shardings of a step's output, read from a compiled step: XLA chooses them."""
-        step = self.compile_train_step(*self.step_shapes())
-        return jax.jit(self._start, out_shardings=step.output_shardings[0].in_flight)
-
-    def _train_step(self, state: TrainState, batch: Tree):
-        flying = state.in_flight
-        weight = self._loss_weight(batch)
-        computed, inputs, before = self._inputs(state.params, batch)
-        losses, counted, gradients, after = self.pipeline.step(computed, inputs, 1 / weight, flying, (before, weight))
-        total = jnp.where(counted, jax.vmap(self._loss_weight)(after.batch), 0).sum()
-        gradients = self._gradients_of(state.params, gradients)
-        new, metrics = self._update(state, gradients, losses.sum() / total, batch, ready=flying.step > 0)
-        return dataclasses.replace(new, in_flight=after), metrics
+class ContinuousTraining(Continuous, Training):
+    """The programs of PipeDream-2BW."""

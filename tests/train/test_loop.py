@@ -44,6 +44,9 @@ class MeanTraining:
     def loss(self, params, batch):
         return jnp.mean((params["mean"] - batch["labels"]) ** 2)
 
+    def refilled(self, state: TrainState, batch, consumed_samples: int) -> TrainState:
+        return state
+
     def train_step(self, state: TrainState, batch, hold):
         first = int(batch["sample"].ravel()[0])
         self.events.append(("dispatch", first // BATCH + 1))
