@@ -79,6 +79,17 @@ class ModelContext:
     dropout_seed: int = 0
     training: bool = True
 
+    def whole(self, x: jax.Array) -> jax.Array:
+        """x with all of every axis on each device of a tensor group; the gradient too.
+
+        For operands and results of what moves elements along an axis that `constrain` splits over tensor: slices,
+        concatenations, rolls, pads. XLA makes a collective permute of them if either is split, which hangs in work that only
+        one pipeline stage does:
+
+            shifted = context.whole(jnp.roll(context.whole(x), 1, axis=1))
+        """
+        return self.constrain(x, *[None] * x.ndim)
+
 
 class FusableAttention(NamedTuple):
     """Properties of blocks that call `ModelContext.operations.attend`, which determine whether a fused kernel can run.

@@ -38,6 +38,7 @@ from megajax.train.continuous import Continuous
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.stage_branches import with_check
 from megajax.train.two_passes import latency_options, with_latencies
 
 Tree = Any
@@ -104,8 +105,9 @@ class Training:
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = self._jit_step(state, replicated)
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
-        self._evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
-        self._gradients = jax.jit(self._loss_and_gradients, static_argnums=3)
+        evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
+        self._evaluate = self._checked(evaluate)
+        self._gradients = self._checked(jax.jit(self._loss_and_gradients, static_argnums=3), static=(3,))
 
     @property
     def state_layout(self) -> StateLayout:
@@ -193,7 +195,11 @@ class Training:
             donate_argnums=0,
             compiler_options=step_options(run.parallel, device) | latency_options(run, device, self.model),
         )
-        return with_latencies(step, run, device)
+        return self._checked(with_latencies(step, run, device))
+
+    def _checked(self, function: Any, static: tuple[int, ...] = ()) -> Any:
+        """The jitted function; before the first run of a program, it is checked for collectives that would hang."""
+        return with_check(function, self.model_class, self.run.parallel, self.mesh, static)
 
     # The functions below are traced.
 
