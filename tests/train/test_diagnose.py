@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from megajax.config import ConfigError
 from megajax.data.ramp import RampedLoader
 from megajax.train import diagnose
 from megajax.train.logging import SpikeDetector
-from tests import small
+from tests import dense_experts, small
 from tests.train import runs
 
 MESH = {"mesh": (2, 2, 1), "schedule": "zb_v", "chunks": 2, "microbatches": 4}
@@ -79,9 +80,10 @@ def test_the_layer_whose_output_overflows_is_named(training, params, layer):
         params["blocks"]["attention"]["output"]["bias"][layer] = 3e38
 
     text = explain(training, changed(params, overflow))
+    rank = {0: 0, 2: 1, 7: 0}[layer]  # a V of two ranks
     assert text == (
-        "microbatch 1 of 4, sample 0 of the run: "
-        f"the output of layer {layer} is not finite; its input and its weights are"
+        "no sample is to blame, each of samples 0, 8, 15 of the run does it alone: "
+        f"the output of layer {layer} (pipeline rank {rank}) is not finite; its input and its weights are"
     )
 
 
@@ -92,7 +94,52 @@ def test_a_gradient_that_overflows_is_named(training, params):
         params["shared"]["head"]["norm"]["scale"] *= 50
 
     text = explain(training, changed(params, steepen), scale=3e38)
-    assert text.startswith("microbatch 1 of 4, sample 0 of the run: the forward is finite, the gradient of ")
+    does = "no sample is to blame, each of samples 0, 8, 15 of the run does it alone: "
+    assert text.startswith(does + "the forward is finite, the gradient of ")
+
+
+def test_a_batch_whose_labels_do_not_count_is_no_matter_of_hardware(training, params):
+    batch = small.make_batch(training.run)
+    for changed in ({"weights": np.zeros_like(batch["weights"])}, {"labels": np.full_like(batch["labels"], -100)}):
+        assert explain(training, params, batch | changed) == (
+            "no label of this batch counts: all loss weights are 0, and the mean over them is 0 / 0; mend the data"
+        )
+
+
+def spoiled(training, spoil):
+    """The training, of which `spoil(x)` has replaced every block's output; nothing is compiled before it is called."""
+    broken = copy.copy(training)
+    block = lambda weights, x, microbatch, layer: spoil(training.functions.block(weights, x, microbatch, layer))  # noqa: E731
+    broken.functions = dataclasses.replace(training.functions, block=block)
+    broken._gradients = jax.jit(broken._loss_and_gradients, static_argnums=3)
+    return broken
+
+
+@pytest.mark.slow
+def test_a_broken_replica_and_a_broken_stage_are_not_blamed_on_a_sample(training, params):
+    where = lambda axis: lambda x: jnp.where(jax.lax.axis_index(axis) == 1, jnp.nan, x)  # noqa: E731
+    assert explain(spoiled(training, where("data")), params).startswith(
+        "replica 1 of 2 computes what others do not, of copies of one sample: check its hardware: the output of layer 0 "
+    )
+    assert explain(spoiled(training, where("pipe")), params) == (
+        "no sample is to blame, each of samples 0, 8, 15 of the run does it alone: "
+        "the output of layer 2 (pipeline rank 1) is not finite; its input and its weights are"
+    )
+
+
+def test_an_expert_is_named():
+    run = small.make_run((1, 2, 1), schedule="zb_v", chunks=2, model=dense_experts.FIRST_DENSE)
+    training = small.training_of(run)
+
+    def poison(params):
+        params["blocks"]["sparse"]["feedforward"]["up"][2, 4, 0, 1, 3] = math.nan
+        params["blocks"]["sparse"]["feedforward"]["down"][2, 5] = math.inf
+
+    place = small.place(training, changed(dense_experts.params_of(run.model), poison))
+    assert diagnose.not_finite(training, place) == [
+        "layer 5, feedforward/down, expert 5",
+        "layer 5, feedforward/up, expert 4",
+    ]
 
 
 def test_a_step_that_is_finite_when_repeated_is_reported(training, params):
