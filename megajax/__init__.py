@@ -27,6 +27,7 @@ _MODULES = {
     "make_schedule": "megajax.schedules.registry",
     "register": "megajax.schedules.registry",
     "Trainer": "megajax.train.trainer",
+    "check": "megajax.train.check",
 }
 __all__ = sorted(_MODULES)
 

@@ -25,12 +25,12 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.estimate.expert_time import with_expert_dispatch
 from megajax.estimate.gpus import Peak, device_peak, gpu_of
 from megajax.estimate.vocabulary import with_vocabulary
-from megajax.models.context import model_shapes
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog, is_peer_error
 from megajax.schedules.errors import counted
 from megajax.schedules.simulate import simulate_lockstep
+from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
@@ -103,10 +103,10 @@ class Trainer:
         if data is None:
             self._open_data()
         else:
-            ids = model_shapes(run, model, rules).id_bounds()
-            self._batches = UserBatches(data, run, ids)
+            checked = model_to_check(run, model, rules)
+            self._batches = UserBatches(data, run, checked)
             sets = validation_data if isinstance(validation_data, Mapping) else {DEFAULT_SET: validation_data}
-            self._validation = {name: UserBatches(one, run, ids) for name, one in sets.items() if one is not None}
+            self._validation = {name: UserBatches(one, run, checked) for name, one in sets.items() if one is not None}
             self._data_description = [f"batches of {type(data).__name__}"]
         own = {"the model's class": model, "the batches' class": type(data) if data is not None else None}
         require_same_run(

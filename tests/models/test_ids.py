@@ -106,7 +106,7 @@ def test_batches_of_the_user_are_checked():
     run = RunConfig(
         config, ParallelConfig(microbatch_size=2), TrainConfig(global_batch_size=4, steps=9, warmup_steps=1)
     )
-    batches = UserBatches(Data(), run, small.build_model(config).id_bounds())
+    batches = UserBatches(Data(), run, small.build_model(config))
     assert batches.batch(4)["weights"].tolist() == [[[0, 0, 1, 1]] * 2] * 2
     with pytest.raises(ConfigError, match="'labels' has 99 at microbatch 0, sample 0, position 0 "):
         batches.at(8).batch(8)
