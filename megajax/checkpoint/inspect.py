@@ -1,4 +1,7 @@
-"""Shows what a checkpoint contains, without the run: `python -m megajax.checkpoint.inspect DIR [--verify] [--arrays]`."""
+"""Shows what a checkpoint contains, without the run: `python -m megajax.checkpoint.inspect DIR [--verify] [--arrays]`.
+
+With --sample N it shows a sample of the run's training data instead: tokens, text, document and file.
+"""
 
 import argparse
 import math
@@ -13,8 +16,12 @@ from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.manager import format_size
 from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
+from megajax.config.cli import parse
 from megajax.config.options import Parser
+from megajax.data.sample_report import report_sample
+from megajax.data.tokenizers import load_tokenizer
 from megajax.runtime.mesh import start_devices
+from megajax.schedules.arguments import whole
 from megajax.schedules.errors import counted, exit_code, one_line
 from megajax.schedules.paths import local_path
 
@@ -27,11 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
+    parser.add_argument(
+        "--sample",
+        type=whole(0),
+        metavar="N",
+        help="show sample N of the training of this run's directory: tokens, text, document and file",
+    )
     return exit_code(lambda: _inspect(parser.parse_args(arguments)))
 
 
 def _inspect(options: argparse.Namespace) -> int:
     start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
+    if options.sample is not None:
+        for line in _sample(pathlib.Path(options.directory).absolute(), options.sample):
+            print(line)
+        return 0
     try:
         paths = _checkpoints(pathlib.Path(options.directory).absolute())
         sound = [_show(path, options.verify) for path in paths]
@@ -40,6 +57,16 @@ def _inspect(options: argparse.Namespace) -> int:
     except OSError as error:  # a directory that may not be read
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     return 0 if all(sound) else 2
+
+
+def _sample(directory: pathlib.Path, number: int) -> list[str]:
+    """The lines about a sample of the run that a directory is of."""
+    config = directory / "config.toml"
+    if not config.is_file():
+        raise ConfigError(f"{directory} has no config.toml: give the directory of a training run for --sample")
+    request = parse(["--config", str(config)], "", {"model": "tiny"})  # the file has all fields
+    run = request.run(request.devices_needed or 1, "fp32")
+    return report_sample(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document), number)
 
 
 def _checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:

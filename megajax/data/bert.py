@@ -157,6 +157,12 @@ class BertSamples:
         weights[list(masked)], attended[: len(tokens)] = 1, 1
         return sample | {"weights": weights, "attended": attended, "swapped": np.int32(swapped)}
 
+    def sources(self, index: int) -> list[str]:
+        """The sentences of sample `index`."""
+        first, last, _ = self.sentences[self.place(index)].tolist()
+        prefix = getattr(self.dataset, "prefix", "the text")
+        return [f"{prefix}: sentences {first} to {last - 1}"]
+
     def sentence(self, number: int) -> list[int]:
         """The ids of a sentence.
 

@@ -146,6 +146,11 @@ class BlendedSamples:
         check_number(index, self.count)
         return self.parts[self.dataset[index]].sample(int(self.place[index]))
 
+    def sources(self, index: int) -> list[str]:
+        """Where sample `index` is from, as its part says."""
+        part = self.parts[self.dataset[index]]
+        return part.sources(int(self.place[index])) if hasattr(part, "sources") else [part.dataset.prefix]
+
     def describe_token(self, index: int, position: int) -> str:
         """See `GPTSamples.describe_token`."""
         return self.parts[self.dataset[index]].describe_token(int(self.place[index]), position)

@@ -92,6 +92,16 @@ class GPTSamples:
         places = np.concatenate([np.arange(begin, end) for begin, end in self._spans(index)])
         return self.dataset.describe_token(int(places[position]))
 
+    def sources(self, index: int) -> list[str]:
+        """The documents of sample `index`, and its tokens in them."""
+        starts = self.dataset.offsets // self.dataset.dtype.itemsize
+        starts, found = starts[self.dataset.documents[:-1]], []  # of each document
+        for begin, end in self._spans(index):
+            document = int(np.searchsorted(starts, begin, side="right")) - 1
+            first = int(starts[document])
+            found.append(f"{self.dataset.prefix}: document {document}, tokens {begin - first} to {end - first - 1}")
+        return found
+
     def _spans(self, index: int) -> list[tuple[int, int]]:
         """First token and last token + 1, in the .bin file, of each part of sample `index`."""
         check_number(index, self.count)

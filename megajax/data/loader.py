@@ -95,6 +95,11 @@ class TokenSamples:
         place = self._start(index) + position
         return f"the text's token {place:,}: token id {self.tokens[place]}"
 
+    def sources(self, index: int) -> list[str]:
+        """The tokens of sample `index` in the text."""
+        start = self._start(index)
+        return [f"the text's tokens {start:,} to {start + self.sequence_length:,}"]
+
     def _start(self, index: int) -> int:
         return self._order.row(index) * self.sequence_length
 

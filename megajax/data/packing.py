@@ -65,6 +65,10 @@ class PackedSamples:
         arrays["padding_mask"] = (np.arange(self.sequence_length) >= start).astype(np.int32)
         return arrays
 
+    def sources(self, index: int) -> list[str]:
+        """The samples that are packed into row `index`, counted from 0 in the files' order, without dropped ones."""
+        return [f"{self.answers.name}: sample {sample}" for sample in self._rows[self._order.row(index)]]
+
     def describe(self, needed: int) -> str:
         """One line: the samples, how full the rows are, and the number of epochs in a run of `needed` rows."""
         found, tokens = self.answers, len(self.answers.ids)
