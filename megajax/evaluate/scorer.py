@@ -119,7 +119,8 @@ class Scorer:
                 "evaluate a GPT or Llama."
             )
         shardings = (self.training.params_sharding, self.training.batch_sharding)
-        self._score = jax.jit(self._scores, in_shardings=shardings, out_shardings=NamedSharding(mesh, P()))
+        score = jax.jit(self._scores, in_shardings=shardings, out_shardings=NamedSharding(mesh, P()))
+        self._score = self.training.checked(score)
 
     @property
     def params_layout(self) -> StateLayout:

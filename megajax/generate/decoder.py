@@ -28,6 +28,7 @@ from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules
 from megajax.train.precision import cast, compute_dtype
+from megajax.train.stage_branches import with_check
 
 __all__ = ["DecodeSizes", "Decoder", "Decoding", "decoding_run"]
 
@@ -197,7 +198,8 @@ class Decoder:
             out_shardings=(cache, replicated),
             donate_argnums=1,
         )
-        return prefill, decode
+        check = lambda program: with_check(program, type(self.model), self.run.parallel, self.mesh)  # noqa: E731
+        return check(prefill), check(decode)
 
     @property
     def params_layout(self) -> StateLayout:

@@ -106,8 +106,8 @@ class Training:
         self._train = self._jit_step(state, replicated)
         self._no_hold = jax.jit(lambda: jnp.int32(0), out_shardings=replicated)
         evaluate = jax.jit(self._mean_loss, in_shardings=(state.params, batch), out_shardings=replicated)
-        self._evaluate = self._checked(evaluate)
-        self._gradients = self._checked(jax.jit(self._loss_and_gradients, static_argnums=3), static=(3,))
+        self._evaluate = self.checked(evaluate)
+        self._gradients = self.checked(jax.jit(self._loss_and_gradients, static_argnums=3), static=(3,))
 
     @property
     def state_layout(self) -> StateLayout:
@@ -195,9 +195,9 @@ class Training:
             donate_argnums=0,
             compiler_options=step_options(run.parallel, device) | latency_options(run, device, self.model),
         )
-        return self._checked(with_latencies(step, run, device))
+        return self.checked(with_latencies(step, run, device))
 
-    def _checked(self, function: Any, static: tuple[int, ...] = ()) -> Any:
+    def checked(self, function: Any, static: tuple[int, ...] = ()) -> Any:
         """The jitted function; before the first run of a program, it is checked for collectives that would hang."""
         return with_check(function, self.model_class, self.run.parallel, self.mesh, static)
 

@@ -97,11 +97,12 @@ class Replay:
         self.places, self._replica_check = Places(self.training), ReplicaCheck(self.training.state_layout)
         training, replicated = self.training, NamedSharding(self.training.mesh, P())
         state = training.state_sharding
-        self._step = jax.jit(
+        step = jax.jit(
             partial(training.traced_step, statistics=self._statistics),
             in_shardings=(state, training.batch_sharding, replicated, replicated),
             out_shardings=((state, replicated), training.params_sharding, replicated, replicated),
         )
+        self._step = training.checked(step)
         self._sketch_start = jax.jit(self._sketches_of_state, out_shardings=replicated)
         self._sketch_step = jax.jit(self._sketches_of_step, out_shardings=replicated)
         self._perturb = jax.jit(self._perturbed, out_shardings=training.params_sharding)
