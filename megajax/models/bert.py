@@ -21,6 +21,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import BertConfig
+from megajax.config.batch_ramp import PADDING
 from megajax.models import remat
 from megajax.models.costs import Matmul, ModelCosts, Parameters
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
@@ -208,8 +209,8 @@ class BERT(NNXModel):
 
     Initial values: as GPT's. Batches: "tokens", "types", "labels" int32 and "weights" fp32 [b, s]; "padding" int32 [b], the
     number of tokens at the end that nothing attends to; "swapped" int32 [b], 1 if the segments are swapped; and "sample" as
-    GPT's. The loss is the mean over the masked words ("weights") of the global batch plus the mean over its samples that
-    have any, on any layout.
+    GPT's. The loss is the mean over the masked words ("weights") of the global batch plus the mean over its samples, on
+    any layout; the samples numbered `PADDING`, and those of padding alone, are none.
 
     A classifier's batches: "tokens", "types", "padding" and "sample" likewise; "class" int32 [b], and "weights" fp32 [b], 0
     for samples that do not count. Its loss is the mean over the samples that count. A model of spans has "start" and "end"
@@ -258,12 +259,15 @@ class BERT(NNXModel):
         }
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
-        """Adds "order_weights", (masked words of the batch) / (its samples with any), to every sample that has some."""
+        """Adds "order_weights", (masked words of the batch) / (its samples), to every sample that is no padding."""
         if not self.config.has_order or "weights" not in batch:  # without weights there is no loss
             return batch
-        counts = batch["weights"].astype(jnp.float32).sum(-1)
-        share = counts.sum() / jnp.maximum((counts > 0).sum(), 1)
-        return {**batch, "order_weights": jnp.where(counts > 0, share, 0.0)}
+        *samples, length = batch["tokens"].shape
+        real = jnp.broadcast_to(batch.get("padding", 0) < jnp.int32(length), samples)
+        if "sample" in batch:
+            real &= batch["sample"] != jnp.uint32(PADDING)
+        share = batch["weights"].astype(jnp.float32).sum() / jnp.maximum(real.sum(), 1)
+        return {**batch, "order_weights": jnp.where(real, share, 0.0)}
 
     def states(self, shared: Tree, y: jax.Array) -> jax.Array:
         """The encoder's output, fp32 [b, s, h], of the last block's: what transformers calls last_hidden_state."""

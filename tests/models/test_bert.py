@@ -10,6 +10,7 @@ import pytest
 from scipy.special import erf
 
 from megajax.config import BertConfig, ConfigError, preset
+from megajax.config.batch_ramp import PADDING
 from megajax.estimate import model_costs
 from megajax.estimate.flops import forward_flops
 from megajax.models.interface import mean_loss
@@ -238,14 +239,18 @@ def test_first_and_last_token_of_an_answer(config):
     np.testing.assert_allclose(found, scores, rtol=1e-4, atol=1e-5)
 
 
-def test_samples_without_masked_words_do_not_count():
-    """Padding of a smaller batch has no weights: neither head's mean counts it."""
+def test_samples_of_padding_do_not_count_and_those_without_masked_words_do():
+    """The padding of a smaller batch has a number of its own; a sample of weights 0 has an order."""
     model, params = small.build_model(PRE), small.busy_params(PRE)
     batch = small.make_batch(small.make_run(microbatches=2, model=PRE))
     half = {name: array[:1] for name, array in batch.items()}
-    padded = batch | {"weights": np.concatenate([batch["weights"][:1], np.zeros_like(batch["weights"][1:])])}
+    unmasked = batch | {"weights": np.concatenate([batch["weights"][:1], np.zeros_like(batch["weights"][1:])])}
+    padded = unmasked | {"sample": np.where(np.arange(2)[:, None] == 0, batch["sample"], np.uint32(PADDING))}
     value = jax.jit(lambda batch: mean_loss(model, params, batch))
     np.testing.assert_allclose(value(padded), value(half), rtol=1e-6)
+    for one, samples in ((half, 8), (unmasked, 16), (padded, 8)):
+        orders = np.asarray(model.prepare_batch(one)["order_weights"])
+        np.testing.assert_allclose(orders[orders > 0], [half["weights"].sum() / samples] * samples, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
