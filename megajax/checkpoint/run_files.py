@@ -4,11 +4,11 @@ import contextlib
 import os
 import pathlib
 import shutil
-import tomllib
 from collections.abc import Sequence
 
 from megajax.checkpoint.directory import complete_steps
 from megajax.config import ConfigError
+from megajax.config.toml_file import is_toml_with
 
 __all__ = ["TOKENIZER", "copy_tokenizer", "refuse_foreign", "tokenizer_copy"]
 
@@ -36,7 +36,7 @@ def refuse_foreign(directory: pathlib.Path) -> None:
     except OSError:  # there is none yet, or it cannot be read: whoever writes to it says why
         return
     foreign = [name for name in found if name not in OWN and not name.startswith(".") and not name.endswith(BESIDE)]
-    if not foreign or complete_steps(directory / "checkpoints") or _is_config(directory / "config.toml"):
+    if not foreign or complete_steps(directory / "checkpoints") or is_toml_with(directory / "config.toml", SECTIONS):
         return
     kind = next((kind for kind, files in KINDS.items() if set(files) & set(foreign)), "no run of megajax")
     shown = ", ".join(foreign[:SHOWN]) + (f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else "")
@@ -44,14 +44,6 @@ def refuse_foreign(directory: pathlib.Path) -> None:
     raise ConfigError(
         f"run_dir = {directory} holds {kind} ({shown}): pass --run-dir with a directory that is new or empty{use}."
     )
-
-
-def _is_config(path: pathlib.Path) -> bool:
-    """Whether it is a run's config.toml, and not that of another program."""
-    try:
-        return any(section in tomllib.loads(path.read_text(encoding="utf-8")) for section in SECTIONS)
-    except (OSError, ValueError):
-        return False
 
 
 def tokenizer_copy(name: str, files: Sequence[pathlib.Path], directory: pathlib.Path) -> str:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import pathlib
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 import tomli_w
 
 from megajax.config import ConfigError, DataConfig, OutputConfig, RunConfig, near
+from megajax.config.toml_file import read_toml
 from megajax.schedules.errors import shown
 
 HEADER = "The complete configuration of this run. Replay: --config {path}; options on the command line take precedence."
@@ -68,11 +68,9 @@ def load_config(path: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, An
       ConfigError: the file cannot be read, is not TOML, or has an unknown section or name.
     """
     try:
-        tables = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        tables = read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give --config a file") from error
-    except RecursionError as error:
-        raise ConfigError(f"the configuration {path} is nested too deeply; compare a run's config.toml") from error
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of more than 4,300 digits
         raise ConfigError(f"the configuration {path} is not TOML: {error}; compare a run's config.toml") from error
     _map_format_1(tables)

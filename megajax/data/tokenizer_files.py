@@ -3,11 +3,11 @@
 import json
 import os
 import pathlib
-import tomllib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megajax.config import ConfigError
+from megajax.config.toml_file import read_toml
 
 __all__ = ["FILES", "MERGES", "Settings", "find_file", "read_settings", "used_files", "wrong_file"]
 
@@ -71,7 +71,7 @@ def find_file(name: str) -> str:
 def _of_run(run: pathlib.Path) -> str:
     """The tokenizer of a run directory's configuration, whose relative path may be from the run directory."""
     try:
-        data = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("data", {})
+        data = read_toml(run / "config.toml").get("data", {})
         found = str(data["tokenizer"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"tokenizer {run}: its config.toml has no tokenizer: pass another --tokenizer") from None

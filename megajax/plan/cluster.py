@@ -20,10 +20,10 @@ pue = 1.2               # power of the building over that of its computers; by d
 
 import dataclasses
 import pathlib
-import tomllib
 from typing import Any
 
 from megajax.config import ConfigError, near
+from megajax.config.toml_file import read_toml
 from megajax.estimate.gpus import GIGA, Gpu, find_gpu
 from megajax.plan.measured_table import measured_of
 from megajax.schedules.errors import shown
@@ -111,12 +111,12 @@ def load_cluster(path: str) -> Cluster:
       ConfigError: it cannot be read, or a field is unknown, of a wrong type or out of range: which, and what is legal.
     """
     try:
-        fields = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        fields = read_toml(path)
     except OSError as error:
         raise ConfigError(
             f"cluster = {path} cannot be read: {error.strerror}; pass --cluster FILE.toml (docs/planning.md has one)."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"cluster = {path} is not a TOML file: {error}.") from error
     measured = measured_of(path, fields.pop("measured")) if "measured" in fields else None
     for name, value in fields.items():
