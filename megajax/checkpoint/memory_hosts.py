@@ -16,6 +16,7 @@ import pathlib
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable
 
@@ -177,17 +178,32 @@ def memory_directory(run_directory: pathlib.Path) -> pathlib.Path:
     root = base / hashlib.sha256(str(run_directory).encode()).hexdigest()[:16]
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(base, base.stat(), others=(0,))
+        root.mkdir(mode=0o700, exist_ok=True)
+        _require_own(root, root.lstat())
         for folder in FOLDERS:
-            (root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = root.stat().st_uid
+            (root / folder).mkdir(mode=0o700, exist_ok=True)
+            _require_own(root / folder, (root / folder).lstat())
     except OSError as error:
         raise ConfigError(
             f"replicate_state cannot write to {base}: {error.strerror}; set {MEMORY_VARIABLE} to a directory in host "
             "memory, or omit --replicate-state."
         ) from error
-    if owner != os.getuid():
-        raise ConfigError(f"{root} belongs to another user: set {MEMORY_VARIABLE} to a directory of your own.")
     return root
+
+
+def _require_own(path: pathlib.Path, status: os.stat_result, others: tuple[int, ...] = ()) -> None:
+    """Raises ConfigError if another user can put files at a path: what is there is read as the state of a training.
+
+    `others`: users that may own it too. Anybody may write into a directory that is sticky, as /dev/shm is: not into ours.
+    """
+    if status.st_uid not in (os.getuid(), *others) or not stat.S_ISDIR(status.st_mode):
+        problem = "belongs to another user, or is no directory"
+    elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        problem = "can be written by everybody"
+    else:
+        return
+    raise ConfigError(f"{path} {problem}: set {MEMORY_VARIABLE} to a directory of your own.")
 
 
 def _run_id(run_directory: pathlib.Path) -> str:

@@ -5,6 +5,7 @@ the address by which this host reaches process 0. Data are not encrypted: as for
 the hosts must be private.
 """
 
+import contextlib
 import hmac
 import http.client
 import http.server
@@ -19,6 +20,8 @@ from typing import BinaryIO
 from megajax.checkpoint.parts import FILES, PartName, new_part
 
 TIMEOUT = 60.0  # seconds without any byte
+HELLO_SECONDS = 10.0  # in which a connection must have shown the token
+STRANGERS = 64  # connections that have not
 FOLDERS = ("own", "copies")
 
 
@@ -37,8 +40,7 @@ class PartServer:
         class Handler(_Handler):
             root, expected = directory, f"Bearer {token}"
 
-        self._server = http.server.ThreadingHTTPServer((address, 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((address, 0), Handler)
         self.address = f"{address}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True, name="part server").start()
 
@@ -48,18 +50,54 @@ class PartServer:
         self._server.server_close()
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    """Has a bounded number of connections that have not shown the token yet: the oldest is closed for a new one."""
+
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self, *arguments):
+        self._strangers: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request, client_address) -> None:
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= STRANGERS else None
+            self._strangers.pop(oldest, None)
+            self._strangers[request] = None
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
+        super().process_request(request, client_address)
+
+    def admit(self, connection: socket.socket) -> None:
+        """The connection has shown the token."""
+        with self._lock:
+            self._strangers.pop(connection, None)
+        connection.settimeout(TIMEOUT)
+
+    def shutdown_request(self, request) -> None:
+        with self._lock:
+            self._strangers.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address) -> None:
+        """Errors of connections are not printed."""
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     """GET /own/PART/FILE, with an optional header Range: bytes=FIRST-LAST."""
 
     root: pathlib.Path
     expected: str
     protocol_version = "HTTP/1.1"
-    timeout = TIMEOUT
+    timeout = HELLO_SECONDS
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:  # noqa: N802 (the name is http.server's)
         if not hmac.compare_digest(self.headers.get("Authorization", ""), self.expected):
             return self._answer(403)
+        self.server.admit(self.connection)
         folder, _, rest = self.path.lstrip("/").partition("/")
         name, _, file_name = rest.partition("/")
         if folder not in FOLDERS or PartName.parse(name) is None or file_name not in FILES:

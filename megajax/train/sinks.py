@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import socket
 import struct
 import time
@@ -18,6 +19,8 @@ from megajax.config import ConfigError
 from megajax.train.log_file import FULL, LogFile
 
 SESSION = "after_step"  # the record of a session has this in place of "step"
+STEP = re.compile(rb'\{"step": ([0-9]{1,12}), "time": "')  # the beginning of a step's line
+LONGEST = 2**22  # bytes of a line; a longer one is damaged
 Record = Mapping[str, float | list[float | None] | None]  # a list has a value for each layer, or None
 
 
@@ -120,13 +123,18 @@ def _keep_until(path: pathlib.Path, after: int) -> None:
 
 
 def _lines(path: pathlib.Path, after: int) -> Iterator[tuple[bytes, bool]]:
-    """Each line, and whether it is a whole record of a step up to `after`, or of a session that began before it."""
+    """Each line, and whether it is a whole record of a step up to `after`, or of a session that began before it.
+
+    A line that looks whole is not parsed: a long run's log has gigabytes.
+    """
     with open(path, "rb") as file:
-        for line in file:
+        while line := file.readline(LONGEST):
+            if step := STEP.match(line):
+                yield line, int(step[1]) <= after and line.endswith(b"}\n")
+                continue
             try:
-                record = json.loads(line)
+                record = json.loads(line) if line.endswith(b"\n") else {}
                 is_kept = record["step"] <= after if "step" in record else record[SESSION] < after
-                is_kept = is_kept and line.endswith(b"\n")
             except (ValueError, KeyError, TypeError, RecursionError):
                 is_kept = False
             yield line, is_kept
