@@ -44,7 +44,7 @@ def explain(candidates: Sequence[Candidate]) -> str:
 def reasons(candidates: Sequence[Candidate]) -> list[Reason]:
     """Why the first of `candidates` is the best of them; all are of one question, in the order of `search`."""
     best, fitting = candidates[0], [one for one in candidates if one.fits]
-    found = [*_stages(best)]
+    found = _stages(best)
     found += [*_tensor(best, fitting), *_model_parallel(best, fitting, candidates), *_microbatch(best, fitting)]
     for name, of in (
         ("schedule", _chunked),
