@@ -45,6 +45,7 @@ def compilation_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", directory)
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        patch.setenv("XDG_STATE_HOME", directory)  # the account's key, see megajax/config/trust.py
         yield
 
 

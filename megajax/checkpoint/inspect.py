@@ -17,7 +17,7 @@ from megajax.checkpoint.manager import format_size
 from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
 from megajax.config.cli import parse
-from megajax.config.options import Parser
+from megajax.config.options import Parser, add_trust
 from megajax.data.sample_report import report_sample
 from megajax.data.tokenizers import load_tokenizer
 from megajax.runtime.mesh import start_devices
@@ -40,13 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="show sample N of the training of this run's directory: tokens, text, document and file",
     )
+    add_trust(parser)
     return exit_code(lambda: _inspect(parser.parse_args(arguments)))
 
 
 def _inspect(options: argparse.Namespace) -> int:
     start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
     if options.sample is not None:
-        for line in _sample(pathlib.Path(options.directory).absolute(), options.sample):
+        for line in _sample(pathlib.Path(options.directory).absolute(), options.sample, options.trust):
             print(line)
         return 0
     try:
@@ -59,12 +60,13 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0 if all(sound) else 2
 
 
-def _sample(directory: pathlib.Path, number: int) -> list[str]:
+def _sample(directory: pathlib.Path, number: int, trust: bool) -> list[str]:
     """The lines about a sample of the run that a directory is of."""
     config = directory / "config.toml"
     if not config.is_file():
         raise ConfigError(f"{directory} has no config.toml: give the directory of a training run for --sample")
-    request = parse(["--config", str(config)], "", {"model": "tiny"})  # the file has all fields
+    words = ["--config", str(config), *(["--trust"] if trust else [])]
+    request = parse(words, "", {"model": "tiny"})  # the file has all fields
     run = request.run(request.devices_needed or 1, "fp32")
     return report_sample(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document), number)
 

@@ -6,6 +6,7 @@ A mistake is a ConfigError of one line. Nothing here imports jax: the device cou
 
 import dataclasses
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, opti
 from megajax.config.sample import SampleConfig
 from megajax.config.stored_paths import PATH_FIELDS, resolve_paths
 from megajax.config.toml import load_config
+from megajax.config.trust import require_trust
 from megajax.schedules.errors import shown
 from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import find, import_user_files, names
@@ -252,12 +254,14 @@ def parse(
     names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
     saved = load_config(first.config, _known(names)) if first.config is not None else {}
     _check_saved(saved, first.config)
+    if not first.trust:
+        require_trust(first.config or "", saved.get("imports", ()), first.imports, os.environ)
     saved = resolve_paths(saved, pathlib.Path(first.config or "").absolute().parent)
     import_user_files(saved.get("imports", ()))
     parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
     parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
     passed = read_words(parser, arguments)
-    del passed["config"]
+    del passed["config"], passed["trust"]
     if {"warmup_steps", "warmup_samples"} <= passed.keys():
         raise ConfigError(
             "warmup_steps and warmup_samples both give the warm-up: omit --warmup-steps or --warmup-samples."

@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
 MODEL, LAUNCH = _fields(ModelConfig), _fields(LaunchConfig)
 # Of the training command.
 TRAINING = _fields(BertConfig, DataConfig, OutputConfig, ParallelConfig, SampleConfig, TrainConfig, EvaluateConfig)
-TRAINING |= LAUNCH | {"--model", "--config", "--import", "--devices", "--dry-shapes"}
+TRAINING |= LAUNCH | {"--model", "--config", "--import", "--trust", "--devices", "--dry-shapes"}
 
 # Of the others, without --help; of those that take all options of the training, the other options.
 COMMAND_OPTIONS: dict[str, frozenset[str]] = {
@@ -40,19 +40,19 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
         "--bad-lines --documents --end-of-document --input --keys --no-end-of-document --out --overwrite --split-sentences "
         "--text-documents --tokenizer --workers"
     ),
-    "inspect": _words("--arrays --verify"),
+    "inspect": _words("--arrays --sample --trust --verify"),
     "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
     "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
     "export": LAUNCH | _words("--dtype --max-shard-size --out --step"),
     "generate": LAUNCH
     | _words(
         "--batch --data --devices --ignore-end --init-from --interactive --new-tokens --out --pipe --precision "
-        "--prefill-chunk --prompt --prompts --run-dir --seed --step --stop --temperature --tensor --top-k --top-p"
+        "--prefill-chunk --prompt --prompts --run-dir --seed --step --stop --temperature --trust --tensor --top-k --top-p"
     ),
     "evaluate": LAUNCH
     | _words(
         "--batch --context --data --devices --harness --include-path --init-from --last-token --limit "
-        "--num-fewshot --out --pipe --precision --run-dir --step --stride --task --task-data --tensor --window "
+        "--num-fewshot --out --pipe --precision --run-dir --step --stride --task --task-data --tensor --trust --window "
         "--zero"
     ),
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),

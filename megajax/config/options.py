@@ -151,6 +151,17 @@ def _add_config(group) -> None:
         metavar="FILE",
         help="replay a run from its config.toml; other options take precedence over it (default: none)",
     )
+    add_trust(group)
+
+
+def add_trust(group) -> None:
+    """Adds --trust: see `config/trust.py`."""
+    group.add_argument(
+        "--trust",
+        action="store_true",
+        default=False,
+        help="import the Python files that a run directory names, though another account has written it (default: off)",
+    )
 
 
 def _add_imports(group) -> None:

@@ -42,7 +42,7 @@ def run_connected(options: Options, processes: int) -> None:
     if options.harness and processes > 1:
         raise ConfigError(f"--harness runs in one process, and there are {processes}: start one, or pass --task.")
     require_same("evaluate/options", options.of_all_processes)
-    source = open_source(options.run_dir, options.init_from, options.step)
+    source = open_source(options.run_dir, options.init_from, options.step, options.trust)
     (run_harness if options.harness else run_task)(options, source)
     broadcast("evaluate/written", str)  # the others do not end before the results are written
 

@@ -46,6 +46,7 @@ class Options:
     run_dir: str | None
     init_from: str | None
     step: int | None
+    trust: bool
     precision: str | None
     task: str | None
     task_data: str | None

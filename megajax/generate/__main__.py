@@ -40,7 +40,7 @@ def run_connected(options: Options) -> None:
     if options.prompts and is_first_process():
         rows = read_prompts(options.prompts)
     prompts = broadcast("generate/prompts", lambda: json.dumps([(place, row["prompt"]) for place, row in rows]))
-    source = open_source(options.run_dir, options.init_from, options.step)
+    source = open_source(options.run_dir, options.init_from, options.step, options.trust)
     output = OutputFile(options.out) if options.out and is_first_process() else None
 
     def write(samples: Sequence[Any]) -> None:

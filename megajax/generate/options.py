@@ -40,6 +40,7 @@ class Options:
     run_dir: str | None
     init_from: str | None
     step: int | None
+    trust: bool
     prompt: tuple[str, ...]
     prompts: str | None
     interactive: bool

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.config.options import add_trust
 from megajax.schedules.arguments import CommandParser, plain_text, whole
 from megajax.schedules.paths import local_path
 
@@ -14,11 +15,12 @@ __all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usua
 
 
 def add_model_options(parser: CommandParser) -> None:
-    """Adds --run-dir, --init-from, --step and --precision."""
+    """Adds --run-dir, --init-from, --trust, --step and --precision."""
     parser.renamed["--hf"] = "--init-from"
     model = parser.add_argument_group("the model")
     model.add_argument("--run-dir", type=local_path, metavar="RUN", help="directory of a training run with checkpoints")
     model.add_argument("--init-from", type=local_path, metavar="DIR", help="directory of a Hugging Face model")
+    add_trust(model)
     model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
     model.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"

@@ -58,13 +58,13 @@ class WeightSource(Protocol):
         """The weights, as the target's `weights` returns them."""
 
 
-def open_source(run_dir: str | None, hf: str | None, step: int | None) -> WeightSource:
+def open_source(run_dir: str | None, hf: str | None, step: int | None, trust: bool = False) -> WeightSource:
     """The source that a command line names (`source_options.py`).
 
     Raises:
       ConfigError: there is none.
     """
-    return HuggingFaceSource(hf) if hf else RunDirectorySource(run_dir, step)
+    return HuggingFaceSource(hf) if hf else RunDirectorySource(run_dir, step, trust)
 
 
 def files_stamp(directory: pathlib.Path) -> str:
@@ -86,8 +86,10 @@ class RunDirectorySource:
       tokenizer: the training's.
     """
 
-    def __init__(self, run_dir: str, step: int | None):
+    def __init__(self, run_dir: str, step: int | None, trust: bool = False):
         """Reads the configuration and finds the checkpoint.
+
+        `trust`: imports the files that the configuration names, whoever has written it.
 
         Raises:
           ConfigError: the directory has no configuration or no such checkpoint, or its tokenizer cannot be loaded.
@@ -106,7 +108,8 @@ class RunDirectorySource:
             remedy = "pass another --step" if steps else "train with --save-every, or give another --run-dir"
             raise ConfigError(f"no {wanted} in {directory / 'checkpoints'}: {there}; {remedy}.")
         self.path = directory / "checkpoints" / NAME.format(step)
-        self.request: Request = parse(["--config", str(config)], "", {"model": "tiny"})  # the file has all fields
+        words = ["--config", str(config), *(["--trust"] if trust else [])]
+        self.request: Request = parse(words, "", {"model": "tiny"})  # the file has all fields
         data = self.run("fp32").data
         self.tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
 

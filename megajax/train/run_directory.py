@@ -10,6 +10,8 @@ RUN_DIR/config.toml     the configuration that the run was started with; --confi
         run.lock        the process that writes into the directory, see checkpoint/lock.py
 """
 
+import contextlib
+import os
 import pathlib
 from typing import Any
 
@@ -32,6 +34,7 @@ from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
+from megajax.config.trust import sign_imports
 from megajax.runtime.exchange import gather_problems
 from megajax.schedules.errors import counted
 from megajax.train.earlier_log import keep_earlier, last_record
@@ -174,8 +177,11 @@ class RunDirectory:
             copy_tokenizer(self._tokenizer_files, self.directory)
         except OSError as error:
             raise ConfigError(f"cannot write {self.directory / TOKENIZER}: {error.strerror}; {remedy}") from error
-        text = toml_text(self._tables(), HEADER.format(path=path))
+        tables = self._tables()
+        text = toml_text(tables, HEADER.format(path=path))
         save_config(path, text, remedy, parents=True)
+        with contextlib.suppress(OSError):  # a full disk: the directory is then read with --trust
+            sign_imports(self.directory, tables["options"].get("imports", ()), os.environ)
 
     def resume(self, training: Training) -> tuple[TrainState, Progress] | None:
         """The state to resume from and its progress; None for a new run.
