@@ -127,6 +127,8 @@ class Goodput:
         """One line with the account of all sessions."""
         total = self.totals()
         wall = sum(total.values())
+        if not self._begun:  # earlier sessions have not been read
+            return f"goodput   no step in this session of {wall:,.1f} s, which does not count"
         lost = total["redone"] + total["between_sessions"]
         sessions = 1 + sum(line["event"] == "start" for line in self._earlier)
         categories = [name for name in sorted(CATEGORIES, key=total.get, reverse=True) if total[name] >= 0.05]

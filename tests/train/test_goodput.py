@@ -108,5 +108,7 @@ def test_a_session_without_a_step_writes_nothing(tmp_path):
     clock, path = Clock(), tmp_path / "goodput.jsonl"
     session(path, clock, 1, 10)
     before = path.read_text()
-    Goodput(clock(), path, True, clock, clock).write()
+    again = Goodput(clock(), path, True, clock, clock)
+    again.write()
     assert path.read_text() == before
+    assert again.describe() == "goodput   no step in this session of 0.0 s, which does not count"
