@@ -9,11 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from megajax.runtime.compat import Literal, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+OPTIMIZED = "optimization_barrier"
 KERNELS = ("shard_map", "pallas_call")  # compute a gradient in fp32 if their result is
+# Primitives whose operands may vary over other axes than one another.
+APART = ("psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", OPTIMIZED)
 # What may stand between a weight gradient's matmul and the gradient: only the order of its elements changes, or its type.
 VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "pvary")
 
@@ -89,6 +93,30 @@ def read(values: dict, var):
     return var.val if isinstance(var, Literal) else values[var]
 
 
+def _alike(eqn, operands: list) -> list:
+    """The operands of an equation, varying over the same manual axes, as those of most primitives must.
+
+    A constant that the forward pass has stored was traced as equal on all devices, and is read as varying. Collectives, and
+    operations that have a jaxpr of their own, are left as they are.
+    """
+    varying = [varying_axes(operand) for operand in operands]
+    every = frozenset().union(*varying)
+    if all(axes == every for axes in varying) or eqn.primitive.name in APART or _has_jaxpr(eqn.params):
+        return operands
+    missing = [tuple(sorted(every - axes)) for axes in varying]
+    return [
+        lax.pcast(operand, axes, to="varying") if axes else operand
+        for operand, axes in zip(operands, missing, strict=True)
+    ]
+
+
+def _has_jaxpr(params: dict) -> bool:
+    """Whether a parameter is a jaxpr, or a tuple of them, as of loops and branches."""
+    return any(
+        hasattr(one, "eqns") for value in params.values() for one in (value if isinstance(value, tuple) else (value,))
+    )
+
+
 def bind(eqn, values: dict, **changed: Any) -> None:
     """Evaluates an equation, with some of its parameters changed; adds its outputs to `values`."""
     params = eqn.primitive.get_bind_params(eqn.params | changed)
@@ -99,6 +127,6 @@ def bind(eqn, values: dict, **changed: Any) -> None:
             values[eqn.outvars[0]] = value
             return
         params = params | {"axes": axes}
-    results = eqn.primitive.bind(*[read(values, var) for var in eqn.invars], **params)
+    results = eqn.primitive.bind(*_alike(eqn, [read(values, var) for var in eqn.invars]), **params)
     results = results if eqn.primitive.multiple_results else [results]
     values |= dict(zip(eqn.outvars, results, strict=True))
