@@ -1,6 +1,6 @@
 """Writes the table of docs/verification.md: the slow tests of each file that CI does not run.
 
-    python scripts/tests_outside_ci.py
+python scripts/tests_outside_ci.py
 """
 
 import collections
