@@ -33,6 +33,7 @@ FRESH = 3.0  # a node that has been silent for longer may be dead: the leader wa
 FINISH = 60.0  # seconds that processes have to end when the run has ended
 SAVE = 600.0  # seconds that processes have to save and stop when they are asked to
 USER_ERROR, GAVE_UP = 2, 3  # exit codes
+ASK = signal.SIGUSR1  # asks the processes to save and stop
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM, a person, a closed terminal
 
 Commands = Callable[[Generation, int], Mapping[int, tuple[Sequence[str], Mapping[str, str]]]]
@@ -184,6 +185,8 @@ class Agent:
     def _check_workers(self) -> None:
         """While this node runs: has a process failed, here or elsewhere, or is it time to stop?"""
         generation, codes = self.generation, self.workers.codes()
+        if self._asked:  # it may have stopped with the others, before the signal has reached it
+            codes = {rank: 0 if code == -ASK else code for rank, code in codes.items()}
         wrong = [describe_code(rank, code, self.workers.step) for rank, code in codes.items() if code]
         if USER_ERROR in codes.values():
             self.rendezvous.end(generation.number, USER_ERROR, f"{wrong[0]}: a new start would end the same way")
@@ -206,7 +209,7 @@ class Agent:
             self._processes_ended(generation)
         elif not self._asked and self.workers.training and self.rendezvous.stop_requested(generation.number):
             self._asked = time.monotonic()
-            self.workers.send(signal.SIGUSR1)
+            self.workers.send(ASK)
 
     def _processes_ended(self, generation: Generation) -> None:
         """All processes of this node have ended with 0: at the end of the training, or because they were told to stop."""

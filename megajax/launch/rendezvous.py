@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_origin, get_type_hints
 
 SIZE = 2048  # bytes of a node's file, whose text changes its length
+ABSENT = 3.0  # seconds in which a node without a file may write it again
 LONGEST = 2**20  # bytes of any file
 GENERATION = re.compile(r"generation-([0-9]{6,9})\.json")
 WAITING, RUNNING, STOPPED, FAILED = "waiting", "running", "stopped", "failed"
@@ -143,7 +144,10 @@ class Rendezvous:
             if node.count != seen.count:
                 seen.count, seen.when, seen.alive = node.count, now, True
             seen.node = node
-        self._seen = {name: seen for name, seen in self._seen.items() if name in present}
+        # A node that is alive writes its file again if the directory has vanished.
+        kept = {name for name, seen in self._seen.items() if not (seen.node and seen.node.leaving)}
+        kept = {name for name in kept if now - self._seen[name].when < ABSENT}
+        self._seen = {name: seen for name, seen in self._seen.items() if name in present | kept}
 
     def alive(self, within: float | None = None) -> list[Node]:
         """The live nodes in the order in which they joined, this one included.

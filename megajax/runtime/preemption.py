@@ -133,6 +133,12 @@ class Preemption:
             self._last = 1 + max(int(step) for _, step in self._client.key_value_dir_get(f"{REACHED}/"))
 
 
+def ignore_signals() -> None:
+    """For a process that has stopped and saved: the signal that another process received first must not kill it now."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def is_signal(reason: str | None) -> bool:
     """Whether a run's reason to stop is a signal to one of its processes."""
     return reason is not None and reason.endswith(RECEIVED)

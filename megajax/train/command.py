@@ -66,7 +66,7 @@ def train(
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
     from megajax.checkpoint.early_lock import EarlyLock
     from megajax.runtime.distributed import is_first
-    from megajax.runtime.preemption import is_signal
+    from megajax.runtime.preemption import ignore_signals, is_signal
     from megajax.runtime.processes import run_together
     from megajax.train.replica_check import ReplicasDiffer
 
@@ -78,7 +78,9 @@ def train(
         def work(count: int, watchdog: Any) -> None:
             lock.require()
             result = train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
-            if not is_signal(result.stopped):
+            if is_signal(result.stopped):
+                ignore_signals()
+            else:
                 heartbeat.finish()
 
         retried = (ReplicasDiffer,)

@@ -238,3 +238,36 @@ def test_signals_that_are_ignored_stay_so(agent, monkeypatch):
     monkeypatch.setattr(agent, "_tick", lambda: 0)
     assert agent.run() == 0
     assert handlers[signal.SIGHUP] is signal.SIG_IGN and handlers[signal.SIGUSR1] == agent._receive
+
+
+def test_a_signal_that_comes_after_the_stop_is_no_failure(agent):
+    """The processes of another node were asked first, and all have stopped and saved."""
+    agent.workers, agent._asked = FakeWorkers({0: -signal.SIGUSR1}), time.monotonic()
+    agent.rendezvous.request_stop(1)
+    agent._check_workers()
+    assert agent.own.state == STOPPED
+
+
+def test_nodes_are_not_lost_with_their_directory(tmp_path):
+    """They write their files again; one that leaves removes its own."""
+    own, other = Rendezvous(tmp_path / "launch", Node("a", "h", 1.0, "h"), 60), view_of(tmp_path / "launch", "b")
+    for _ in range(2):
+        other.publish()
+        own.observe()
+    shutil.rmtree(tmp_path / "launch")
+    own.publish()
+    own.observe()
+    assert [node.name for node in own.alive()] == ["a", "b"]
+    other.publish()
+    own.observe()
+    assert [node.name for node in own.alive()] == ["a", "b"]
+    other.own.leaving = True
+    other.publish()
+    own.observe()
+    other.leave()
+    own.observe()
+    assert [node.name for node in own.alive()] == ["a"]
+
+
+def view_of(directory, name: str) -> Rendezvous:
+    return Rendezvous(directory, Node(name, "h", 2.0, "h"), 60)

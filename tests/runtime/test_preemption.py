@@ -158,3 +158,15 @@ def test_without_a_stop_no_device_or_service_is_called(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: pytest.fail("jax was called"))
     stop = Preemption(minutes=10)
     assert [stop.after(step) for step in range(1, 100)] == [None] * 99
+
+
+def test_a_signal_after_the_stop_kills_nobody():
+    """Another process was told first; this one has saved, and ends."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        preemption.ignore_signals()
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
