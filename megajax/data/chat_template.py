@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megajax.config import ConfigError
+from megajax.data.bounded_jinja import bounded_environment
 
 __all__ = ["ChatTemplate", "ChatText", "load_template"]
 
@@ -59,13 +60,13 @@ class ChatTemplate:
           ConfigError: it is not a Jinja template, or jinja2 is not installed.
         """
         jinja2 = _library(name)
-        self._error = jinja2.TemplateError
         self.name, self._variables = name, dict(variables)
         self._marks = bool(GENERATION.search(source))
         try:
             self._template = _environment(jinja2).from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"{name} is not a Jinja template ({error}): pass another --chat-template") from None
+        except Exception as error:  # jinja2's compiler, and Python's, on texts that nobody foresaw
+            reason = str(error) or type(error).__name__
+            raise ConfigError(f"{name} is not a Jinja template ({reason}): pass another --chat-template") from None
 
     def texts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[ChatText]:
         """The texts of a chat: one, or one for each turn of the assistant.
@@ -100,9 +101,10 @@ class ChatTemplate:
     ) -> str:
         """The text, with marks if the template has generation blocks."""
         given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": generation}
+        self._template.environment.begin()
         try:
             return self._template.render(**self._variables | given)
-        except (self._error, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+        except Exception as error:  # whatever a template raises: it may divide by zero, or recurse for ever
             raise ConfigError(f"{self.name} refuses the chat: {str(error) or type(error).__name__}") from None
 
 
@@ -141,6 +143,7 @@ def load_template(tokenizer: str, given: str | None) -> ChatTemplate:
 
 def _library(name: str) -> ModuleType:
     try:
+        import jinja2.compiler
         import jinja2.ext
         import jinja2.sandbox
     except ImportError:
@@ -168,7 +171,7 @@ def _environment(jinja2: ModuleType) -> Any:
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = bounded_environment(jinja2)(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
