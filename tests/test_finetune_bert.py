@@ -43,9 +43,8 @@ def records(path):
     return read_steps(path)
 
 
-@pytest.mark.parametrize(
-    "layout", ["--devices cpu:1", pytest.param("--devices cpu:4 --pipe 2 --tensor 2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--devices cpu:1", "--devices cpu:4 --pipe 2 --tensor 2"])
 def test_it_learns_and_resumes_exactly(layout, files, tmp_path, capsys):
     """Two epochs; then the last checkpoint is lost, and the second epoch is run again."""
     run_dir = tmp_path / "run"
