@@ -122,9 +122,10 @@ def open_gguf(path: pathlib.Path) -> GGUFFile:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a GGUF file or a directory") from None
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+        reason = "arrays in arrays" if isinstance(error, RecursionError) else error
         raise ConfigError(
-            f"{path} is truncated, damaged, not GGUF or newer than the library gguf ({error}): download it again, or pip "
+            f"{path} is truncated, damaged, not GGUF or newer than the library gguf ({reason}): download it again, or pip "
             "install -U gguf"
         ) from None
     if reader.byte_order != "I":

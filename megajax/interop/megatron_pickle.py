@@ -6,8 +6,10 @@ does nothing. A file that names something else is refused before it is read.
 """
 
 import contextlib
+import io
 import pathlib
 import pickle
+import pickletools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -35,6 +37,7 @@ STRUCTURES = {
     "collections": ("OrderedDict",),
 }
 DAMAGED = (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, pickle.UnpicklingError)
+LARGEST = 2**28  # bytes of .metadata; that of a model with 1,000,000 shards
 INSTALL = "pip install 'megajax[megatron]'"
 
 
@@ -109,10 +112,25 @@ def load_metadata(path: pathlib.Path) -> Any:
     """
     torch = torch_library(path)
     with _readable(path), open(path, "rb") as file:
-        found = _Metadata(file, path, torch).load()
+        data = file.read(LARGEST + 1)
+        check_pickle(data)
+        found = _Metadata(io.BytesIO(data), path, torch).load()
         if not isinstance(found, torch.distributed.checkpoint.Metadata):
             raise ValueError(f"it has a {type(found).__name__}")
         return found
+
+
+def check_pickle(data: bytes) -> None:
+    """Raises ValueError if a pickle would take much more memory than its own size.
+
+    A few bytes name an entry of the memo by its number, for which Python's unpickler makes a table of that size, or the
+    length of an array that is made before its bytes are read.
+    """
+    if len(data) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST >> 20} MB")
+    for code, argument, place in pickletools.genops(io.BytesIO(data)):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > place:
+            raise ValueError(f"it has an entry {argument} after {place} bytes")
 
 
 class _Metadata(pickle.Unpickler):

@@ -121,10 +121,24 @@ def _read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"cannot read {path}: {error.strerror}; download it again") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{path} has a damaged header; download it again") from None
+    _check_overlap(path, found)
     for name, tensor in found.items():
         if tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize > size:
             raise ConfigError(f"{path} is truncated: it ends before the end of {name}; download it again")
     return found
+
+
+def _check_overlap(path: pathlib.Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ConfigError if two tensors have a byte in common: a small file could stand for any number of weights."""
+    spans = sorted(
+        (one.offset, one.offset + math.prod(one.shape) * one.dtype.itemsize, name) for name, one in tensors.items()
+    )
+    end, before = 0, ""
+    for start, stop, name in spans:
+        if start < end and start < stop:
+            raise ConfigError(f"{path} has {before} and {name} in the same bytes: it is damaged; download it again")
+        if stop > end:
+            end, before = stop, name
 
 
 def _entry(path: pathlib.Path, base: int, entry: Mapping) -> StoredTensor:
