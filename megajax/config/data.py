@@ -97,6 +97,9 @@ class DataConfig:
         text_kind="path",
         shown_default="in the dataset's folder",
     )
+    verify_data: bool = setting(
+        False, "read all of --data-path's files before the training and compare them with their checksums"
+    )
     tokenizer: str = setting(
         "byte",
         "byte, gpt2, wordpiece, or a file: tokenizer.json, SentencePiece's .model, or vocab.txt",

@@ -26,6 +26,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.data.pair_sums import SummedFile, sums_path, write_sums
 from megajax.data.read_file import missing_pair
 
 __all__ = ["DTYPES", "IndexedDataset", "IndexedWriter", "dtype_for", "pair_paths"]
@@ -261,7 +262,7 @@ class IndexedWriter:
         if not codes:
             known = ", ".join(np.dtype(name).name for name in DTYPES.values())
             raise ConfigError(f"ids of type {np.dtype(dtype).name} cannot be stored; choose from {known}")
-        self._code, self._bin_path, self._idx_path = codes[0], *pair_paths(prefix)
+        self._prefix, self._code, self._bin_path, self._idx_path = prefix, codes[0], *pair_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if path.exists() and not overwrite:
                 raise ConfigError(f"{path} already exists: pass --overwrite to replace it, or another --out")
@@ -269,11 +270,9 @@ class IndexedWriter:
         self._unfinished = self._bin_path.with_name(self._bin_path.name + ".unfinished")
         try:
             self._bin_path.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._unfinished, "wb")
+            self._bin = SummedFile(self._unfinished)
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {self._unfinished}: {error.strerror or error}; pass another --out"
-            ) from None
+            raise ConfigError(f"cannot write {self._unfinished}: {error.strerror}; pass another --out") from None
         folder = self._bin_path.parent
         self._lengths, self._boundaries = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # unnamed files
         self._modes = tempfile.TemporaryFile(dir=folder) if multimodal else None
@@ -354,9 +353,11 @@ class IndexedWriter:
                 self._flush(index)
             self._flush(self._bin)
             self._bin.close()
-            self._idx_path.unlink(missing_ok=True)
+            for path in (self._idx_path, sums_path(self._prefix)):
+                path.unlink(missing_ok=True)
             os.replace(self._unfinished, self._bin_path)
             os.replace(unfinished, self._idx_path)
+            write_sums(self._prefix, self._bin.sum)  # without it a pair is complete
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise

@@ -28,6 +28,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megajax.data.pair_sums import verify_known
 from megajax.data.read_file import PART, check_file
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, check_length, load_tokenizer
@@ -324,9 +325,7 @@ class _Report:
 def _merge(arguments: Sequence[str]) -> None:
     parser = _parser("merge")
     parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="PREFIX", help="pairs, in order")
-    parser.add_argument(
-        "--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
-    )
+    parser.add_argument("--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and .idx")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
     sources = [IndexedDataset(prefix) for prefix in options.input]
@@ -377,6 +376,7 @@ def _verify(arguments: Sequence[str]) -> None:
     dataset = IndexedDataset(options.prefix)
     dataset.check()
     dataset.check_tokens(tokenizer.vocabulary)
+    verify_known(options.prefix)
     ends = _documents_with_end(dataset, tokenizer.end_of_document)
     print(
         f"{dataset.prefix}: valid; {counted(dataset.document_count, 'document')}, "

@@ -12,6 +12,7 @@ from megajax.data.blending import Blend, BlendedSamples, gpt_samples, split_boun
 from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.loader import Boundaries, Loader, RowLoader, TokenSamples
 from megajax.data.packing import PackedSamples
+from megajax.data.pair_sums import verify_pairs
 from megajax.data.sft import load_answers
 from megajax.data.task_samples import TaskSamples, task_loader
 from megajax.data.text import load_documents, split_documents, tokenise
@@ -51,6 +52,11 @@ def make_samples(
         parts = [tokenise(documents, tokenizer) for documents in texts]
         valid = {DEFAULT_SET: TokenSamples(parts[1], sequence_length, None)} if validation else {}
         return TokenSamples(parts[0], sequence_length, seed), valid
+    if data.verify_data:
+        from megajax.runtime.compat import coordination_service  # imports jax, which not every caller needs
+
+        joined = coordination_service()  # each process reads a part
+        verify_pairs(_prefixes(data), (joined.process_id or 0, joined.num_processes or 1))
     settings = (sequence_length, seed, data.data_cache, make)
     if data.train_data_path:
         if validation and not data.valid_data_path:
@@ -69,6 +75,13 @@ def make_samples(
     blend = Blend.parse(data.data_path)
     valid = {DEFAULT_SET: blend.samples(bounds[1], validation, *settings)} if validation else {}
     return blend.samples(bounds[0], max(1, training), *settings), valid
+
+
+def _prefixes(data: DataConfig) -> list[str]:
+    """Of all indexed datasets of a run."""
+    sets = validation_sets(data.valid_data_path or (), "--valid-data-path").values()
+    found = [words for words in (data.data_path, data.train_data_path, *sets) if words]
+    return [prefix for words in found for prefix in Blend.parse(words).prefixes]
 
 
 def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[str, Loader]]:

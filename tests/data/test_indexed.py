@@ -47,7 +47,7 @@ def test_the_file_layout_by_hand(pair, tmp_path):
         writer.add_document([4, 5])
     assert (tmp_path / "b.idx").read_bytes() == INDEX
     assert (tmp_path / "b.bin").read_bytes() == TOKENS
-    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "b.bin", "b.idx", "b.sums.json"]
 
 
 def test_reading_copies_nothing(pair):

@@ -109,7 +109,7 @@ def test_a_run_merge_inspect_and_verify(tmp_path, capsys):
     assert "line 201: not JSON: 'nonsense'" in captured.err.replace("\n", "")
     dataset, tokenizer = IndexedDataset(prefix), load_tokenizer("gpt2")
     assert [tokenizer.decode(dataset.document(i)) for i in range(300)] == documents
-    assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.sums.json"]
 
     assert main(["verify", prefix, "--tokenizer", "gpt2"]) == 0
     assert "294 of the documents end with" in capsys.readouterr().out  # every 50th is empty
