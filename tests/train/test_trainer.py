@@ -53,7 +53,8 @@ def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, 
     rows = read_steps(tmp_path / "log.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     again = Trainer(run, data=Batches(run), output=output, devices=jax.devices()[:1]).fit()
-    assert again.metrics == {} and again.stopped is None  # no step was left
+    assert again.stopped is None  # no step was left: the metrics are those of the last one
+    assert (again.metrics["step"], again.metrics["loss"]) == (6, rest.metrics["loss"])
 
 
 def test_batches_of_another_shape_are_refused_in_one_line():
