@@ -47,6 +47,9 @@ class MeanTraining:
     def refilled(self, state: TrainState, batch, consumed_samples: int) -> TrainState:
         return state
 
+    def stored(self, state: TrainState):
+        return None, state
+
     def train_step(self, state: TrainState, batch, hold):
         first = int(batch["sample"].ravel()[0])
         self.events.append(("dispatch", first // BATCH + 1))

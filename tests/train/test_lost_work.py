@@ -33,11 +33,6 @@ class Fault(Exception):
     """Of a user's code."""
 
 
-@pytest.fixture(autouse=True)
-def layout(monkeypatch):
-    monkeypatch.setattr(MeanTraining, "state_layout", None, raising=False)
-
-
 def broken_data(monkeypatch, step: int, error: BaseException):
     """The batch of `step` cannot be read."""
     read = Loader.batch
