@@ -1,10 +1,14 @@
 """The configurations that every model test uses: GPT's and llama's blocks, and one with the fields of later families."""
 
 from dataclasses import replace
+from functools import cache
 
+import jax
+import numpy as np
 import pytest
 
 from megajax.config import ModelConfig
+from tests import small
 
 GPT = ModelConfig(layers=3, hidden=32, heads=4, vocabulary=61, sequence_length=16)
 LLAMA = ModelConfig(
@@ -35,3 +39,19 @@ QWEN = replace(
     sliding_window=5,
 )
 MODELS = pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
+
+
+@cache
+def drawn_params(config, deviation=0.03):
+    """Random parameters in the shapes of `init`: of the same size, but no bias is 0 and no scale is 1.
+
+    NumPy's: a program that draws a model's initial values takes seconds to compile.
+    """
+    random = np.random.default_rng(8)
+
+    def draw(path, leaf):
+        noise = random.normal(0, deviation, leaf.shape).astype(np.float32)
+        return noise + 1 if path[-1].key == "scale" else noise
+
+    shapes = jax.eval_shape(small.build_model(config).init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(draw, shapes)

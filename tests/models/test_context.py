@@ -11,6 +11,7 @@ from megajax.models import context as model_context
 from megajax.ops.attention import XLA, fused_attention
 from megajax.ops.linear import plain_operations
 from tests import small
+from tests.models.configs import drawn_params
 
 
 def slow(*case):
@@ -66,10 +67,10 @@ def test_fused_attention_changes_no_loss_and_no_gradient(fused, mesh, schedule, 
 
 
 def test_evaluation_with_context_ranks_equals_one_device():
-    losses = []
-    for mesh, context in (((1, 1, 1), 1), ((1, 2, 2), 2)):
-        training = small.training_of(small.make_run(mesh, context=context, microbatches=4))
-        params = small.place(training, small.busy_params(small.MODEL))
+    losses, model = [], dataclasses.replace(small.MODEL, layers=2)
+    for mesh, context in (((1, 1, 1), 1), ((1, 2, 1), 2)):
+        training = small.training_of(small.make_run(mesh, context=context, microbatches=2, model=model))
+        params = small.place(training, drawn_params(model))
         losses.append(training.evaluate(params, small.make_batch(training.run)))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 

@@ -38,19 +38,26 @@ def batch_of(mask: np.ndarray | None, length: int = LENGTH, samples: int = SAMPL
     return batch | ({} if mask is None else {"padding_mask": mask})
 
 
-def route(config, y: np.ndarray, batch: dict) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """(weights, experts, gradients of the router's parameters) for the sum of the squared weights of real tokens."""
+@functools.cache
+def routing(config):
+    """(structure of the router, its parameters, the jitted function of `route`)."""
     router = Router(config, jax.random.key(4), ModelContext())
     router.kernel[...] *= 40
     graph, params = jax.tree.flatten(router)[1], jax.tree.leaves(router)
-    microbatch = batch | balance_arrays(batch)
-    real = batch.get("padding_mask", np.zeros(y.shape[:2])) == 0
 
-    def run(params):
+    def run(params, y, microbatch, real):
         weights, experts = jax.tree.unflatten(graph, params)(y, microbatch)
         return ((weights * real[..., None]) ** 2).sum(), (weights, experts)
 
-    gradients, (weights, experts) = jax.jit(jax.grad(run, has_aux=True))(params)
+    return graph, params, jax.jit(jax.grad(run, has_aux=True))
+
+
+def route(config, y: np.ndarray, batch: dict) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """(weights, experts, gradients of the router's parameters) for the sum of the squared weights of real tokens."""
+    graph, params, run = routing(config)
+    microbatch = jax.tree.map(np.asarray, batch | balance_arrays(batch))
+    real = batch.get("padding_mask", np.zeros(y.shape[:2])) == 0
+    gradients, (weights, experts) = run(params, y, microbatch, real)
     named = jax.tree.unflatten(graph, gradients)
     return (
         np.asarray(weights),

@@ -1,5 +1,6 @@
 """The whole model: initial values, axes, the loss compared with numpy, and independence of padding."""
 
+import dataclasses
 from functools import cache, partial
 
 import jax
@@ -7,16 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import ModelConfig, padded_vocabulary
+from megajax.config import padded_vocabulary
 from megajax.models.interface import mean_loss
 from megajax.ops.vocabulary import VocabularySharding, cross_entropy
 from tests import small
-from tests.models.configs import GPT, LLAMA, MODELS
+from tests.models.configs import GPT, LLAMA, MODELS, QWEN
+
+LARGER = dataclasses.replace(GPT, layers=5, vocabulary=500, sequence_length=64)
 
 
 @cache
 def make(config, tensor=1):
     return jax.jit(lambda: small.build_model(config, vocabulary=VocabularySharding(tensor)).init(jax.random.key(0)))()
+
+
+@cache
+def loss_at_the_start(config):
+    return jax.jit(partial(mean_loss, small.build_model(config)))(make(config), make_batch(config))
 
 
 def make_batch(config, microbatches=2, samples=3):
@@ -31,18 +39,23 @@ def make_batch(config, microbatches=2, samples=3):
 
 @MODELS
 def test_parameter_count_is_the_configs(config):
-    params = make(config)
+    params = jax.eval_shape(lambda: small.build_model(config).init(jax.random.key(0)))
     padding = (padded_vocabulary(61, 1) - 61) * config.hidden * (1 if config.tied_embeddings else 2)
     assert sum(a.size for a in jax.tree.leaves(params)) - padding == config.parameters
 
 
-@MODELS
+# A qwen's embedding and head are a llama's; its block is quick in test_transformer.py.
+GPT_AND_LLAMA = pytest.mark.parametrize(
+    "config", [GPT, LLAMA, pytest.param(QWEN, marks=pytest.mark.slow)], ids=["gpt", "llama", "qwen"]
+)
+
+
+@GPT_AND_LLAMA
 def test_loss_at_the_start_is_that_of_a_uniform_guess(config):
-    loss = jax.jit(partial(mean_loss, small.build_model(config)))(make(config), make_batch(config))
-    assert abs(float(loss) - np.log(61)) < 0.05
+    assert abs(float(loss_at_the_start(config)) - np.log(61)) < 0.05
 
 
-@MODELS
+@GPT_AND_LLAMA
 def test_loss_equals_a_numpy_reference(config):
     """Embedding, final norm, logits and cross entropy in float64 numpy around the blocks (see test_transformer.py)."""
     params, batch, model = make(config), make_batch(config), small.build_model(config)
@@ -62,8 +75,7 @@ def test_loss_equals_a_numpy_reference(config):
         probability /= probability.sum(-1, keepdims=True)
         picked = np.take_along_axis(probability, batch["labels"][m][..., None], -1)[..., 0]
         total -= (batch["weights"][m] * np.log(picked)).sum()
-    loss = jax.jit(partial(mean_loss, model))(params, batch)
-    np.testing.assert_allclose(loss, total / batch["weights"].sum(), rtol=1e-6)
+    np.testing.assert_allclose(loss_at_the_start(config), total / batch["weights"].sum(), rtol=1e-6)
 
 
 def test_logits_mask_the_padding():
@@ -86,8 +98,8 @@ def test_cross_entropy_has_autodiffs_gradient():
         log_softmax = jax.nn.log_softmax(logits[..., :61])
         return -(weights * jnp.take_along_axis(log_softmax, labels[..., None], -1)[..., 0]).sum()
 
-    ours = jax.value_and_grad(lambda z: (weights * cross_entropy(z, labels, 61)).sum())(logits)
-    for a, b in zip(ours, jax.value_and_grad(plain)(logits), strict=True):
+    ours = jax.jit(jax.value_and_grad(lambda z: (weights * cross_entropy(z, labels, 61)).sum()))(logits)
+    for a, b in zip(ours, jax.jit(jax.value_and_grad(plain))(logits), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert (ours[1][..., 61:] == 0).all()
 
@@ -114,10 +126,9 @@ def test_padded_rows_change_no_value_and_no_gradient(config):
 
 
 def test_initial_values_have_the_papers_scale():
-    config = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=500, sequence_length=32)
-    params = make(config)
+    params = make(LARGER)
     blocks = params["blocks"]
-    reduced = 0.02 / np.sqrt(2 * 4)
+    reduced = 0.02 / np.sqrt(2 * 5)
     expected = [
         (blocks["attention"]["qkv"]["kernel"], 0.02),
         (blocks["feedforward"]["up"]["kernel"], 0.02),
@@ -134,7 +145,7 @@ def test_initial_values_have_the_papers_scale():
 
 
 def test_initial_values_depend_on_name_and_layer_alone():
-    params, deeper, wider = make(GPT), make(ModelConfig(**{**vars(GPT), "layers": 5})), make(LLAMA)
+    params, deeper, wider = make(GPT), make(LARGER), make(LLAMA)
     kernel = params["blocks"]["attention"]["qkv"]["kernel"]
     np.testing.assert_array_equal(kernel, deeper["blocks"]["attention"]["qkv"]["kernel"][:3])
     assert len(np.unique(kernel)) > 0.99 * kernel.size  # no two layers share values

@@ -1,5 +1,7 @@
 """Costs found by tracing a block, compared with the transformer's formulas and counts by hand."""
 
+from functools import cache
+
 import pytest
 
 from experiments import own_model
@@ -10,32 +12,36 @@ from tests import small
 from tests.models.configs import MODELS
 
 
+@cache
+def traced(config):
+    return traced_costs(small.build_model(config))
+
+
 @MODELS
 @pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_values_kept_by_a_transformer_are_the_formulas(config, mode, tensor):
-    traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)
     sizes = {"samples": 3, "tensor": tensor}
-    assert traced.kept_bytes(mode, **sizes) == formula.kept_bytes(mode, **sizes)
+    assert traced(config).kept_bytes(mode, **sizes) == transformer_costs(config).kept_bytes(mode, **sizes)
 
 
 @MODELS
 def test_flops_and_parameters_of_a_transformer_are_the_formulas(config):
-    traced, formula = traced_costs(small.build_model(config)), transformer_costs(config)
+    found, formula = traced(config), transformer_costs(config)
     products = lambda costs: sum(one.inputs * one.outputs for one in costs.matmuls)  # noqa: E731
     attention = 2 * config.sequence_length * config.heads * config.head_dimension  # for a token: scores, and values
-    assert products(traced) == products(formula) + attention
-    assert traced.block == formula.block
-    assert traced.shared.total == formula.shared.total
-    assert traced.vocabulary_width == formula.vocabulary_width
-    assert [one.split for one in traced.matmuls if one.split] == [one.split for one in formula.matmuls]
-    assert (traced.layers, traced.hidden, traced.sequence_length) == (3, config.hidden, config.sequence_length)
+    assert products(found) == products(formula) + attention
+    assert found.block == formula.block
+    assert found.shared.total == formula.shared.total
+    assert found.vocabulary_width == formula.vocabulary_width
+    assert [one.split for one in found.matmuls if one.split] == [one.split for one in formula.matmuls]
+    assert (found.layers, found.hidden, found.sequence_length) == (3, config.hidden, config.sequence_length)
 
 
 @MODELS
 def test_recomputed_matmuls_of_a_transformer(config):
     """selective repeats queries times keys; full repeats all but the down projection (models/remat.py)."""
-    matmuls = traced_costs(small.build_model(config)).matmuls
+    matmuls = traced(config).matmuls
     assert [one.recomputed for one in matmuls].count(("selective", "full")) == 1
     assert [one.recomputed for one in matmuls].count(("full",)) == len(matmuls) - 2
     assert matmuls[-1].recomputed == ()

@@ -12,17 +12,11 @@ from megajax.config import ConfigError, ModelConfig
 from megajax.models.rotary import attention_factor, frequencies, rotary_table, rotate
 from megajax.models.transformer_costs import transformer_costs
 from tests import small
-from tests.models.configs import GPT, LLAMA, MODELS, QWEN
+from tests.models.configs import GPT, LLAMA, MODELS, QWEN, drawn_params
 
 
 def changed(config: ModelConfig, **fields) -> ModelConfig:
     return ModelConfig(**{**vars(config), **fields})
-
-
-def noisy(tree, seed=0):
-    """The tree with every leaf perturbed, so that no bias is 0 and no scale is 1."""
-    draw = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: np.asarray(a) + draw.normal(0, 0.1, a.shape).astype(np.float32), tree)
 
 
 def numpy_norm(x, weights, epsilon, kind):
@@ -90,9 +84,9 @@ def numpy_block(config: ModelConfig, w, x):
 @cache
 def one_block(config: ModelConfig, samples=2):
     """(weights of block 1, x [samples, s, h])."""
-    params = jax.jit(lambda: small.build_model(config).init(jax.random.key(0)))()
+    weights = jax.tree.map(lambda a: a[1], drawn_params(config, deviation=0.1)["blocks"])
     x = np.random.default_rng(1).normal(size=(samples, config.sequence_length, config.hidden)).astype(np.float32)
-    return noisy(jax.tree.map(lambda a: a[1], params["blocks"])), x
+    return weights, x
 
 
 @MODELS
@@ -251,7 +245,7 @@ class TestDropout:
             assert np.abs(whole - y).max() > 0.1
 
     def test_dropout_keeps_the_expectation(self):
-        shared = jax.jit(lambda: small.build_model(self.config).init(jax.random.key(0)))()["shared"]
+        shared = drawn_params(self.config)["shared"]
         microbatch = {"tokens": np.zeros((200, 16), np.int32), "sample": np.arange(200, dtype=np.uint32)}
         dropped = np.asarray(jax.jit(small.build_model(self.config).embed)(shared, microbatch))
         plain = np.asarray(jax.jit(small.build_model(GPT).embed)(shared, microbatch))

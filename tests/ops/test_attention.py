@@ -1,7 +1,7 @@
 """Fused attention: its interface on CPU devices, and the kernels of programs that are compiled for H100s."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,25 @@ from tests import gpu
 MANUAL = ("data", "pipe")
 
 
-@pytest.mark.parametrize(("groups", "shared"), [(4, 1), (2, 3)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+def both_ways(attend):
+    """The jitted function that returns attention's output and gradients."""
+
+    def run(query, key, value, gradient):
+        output, vjp = jax.vjp(attend, query, key, value)
+        return output, *vjp(gradient)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "shared"),
+    [
+        pytest.param(jnp.float32, 2, 3, id="fp32-2-3"),
+        pytest.param(jnp.bfloat16, 4, 1, id="bf16-4-1"),
+        pytest.param(jnp.float32, 4, 1, id="fp32-4-1", marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, 2, 3, id="bf16-2-3", marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared, dtype):
     """Output and gradients, with heads split over tensor and no communication over it."""
     mesh = jax.make_mesh((2, 2, 2), (*MANUAL, "tensor"), axis_types=(AxisType.Auto,) * 3)
@@ -37,8 +54,7 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     key, value = draw(2, 4, 8, groups, 8), draw(3, 4, 8, groups, 8)
     wide = [np.float32(a) for a in (query, key, value, gradient)]
     plain = lambda *arrays: plain_attention(*arrays, lambda p: p)  # noqa: E731
-    output, vjp = jax.vjp(plain, *wide[:3])
-    want = (output, *vjp(wide[3]))
+    want = both_ways(plain)(*wide)
 
     def step(*arrays):
         query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in arrays)
@@ -48,8 +64,9 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("pipe", "data"), axis_names=set(MANUAL))
     sharding = NamedSharding(mesh, P("data", None, "tensor"))
     sharded = [jax.device_put(a, sharding) for a in (query, key, value, gradient)]
-    assert not hlo.collectives(jax.jit(run).lower(*sharded).compile().as_text())
-    for got, want_ in zip(jax.jit(run)(*sharded), want, strict=True):
+    compiled = jax.jit(run).lower(*sharded).compile()
+    assert not hlo.collectives(compiled.as_text())
+    for got, want_ in zip(compiled(*sharded), want, strict=True):
         assert got.dtype == dtype
         tolerance = 1e-5 if dtype == jnp.float32 else 0.03 * np.abs(want_).max()
         np.testing.assert_allclose(np.float32(got[0]), want_, rtol=1e-5, atol=tolerance)
@@ -66,39 +83,56 @@ def softmax_of_all(query, key, value, lengths):
     return out
 
 
-@pytest.mark.parametrize("kernel", [None, XLA, INTERPRETED], ids=["plain", "xla", "pallas"])
-def test_attention_to_all_tokens_but_the_padding(kernel):
-    """Output against a loop; the gradients of fused kernels against those of plain attention. 10 tokens, one without."""
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
-    query, gradient, key, value = (draw(seed, 4, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
-    lengths = np.array([10, 7, 1, 4])
+PADDED = tuple(
+    np.float32(np.random.default_rng(seed).normal(size=(4, 10, 2, *[2] * (seed < 2), 8))) for seed in range(4)
+)
+LENGTHS = np.array([10, 7, 1, 4])
 
-    def attend(kernel, padding, *arrays):
+
+@cache
+def padded_results(kernel):
+    """Output and gradients of PADDED's queries, output gradients, keys and values; None: of plain attention."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    query, gradient, key, value = PADDED
+
+    def attend(padding, *arrays):
         if kernel is None:
             return plain_attention(*arrays, lambda p: p, causal=False, padding=padding)
         return fused_attention(*arrays, kernel, None, padding, False)
 
-    def results(kernel):
-        def step(padding, *arrays):
-            output, vjp = jax.vjp(partial(attend, kernel, padding), *arrays[:3])
-            return output, *vjp(arrays[3])
+    def step(padding, *arrays):
+        output, vjp = jax.vjp(partial(attend, padding), *arrays[:3])
+        return output, *vjp(arrays[3])
 
-        run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-        return jax.jit(run)(jnp.asarray(10 - lengths, jnp.int32), query, key, value, gradient)
+    run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    return jax.jit(run)(np.int32(10 - LENGTHS), query, key, value, gradient)
 
-    got = results(kernel)
-    np.testing.assert_allclose(got[0], softmax_of_all(query, key, value, lengths), rtol=1e-5, atol=1e-5)
+
+@pytest.mark.parametrize("kernel", [None, XLA, INTERPRETED], ids=["plain", "xla", "pallas"])
+def test_attention_to_all_tokens_but_the_padding(kernel):
+    """Output against a loop; the gradients of fused kernels against those of plain attention. 10 tokens, one without."""
+    got, (query, _, key, value) = padded_results(kernel), PADDED
+    np.testing.assert_allclose(got[0], softmax_of_all(query, key, value, LENGTHS), rtol=1e-5, atol=1e-5)
     if kernel is not None:
-        for got_, want in zip(got, results(None), strict=True):
+        for got_, want in zip(got, padded_results(None), strict=True):
             np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [XLA, INTERPRETED], ids=["xla", "pallas"])
+MASKS = {
+    "documents": ([[1, 1, 5, 5, 5, 5, 5, 5, 5, 7], [0] * 9 + [1]], None),
+    "window": (None, 3),
+    "both": ([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2, 4),
+}
+QUICK = ("documents-xla", "window-pallas", "both-xla", "both-pallas")
+
+
 @pytest.mark.parametrize(
-    ("documents", "window"),
-    [([[1, 1, 5, 5, 5, 5, 5, 5, 5, 7], [0] * 9 + [1]], None), (None, 3), ([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2, 4)],
-    ids=["documents", "window", "both"],
+    ("documents", "window", "kernel"),
+    [
+        pytest.param(*mask, kernel, id=f"{kind}-{name}", marks=() if f"{kind}-{name}" in QUICK else pytest.mark.slow)
+        for kind, mask in MASKS.items()
+        for name, kernel in (("xla", XLA), ("pallas", INTERPRETED))
+    ],
 )
 def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_map(kernel, documents, window):
     """Two groups of two heads, split over tensor; a document ends after every number that changes."""
@@ -107,8 +141,7 @@ def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_
     query, gradient, key, value = (draw(seed, 2, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
     numbers = None if documents is None else jnp.array(documents, jnp.int32)
     plain = partial(plain_attention, drop=lambda p: p, document=numbers, window=window)
-    output, vjp = jax.vjp(plain, query, key, value)
-    want = (output, *vjp(gradient))
+    want = both_ways(plain)(query, key, value, gradient)
 
     def step(numbers, *arrays):
         query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in arrays)

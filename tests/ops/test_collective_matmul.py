@@ -36,9 +36,18 @@ def whole_numbers(size, shape, dtype, seed=0):
     return np.asarray(jnp.asarray(drawn, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=() if size in (3, 4) else pytest.mark.slow) for size in SIZES]
+    ("size", "dtype"),
+    [
+        pytest.param(
+            size,
+            dtype,
+            id=f"{size}-{dtype.__name__}",
+            marks=() if size == 3 or (size, dtype) == (4, jnp.bfloat16) else pytest.mark.slow,
+        )
+        for size in SIZES
+        for dtype in DTYPES
+    ],
 )
 def test_equal_to_numpy_in_every_type(size, dtype):
     x = whole_numbers(size, (2 * size, 3), dtype)
@@ -160,8 +169,14 @@ def check(got, want, dtype):
         np.testing.assert_allclose(np.float64(got_), want_, rtol=tolerance, atol=tolerance * np.abs(want_).max())
 
 
-@pytest.mark.parametrize("tensor", [1, 4, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        pytest.param(name, tensor, marks=() if name in ("up", "down") and tensor != 2 else pytest.mark.slow)
+        for tensor in (1, 4, 2)
+        for name in CASES  # all are quick below, in the executor's shard_map
+    ],
+)
 def test_matmuls_in_a_plain_jit_equal_numpy(name, tensor):
     mesh = make_mesh(tensor)
     sharded, want = arguments(name, mesh, jnp.float32)
@@ -170,8 +185,14 @@ def test_matmuls_in_a_plain_jit_equal_numpy(name, tensor):
     check(got, want, jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(name, jnp.float32, id=f"{name}-fp32") for name in CASES]
+    + [
+        pytest.param(name, jnp.bfloat16, id=f"{name}-bf16", marks=() if name in ("up", "down") else pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_matmuls_inside_the_executors_shard_map_equal_numpy(name, dtype):
     """Manual over data and pipe, automatic over tensor, and differentiated there, as in a block."""
     mesh = make_mesh(4)

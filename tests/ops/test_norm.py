@@ -17,6 +17,16 @@ def textbook(x, scale, bias, centred):
     return y if bias is None else y + bias
 
 
+def both_ways(of):
+    """The jitted function of (dy, x, scale, bias) that returns the result and the gradients."""
+
+    def run(dy, *given):
+        y, pull = jax.vjp(of, *given)
+        return y, *pull(dy)
+
+    return jax.jit(run)
+
+
 def arguments(shape, with_bias):
     draw = np.random.default_rng(len(shape)).normal
     scale = draw(size=shape[-1])
@@ -29,10 +39,9 @@ def arguments(shape, with_bias):
 def test_values_and_gradients(shape, centred, with_bias):
     x, scale, bias, dy = arguments(shape, with_bias)
     with jax.enable_x64(True):
-        wanted, pull = jax.vjp(lambda *given: textbook(*given, centred), *map(_as(jnp.float64), (x, scale, bias)))
-        expected = [wanted, *pull(jnp.asarray(dy))]
-    y, pull = jax.vjp(lambda *given: norm(*given, centred, 1e-5), *map(_as(jnp.float32), (x, scale, bias)))
-    for one, other in zip([y, *pull(jnp.float32(dy))], expected, strict=True):
+        expected = both_ways(lambda *given: textbook(*given, centred))(dy, *map(_as(np.float64), (x, scale, bias)))
+    found = both_ways(lambda *given: norm(*given, centred, 1e-5))(*map(_as(np.float32), (dy, x, scale, bias)))
+    for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -40,17 +49,13 @@ def test_values_and_gradients(shape, centred, with_bias):
 
 def test_16_bit_inputs_are_normed_in_fp32():
     x, scale, bias, dy = arguments((2, 96, 16), True)
-    half = [jnp.asarray(a, jnp.bfloat16) for a in (x, scale, bias)]
-    y, pull = jax.vjp(lambda *given: norm(*given, True, 1e-5), *half)
-    exact, exact_pull = jax.vjp(lambda *given: norm(*given, True, 1e-5), *(jnp.float32(a) for a in half))
-    gradients, exact_gradients = (
-        pull(jnp.asarray(dy, y.dtype)),
-        exact_pull(jnp.asarray(dy, y.dtype).astype(jnp.float32)),
-    )
-    for one, other in zip([y, *gradients], [exact, *exact_gradients], strict=True):
+    dy, *half = (jnp.asarray(a, jnp.bfloat16) for a in (dy, x, scale, bias))
+    run = both_ways(lambda *given: norm(*given, True, 1e-5))
+    found, exact = run(dy, *half), run(*(np.float32(a) for a in (dy, *half)))
+    for one, other in zip(found, exact, strict=True):
         assert one.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.float32(one), other, rtol=2**-8, atol=1e-6)
 
 
 def _as(dtype):
-    return lambda a: None if a is None else jnp.asarray(a, dtype)
+    return lambda a: None if a is None else a.astype(dtype)

@@ -20,17 +20,17 @@ from megajax.ops.vocabulary import lookup, over_pipe, token_scores
 from tests import gpu
 
 ROWS, HIDDEN = 16, 8
-CASES = [
-    pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"]),
-    pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"]),
-    pytest.mark.parametrize("tensor", [1, 2, 4]),
-]
-
-
-def cases(test):
-    for mark in CASES:
-        test = mark(test)
-    return test
+QUICK = ("bf16-whole-1", "fp32-split-2", "fp32-whole-4", "bf16-split-4")  # every value of each
+CASES = {
+    f"{precision}-{layout}-{tensor}": (dtype, layout == "split", tensor)
+    for precision, dtype in (("fp32", jnp.float32), ("bf16", jnp.bfloat16))
+    for layout in ("whole", "split")
+    for tensor in (1, 2, 4)
+}
+cases = pytest.mark.parametrize(
+    ("dtype", "sequence_parallel", "tensor"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 
 
 def make_mesh(tensor):

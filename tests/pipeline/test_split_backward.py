@@ -33,10 +33,6 @@ def programs(model, recompute):
     return whole, of_input, weights, jnp.cos(x)
 
 
-def flops(function, *arguments) -> float:
-    return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
-
-
 @pytest.mark.parametrize(
     "recompute", ["selective", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "full"))]
 )
@@ -49,13 +45,17 @@ def test_the_two_parts_equal_the_whole_backward(model, recompute):
     # Wide enough for matmuls to dominate, as in any model of practical size.
     model = dataclasses.replace(model, hidden=128, heads=4, sequence_length=64)
     whole, of_input, weights, dy = programs(model, recompute)
-    want_dx, want = jax.jit(whole)(dy)
-    dx, early, kept = jax.jit(of_input)(dy)
-    got = jax.jit(weights)(early, kept)
+    compiled = lambda function, *arguments: jax.jit(function).lower(*arguments).compile()  # noqa: E731
+    flops = lambda program: program.cost_analysis()["flops"]  # noqa: E731
+    whole, of_input = compiled(whole, dy), compiled(of_input, dy)
+    want_dx, want = whole(dy)
+    dx, early, kept = of_input(dy)
+    weights = compiled(weights, early, kept)
+    got = weights(early, kept)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
-    split = flops(of_input, dy) + flops(weights, early, kept)
-    assert split == pytest.approx(flops(whole, dy), rel=0.02)
+    split = flops(of_input) + flops(weights)
+    assert split == pytest.approx(flops(whole), rel=0.02)
     # I and W cost about the same, so ticks are balanced; with full recompute I includes the forward.
-    share = flops(of_input, dy) / split
+    share = flops(of_input) / split
     assert 0.6 < share < 0.85 if recompute == "full" else 0.45 < share < 0.65
