@@ -109,12 +109,18 @@ def build_model(config, **context) -> PipelineModel:
 
 @functools.cache
 def busy_params(model: ModelConfig):
-    """Canonical parameters, all random: initial biases are zero, which would hide mistakes."""
-    params = jax.jit(build_model(model).init)(jax.random.key(7))
-    random = np.random.default_rng(8)  # NumPy's: jax would compile a program for each shape
-    return jax.tree.map(
-        lambda leaf: leaf + 0.02 * random.standard_normal(leaf.shape, np.float32), jax.device_get(params)
-    )
+    """Canonical parameters, all random: initial biases are zero, which would hide mistakes.
+
+    Drawn by NumPy: to compile the model's own initial values takes two seconds.
+    """
+    random = np.random.default_rng(8)
+
+    def draw(path, leaf):
+        scale = path[-1].key == "scale"  # of a norm
+        return (scale + (0.02 if scale else 0.028) * random.standard_normal(leaf.shape)).astype(leaf.dtype)
+
+    shapes = jax.eval_shape(build_model(model).init, jax.random.key(7))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @functools.cache
@@ -133,16 +139,39 @@ def expected_loss(model: ModelConfig) -> np.ndarray:
 
 
 def place(training: Training, canonical):
-    """Canonical parameters, sharded for a run."""
-    blocks = layout.to_pipeline_layout(canonical["blocks"], training.where)
+    """Canonical parameters, sharded for a run.
+
+    Layers are moved by their numbers: jax would compile a program for each shape of the leaves.
+    """
+
+    def arrange(where, blocks):
+        numbers = np.asarray(layout.to_pipeline_layout(1 + np.arange(where.layers), where))  # 0: an empty slot
+        return jax.tree.map(lambda leaf: np.concatenate([np.zeros_like(leaf[:1]), leaf])[numbers], blocks)
+
+    blocks = layout.map_kinds(arrange, training.where, jax.tree.map(np.asarray, canonical["blocks"]))
     return jax.device_put({**canonical, "blocks": blocks}, training.params_sharding)
 
 
 def canonical(params, training: Training):
     """The inverse of `place`, as numpy."""
+
+    def collect(where, blocks):
+        slots = np.arange(where.chunks * where.ranks * where.slots).reshape(where.chunks, where.ranks, where.slots)
+        numbers = np.asarray(layout.from_pipeline_layout(slots, where))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[numbers], blocks)
+
     params = jax.tree.map(np.asarray, params)
-    blocks = jax.tree.map(np.asarray, layout.from_pipeline_layout(params["blocks"], training.where))
-    return {**params, "blocks": blocks}
+    return {**params, "blocks": layout.map_kinds(collect, training.where, params["blocks"])}
+
+
+def random_state(training: Training):
+    """A state whose values all differ, of the run's shapes and shardings; the initial one has to be compiled."""
+    random = np.random.default_rng(0)
+
+    def draw(leaf, sharding):
+        return jax.device_put((7 * random.standard_normal(leaf.shape)).astype(leaf.dtype), sharding)
+
+    return jax.tree.map(draw, training.state_shapes, training.state_sharding)
 
 
 def training_of(run: RunConfig) -> Training:

@@ -71,7 +71,7 @@ def test_a_poisoned_sample_is_named(training, params, sample):
     )
 
 
-@pytest.mark.parametrize("layer", [0, 2, 7])
+@pytest.mark.parametrize("layer", [*(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 2)), 7])
 def test_the_layer_whose_output_overflows_is_named(training, params, layer):
     """The weight is finite but so large that its layer's output overflows in fp32."""
 

@@ -82,8 +82,10 @@ def check(*case, training=None, model=small.MODEL, **shared_out):
     small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", GRID + slow(GRID_LONG), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*GRID, *GRID_LONG], ids=str)
 def test_loss_and_gradients_equal_the_unpipelined_model(case):
+    """The quick one is in test_program.py, which has the compiled step."""
     check(*case, training=compiled_once(*case) if case in BUBBLES else None)
 
 
@@ -93,7 +95,9 @@ def test_loss_and_gradients_equal_the_unpipelined_model_long(case):
     check(*case)
 
 
-@pytest.mark.parametrize("model", [small.LLAMA, small.BERT], ids=["llama", "bert"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(small.LLAMA, id="llama", marks=pytest.mark.slow), pytest.param(small.BERT, id="bert")]
+)
 def test_evaluation_equals_the_unpipelined_model(model):
     """The forward alone, of families whose gradients the slow tests compare: compiled in a fifth of the time."""
     training = training_of(*GRID[0], model=model)

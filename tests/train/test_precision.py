@@ -1,7 +1,10 @@
 """Number formats and the dynamic loss scale, against Megatron-LM's DynamicGradScaler written out in Python."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,17 +66,20 @@ def megatron_scales(rules: ScaleRules, finites: list[bool]) -> list[float]:
     return scales
 
 
+@functools.cache
+def compiled_scales(rules: ScaleRules):
+    """The scale after each of 40 steps, compiled once for the examples of equal rules."""
+    update = lambda state, finite: (after := state.update(finite), after.scale)  # noqa: E731
+    return jax.jit(lambda finites: jax.lax.scan(update, dynamic_loss_scale(rules), finites)[1])
+
+
 @settings(max_examples=30, deadline=None)
 @given(
-    finites=st.lists(st.sampled_from([True, True, False]), min_size=1, max_size=40),
+    finites=st.lists(st.sampled_from([True, True, False]), min_size=40, max_size=40),
     window=st.integers(1, 4),
     hysteresis=st.integers(1, 3),
 )
 def test_scale_moves_as_megatrons(finites, window, hysteresis):
     rules = ScaleRules(initial=8.0, window=window, hysteresis=hysteresis)
-    _, scales = jax.lax.scan(
-        lambda state, finite: (after := state.update(finite), after.scale),
-        dynamic_loss_scale(rules),
-        jnp.array(finites),
-    )
+    scales = compiled_scales(rules)(np.array(finites))
     assert scales.tolist() == megatron_scales(rules, finites)

@@ -1,4 +1,4 @@
-"""The compiled step: its memory, its collectives and sends, and where they run."""
+"""The compiled step: its loss and gradients, its memory, its collectives and sends, and where they run."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.hlo import collectives
+from megajax.models.interface import mean_loss
 from megajax.pipeline.slots import slot_tables
 from tests import small
 
@@ -42,6 +43,32 @@ def compiled(mesh, schedule, chunks, microbatches, sequence_parallel=True, seque
         "sample": jax.ShapeDtypeStruct(shape[:2], np.uint32),
     }
     return training, training.compile_train_step(jax.eval_shape(training._fresh_state), batch)
+
+
+def test_the_steps_loss_and_gradients_equal_the_unpipelined_model():
+    """The gradients are read off Adam's first moment, which was zero. Other cases: the slow tests of test_equivalence.py."""
+    training, step = compiled((2, 2, 2), "1f1b", 1, 4)
+    train, params = training.run.train, small.busy_params(MODEL)
+    batch = {name: a[:, :8] for name, a in small.make_batch(small.make_run(microbatches=1, model=MODEL)).items()}
+    unpipelined = small.build_model(MODEL, recompute="none")
+    want_loss, want = jax.jit(jax.value_and_grad(lambda params: mean_loss(unpipelined, params, batch)))(params)
+    want = jax.tree.map(np.asarray, want)
+    norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(want)))
+
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.device_put(np.zeros(leaf.shape, leaf.dtype), sharding),
+        training.state_shapes,
+        training.state_sharding,
+    )
+    scale = jax.tree.map(lambda leaf: leaf + 1, state.loss_scale)
+    state = dataclasses.replace(state, params=small.place(training, params), loss_scale=scale)
+    batch = training.place({name: a.reshape(4, 2, *a.shape[2:]) for name, a in batch.items()})
+    state, metrics = step(state, batch, np.int32(0))
+    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    clipped = (1 - train.beta1) * min(1, train.clip_norm / norm)
+    gradients = jax.tree.map(lambda leaf: leaf / clipped, small.canonical(state.optimizer_state[1].mu, training))
+    small.assert_gradients_close(gradients, want, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -97,7 +124,7 @@ def test_no_loop_has_a_collective_over_data(schedule, chunks):
 )
 def test_a_send_is_one_tensor_rank_of_the_activation(mesh, schedule, chunks, sequence_parallel):
     """2104.04473 section 4.1's scatter/gather: with sequence parallelism each rank sends 1/t to its peer."""
-    training, step = compiled(mesh, schedule, chunks, 4, sequence_parallel)
+    training, step = compiled(mesh, schedule, chunks, 4, **({} if sequence_parallel else {"sequence_parallel": False}))
     place = {device.id: index for index, device in np.ndenumerate(training.mesh.devices)}
     sends = [c for c in collectives(step.as_text()) if c.kind == "collective-permute"]
     between = [c for c in sends if any(place[a][1] != place[b][1] for a, b in c.groups)]

@@ -44,7 +44,7 @@ def training():
 
 @pytest.fixture(scope="module")
 def checked(training):
-    return ReplicaCheck(training.state_layout), training.init_state()
+    return ReplicaCheck(training.state_layout), small.random_state(training)
 
 
 def test_equal_copies_pass(checked):

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.train import trainer as trainer_module
 from megajax.train.sinks import read_steps
 from megajax.train.trainer import Trainer
 from megajax.train.validation import Scores
 from tests import small
 from tests.train import runs
 
-TRAIN = {"steps": 6, "warmup_steps": 1, "log_every": 1, "validation_batches": 0}
+TRAIN = {"steps": 6, "warmup_steps": 1, "log_every": 1, "validation_batches": 2, "validation_every": 3}
 
 
 class Batches:
@@ -30,8 +31,23 @@ class Batches:
 
 def make_run(mesh=(1, 1, 1)) -> RunConfig:
     return runs.make_run(
-        mesh, schedule="1f1b", train=TRAIN, model=dataclasses.replace(small.MODEL, layers=2, hidden=16)
+        mesh, schedule="interleaved_1f1b", train=TRAIN, model=dataclasses.replace(small.MODEL, layers=2, hidden=16)
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """Trainers of one run have the same compiled step."""
+    make, made = trainer_module.make_training, {}
+
+    def first(run, *args):
+        if run not in made:
+            made[run] = make(run, *args)
+        return made[run]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "make_training", first)
+        yield made
 
 
 def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, capsys):
@@ -78,7 +94,6 @@ def test_the_users_validation_batches_and_evaluations(tmp_path, capsys):
         run = staticmethod(lambda state, step: Scores([f"seen at {step}"], {"own/step": step}))
 
     run = make_run()
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, validation_batches=2, validation_every=3))
     output = OutputConfig(log_jsonl=str(tmp_path / "log.jsonl"))
     trainer = Trainer(run, data=Batches(run), validation_data=Batches(run), output=output, devices=jax.devices()[:1])
     state = trainer.fit(evaluations=[Steps()]).state
