@@ -10,6 +10,7 @@ import pytest
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.stage import Stack
 from megajax.pipeline.stash import StashRef
+from tests.models.configs import drawn_params
 from tests.small import LLAMA, MODEL, QWEN, build_model
 
 SAMPLES = 2
@@ -18,10 +19,10 @@ SAMPLES = 2
 def programs(model, recompute):
     """(whole backward, I, W, dy): a block's backward as one function and as two, from the same stash."""
     functions = build_model(model, recompute=recompute)
-    params = jax.jit(functions.init)(jax.random.key(0))
-    stack = Stack(functions.block, jax.tree.map(lambda a: a[:1], params["blocks"]), 1)
+    stack = Stack(functions.block, jax.tree.map(lambda a: jnp.asarray(a[:1]), drawn_params(model)["blocks"]), 1)
     microbatch = {"sample": jnp.arange(SAMPLES, dtype=jnp.uint32)}
-    x = jax.random.normal(jax.random.key(1), (SAMPLES, model.sequence_length, model.hidden))
+    shape = (SAMPLES, model.sequence_length, model.hidden)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
     work = ChunkWork(microbatch, chunk=0, stash=StashRef(stack.empty_stash(1, x, microbatch), 0))
     work = dataclasses.replace(work, stash=StashRef(stack.forward_stashing(x, work)[1], 0))
     split = lambda kept: dataclasses.replace(work, kept=StashRef(kept, 0), blocks=(0, 1))  # noqa: E731

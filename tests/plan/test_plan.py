@@ -15,6 +15,8 @@ from megajax.plan.search import Question, search
 
 SMALL = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch-size 64"
 
+FEW = f"{SMALL} --schedule 1f1b --microbatch-size 1 2"  # of SMALL's layouts
+
 
 def read(path) -> RunConfig:
     """The file as a RunConfig, as experiments.gpt3 reads it: the preset, then the values in the file."""
@@ -89,20 +91,20 @@ def test_the_file_holds_every_kind_of_value():
 
 def test_the_layouts_are_drawn(tmp_path):
     picture = tmp_path / "shapes.svg"
-    assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(picture)]) == 0
+    assert main([*FEW.split(), "--out", str(tmp_path / "p"), "--plot", str(picture)]) == 0
     assert "<svg" in picture.read_text()
 
 
 def test_drawing_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
-    assert main([*SMALL.split(), "--out", str(tmp_path / "p"), "--plot", str(tmp_path / "shapes.svg")]) == 2
+    assert main([*FEW.split(), "--out", str(tmp_path / "p"), "--plot", str(tmp_path / "shapes.svg")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pip install 'megajax[plot]'" in error
 
 
 def test_zero_is_written(tmp_path):
     out = tmp_path / "plan.toml"
-    words = "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch-size 512 --zero 1"
+    words = "--model gpt3-13b --gpus 64 --gpu a100-80gb --global-batch-size 512 --zero 1 --schedule 1f1b"
     assert main([*words.split(), "--out", str(out)]) == 0
     assert read(out).parallel.zero == 1
 
@@ -111,7 +113,7 @@ def test_the_attention_that_the_gpus_would_run(tmp_path, capsys):
     """--attention auto stays auto in the file, so that it also runs without cuDNN."""
     out, seconds = tmp_path / "plan.toml", {}
     for words, shown, written in (("", "cudnn", "auto"), ("--attention xla", "xla", "xla")):
-        assert main([*SMALL.split(), *words.split(), "--out", str(out)]) == 0
+        assert main([*FEW.split(), *words.split(), "--out", str(out)]) == 0
         text = capsys.readouterr().out
         assert f"attention {shown}," in text and read(out).parallel.attention == written
         seconds[shown] = float(next(line for line in text.splitlines() if line.startswith(" 1.")).split()[10])

@@ -1,6 +1,7 @@
 """The search finds the layouts that 2104.04473 measured as fastest, quickly, and leaves out no legal one."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import time
@@ -19,12 +20,14 @@ from megajax.plan.ties import simplest_first
 MODEL_162B = ModelConfig(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence_length=2048)
 MODEL_6B = ModelConfig(name="5.9b", layers=32, hidden=3840, heads=32, vocabulary=51200, sequence_length=2048)
 A100 = find_gpu("a100-80gb")
+MODEL_13B = Question(preset("gpt3-13b"), 32, A100, 64)
+searched = functools.cache(search)  # several tests look at the same layouts
 
 
 @pytest.mark.parametrize("batch", [32, 128])
 def test_162b_on_64_gpus_is_fastest_at_8_by_8(batch):
     """Figure 13: "the best performance is at (8, 8)", for both batch sizes; others are up to 2x slower."""
-    found = search(Question(MODEL_162B, 64, A100, batch, vocab_parallel="tensor"))  # as Megatron-LM has it
+    found = searched(Question(MODEL_162B, 64, A100, batch, vocab_parallel="tensor"))  # as Megatron-LM has it
     assert found[0].mesh == (8, 8, 1)
     meshes = best_by((one for one in found if one.fits), lambda one: one.mesh)
     assert max(one.time.total for one in meshes.values()) > 1.8 * found[0].time.total
@@ -47,7 +50,7 @@ def test_a_cluster_of_3072_takes_under_ten_seconds():
 
 
 def test_every_layout_is_legal_once_and_sorted():
-    found = search(Question(preset("gpt3-13b"), 32, A100, 64))
+    found = searched(MODEL_13B)
     seen = [one.run.parallel for one in found]
     assert len(seen) == len(set(seen)) > 100 and {one.fits for one in found} == {True, False}
     for one in found[::50]:
@@ -57,7 +60,7 @@ def test_every_layout_is_legal_once_and_sorted():
     times = [one.time.total for one in found if one.fits]
     assert times == sorted(times)
     assert all(one.peak > 0.95 * usable_bytes(A100) for one in found if not one.fits)
-    wider = search(Question(preset("gpt3-13b"), 32, A100, 64, memory_margin=0.0))
+    wider = search(dataclasses.replace(MODEL_13B, memory_margin=0.0))
     assert all((one.peak <= usable_bytes(A100)) == one.fits for one in wider)
     more = {one.run.parallel for one in wider if one.fits} - {one.run.parallel for one in found if one.fits}
     assert more == {one.run.parallel for one in wider if one.fits and one.is_tight} and more
@@ -65,7 +68,7 @@ def test_every_layout_is_legal_once_and_sorted():
 
 def test_all_shapes_are_searched():
     """Every (tensor, pipe, data) whose sizes divide heads and batch, with a layer or more a stage, counted independently."""
-    found = search(Question(preset("gpt3-13b"), 32, A100, 64))
+    found = searched(MODEL_13B)
     shapes = {
         (tensor, pipe, data)
         for tensor, pipe, data in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32))
@@ -140,7 +143,7 @@ def test_nothing_legal_and_nothing_that_fits():
 
 
 def test_takeaways_come_with_their_numbers():
-    found = search(Question(MODEL_162B, 64, A100, 128, vocab_parallel="tensor"))
+    found = searched(Question(MODEL_162B, 64, A100, 128, vocab_parallel="tensor"))
     text = explain(found)
     assert max(map(len, text.splitlines())) <= 118
     text = " ".join(text.split())
@@ -181,7 +184,7 @@ def test_takeaways_are_not_claimed_if_the_estimates_contradict_them():
 
 def test_ties_are_sorted_by_simplicity():
     """Layouts slower than the fastest by less than comparisons are off by; all others stay in order of time."""
-    found = [one for one in search(Question(preset("gpt3-13b"), 32, A100, 64)) if one.fits]
+    found = [one for one in searched(MODEL_13B) if one.fits]
     ordered = simplest_first(found)
     bar = comparison_bar(found[0].run.parallel)
     ties = [one for one in found if one.time.total <= (1 + bar) * found[0].time.total]

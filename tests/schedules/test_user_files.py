@@ -73,7 +73,9 @@ def test_it_is_in_the_help_with_its_note(example, capsys):
 USERS = pytest.mark.parametrize(("name", "chunks"), [("one_at_a_time", 1), ("reversed_gpipe", 2)])
 
 
-@USERS
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("one_at_a_time", 1), pytest.param("reversed_gpipe", 2, marks=pytest.mark.slow)]
+)
 def test_it_is_executed(example, name, chunks):
     """On a small model of the executor's own tests, whose loss and gradients are the unpipelined model's."""
     import_user_files([example])
