@@ -72,12 +72,13 @@ def test_a_configuration_is_read_or_refused(text):
 
 
 def test_every_field_of_a_configuration_refuses_every_other_kind_of_value(tmp_path, monkeypatch):
-    """All fields; the value is of a type that no field with this type of default has."""
+    """All fields, each with every second value; the value is of a type that no field with this type of default has."""
     monkeypatch.chdir(tmp_path)
-    for section, name in NAMES:
+    several = ([[1]], {"a": 1}, [{"a": 1}], 10**4400, "\0", -(2**70))
+    for number, (section, name) in enumerate(NAMES):
         if (section, name) in MOVED:
             continue
-        for value in ([[1]], {"a": 1}, [{"a": 1}], 10**4400, "\0", -(2**70)):
+        for value in several[number % 2 :: 2]:
             if isinstance(value, int):
                 text = f"[{section}]\n{name} = {'-' if value < 0 else ''}{hex(abs(value))}"
                 text = text.replace("-0x", "-1" + 30 * "0") if value < 0 else text

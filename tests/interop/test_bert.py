@@ -152,7 +152,7 @@ def test_heads_are_those_of_the_class(tmp_path):
 def test_a_head_that_is_missing_is_new(heads, capsys):
     """The rest is read; the new head's values are those of a training from scratch."""
     model = dataclasses.replace(model_of(golden("bert")), output_heads=heads)
-    training = training_of(model, pipe=2)
+    training = training_of(model)
     params = jax.tree.map(np.asarray, initial_params(str(golden("bert")), training))
     leaf = {"spans": "spans", "classification": "classifier"}[heads]
     assert f"has no shared/head/{leaf}/bias and no shared/head/{leaf}/kernel: initialized" in capsys.readouterr().out

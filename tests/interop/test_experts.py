@@ -16,7 +16,6 @@ from tests.interop.hugging_face import SPARSE, convert, golden, initial, model_o
 from tests.interop.test_command import peak, train
 
 UP, DOWN = "blocks/feedforward/up", "blocks/feedforward/down"
-families = pytest.mark.parametrize("family", SPARSE)
 
 
 def test_regions_are_parts_of_one_expert(monkeypatch):
@@ -63,7 +62,9 @@ def test_only_the_rows_of_a_region_are_read():
             np.testing.assert_array_equal(found[0, place, :, gate], tensor[6:].T)
 
 
-@families
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one == "mixtral" else pytest.mark.slow) for one in SPARSE]
+)
 def test_the_routers_measured_leaves_are_zero(family):
     params = initial(family, pipe=2)[1]
     router = params["blocks"]["feedforward"]["router"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ModelConfig
+from megajax.ops.vocabulary import VocabularySharding
 from tests import small
 
 GPT = ModelConfig(layers=3, hidden=32, heads=4, vocabulary=61, sequence_length=16)
@@ -42,8 +43,8 @@ MODELS = pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llam
 
 
 @cache
-def drawn_params(config, deviation=0.03):
-    """Random parameters in the shapes of `init`: of the same size, but no bias is 0 and no scale is 1.
+def drawn_params(config, deviation=0.03, tensor=1):
+    """Random parameters in the shapes that `init` has for a group of `tensor` ranks; no bias is 0 and no scale is 1.
 
     NumPy's: a program that draws a model's initial values takes seconds to compile.
     """
@@ -53,5 +54,6 @@ def drawn_params(config, deviation=0.03):
         noise = random.normal(0, deviation, leaf.shape).astype(np.float32)
         return noise + 1 if path[-1].key == "scale" else noise
 
-    shapes = jax.eval_shape(small.build_model(config).init, jax.random.key(0))
+    model = small.build_model(config, vocabulary=VocabularySharding(tensor))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -39,7 +39,7 @@ def schedule(tmp_path, request):
 
 def test_a_users_schedule_is_searched_and_written(schedule, tmp_path, capsys):
     name, file = schedule
-    words = "--model gpt3-13b --gpus 32 --gpu a100-80gb --global-batch-size 64 --microbatch-size 2 --recompute full"
+    words = "--model gpt3-13b --gpus 16 --gpu a100-80gb --global-batch-size 16 --microbatch-size 2 --recompute full"
     out = tmp_path / "plan.toml"
     assert main([*words.split(), "--import", file, "--schedule", name, "--out", str(out)]) == 0
     text = capsys.readouterr().out
