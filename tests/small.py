@@ -174,6 +174,19 @@ def random_state(training: Training):
     return jax.tree.map(draw, training.state_shapes, training.state_sharding)
 
 
+def busy_state(training: Training):
+    """`random_state` with `busy_params`, of a model that computes."""
+    return dataclasses.replace(random_state(training), params=place(training, busy_params(training.run.model)))
+
+
+def canonical_state(state, training: Training):
+    """A state with the layers of parameters and moments in the model's order, as numpy."""
+    clip, adam, *rest = state.optimizer_state
+    adam = adam._replace(mu=canonical(adam.mu, training), nu=canonical(adam.nu, training))
+    params = canonical(state.params, training)
+    return jax.tree.map(np.asarray, dataclasses.replace(state, params=params, optimizer_state=(clip, adam, *rest)))
+
+
 def training_of(run: RunConfig) -> Training:
     """The run's programs on the test's CPU devices."""
     return make_training(run, make_mesh(run.parallel))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from megajax.checkpoint import layout
 from megajax.checkpoint.directory import NAME
@@ -19,13 +20,14 @@ from tests import small
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_docs_read_what_eight_devices_saved(tmp_path):
     """Interleaved on data 2 x pipe 2 x tensor 2 with ZeRO-1; a leaf of the blocks, of the tables and of the moments."""
     parallel = ParallelConfig(data=2, pipe=2, tensor=2, chunks=2, zero=1)
     train = TrainConfig(steps=1, global_batch_size=4, warmup_steps=1, precision="fp32")
     run = RunConfig(dataclasses.replace(small.MODEL, vocabulary=257), parallel, train, DataConfig(tokenizer="byte"))
     trainer = Trainer(run, output=OutputConfig(run_dir=str(tmp_path), save_every=1, tensorboard=False))
-    state = trainer.training.init_state()
+    state = small.random_state(trainer.training)
     trainer.directory.checkpoints.save(trainer.training.state_layout, state, Progress(step=1, samples=4))
     trainer.directory.close()
 

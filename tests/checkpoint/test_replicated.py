@@ -37,14 +37,7 @@ def replicas_of(run, directory) -> ReplicatedState:
 def saved():
     """A training on two replicas, two stages and two tensor ranks, with ZeRO-1; and a state whose values all differ."""
     training = small.training_of(runs.make_run((2, 2, 2), chunks=2, zero=1))
-    state = training.init_state()
-    leaves, structure = jax.tree.flatten(state)
-    random = np.random.default_rng(0)
-    noisy = [
-        jax.device_put(random.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding) if leaf.ndim else leaf
-        for leaf in leaves
-    ]
-    return training, jax.tree.unflatten(structure, noisy)
+    return training, small.random_state(training)
 
 
 def save(training, state, directory, step: int) -> ReplicatedState:
@@ -59,7 +52,7 @@ def save(training, state, directory, step: int) -> ReplicatedState:
     "other",
     [
         {"mesh": (2, 2, 2), "chunks": 2, "zero": 1},
-        {"mesh": (4, 1, 2), "zero": 0, "microbatches": 4, "schedule": "1f1b"},
+        pytest.param({"mesh": (4, 1, 2), "zero": 0, "microbatches": 4, "schedule": "1f1b"}, marks=pytest.mark.slow),
         {"mesh": (1, 4, 1), "schedule": "zb_v", "chunks": 2, "microbatches": 8},
         {"mesh": (1, 3, 1), "schedule": "1f1b", "vocab_parallel": "tensor"},  # 3, 3 and 2 layers
     ],
@@ -71,14 +64,8 @@ def test_any_mesh_restores_the_same_bits(saved, tmp_path, other):
     there = small.training_of(runs.make_run(**other))
     got, progress, messages = replicas_of(there.run, tmp_path / "run").restore(there.run, there.state_layout, 0)
     assert progress == Progress(7, 112) and "resume    from step 7, replicated in host memory" in messages
-    for get in (
-        lambda state: state.params,
-        lambda state: state.optimizer_state[1].mu,
-        lambda state: state.optimizer_state[1].nu,
-    ):
-        got_tree, want = (small.canonical(get(s), of) for s, of in ((got, there), (state, training)))
-        jax.tree.map(np.testing.assert_array_equal, got_tree, want)
-    assert int(got.optimizer_state[1].count) == int(state.optimizer_state[1].count)
+    arrays = [small.canonical_state(s, of) for s, of in ((got, there), (state, training))]
+    jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
 def test_the_newest_step_replaces_the_one_before(saved, tmp_path, memory):

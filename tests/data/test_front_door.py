@@ -26,6 +26,7 @@ def pairs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_blend_with_separate_documents_trains(pairs, capfd):
     words = ["--data-path", "0.7", f"{pairs}/books", "0.3", f"{pairs}/web", "--split", "80,20"]
     apart = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]

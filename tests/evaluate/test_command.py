@@ -17,6 +17,7 @@ from megajax.config import DataConfig, ModelConfig, OutputConfig, ParallelConfig
 from megajax.evaluate import results
 from megajax.evaluate.__main__ import main
 from megajax.train.trainer import Trainer
+from tests import small
 from tests.interop.hugging_face import golden, wanted_logits
 from tests.interop.make_golden import tokens
 
@@ -28,7 +29,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> pathlib.Path:
-    """The directory of a run with interleaved chunks and ZeRO, with a checkpoint of its initial state."""
+    """The directory of a run with interleaved chunks and ZeRO, with a checkpoint of random weights."""
     path = tmp_path_factory.mktemp("run")
     parallel = ParallelConfig(data=2, pipe=2, tensor=2, chunks=2, zero=1)
     train = TrainConfig(steps=2, global_batch_size=8, warmup_steps=1, precision="fp32")
@@ -36,9 +37,8 @@ def run_dir(tmp_path_factory) -> pathlib.Path:
         RunConfig(MODEL, parallel, train, DataConfig(tokenizer="byte")),
         output=OutputConfig(run_dir=str(path), save_every=2, tensorboard=False),
     )
-    trainer.directory.checkpoints.save(
-        trainer.training.state_layout, trainer.training.init_state(), Progress(step=2, samples=16)
-    )
+    state = small.busy_state(trainer.training)
+    trainer.directory.checkpoints.save(trainer.training.state_layout, state, Progress(step=2, samples=16))
     assert "step 2: checkpoint saved" in trainer.directory.close()[-1]
     return path
 

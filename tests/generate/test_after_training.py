@@ -1,5 +1,6 @@
 """The text after a training: on the training's own mesh and layout, equal to that of the model without a pipeline."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -25,9 +26,9 @@ class Numbers(Letters):
         return " ".join(str(int(token)) for token in ids)
 
 
-def trainer_of(**layout):
+def trainer_of(mesh=(2, 2, 2), model=LLAMA, **layout):
     """What `TextSample` uses of a trainer."""
-    run = small.make_run((2, 2, 2), model=LLAMA, microbatches=2, **layout)
+    run = small.make_run(mesh, model=model, microbatches=2, **layout)
     training = small.training_of(run)
     return types.SimpleNamespace(run=run, mesh=training.mesh, training=training, tokenizer=Numbers())
 
@@ -50,8 +51,9 @@ def test_the_text_of_a_training_state(layout):
 
 
 def test_a_text_ends_at_the_context_and_says_so():
-    trainer = trainer_of(zero=1)
-    state = types.SimpleNamespace(params=small.place(trainer.training, lively(LLAMA)))
+    model = dataclasses.replace(LLAMA, layers=2)
+    trainer = trainer_of((1, 1, 1), model)
+    state = types.SimpleNamespace(params=small.place(trainer.training, lively(model)))
     text = TextSample(trainer, SampleConfig(" ".join(["5"] * 90), 20, temperature=0))(state)
     assert text.endswith("\n(stopped after 6 tokens: the context of 96 tokens is full)") and len(text.split()) > 96
     with pytest.raises(ConfigError, match="--prompt: the prompt has 96 tokens, but the model's context is 96"):

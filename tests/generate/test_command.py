@@ -12,21 +12,21 @@ from megajax.checkpoint.metadata import Progress
 from megajax.config import DataConfig, ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.generate.__main__ import main
 from megajax.train.trainer import Trainer
+from tests import small
 
 MODEL = ModelConfig(name="tiny", layers=4, hidden=32, heads=4, kv_heads=2, vocabulary=257, sequence_length=48)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> pathlib.Path:
-    """The directory of a run with interleaved chunks, ZeRO and a context group, with a checkpoint of its initial state."""
+    """The directory of a run with interleaved chunks, ZeRO and a context group, with a checkpoint of random weights."""
     path = tmp_path_factory.mktemp("run")
     parallel = ParallelConfig(data=1, context=2, pipe=2, tensor=2, chunks=2, zero=1)
     train = TrainConfig(steps=2, global_batch_size=8, warmup_steps=1, precision="fp32")
     run = RunConfig(MODEL, parallel, train, DataConfig(tokenizer="byte"))
     trainer = Trainer(run, output=OutputConfig(run_dir=str(path), save_every=2, tensorboard=False))
-    trainer.directory.checkpoints.save(
-        trainer.training.state_layout, trainer.training.init_state(), Progress(step=2, samples=16)
-    )
+    state = small.busy_state(trainer.training)
+    trainer.directory.checkpoints.save(trainer.training.state_layout, state, Progress(step=2, samples=16))
     assert "step 2: checkpoint saved" in trainer.directory.close()[-1]
     return path
 

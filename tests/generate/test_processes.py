@@ -138,9 +138,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if "differs" in name else pytest.mark.slow) for name in MISTAKES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_one_process_ends_both_with_one_line(tmp_path, name):
     own, message = MISTAKES[name]
     common = [*TINY, "--tensor", 2, "--devices", "cpu:1"] + ([] if "--prompts" in own[0] else ["--prompt", "w1"])

@@ -1,5 +1,6 @@
 """Preemption in this process; tests/checkpoint/test_kill.py tests it on the command."""
 
+import dataclasses
 import os
 import random
 import signal
@@ -19,7 +20,8 @@ from tests import small
 from tests.train import runs
 from tests.train.front_door import ROOT
 
-RUN = {"mesh": (1, 1, 1), "schedule": "1f1b", "steps": 9}
+MODEL = dataclasses.replace(small.MODEL, layers=2)
+RUN = {"mesh": (1, 1, 1), "schedule": "interleaved_1f1b", "steps": 9, "model": MODEL}
 
 
 @pytest.fixture(scope="module")
