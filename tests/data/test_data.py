@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
@@ -99,6 +99,7 @@ def test_documents_are_split_from_the_end(documents, training, validation):
     assert split_documents(documents, 0.1) == (training, validation)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text(min_size=1), min_size=1), st.floats(0.01, 0.5))
 def test_splitting_loses_nothing(documents, share):
     training, validation = split_documents(documents, share)

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
@@ -179,6 +179,7 @@ def _greedy(weights, size, limits=None):
     return order
 
 
+@settings(max_examples=50)
 @given(st.lists(st.one_of(st.integers(1, 9), st.floats(1e-3, 1)), min_size=1, max_size=12), st.integers(1, 4000))
 def test_the_order_equals_the_sequential_loop(weights, size):
     weights = (np.array(weights, float) / np.sum(np.array(weights, float))).tolist()
@@ -186,6 +187,7 @@ def test_the_order_equals_the_sequential_loop(weights, size):
     assert list(zip(dataset.tolist(), sample.tolist(), strict=True)) == _greedy(weights, size)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6))
 def test_an_exhaustive_blend_equals_the_sequential_loop(sizes):
     dataset, sample = exhaustive_order(np.array(sizes))

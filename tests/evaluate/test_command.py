@@ -74,10 +74,10 @@ def test_results_are_printed_or_written_with_all_settings(words, expected, text,
     assert settings["precision"] == "fp32" and settings["model"]["layers"] == 4
     assert settings["weights"] == str(run_dir / "checkpoints" / "step_00000002")
     capsys.readouterr()
-    mesh = ["--devices", "cpu:8", "--pipe", "2", "--tensor", "2", "--data", "2", "--zero", "3"]
+    mesh = ["--devices", "cpu:4", "--pipe", "2", "--data", "2", "--zero", "3"]
     assert main([*words, *mesh]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["settings"]["layout"] == {"data": 2, "context": 1, "pipe": 2, "tensor": 2, "zero": 3}
+    assert printed["settings"]["layout"] == {"data": 2, "context": 1, "pipe": 2, "tensor": 1, "zero": 3}
     for name in ("loss", "perplexity", "adjusted_perplexity", "token_accuracy"):
         assert printed[name] == pytest.approx(expected[name], rel=1e-5)
 

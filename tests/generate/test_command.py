@@ -37,11 +37,8 @@ def texts(capsys, *words) -> str:
     return capsys.readouterr().out
 
 
-def test_the_same_text_on_every_mesh_printed_or_written(run_dir, capsys, tmp_path):
-    """One device and pipe 2 x tensor 2; --prompt, and --prompts with --out, whose rows keep their other fields."""
-    common = ("--run-dir", run_dir, "--new-tokens", 12, "--seed", 3, "--ignore-end")
-    printed = texts(capsys, *common, "--prompt", "The ", "--prompt", "Say that")
-    assert printed.startswith("The ") and "\n\nSay that" in printed
+def written(common, capsys, tmp_path) -> list[dict]:
+    """The texts of --prompts with --out on pipe 2 x tensor 2, whose rows keep their other fields."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts.write_text('{"prompt": "The ", "id": 7}\n\n{"prompt": "Say that"}\n')
     capsys.readouterr()
@@ -49,10 +46,30 @@ def test_the_same_text_on_every_mesh_printed_or_written(run_dir, capsys, tmp_pat
     assert main([*map(str, common), *mesh, "--prompts", str(prompts), "--out", str(out)]) == 0
     done = capsys.readouterr()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert "\n\n".join(row["prompt"] + row["text"] for row in rows) == printed.removesuffix("\n")
+    assert [row["prompt"] for row in rows] == ["The ", "Say that"]
     assert rows[0]["id"] == 7 and [(row["tokens"], row["finish"]) for row in rows] == [(12, "length")] * 2
     assert done.out == "" and "decode 22 tokens in " in done.err and "prefill 12 tokens in " in done.err
     assert "data 1 x pipe 2 x tensor 2, fp32; 2 samples of" in done.err and "caches take" in done.err
+    return rows
+
+
+COMMON = ("--new-tokens", 12, "--seed", 3, "--ignore-end")
+
+
+def test_texts_are_written_with_the_fields_of_their_prompts(run_dir, capsys, tmp_path):
+    """Lines that are typed are on one device, below; that meshes have the same text is in test_decoder.py too."""
+    rows = written(("--run-dir", run_dir, *COMMON), capsys, tmp_path)
+    assert all(row["text"] for row in rows)
+
+
+@pytest.mark.slow
+def test_the_same_text_on_every_mesh_printed_or_written(run_dir, capsys, tmp_path):
+    """On one device, of --prompt, and on pipe 2 x tensor 2, of --prompts."""
+    common = ("--run-dir", run_dir, *COMMON)
+    printed = texts(capsys, *common, "--prompt", "The ", "--prompt", "Say that")
+    assert printed.startswith("The ") and "\n\nSay that" in printed
+    rows = written(common, capsys, tmp_path)
+    assert "\n\n".join(row["prompt"] + row["text"] for row in rows) == printed.removesuffix("\n")
 
 
 def test_typed_lines(run_dir, capsys, monkeypatch):

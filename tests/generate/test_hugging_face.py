@@ -38,6 +38,7 @@ def test_greedy_tokens_equal_those_of_transformers(family, mesh):
     np.testing.assert_array_equal(found, np.load(golden(family) / "greedy.npy"))
 
 
+@pytest.mark.slow
 def test_the_command_continues_words(tmp_path, capsys):
     """The golden tokenizer's words are w0, w1, ...; token 2 is w0."""
     out = tmp_path / "texts.jsonl"
