@@ -159,7 +159,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, words, message):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_files(tmp_path, sent):
     """Nothing half-written under the names of a pair; and but for SIGKILL, nothing at all."""
     os.mkfifo(tmp_path / "endless.jsonl")

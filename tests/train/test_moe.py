@@ -114,8 +114,9 @@ def test_loss_gradients_and_measurements_long(config, case):
     check(config, case)
 
 
+@pytest.mark.slow
 def test_evaluation_on_replicas_that_split_the_experts():
-    """The forward alone; its gradients are below, in the slow tests."""
+    """The forward alone; the quick tests have it with layers of two kinds, in test_layer_kinds.py."""
     config, (*sizes, options) = EXPERT_FIRST
     config = dataclasses.replace(config, layers=2)  # the reference has no loop over layers
     training = training_of(config, *sizes, options)
