@@ -97,7 +97,7 @@ def experts(config, x, p, real):
     """
     logits = x @ p["router"]["kernel"]
     scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
-    ranking = scores + p["router"]["bias"] if config.balance_bias_rate else logits
+    ranking = scores + p["router"]["bias"]  # also of a model whose biases do not move
     # An expert is chosen if fewer than k are better; of equal ones, those before it are better.
     index = jnp.arange(config.experts)
     better = (ranking[..., None, :] > ranking[..., None]) | (
