@@ -119,7 +119,8 @@ def test_the_answers_of_transformers(layout, directory, wanted):
     for (value, _), (expected, _) in zip(found, wanted["loglikelihood"], strict=True):
         assert value == pytest.approx(expected, abs=1e-4)
     rolling = model.loglikelihood_rolling(instances("loglikelihood_rolling", [(one,) for one in DOCUMENTS]))
-    assert rolling[:-1] == pytest.approx(wanted["rolling"], abs=1e-4) and len(rolling) == len(DOCUMENTS)
+    # Relative too: lm-eval adds in fp32, in which numbers of the size of 600 are 6e-5 apart.
+    assert rolling[:-1] == pytest.approx(wanted["rolling"], rel=1e-6, abs=1e-4) and len(rolling) == len(DOCUMENTS)
     before = model.truncated
     assert model.generate_until(instances("generate_until", GENERATIONS)) == wanted["texts"]
     assert model.truncated == before + 1 and before == 1
