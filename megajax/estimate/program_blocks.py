@@ -119,7 +119,10 @@ class Blocks:
         self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
         self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
         self.shards = self.sharding.shards or parallel.data * parallel.context
-        self.unrolled, self.latencies = self.in_place and unrolls(run, parallel.attention), has_latencies(run, gpu, model)
+        self.unrolled, self.latencies = (
+            self.in_place and unrolls(run, parallel.attention),
+            has_latencies(run, gpu, model),
+        )
         self.spec, self.paired, self.merged_ticks = find(parallel.schedule), is_paired(run), 0
         if self.paired and self.in_place and merges(run):
             self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
@@ -325,7 +328,9 @@ class Blocks:
     def forward(self) -> Work:
         """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
         hidden = min(self._collective * (1 if self.in_place else 2), self._stash + self._slices)
-        communication = Work(tensor=self._exposed(hidden), context=self._around(0), data=SHARDED_FORWARD * self._sharded)
+        communication = Work(
+            tensor=self._exposed(hidden), context=self._around(0), data=SHARDED_FORWARD * self._sharded
+        )
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
 
