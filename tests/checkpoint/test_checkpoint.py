@@ -106,7 +106,7 @@ def test_a_vocabulary_with_other_padding_is_restored(tmp_path):
     model = two.run.model
     three = small.training_of(runs.make_run((1, 1, 3), model=model, steps=4))
     checkpoints = Checkpoints(tmp_path, OutputConfig(), run_meta(two.run, runs.Letters()))
-    first = two.init_state()
+    first = small.busy_state(two)
     checkpoints.save(two.state_layout, first, Progress(step=1))
     checkpoints.wait()
     state, _, _ = load(newest(tmp_path), three)

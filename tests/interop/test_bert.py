@@ -29,13 +29,14 @@ from tests.interop.make_bert_golden import FAMILIES, LENGTH, inputs
 
 families = pytest.mark.parametrize("family", FAMILIES)
 LAYOUTS = {
+    "one device": {},
     "tensor 2 x pipe 2": dict(pipe=2, tensor=2),
     "zb_v": dict(pipe=2, chunks=2, schedule="zb_v", tensor=2),
     "context 2": dict(context=2, pipe=2, schedule="eager_1f1b"),
     "ZeRO-3": dict(data=2, pipe=2, zero=3),
     "uneven": dict(pipe=3, tensor=2, zero=1),
 }
-QUICK = (("bert", "tensor 2 x pipe 2"),)
+QUICK = (("bert", "one device"),)  # on a layout: train/test_equivalence.py
 
 
 def model_of(directory: pathlib.Path, length: int = LENGTH) -> BertConfig:
@@ -148,7 +149,8 @@ def test_heads_are_those_of_the_class(tmp_path):
         read_config(directory)
 
 
-@pytest.mark.parametrize("heads", ["classification", pytest.param("spans", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", ["classification", "spans"])
 def test_a_head_that_is_missing_is_new(heads, capsys):
     """The rest is read; the new head's values are those of a training from scratch."""
     model = dataclasses.replace(model_of(golden("bert")), output_heads=heads)

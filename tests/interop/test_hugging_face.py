@@ -30,13 +30,8 @@ from tests.interop.make_golden import LENGTH
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def quick(*names):
-    """Marks the families but these as slow."""
-    mark = lambda family: () if family in names else pytest.mark.slow  # noqa: E731
-    return pytest.mark.parametrize("family", [pytest.param(family, marks=mark(family)) for family in FAMILIES])
-
-
-@quick("gpt2")  # of the others, one is imported below, onto a layout
+@pytest.mark.slow  # one is imported below, onto a layout
+@families
 def test_logits_of_an_import_are_those_of_transformers(family, tmp_path):
     """Through the checkpoint of step 0, with a fresh optimizer state."""
     run_dir = tmp_path / "run"

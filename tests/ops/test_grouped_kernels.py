@@ -76,6 +76,7 @@ def test_any_sizes(sizes):
     check(INTERPRETED, inputs(), (*sizes, 0)[:4])
 
 
+@pytest.mark.slow
 def test_sizes_that_are_multiples_of_the_tiles():
     check(INTERPRETED, inputs(128, 64, 128, 2), (64, 64))
 
