@@ -97,6 +97,8 @@ def test_a_lock_that_is_not_refreshed_is_taken_over_after_the_lease(tmp_path, ho
     """The holder was killed or is suspended on another host. When it is continued, it ends and names the new holder."""
     from_another_host(tmp_path)
     holder.process.send_signal(number)
+    # A signal takes effect a little later, and until then the holder refreshes its lock.
+    os.waitid(os.P_PID, holder.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     start = time.monotonic()
     lock = take(tmp_path, lease=1.0)
     assert time.monotonic() - start > 0.9

@@ -79,7 +79,7 @@ def test_an_id_that_occurs_twice_is_refused(tmp_path):
         scores_of([(CONTEXT, [question("a", "or", ("to", 0))] * 2)], tmp_path)
 
 
-@pytest.mark.parametrize("task", ["squad", "squad2"])
+@pytest.mark.parametrize("task", [pytest.param("squad", marks=pytest.mark.slow), "squad2"])
 def test_predictions_are_those_of_the_rules(task, tmp_path):
     """Random scores of 30 questions with 1 to 20 windows, against `restated`."""
     draw, paragraphs = np.random.default_rng(0), []

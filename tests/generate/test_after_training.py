@@ -50,6 +50,7 @@ def test_the_text_of_a_training_state(layout):
     assert text == prompt + " " + Numbers().decode(expected(LLAMA, 20)[ROW])
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_the_context_and_says_so():
     model = dataclasses.replace(LLAMA, layers=2)
     trainer = trainer_of((1, 1, 1), model)

@@ -37,19 +37,20 @@ def texts(capsys, *words) -> str:
     return capsys.readouterr().out
 
 
-def written(common, capsys, tmp_path) -> list[dict]:
-    """The texts of --prompts with --out on pipe 2 x tensor 2, whose rows keep their other fields."""
+def written(common, capsys, tmp_path, pipe: int = 2, tensor: int = 2) -> list[dict]:
+    """The texts of --prompts with --out on a mesh, whose rows keep their other fields."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts.write_text('{"prompt": "The ", "id": 7}\n\n{"prompt": "Say that"}\n')
     capsys.readouterr()
-    mesh = ("--devices", "cpu:4", "--pipe", "2", "--tensor", "2", "--batch", "1", "--prefill-chunk", "3")
+    mesh = ("--devices", f"cpu:{pipe * tensor}", "--pipe", str(pipe), "--tensor", str(tensor))
+    mesh += ("--batch", "1", "--prefill-chunk", "3")
     assert main([*map(str, common), *mesh, "--prompts", str(prompts), "--out", str(out)]) == 0
     done = capsys.readouterr()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["The ", "Say that"]
     assert rows[0]["id"] == 7 and [(row["tokens"], row["finish"]) for row in rows] == [(12, "length")] * 2
     assert done.out == "" and "decode 22 tokens in " in done.err and "prefill 12 tokens in " in done.err
-    assert "data 1 x pipe 2 x tensor 2, fp32; 2 samples of" in done.err and "caches take" in done.err
+    assert f"data 1 x pipe {pipe} x tensor {tensor}, fp32; {pipe} samples of" in done.err and "caches take" in done.err
     return rows
 
 
@@ -57,8 +58,7 @@ COMMON = ("--new-tokens", 12, "--seed", 3, "--ignore-end")
 
 
 def test_texts_are_written_with_the_fields_of_their_prompts(run_dir, capsys, tmp_path):
-    """Lines that are typed are on one device, below; that meshes have the same text is in test_decoder.py too."""
-    rows = written(("--run-dir", run_dir, *COMMON), capsys, tmp_path)
+    rows = written(("--run-dir", run_dir, *COMMON), capsys, tmp_path, pipe=1, tensor=1)
     assert all(row["text"] for row in rows)
 
 

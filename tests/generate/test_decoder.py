@@ -77,7 +77,8 @@ def expected(model, new: int) -> np.ndarray:
     return np.stack([text[row, end : end + new] for row, end in enumerate(ends)])
 
 
-@pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
+@pytest.mark.slow  # quick: the text of transformers on this mesh, in test_hugging_face.py
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("mesh", [(1, 2, 2)], ids=str)
 def test_greedy_text_equals_recomputed_text_for_64_tokens(model, mesh):
     """Prompts of 1 to 30 tokens in one batch, in chunks of 8."""

@@ -62,9 +62,8 @@ def test_only_the_rows_of_a_region_are_read():
             np.testing.assert_array_equal(found[0, place, :, gate], tensor[6:].T)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one == "mixtral" else pytest.mark.slow) for one in SPARSE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SPARSE)
 def test_the_routers_measured_leaves_are_zero(family):
     params = initial(family, pipe=2)[1]
     router = params["blocks"]["feedforward"]["router"]

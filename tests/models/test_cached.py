@@ -56,7 +56,9 @@ def cached(model, params, tokens, start, widths):
 
 
 @pytest.mark.parametrize(
-    "config", [GPT, LLAMA, pytest.param(QWEN, marks=pytest.mark.slow)], ids=["gpt", "llama", "qwen"]
+    "config",
+    [pytest.param(GPT, marks=pytest.mark.slow), LLAMA, pytest.param(QWEN, marks=pytest.mark.slow)],
+    ids=["gpt", "llama", "qwen"],
 )
 @pytest.mark.parametrize(
     "widths",

@@ -16,7 +16,9 @@ from tests import small
 CONFIG = dataclasses.replace(small.SPARSE, balance_loss=0.3, router_z_loss=0.2, balance_bias_rate=0.01)
 DROPPING = dataclasses.replace(CONFIG, expert_capacity=0.75)
 LENGTH, SAMPLES = CONFIG.sequence_length, 3
-configs = pytest.mark.parametrize("config", [CONFIG, DROPPING], ids=["all", "capacity"])
+configs = pytest.mark.parametrize(
+    "config", [pytest.param(CONFIG, marks=pytest.mark.slow), DROPPING], ids=["all", "capacity"]
+)
 
 
 @functools.cache

@@ -188,10 +188,7 @@ def test_matmuls_in_a_plain_jit_equal_numpy(name, tensor):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [pytest.param(name, jnp.float32, id=f"{name}-fp32") for name in CASES]
-    + [
-        pytest.param(name, jnp.bfloat16, id=f"{name}-bf16", marks=() if name in ("up", "down") else pytest.mark.slow)
-        for name in CASES
-    ],
+    + [pytest.param(name, jnp.bfloat16, id=f"{name}-bf16", marks=pytest.mark.slow) for name in CASES],
 )
 def test_matmuls_inside_the_executors_shard_map_equal_numpy(name, dtype):
     """Manual over data and pipe, automatic over tensor, and differentiated there, as in a block."""

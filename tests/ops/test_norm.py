@@ -34,7 +34,9 @@ def arguments(shape, with_bias):
     return draw(3, 2, shape), scale, draw(size=shape[-1]) if with_bias else None, draw(size=shape)
 
 
-@pytest.mark.parametrize("centred, with_bias", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    "centred, with_bias", [(True, True), pytest.param(True, False, marks=pytest.mark.slow), (False, False)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients(shape, centred, with_bias):
     x, scale, bias, dy = arguments(shape, with_bias)

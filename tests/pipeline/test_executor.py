@@ -173,8 +173,8 @@ def test_poison_reaches_the_blocks_of_bubbles(poison, monkeypatch):
     assert set(seen) == ({True, False} if poison else {False})
 
 
-IN_PLACE = [("dualpipe_v", 1, 3, 2)]  # forwards beside backwards; chunks of two ranks are in `MERGED`
-IN_PLACE_LONG = [
+IN_PLACE = [  # quick: chunks of two ranks, in `MERGED`
+    ("dualpipe_v", 1, 3, 2),  # forwards beside backwards
     ("dualpipe_v", 2, 4, 2),
     ("interleaved_1f1b", 2, 4, 2),
     ("1f1b", 2, 5, 1), ("zb_v", 4, 6, 2), ("gpipe", 1, 3, 1), ("eager_1f1b", 4, 8, 1), ("zb_h1", 4, 6, 1),
@@ -182,10 +182,8 @@ IN_PLACE_LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "microbatches", "chunks"),
-    IN_PLACE + [pytest.param(*case, marks=pytest.mark.slow) for case in IN_PLACE_LONG],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), IN_PLACE)
 def test_gradients_in_place(name, stages, microbatches, chunks):
     """Branches for chunks, and fp32 weight gradients: the program for GPUs with jax 0.12."""
     check(name, stages, microbatches, chunks, program={"in_place": True})
@@ -222,7 +220,8 @@ def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", pytest.param("eager_1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "eager_1f1b"])
 def test_gradients_without_loops_and_stash(name):
     """The program for one GPU: each backward runs in the tick of its forward."""
     assert stashes_nothing(make_schedule(name, stages=1, microbatches=3))

@@ -111,7 +111,7 @@ def test_it_converges_to_the_loss_of_1f1b():
     assert losses[0] > 4 and max(ends.values()) < 0.1, ends
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_step_returns_gradients_like_the_parameters(pipe):
     """Also without a pipeline: one rank sends nothing."""
     run = small.make_run((1, pipe, 1), schedule="pipedream_2bw", microbatches=2)

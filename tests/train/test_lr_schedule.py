@@ -71,8 +71,8 @@ LENGTHS = [
 def test_learning_rate_is_megatrons(shape, length):
     train = dataclasses.replace(TRAIN, **shape, **length)
     samples = np.arange(1, 900, 7)
-    got = [float(lr_schedule.learning_rate(train, n)) for n in samples]
-    np.testing.assert_allclose(got, [megatron(train, int(n)) for n in samples], rtol=2e-5, atol=1e-9)
+    wanted = [megatron(train, int(n)) for n in samples]
+    np.testing.assert_allclose(lr_schedule.learning_rate(train, samples), wanted, rtol=2e-5, atol=1e-9)
 
 
 def test_a_run_ends_at_the_minimum_and_its_first_update_has_a_learning_rate():

@@ -31,7 +31,11 @@ class Batches:
 
 def make_run(mesh=(1, 1, 1)) -> RunConfig:
     return runs.make_run(
-        mesh, schedule="interleaved_1f1b", train=TRAIN, model=dataclasses.replace(small.MODEL, layers=2, hidden=16)
+        mesh,
+        schedule="interleaved_1f1b",
+        recompute="full",
+        train=TRAIN,
+        model=dataclasses.replace(small.MODEL, layers=2, hidden=16),
     )
 
 

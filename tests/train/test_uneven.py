@@ -257,12 +257,18 @@ def test_a_checkpoint_resumes_on_other_meshes_and_back_with_equal_bits(saved, tm
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), back, state)
 
 
-def test_no_device_holds_more_than_its_shard_of_a_leaf():
-    """In a save, a restore and the initial state layers move from stage to stage by an all-to-all, and no all-gather."""
+@pytest.mark.slow
+def test_the_initial_state_is_made_without_an_all_gather():
+    """As a save and a restore: layers move from stage to stage by an all-to-all."""
     training = training_of(SAVED)
     with jax.set_mesh(training.mesh):
         text = training._init.lower().compile().as_text()
     assert " all-to-all(" in text and " all-gather(" not in text
+
+
+def test_no_device_holds_more_than_its_shard_of_a_leaf():
+    """In a save and a restore layers move from stage to stage by an all-to-all, and no all-gather."""
+    training = training_of(SAVED)
     name = "params/blocks/feedforward/up/kernel"
     leaf, sharding = (layout.named(tree)[name] for tree in (training.state_shapes, training.state_sharding))
     between = layout.without_pipe(leaf.shape, sharding, training.where)
