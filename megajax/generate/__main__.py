@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config import ConfigError, ParallelConfig
 from megajax.generate.options import MOST_TOGETHER, Options, read_options
 from megajax.interop.source_options import usual_precision
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import counted, exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,8 +163,8 @@ def describe(decoder: Any) -> str:
     parallel, sizes = decoder.run.parallel, decoder.sizes
     return (
         f"{decoder.run.model.name} on data {parallel.data} x pipe {parallel.pipe} x tensor {parallel.tensor}, "
-        f"{decoder.run.train.precision}; {sizes.samples} samples of {sizes.slots} tokens together, in {decoder.groups} "
-        f"groups; caches take {format_size(decoder.cache_bytes())} a device"
+        f"{decoder.run.train.precision}; {counted(sizes.samples, 'sample')} of {sizes.slots} tokens together, in "
+        f"{counted(decoder.groups, 'group')}; caches take {format_size(decoder.cache_bytes())} a device"
     )
 
 

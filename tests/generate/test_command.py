@@ -50,7 +50,9 @@ def written(common, capsys, tmp_path, pipe: int = 2, tensor: int = 2) -> list[di
     assert [row["prompt"] for row in rows] == ["The ", "Say that"]
     assert rows[0]["id"] == 7 and [(row["tokens"], row["finish"]) for row in rows] == [(12, "length")] * 2
     assert done.out == "" and "decode 22 tokens in " in done.err and "prefill 12 tokens in " in done.err
-    assert f"data 1 x pipe {pipe} x tensor {tensor}, fp32; {pipe} samples of" in done.err and "caches take" in done.err
+    samples = {1: "1 sample", 2: "2 samples"}[pipe]
+    assert f"data 1 x pipe {pipe} x tensor {tensor}, fp32; {samples} of 20 tokens together" in done.err
+    assert "caches take" in done.err
     return rows
 
 
