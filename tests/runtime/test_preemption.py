@@ -21,7 +21,7 @@ from tests.train import runs
 from tests.train.front_door import ROOT
 
 MODEL = dataclasses.replace(small.MODEL, layers=2)
-RUN = {"mesh": (1, 1, 1), "schedule": "interleaved_1f1b", "steps": 9, "model": MODEL}
+RUN = {"mesh": (1, 1, 1), "schedule": "interleaved_1f1b", "recompute": "full", "steps": 9, "model": MODEL}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megajax.train.logging import SpikeDetector
 from tests import dense_experts, small
 from tests.train import runs
 
-MESH = {"mesh": (2, 2, 1), "schedule": "1f1b", "microbatches": 4}
+MESH = {"mesh": (2, 2, 1), "schedule": "1f1b", "microbatches": 4, "recompute": "full"}
 
 
 @pytest.fixture(scope="module")
