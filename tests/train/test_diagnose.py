@@ -123,7 +123,7 @@ def test_a_broken_replica_and_a_broken_stage_are_not_blamed_on_a_sample(training
     )
     assert explain(spoiled(training, where("pipe")), params) == (
         "no sample is to blame, each of samples 0, 8, 15 of the run does it alone: "
-        "the output of layer 2 (pipeline rank 1) is not finite; its input and its weights are"
+        "the output of layer 4 (pipeline rank 1) is not finite; its input and its weights are"
     )
 
 
