@@ -114,16 +114,13 @@ class Blocks:
         self.model, self.sharding = model_costs(run.model), sharding or Sharding.from_config(run)
         self.item, self.rates = ITEMSIZE[run.train.precision], rates_of(gpu, run.train.precision)
         parallel, model = self.parallel, self.model
-        self.rows = rows_of(model, parallel)
-        self.split = parallel.tensor if parallel.sequence_parallel else 1
+        self.rows, self.split = rows_of(model, parallel), parallel.tensor if parallel.sequence_parallel else 1
         self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
         self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
         self.shards = self.sharding.shards or parallel.data * parallel.context
-        self.unrolled, self.latencies = (
-            self.in_place and unrolls(run, parallel.attention),
-            has_latencies(run, gpu, model),
-        )
-        self.spec, self.paired, self.merged_ticks = find(parallel.schedule), is_paired(run), 0
+        self.unrolled = self.in_place and unrolls(run, parallel.attention)
+        self.spec, self.latencies = find(parallel.schedule), has_latencies(run, gpu, model)
+        self.paired, self.merged_ticks = is_paired(run), 0
         if self.paired and self.in_place and merges(run):
             self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
 
@@ -327,10 +324,8 @@ class Blocks:
     @functools.cached_property
     def forward(self) -> Work:
         """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
-        hidden = min(self._collective * (1 if self.in_place else 2), self._stash + self._slices)
-        communication = Work(
-            tensor=self._exposed(hidden), context=self._around(0), data=SHARDED_FORWARD * self._sharded
-        )
+        exposed = self._exposed(min(self._collective * (1 if self.in_place else 2), self._stash + self._slices))
+        communication = Work(tensor=exposed, context=self._around(0), data=SHARDED_FORWARD * self._sharded)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
 
