@@ -83,7 +83,7 @@ OTHERS = [
     pytest.param({"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),
     pytest.param({"mesh": (8, 1, 1), "schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
     {"mesh": (1, 1, 1), "schedule": "1f1b"},
-    {"mesh": (1, 2, 4), "schedule": "1f1b", "train": {"precision": "bf16"}},
+    pytest.param({"mesh": (1, 2, 4), "schedule": "1f1b", "train": {"precision": "bf16"}}, marks=pytest.mark.slow),
 ]
 
 

@@ -24,7 +24,7 @@ LAYOUTS = {
     "context 2 x pipe 2 x tensor 2": dict(context=2, pipe=2, tensor=2),
     "pipe 4, data 2": dict(pipe=4, data=2),
 }
-QUICK = ("pipe 2 x tensor 2",)
+QUICK = ("one device",)  # on two layouts: test_command.py
 
 
 @functools.cache

@@ -74,6 +74,7 @@ def test_the_same_text_on_every_mesh_printed_or_written(run_dir, capsys, tmp_pat
     assert "\n\n".join(row["prompt"] + row["text"] for row in rows) == printed.removesuffix("\n")
 
 
+@pytest.mark.slow
 def test_typed_lines(run_dir, capsys, monkeypatch):
     """Each line is continued by itself, to the context; a line that cannot be is one line of error."""
     monkeypatch.setattr("sys.stdin", io.StringIO("The king\n\n" + "a" * 60 + "\nThe king\n"))

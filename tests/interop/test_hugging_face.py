@@ -97,6 +97,7 @@ def test_an_export_of_an_import_is_equal_bit_for_bit(family, size, tmp_path):
         assert json.loads((out / file).read_text()) == json.loads((golden(family) / file).read_text())
 
 
+@pytest.mark.slow
 def test_an_export_of_a_run_with_uneven_stages_is_equal_bit_for_bit(tmp_path):
     """Imported, restored on 3 stages, saved there, and exported."""
     run_dir, out = tmp_path / "run", tmp_path / "out"

@@ -220,6 +220,7 @@ def test_choices(config):
         jax.eval_shape(lambda p: mean_loss(model, p, halves), params)
 
 
+@pytest.mark.slow
 @PRE_FIRST
 def test_first_and_last_token_of_an_answer(config):
     """The loss is the mean over samples of weight 1 of the mean of two cross entropies over all places, padding too."""

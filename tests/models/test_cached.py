@@ -57,7 +57,7 @@ def cached(model, params, tokens, start, widths):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(GPT, marks=pytest.mark.slow), LLAMA, pytest.param(QWEN, marks=pytest.mark.slow)],
+    [pytest.param(config, marks=pytest.mark.slow) for config in (GPT, LLAMA, QWEN)],
     ids=["gpt", "llama", "qwen"],
 )
 @pytest.mark.parametrize(

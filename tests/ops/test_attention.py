@@ -108,7 +108,9 @@ def padded_results(kernel):
     return jax.jit(run)(np.int32(10 - LENGTHS), query, key, value, gradient)
 
 
-@pytest.mark.parametrize("kernel", [None, XLA, INTERPRETED], ids=["plain", "xla", "pallas"])
+@pytest.mark.parametrize(
+    "kernel", [None, XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["plain", "xla", "pallas"]
+)
 def test_attention_to_all_tokens_but_the_padding(kernel):
     """Output against a loop; the gradients of fused kernels against those of plain attention. 10 tokens, one without."""
     got, (query, _, key, value) = padded_results(kernel), PADDED

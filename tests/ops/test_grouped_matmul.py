@@ -60,7 +60,9 @@ def test_rows_of_groups_that_are_elsewhere(rows):
     check(GroupedMatmuls(), rows=rows)
 
 
-@pytest.mark.parametrize(("kernel", "split"), [(XLA, True), (INTERPRETED, True), (XLA, False)])
+@pytest.mark.parametrize(
+    ("kernel", "split"), [(XLA, True), pytest.param(INTERPRETED, True, marks=pytest.mark.slow), (XLA, False)]
+)
 def test_on_a_tensor_group(kernel, split):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):

@@ -136,6 +136,7 @@ def large_scores():
     return arrays, *in_a_ring(4, arrays)
 
 
+@pytest.mark.slow
 def test_large_scores_neither_overflow_nor_vanish(large_scores):
     """With scores of several thousand, every exponential except the largest key's is 0, and none is infinite."""
     arrays, got, _ = large_scores

@@ -34,9 +34,7 @@ def programs(model, recompute):
     return whole, of_input, weights, jnp.cos(x)
 
 
-@pytest.mark.parametrize(
-    "recompute", ["selective", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "full"))]
-)
+@pytest.mark.parametrize("recompute", [pytest.param(m, marks=pytest.mark.slow) for m in ("selective", "none", "full")])
 @pytest.mark.parametrize(
     "model",
     [pytest.param(MODEL, id="gpt")]

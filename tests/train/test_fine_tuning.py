@@ -57,6 +57,29 @@ def test_the_answers_fill_the_rows():
     assert batch["weights"].sum() == alone()["weights"].sum() > 50 and (batch["document"] > 2).any()
 
 
+def small_case():
+    """The model of one layer, its packed batch, and its parameters."""
+    model = dataclasses.replace(TINY, layers=1)
+    batch = packed(small.make_run(microbatches=2, model=model))
+    return model, batch, small.busy_params(model)
+
+
+def loss_of(model):
+    functions = small.build_model(model, recompute="none")
+    return lambda params, batch: mean_loss(functions, params, batch)
+
+
+def test_the_loss_is_that_of_each_sample_alone():
+    """No token sees another sample, and the mean is over the answers' tokens of the whole batch."""
+    model, batch, params = small_case()
+    loss = jax.jit(loss_of(model))
+    want = loss(params, alone())
+    np.testing.assert_allclose(loss(params, batch), want, rtol=1e-6)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), batch["positions"].shape)
+    leaking = batch | {"positions": positions, "document": np.ones_like(batch["document"])}
+    assert abs(loss(params, leaking) - want) > 1e-4  # so the masks make them equal
+
+
 @functools.cache
 def wanted(model):
     functions = small.build_model(model, recompute="none")
@@ -64,20 +87,13 @@ def wanted(model):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(small.busy_params(model)))
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_each_sample_alone():
-    """No token sees another sample, and the mean is over the answers' tokens of the whole batch."""
-    model = dataclasses.replace(TINY, layers=1)
-    functions, params = small.build_model(model, recompute="none"), small.busy_params(model)
-    batch = packed(small.make_run(microbatches=2, model=model))
-    loss = lambda params, batch: mean_loss(functions, params, batch)  # noqa: E731
-    compiled = jax.jit(jax.value_and_grad(loss))
-    found, gradients = compiled(params, batch)
+    model, batch, params = small_case()
+    found, gradients = jax.jit(jax.value_and_grad(loss_of(model)))(params, batch)
     want_loss, want = wanted(model)
     np.testing.assert_allclose(found, want_loss, rtol=1e-6)
     small.assert_gradients_close(gradients, want, rtol=1e-5)
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), batch["positions"].shape)
-    leaking = batch | {"positions": positions, "document": np.ones_like(batch["document"])}
-    assert abs(compiled(params, leaking)[0] - want_loss) > 1e-4  # so the masks make them equal
 
 
 LAYOUTS = {
