@@ -97,6 +97,7 @@ class Soaked(Launched):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_run_goes_on_after_thirty_random_events(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which the agents would inherit
     chance = random.Random(int(os.environ.get("MEGAJAX_TEST_SEED", SEED)))
     run = Soaked(tmp_path, chance)
     kinds = [run.kill_process, run.signal_process, run.stop_process, run.kill_node, run.node_leaves, run.stop_node]
