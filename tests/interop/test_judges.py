@@ -14,6 +14,7 @@ from megajax.train.step import make_training
 from tests.interop.hugging_face import FAMILIES, SPARSE, convert, golden, initial, model_of, training_of, wanted_logits
 from tests.interop.hugging_face import logits_of as pipeline_logits
 from tests.interop.make_golden import COMMON, LENGTH, VOCABULARY, random_model, tokens, write_tokenizer
+from tests.interop.torch_adamw import adamw, take_step
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -66,7 +67,7 @@ def batches():
 
 
 def losses_of_torch(family: str, rates, train: TrainConfig) -> list[float]:
-    """AdamW with our hyperparameters: biases and norms are not decayed, the gradient's global norm is clipped."""
+    """AdamW with our hyperparameters."""
     model = transformers.AutoModelForCausalLM.from_pretrained(golden(family), attn_implementation="eager").train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -74,21 +75,12 @@ def losses_of_torch(family: str, rates, train: TrainConfig) -> list[float]:
     if family == "gpt2":
         for block in model.transformer.h:
             block.attn.attn_dropout.p = 0.0
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(train.beta1, train.beta2), eps=train.epsilon)
-    losses = []
+    optimizer, losses = adamw(model, train), []
     for batch, rate in zip(batches(), rates, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         batch = torch.from_numpy(batch).long()
         logits = model(batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), batch[:, 1:].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
-        optimizer.step()
+        take_step(optimizer, model, loss, rate, train.clip_norm)
         losses.append(loss.item())
     return losses
 

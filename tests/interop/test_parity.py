@@ -19,6 +19,7 @@ from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
 from tests.interop import make_bert_golden
 from tests.interop.make_golden import LENGTH, VOCABULARY, configs, random_model
+from tests.interop.torch_adamw import adamw, take_step
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -118,26 +119,17 @@ def learning_rate(step: int) -> float:
 
 @functools.cache
 def losses_of_torch(family: str) -> list[float]:
-    """AdamW in fp64: biases and norms are not decayed, and the norm of the whole gradient is clipped."""
+    """AdamW in fp64."""
     source = torch_model(family)
     model = type(source)(source.config)
     model.load_state_dict(source.state_dict())
     model = model.double().eval()  # without dropout
     if family == "mixtral":
         model.set_experts_implementation("eager")  # transformers' grouped matmul has no fp64
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
-    losses = []
+    optimizer, losses = adamw(model, TRAIN), []
     for number, batch in enumerate(batches(family)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number + 1)
         loss, added = losses_of_batch(family, model, batch)
-        optimizer.zero_grad()
-        (loss + added).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), TRAIN.clip_norm)
-        optimizer.step()
+        take_step(optimizer, model, loss + added, learning_rate(number + 1), TRAIN.clip_norm)
         losses.append(loss.item())
     return losses
 
