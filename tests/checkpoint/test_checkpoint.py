@@ -78,6 +78,14 @@ def test_weights_are_stored_in_the_layout_of_init(training, tmp_path):
     assert jax.tree.structure(tree["optimizer_state"]["mu"]) == jax.tree.structure(tree["params"])
 
 
+@pytest.mark.slow
+def test_the_initial_weights_are_those_of_init(training):
+    """Layer by layer, on eight devices."""
+    want = jax.jit(training.model.init)(jax.random.key(training.run.train.seed))
+    found = small.canonical(training.init_state().params, training)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, want)
+
+
 OTHERS = [
     MESH,
     pytest.param({"mesh": (1, 4, 2), "chunks": 2, "microbatches": 8}, marks=pytest.mark.slow),

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 
+import pytest
 import tomli_w
 from hypothesis import strategies as st
 
@@ -71,14 +72,17 @@ def test_a_configuration_is_read_or_refused(text):
     error_of(read)
 
 
-def test_every_field_of_a_configuration_refuses_every_other_kind_of_value(tmp_path, monkeypatch):
-    """All fields, each with every second value; the value is of a type that no field with this type of default has."""
+@pytest.mark.parametrize(
+    "each", [pytest.param(1, id="all", marks=pytest.mark.slow), pytest.param(2, id="every second")]
+)
+def test_every_field_of_a_configuration_refuses_every_other_kind_of_value(tmp_path, monkeypatch, each):
+    """All fields; the value is of a type that no field with this type of default has."""
     monkeypatch.chdir(tmp_path)
     several = ([[1]], {"a": 1}, [{"a": 1}], 10**4400, "\0", -(2**70))
     for number, (section, name) in enumerate(NAMES):
         if (section, name) in MOVED:
             continue
-        for value in several[number % 2 :: 2]:
+        for value in several[number % each :: each]:
             if isinstance(value, int):
                 text = f"[{section}]\n{name} = {'-' if value < 0 else ''}{hex(abs(value))}"
                 text = text.replace("-0x", "-1" + 30 * "0") if value < 0 else text

@@ -71,8 +71,23 @@ def test_a_poisoned_sample_is_named(training, params, sample):
     )
 
 
-@pytest.mark.parametrize("layer", [*(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 2)), 7])
-def test_the_layer_whose_output_overflows_is_named(training, params, layer):
+@pytest.fixture(scope="module")
+def of_a_v():
+    """The training on a V of two ranks, whose layers 0, 1, 6 and 7 are on rank 0."""
+    return small.training_of(runs.make_run(**MESH | {"schedule": "zb_v", "chunks": 2}, steps=12, model=small.MODEL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "rank"), [(0, 0), (2, 1), (7, 0)])
+def test_the_layer_and_its_rank_in_a_v_are_named(of_a_v, params, layer, rank):
+    check_overflow(of_a_v, params, layer, rank)
+
+
+def test_the_layer_whose_output_overflows_is_named(training, params):
+    check_overflow(training, params, layer=7, rank=1)
+
+
+def check_overflow(training, params, layer, rank):
     """The weight is finite but so large that its layer's output overflows in fp32."""
 
     def overflow(params):
@@ -80,7 +95,6 @@ def test_the_layer_whose_output_overflows_is_named(training, params, layer):
         params["blocks"]["attention"]["output"]["bias"][layer] = 3e38
 
     text = explain(training, changed(params, overflow))
-    rank = {0: 0, 2: 0, 7: 1}[layer]
     assert text == (
         "no sample is to blame, each of samples 0, 8, 15 of the run does it alone: "
         f"the output of layer {layer} (pipeline rank {rank}) is not finite; its input and its weights are"
@@ -116,14 +130,14 @@ def spoiled(training, spoil):
 
 
 @pytest.mark.slow
-def test_a_broken_replica_and_a_broken_stage_are_not_blamed_on_a_sample(training, params):
+def test_a_broken_replica_and_a_broken_stage_are_not_blamed_on_a_sample(of_a_v, params):
     where = lambda axis: lambda x: jnp.where(jax.lax.axis_index(axis) == 1, jnp.nan, x)  # noqa: E731
-    assert explain(spoiled(training, where("data")), params).startswith(
+    assert explain(spoiled(of_a_v, where("data")), params).startswith(
         "replica 1 of 2 computes what others do not, of copies of one sample: check its hardware: the output of layer 0 "
     )
-    assert explain(spoiled(training, where("pipe")), params) == (
+    assert explain(spoiled(of_a_v, where("pipe")), params) == (
         "no sample is to blame, each of samples 0, 8, 15 of the run does it alone: "
-        "the output of layer 4 (pipeline rank 1) is not finite; its input and its weights are"
+        "the output of layer 2 (pipeline rank 1) is not finite; its input and its weights are"
     )
 
 
