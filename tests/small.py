@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import BertConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.models.interface import ModelContext, PipelineModel, mean_loss, model_class
+from megajax.ops.vocabulary import VocabularySharding
 from megajax.pipeline import layout
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.stages import StageLayers
@@ -108,19 +109,20 @@ def build_model(config, **context) -> PipelineModel:
 
 
 @functools.cache
-def busy_params(model: ModelConfig):
-    """Canonical parameters, all random: initial biases are zero, which would hide mistakes.
+def busy_params(model: ModelConfig, deviation: float = 0.028, tensor: int = 1):
+    """Canonical parameters, all random: initial biases are zero and scales one, which would hide mistakes.
 
-    Drawn by NumPy: to compile the model's own initial values takes two seconds.
+    In the shapes of a tensor group's padded vocabulary. Drawn by NumPy: to compile the model's own initial values takes two
+    seconds.
     """
     random = np.random.default_rng(8)
 
     def draw(path, leaf):
-        scale = path[-1].key == "scale"  # of a norm
-        return (scale + (0.02 if scale else 0.028) * random.standard_normal(leaf.shape)).astype(leaf.dtype)
+        is_scale = path[-1].key == "scale"  # of a norm
+        return (is_scale + deviation * random.standard_normal(leaf.shape)).astype(leaf.dtype)
 
-    shapes = jax.eval_shape(build_model(model).init, jax.random.key(7))
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    build = build_model(model, vocabulary=VocabularySharding(tensor))
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(build.init, jax.random.key(7)))
 
 
 @functools.cache

@@ -16,17 +16,13 @@ from tests.interop.hugging_face import FAMILIES, golden
 from tests.interop.make_golden import NEW, PROMPT, tokens
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (1, 3, 1)]  # the last one with 1, 2 and 1 layers on its stages
-SOME = [("llama", (1, 2, 2)), pytest.param("qwen3_moe", (1, 1, 1), marks=pytest.mark.slow)]
-LONG = [
-    (family, mesh)
-    for family in FAMILIES
-    for mesh in MESHES
-    if (family, mesh) not in [("llama", (1, 2, 2)), ("qwen3_moe", (1, 1, 1))]
-]
+QUICK = (("llama", (1, 2, 2)),)
+CASES = [(family, mesh) for family in FAMILIES for mesh in MESHES]
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"), SOME + [pytest.param(*case, marks=pytest.mark.slow, id=str(case)) for case in LONG]
+    ("family", "mesh"),
+    [pytest.param(*case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_greedy_tokens_equal_those_of_transformers(family, mesh):
     source = HuggingFaceSource(str(golden(family)))

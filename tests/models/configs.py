@@ -1,15 +1,10 @@
 """The configurations that every model test uses: GPT's and llama's blocks, and one with the fields of later families."""
 
 from dataclasses import replace
-from functools import cache
 
-import jax
-import numpy as np
 import pytest
 
 from megajax.config import ModelConfig
-from megajax.ops.vocabulary import VocabularySharding
-from tests import small
 
 GPT = ModelConfig(layers=3, hidden=32, heads=4, vocabulary=61, sequence_length=16)
 LLAMA = ModelConfig(
@@ -40,20 +35,3 @@ QWEN = replace(
     sliding_window=5,
 )
 MODELS = pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
-
-
-@cache
-def drawn_params(config, deviation=0.03, tensor=1):
-    """Random parameters in the shapes that `init` has for a group of `tensor` ranks; no bias is 0 and no scale is 1.
-
-    NumPy's: a program that draws a model's initial values takes seconds to compile.
-    """
-    random = np.random.default_rng(8)
-
-    def draw(path, leaf):
-        noise = random.normal(0, deviation, leaf.shape).astype(np.float32)
-        return noise + 1 if path[-1].key == "scale" else noise
-
-    model = small.build_model(config, vocabulary=VocabularySharding(tensor))
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -15,7 +15,6 @@ from megajax.estimate import model_costs
 from megajax.estimate.flops import forward_flops
 from megajax.models.interface import mean_loss
 from tests import small
-from tests.models.configs import drawn_params
 
 PRE = dataclasses.replace(small.BERT, layers=2, activation="gelu_exact")
 POST = dataclasses.replace(PRE, post_norm=True, tied_embeddings=False)
@@ -134,7 +133,7 @@ def wide(params):
 @PRE_FIRST
 def test_the_loss_and_its_slope_are_the_papers(config):
     """The slope along a random direction against a difference of the reference's losses."""
-    model, params = small.build_model(config), drawn_params(config)
+    model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=2, model=config))
     value, gradient = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))(params)
     np.testing.assert_allclose(value, loss(config, wide(params), batch), rtol=1e-5)
@@ -150,7 +149,7 @@ def test_the_loss_and_its_slope_are_the_papers(config):
 
 @MODELS
 def test_states_and_both_heads(config):
-    model, params = small.build_model(config), drawn_params(config)
+    model, params = small.build_model(config), small.busy_params(config)
     batch = {name: a[0] for name, a in small.make_batch(small.make_run(microbatches=1, model=config)).items()}
 
     @jax.jit
@@ -169,10 +168,10 @@ def test_states_and_both_heads(config):
 @pytest.mark.slow
 def test_without_the_order_head_the_loss_is_that_of_masked_words():
     config = dataclasses.replace(PRE, output_heads="masked_lm", layers=1)
-    model, params = small.build_model(config), drawn_params(config)
+    model, params = small.build_model(config), small.busy_params(config)
     assert not {"pooler", "order"} & set(params["shared"]["head"])
     batch = small.make_batch(small.make_run(microbatches=2, model=config))
-    other = drawn_params(dataclasses.replace(PRE, layers=1))["shared"]["head"]  # the reference computes both heads
+    other = small.busy_params(dataclasses.replace(PRE, layers=1))["shared"]["head"]  # the reference computes both heads
     shared = params["shared"] | {"head": other | params["shared"]["head"]}
     want = loss(config, wide(params | {"shared": shared}), batch)
     np.testing.assert_allclose(jax.jit(lambda p: mean_loss(model, p, batch))(params), want, rtol=1e-5)
@@ -185,7 +184,7 @@ def test_without_the_order_head_the_loss_is_that_of_masked_words():
 def test_classes_of_samples(config):
     """The loss is the mean over samples of weight 1; the predicted class has the largest logit."""
     config = dataclasses.replace(config, layers=1, output_heads="classification", classes=3)
-    model, params = small.build_model(config), drawn_params(config)
+    model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
     rows = {name: array[0] for name, array in batch.items()}
     scores = classified(config, wide(params), rows)
@@ -201,7 +200,7 @@ def test_classes_of_samples(config):
 def test_choices(config):
     """The cross entropy over the four samples of each question, a mean over the questions whose first sample counts."""
     config = dataclasses.replace(config, layers=1, output_heads="multiple_choice", choices=4)
-    model, params = small.build_model(config), drawn_params(config)
+    model, params = small.build_model(config), small.busy_params(config)
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
     batch["weights"][0, 4] = 0  # of the second question
     rows = {name: array[0] for name, array in batch.items()}
@@ -225,7 +224,7 @@ def test_choices(config):
 def test_first_and_last_token_of_an_answer(config):
     """The loss is the mean over samples of weight 1 of the mean of two cross entropies over all places, padding too."""
     config = dataclasses.replace(config, layers=1, output_heads="spans")
-    model, params = small.build_model(config), drawn_params(config)
+    model, params = small.build_model(config), small.busy_params(config)
     assert "pooler" not in params["shared"]["head"]
     batch = small.make_batch(small.make_run(microbatches=1, model=config))
     rows, head = {name: array[0] for name, array in batch.items()}, wide(params)["shared"]["head"]["spans"]
@@ -243,7 +242,7 @@ def test_first_and_last_token_of_an_answer(config):
 
 def test_samples_of_padding_do_not_count_and_those_without_masked_words_do():
     """The padding of a smaller batch has a number of its own; a sample of weights 0 has an order."""
-    model, params = small.build_model(PRE), drawn_params(PRE)
+    model, params = small.build_model(PRE), small.busy_params(PRE)
     batch = small.make_batch(small.make_run(microbatches=2, model=PRE))
     half = {name: array[:1] for name, array in batch.items()}
     unmasked = batch | {"weights": np.concatenate([batch["weights"][:1], np.zeros_like(batch["weights"][1:])])}

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from tests import small
-from tests.models.configs import GPT, LLAMA, QWEN, drawn_params
+from tests.models.configs import MODELS
 
 LENGTHS = (16, 11, 3)  # tokens of the samples, which end together in slot 16
 SLOTS = 16
@@ -55,22 +55,15 @@ def cached(model, params, tokens, start, widths):
     return np.concatenate(logits, axis=1)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(config, marks=pytest.mark.slow) for config in (GPT, LLAMA, QWEN)],
-    ids=["gpt", "llama", "qwen"],
-)
-@pytest.mark.parametrize(
-    "widths",
-    [pytest.param((16,), id="at once", marks=pytest.mark.slow), pytest.param((8, 6, 1, 1), id="chunks")],
-)
+@pytest.mark.slow  # quick: the text of transformers, in generate/test_hugging_face.py
+@MODELS
+@pytest.mark.parametrize("widths", [(16,), (8, 6, 1, 1)], ids=["at once", "chunks"])
 def test_cached_logits_equal_recomputed_ones(config, widths):
     """For samples of different lengths; what is in hidden slots and in the padding has no influence."""
     config = dataclasses.replace(config, dropout=0.1)
     model = small.build_model(config, training=False)
-    params = jax.tree.map(
-        lambda a: 3 * a, drawn_params(dataclasses.replace(config, dropout=0.0))
-    )  # so that attention is far from uniform
+    params = small.busy_params(dataclasses.replace(config, dropout=0.0))
+    params = jax.tree.map(lambda a: 3 * a, params)  # so that attention is far from uniform
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, (len(LENGTHS), SLOTS), np.int32)
     start = SLOTS - np.array(LENGTHS)
     got = cached(model, params, tokens, start, widths)

@@ -11,7 +11,6 @@ from megajax.models import context as model_context
 from megajax.ops.attention import XLA, fused_attention
 from megajax.ops.linear import plain_operations
 from tests import small
-from tests.models.configs import drawn_params
 
 
 def slow(*case):
@@ -70,7 +69,7 @@ def test_evaluation_with_context_ranks_equals_one_device():
     losses, model = [], dataclasses.replace(small.MODEL, layers=2)
     for mesh, context in (((1, 1, 1), 1), ((1, 2, 1), 2)):
         training = small.training_of(small.make_run(mesh, context=context, microbatches=2, model=model))
-        params = small.place(training, drawn_params(model))
+        params = small.place(training, small.busy_params(model))
         losses.append(training.evaluate(params, small.make_batch(training.run)))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 

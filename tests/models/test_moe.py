@@ -8,7 +8,6 @@ import pytest
 
 from megajax.models.interface import mean_loss
 from tests import dense_experts, small
-from tests.models.configs import drawn_params
 
 
 @pytest.mark.parametrize(
@@ -19,9 +18,8 @@ from tests.models.configs import drawn_params
         pytest.param(dense_experts.PLAIN, marks=pytest.mark.slow),
     ],
 )
-def test_loss_gradients_and_measurements(config, monkeypatch):
+def test_loss_gradients_and_measurements(config):
     """With equal scores and an expert without tokens (UNEVEN), and with tokens that are dropped."""
-    monkeypatch.setattr(small, "busy_params", drawn_params)  # without a compiled program
     model, params = small.build_model(config, recompute="none"), dense_experts.params_of(config)
     batch = small.make_batch(small.make_run(microbatches=2, model=config))
     value, gradients = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))(params)

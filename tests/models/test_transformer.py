@@ -12,7 +12,7 @@ from megajax.config import ConfigError, ModelConfig
 from megajax.models.rotary import attention_factor, frequencies, rotary_table, rotate
 from megajax.models.transformer_costs import transformer_costs
 from tests import small
-from tests.models.configs import GPT, LLAMA, MODELS, QWEN, drawn_params
+from tests.models.configs import GPT, LLAMA, MODELS, QWEN
 
 
 def changed(config: ModelConfig, **fields) -> ModelConfig:
@@ -84,7 +84,7 @@ def numpy_block(config: ModelConfig, w, x):
 @cache
 def one_block(config: ModelConfig, samples=2):
     """(weights of block 1, x [samples, s, h])."""
-    weights = jax.tree.map(lambda a: a[1], drawn_params(config, deviation=0.1)["blocks"])
+    weights = jax.tree.map(lambda a: a[1], small.busy_params(config, deviation=0.1)["blocks"])
     x = np.random.default_rng(1).normal(size=(samples, config.sequence_length, config.hidden)).astype(np.float32)
     return weights, x
 
@@ -245,7 +245,7 @@ class TestDropout:
             assert np.abs(whole - y).max() > 0.1
 
     def test_dropout_keeps_the_expectation(self):
-        shared = drawn_params(self.config)["shared"]
+        shared = small.busy_params(self.config)["shared"]
         microbatch = {"tokens": np.zeros((200, 16), np.int32), "sample": np.arange(200, dtype=np.uint32)}
         dropped = np.asarray(jax.jit(small.build_model(self.config).embed)(shared, microbatch))
         plain = np.asarray(jax.jit(small.build_model(GPT).embed)(shared, microbatch))

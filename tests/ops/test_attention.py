@@ -23,18 +23,9 @@ from megajax.ops.attention import (
 )
 from megajax.ops.attention_choice import choose_attention
 from tests import gpu
+from tests.gradients import both_ways
 
 MANUAL = ("data", "pipe")
-
-
-def both_ways(attend):
-    """The jitted function that returns attention's output and gradients."""
-
-    def run(query, key, value, gradient):
-        output, vjp = jax.vjp(attend, query, key, value)
-        return output, *vjp(gradient)
-
-    return jax.jit(run)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +45,7 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     key, value = draw(2, 4, 8, groups, 8), draw(3, 4, 8, groups, 8)
     wide = [np.float32(a) for a in (query, key, value, gradient)]
     plain = lambda *arrays: plain_attention(*arrays, lambda p: p)  # noqa: E731
-    want = both_ways(plain)(*wide)
+    want = both_ways(plain)(wide[3], *wide[:3])
 
     def step(*arrays):
         query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in arrays)
@@ -143,7 +134,7 @@ def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_
     query, gradient, key, value = (draw(seed, 2, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
     numbers = None if documents is None else jnp.array(documents, jnp.int32)
     plain = partial(plain_attention, drop=lambda p: p, document=numbers, window=window)
-    want = both_ways(plain)(query, key, value, gradient)
+    want = both_ways(plain)(gradient, query, key, value)
 
     def step(numbers, *arrays):
         query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in arrays)

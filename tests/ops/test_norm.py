@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.ops.norm import norm
+from tests.gradients import both_ways
 
 SHAPES = [(1, 1, 8), (2, 96, 16), (3, 7, 5), (4, 6, 2, 8)]  # rows that 64 divides, and not; heads
 
@@ -15,16 +16,6 @@ def textbook(x, scale, bias, centred):
         x = x - x.mean(-1, keepdims=True)
     y = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
     return y if bias is None else y + bias
-
-
-def both_ways(of):
-    """The jitted function of (dy, x, scale, bias) that returns the result and the gradients."""
-
-    def run(dy, *given):
-        y, pull = jax.vjp(of, *given)
-        return y, *pull(dy)
-
-    return jax.jit(run)
 
 
 def arguments(shape, with_bias):

@@ -12,6 +12,7 @@ from megajax.config import ConfigError
 from megajax.estimate.hlo import collectives
 from megajax.ops.attention import INTERPRETED, XLA, document_starts, fused_attention, plain_attention
 from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
+from tests.gradients import both_ways
 
 SAMPLES, SEQUENCE, GROUPS, SHARED, SIZE = 2, 32, 2, 2, 8
 
@@ -26,15 +27,8 @@ def inputs(scale=1.0, dtype=np.float32):
 
 def plainly(query, key, value, gradient, **mask):
     """Output and gradients of attention on one device in fp32."""
-    wide = [np.float32(a) for a in (query, key, value, gradient)]
     plain = lambda *arrays: plain_attention(*arrays, lambda p: p, **mask)  # noqa: E731
-
-    @jax.jit
-    def both_ways(query, key, value, gradient):
-        output, vjp = jax.vjp(plain, query, key, value)
-        return output, *vjp(gradient)
-
-    return both_ways(*wide)
+    return both_ways(plain)(*(np.float32(a) for a in (gradient, query, key, value)))
 
 
 def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, window=None, kernel=XLA, padding=None):

@@ -10,8 +10,7 @@ import pytest
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.stage import Stack
 from megajax.pipeline.stash import StashRef
-from tests.models.configs import drawn_params
-from tests.small import LLAMA, MODEL, QWEN, build_model
+from tests.small import LLAMA, MODEL, QWEN, build_model, busy_params
 
 SAMPLES = 2
 
@@ -19,7 +18,7 @@ SAMPLES = 2
 def programs(model, recompute):
     """(whole backward, I, W, dy): a block's backward as one function and as two, from the same stash."""
     functions = build_model(model, recompute=recompute)
-    stack = Stack(functions.block, jax.tree.map(lambda a: jnp.asarray(a[:1]), drawn_params(model)["blocks"]), 1)
+    stack = Stack(functions.block, jax.tree.map(lambda a: jnp.asarray(a[:1]), busy_params(model)["blocks"]), 1)
     microbatch = {"sample": jnp.arange(SAMPLES, dtype=jnp.uint32)}
     shape = (SAMPLES, model.sequence_length, model.hidden)
     x = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
@@ -34,12 +33,9 @@ def programs(model, recompute):
     return whole, of_input, weights, jnp.cos(x)
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(m, marks=pytest.mark.slow) for m in ("selective", "none", "full")])
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(MODEL, id="gpt")]
-    + [pytest.param(model, id=name, marks=pytest.mark.slow) for name, model in (("llama", LLAMA), ("qwen", QWEN))],
-)
+@pytest.mark.slow  # quick: a block of one's own, in test_layer_argument.py
+@pytest.mark.parametrize("recompute", ["selective", "none", "full"])
+@pytest.mark.parametrize("model", [MODEL, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
 def test_the_two_parts_equal_the_whole_backward(model, recompute):
     # Wide enough for matmuls to dominate, as in any model of practical size.
     model = dataclasses.replace(model, hidden=128, heads=4, sequence_length=64)

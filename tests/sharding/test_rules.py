@@ -16,7 +16,6 @@ from megajax.ops.linear import plain_operations
 from megajax.ops.vocabulary import VocabularySharding, lookup
 from megajax.sharding.rules import default_rules
 from tests import small
-from tests.models.configs import drawn_params
 
 GPT = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=251, sequence_length=16, dropout=0.1)
 LLAMA = ModelConfig(
@@ -57,7 +56,7 @@ def sharded_functions(config, sequence_parallel, **options):
 def lay(config, rules, mesh):
     """(weights of block 1, shared), sharded by the rules."""
     model = small.build_model(config, vocabulary=VocabularySharding(mesh.shape["tensor"]))
-    params = drawn_params(config, tensor=mesh.shape["tensor"])
+    params = small.busy_params(config, tensor=mesh.shape["tensor"])
     specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
     weights = jax.tree.map(lambda a, spec: put(a[1], P(*spec[1:])), params["blocks"], specs["blocks"])
