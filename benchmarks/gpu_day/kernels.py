@@ -1,0 +1,158 @@
+"""Each kernel on this device, against the same formula in numpy in fp64."""
+
+import itertools
+
+import numpy as np
+
+from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+
+# Of the largest element of each array.
+LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
+LENGTH, TINY_LENGTH = 1000, 80
+# Head size, key/value heads of 4, causal, mask.
+SHAPES = [
+    (64, 4, True, None),
+    (128, 2, True, None),
+    (80, 4, True, None),
+    (256, 1, True, None),
+    (64, 4, False, None),
+    (64, 2, True, "documents"),
+    (128, 2, True, "documents"),
+    (96, 2, True, "window"),
+    (128, 4, False, "padding"),
+]
+ROWS, INTO, OUT = 1500, 264, 500
+SIZES = {"even": (375,) * 4, "uneven": (10, 640, 0, 850), "rows of no group": (0, 3, 640, 160), "none": (0,) * 4}
+
+
+def attention(name: str, tiny: bool) -> dict:
+    """The attention kernel `name`: output and gradients by shape, mask and dtype."""
+    import jax.numpy as jnp
+
+    from benchmarks.gpu_day.devices import start
+
+    device = start()
+    from megajax.ops.attention import CUDNN, INTERPRETED, PALLAS, XLA
+    from megajax.ops.attention_choice import cudnn_installed
+
+    on_gpu = device.platform == "gpu"
+    if name == "cudnn" and not (on_gpu and cudnn_installed()):
+        raise NotAvailable("cuDNN is not installed" if on_gpu else "cuDNN's kernels need an NVIDIA GPU")
+    kernel = {"cudnn": CUDNN, "pallas": PALLAS if on_gpu else INTERPRETED, "xla": XLA}[name]
+    length = TINY_LENGTH if tiny else LENGTH
+    rows = []
+    for dtype, shape in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SHAPES[::3] if tiny else SHAPES):
+        size, groups, causal, mask = shape
+        if on_gpu and name == "pallas" and dtype == jnp.float32:
+            continue  # fused attention runs in 16 bits only
+        if name == "cudnn" and (dtype == jnp.float32 or mask):
+            continue
+        arrays, first = _attention_inputs(length, size, groups, mask, dtype)
+        found, expected = _attention_of(kernel, arrays, causal, first), _attention_in_numpy(*arrays, causal, first)
+        errors = [_error(x, y) for x, y in zip(found, expected, strict=True)]
+        text = f"{jnp.dtype(dtype).name}, heads of {size}, {groups} of 4 for keys, {mask or ('causal' if causal else 'all')}"
+        rows.append(_row(f"{name}: {text}", errors[0], max(errors[1:]), dtype))
+    return _checked(rows)
+
+
+def _attention_inputs(length, size, groups, mask, dtype):
+    """Queries, keys, values and a gradient of the output, and the first key that each query sees."""
+    import jax.numpy as jnp
+
+    draw = np.random.default_rng(0)
+    shapes = [(2, length, heads, size) for heads in (4, groups, groups, 4)]
+    arrays = [np.asarray(jnp.asarray(draw.normal(size=shape), dtype)) for shape in shapes]
+    place = np.arange(length, dtype=np.int32)
+    first = {
+        None: None,
+        "documents": np.stack([place // (length // 5) * (length // 5), place // (length // 3) * (length // 3)]),
+        "window": np.stack([np.maximum(place - 40, 0)] * 2),
+        "padding": np.stack([np.full(length, 5), np.full(length, length // 3)]),
+    }[mask]
+    return arrays, None if first is None else first.astype(np.int32)
+
+
+def _attention_of(kernel, arrays, causal, first):
+    """Output and gradients of queries, keys and values, in fp64."""
+    import jax
+
+    def both(query, key, value, gradient, first):
+        output, statistics = kernel.forward(query, key, value, causal, first)
+        return output, *kernel.backward(query, key, value, output, statistics, gradient, causal, first)
+
+    return [np.float64(x) for x in jax.jit(both)(*arrays, first)]
+
+
+def _attention_in_numpy(query, key, value, gradient, causal, first):
+    query, key, value, gradient = (np.float64(a) for a in (query, key, value, gradient))
+    shape, scale, shared = key.shape, query.shape[-1] ** -0.5, query.shape[2] // key.shape[2]
+    key, value = (np.repeat(a, shared, axis=2) for a in (key, value))  # one for each head
+    seen = np.arange(shape[1]) >= (np.zeros(query.shape[:2], int) if first is None else first)[..., None]
+    seen = seen & np.tril(np.ones(seen.shape[1:], bool)) if causal else seen
+    p = np.where(seen[:, None], np.exp(scale * np.einsum("bsad,btad->bast", query, key)), 0)
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("bsad,btad->bast", gradient, value)
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    of_key, of_value = np.einsum("bast,bsad->btad", ds, query), np.einsum("bast,bsad->btad", p, gradient)
+    by_group = [a.reshape(*shape[:3], shared, shape[3]).sum(3) for a in (of_key, of_value)]
+    return np.einsum("bast,btad->bsad", p, value), np.einsum("bast,btad->bsad", ds, key), *by_group
+
+
+def grouped(name: str, tiny: bool) -> dict:
+    """The grouped matmul `name` of experts: products, products with the transposed, and the kernels' gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.gpu_day.devices import start
+
+    device = start()
+    from megajax.ops.grouped_matmul import INTERPRETED, PALLAS, XLA
+
+    kernel = {"pallas": PALLAS if device.platform == "gpu" else INTERPRETED, "xla": XLA}[name]
+
+    @jax.jit
+    def by_kernel(rows, kernels, slopes, sizes):
+        products = kernel.product(rows, kernels, sizes), kernel.product(slopes, kernels, sizes, transposed=True)
+        return *products, kernel.gradient(rows, slopes, sizes)
+
+    rows, draw = [], np.random.default_rng(0)
+    for dtype, (text, sizes) in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SIZES.items()):
+        if tiny and text != "uneven":
+            continue
+        shapes = (ROWS, INTO), (len(sizes), INTO, OUT), (ROWS, OUT)
+        arrays = [np.asarray(jnp.asarray(draw.normal(size=shape), dtype)) for shape in shapes]
+        found = by_kernel(*arrays, np.array(sizes, np.int32))
+        errors = [_error(np.float64(x), y) for x, y in zip(found, _grouped_in_numpy(*arrays, sizes), strict=True)]
+        rows.append(_row(f"{name}: {jnp.dtype(dtype).name}, {text}", max(errors[:2]), errors[2], dtype))
+    return _checked(rows)
+
+
+def _grouped_in_numpy(rows, kernels, slopes, sizes):
+    rows, kernels, slopes = (np.float64(a) for a in (rows, kernels, slopes))
+    results = np.zeros((len(rows), kernels.shape[2])), np.zeros_like(rows), np.zeros_like(kernels)
+    start = 0
+    for group, size in enumerate(sizes):
+        own = slice(start, start := start + size)
+        results[0][own] = rows[own] @ kernels[group]
+        results[1][own] = slopes[own] @ kernels[group].T
+        results[2][group] = rows[own].T @ slopes[own]
+    return results
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest element; NaN counts as infinite."""
+    difference = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30)
+    return float(difference) if np.isfinite(difference) else float("inf")
+
+
+def _row(label: str, output: float, gradients: float, dtype) -> dict:
+    return {"label": label, "output": output, "gradients": gradients, "limit": LIMITS[np.dtype(dtype).name]}
+
+
+def _checked(rows: list[dict]) -> dict:
+    wrong = [row["label"] for row in rows if not max(row["output"], row["gradients"]) <= row["limit"]]
+    if wrong:
+        raise Wrong(
+            f"{len(wrong)} of {len(rows)} differ from fp64 by more than their limit: {wrong[0]}", {"rows": rows}
+        )
+    return {"rows": rows}

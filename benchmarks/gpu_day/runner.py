@@ -1,0 +1,122 @@
+"""Runs cases, each in a process of its own with a deadline, and stores every result at once.
+
+A case that hangs or crashes is a result and does not end the others. A second start of the command continues: cases that
+have a result are not repeated, as long as the device and the versions are the same.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.gpu_day.cases import Case
+from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+
+OVER = "the time of the whole was over: start the command again, which continues"
+# Small models share a GPU: none takes its memory ahead, as a run alone does.
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+class Store:
+    """The results on disk: written after every case, by renaming."""
+
+    def __init__(self, path: pathlib.Path, header: Mapping[str, Any]):
+        """Keeps the results of an earlier start with the same device and versions."""
+        self._path, self._lock = path, threading.Lock()
+        self.results: dict[str, Any] = {**header, "cases": []}
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            if all(earlier.get(name) == header[name] for name in ("device", "versions")):
+                finished = [one for one in earlier["cases"] if one["status"] != "not run"]
+                self.results = {**header, "started": earlier["started"], "cases": finished}
+
+    def has(self, name: str) -> bool:
+        return any(one["name"] == name for one in self.results["cases"])
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.results["cases"].append(dict(result))
+            new = self._path.with_suffix(".new")
+            new.write_text(json.dumps(self.results, indent=1))
+            new.replace(self._path)
+
+
+def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: Callable[[str], None]) -> None:
+    """Runs the cases that have no result: those that may share the devices `jobs` at a time, then the others in turn.
+
+    Args:
+      ends: `time.monotonic()` after which none is started.
+      tell: is given a line for each case that has ended.
+    """
+    left = [case for case in cases if not store.has(case.name)]
+
+    def one(case: Case) -> None:
+        result = run_case(case, ends)
+        store.add(result)
+        tell(f"{result['status']:>8}  {result['seconds']:5.0f} s  {case.name}  {result['reason']}"[:220])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, [case for case in left if not case.alone]))
+    for case in left:
+        if case.alone:
+            one(case)
+
+
+def run_case(case: Case, ends: float = float("inf")) -> dict[str, Any]:
+    """The case's result, as docs of `page` describe it."""
+    start = time.monotonic()
+    answer = {"name": case.name, "part": case.part, "status": "not run", "reason": OVER, "seconds": 0.0, "result": None}
+    if start >= ends:
+        return answer
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "answer.json")
+        command = [sys.executable, "-m", "benchmarks.gpu_day.runner", str(path), case.function]
+        environment = os.environ | ({} if case.alone else SHARED) | case.environment
+        with open(pathlib.Path(folder, "log"), "w+") as log:
+            process = subprocess.Popen(
+                [*command, json.dumps(case.arguments)],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # so that its own children are killed with it
+            )
+            try:
+                process.wait(min(case.deadline, ends - start))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                late = time.monotonic() - start >= case.deadline
+                hang = {"status": "hang", "reason": f"no result after {case.deadline:.0f} s: the process was killed"}
+                answer |= hang if late else {}
+            else:
+                log.seek(0)
+                lines = [line.strip() for line in log if line.strip()] or ["no message"]
+                crash = {"status": "error", "reason": f"exit code {process.returncode}: {lines[-1][:300]}"}
+                answer |= json.loads(path.read_text()) if path.exists() else crash
+    return answer | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def call(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The status, reason and result of a case's function, called in this process."""
+    module, _, name = function.rpartition(".")
+    try:
+        result = getattr(importlib.import_module(f"benchmarks.gpu_day.{module}"), name)(**arguments)
+    except NotAvailable as error:
+        return {"status": "not run", "reason": str(error)}
+    except Wrong as error:
+        return {"status": error.status, "reason": str(error), "result": error.result}
+    return {"status": "passed", "reason": "", "result": result}
+
+
+if __name__ == "__main__":
+    _path, _function, _arguments = sys.argv[1:]
+    pathlib.Path(_path).write_text(json.dumps(call(_function, json.loads(_arguments))))

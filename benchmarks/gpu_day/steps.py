@@ -1,0 +1,201 @@
+"""Training steps on one device: measured, predicted from their compiled programs, and those of other programs."""
+
+import dataclasses
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from typing import Any
+
+from benchmarks.gpu_day.devices import start
+from benchmarks.gpu_day.outcomes import NotAvailable, Slow
+from benchmarks.mfu_cases import batch_of
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+
+ROUNDS = 5
+SLOW = 2.0  # times the predicted step
+PEERS = {"PyTorch": "torch_gpt.py"}
+
+
+def run_of(name: str, device) -> RunConfig:
+    """The run of a name: models of the sizes that fit one GPU, with its fastest attention."""
+    from megajax.estimate.expert_time import with_expert_dispatch
+    from megajax.estimate.gpus import gpu_of
+    from megajax.estimate.vocabulary import with_vocabulary
+    from megajax.models.context import attention_choice
+
+    change = dataclasses.replace
+    llama, mixtral, gpt2 = preset("llama3-8b"), preset("mixtral-8x7b"), preset("gpt2-xl")
+    gpt3 = preset("gpt3-6.7b")  # h = 4096
+    model, samples, microbatches = {
+        "tiny": (preset("tiny"), 2, 4),
+        "gpt2-xl": (change(gpt2, dropout=0.0), 8, 8),
+        "h4096": (change(gpt3, name="h4096", layers=8), 4, 8),
+        "llama3-8b": (change(llama, name="llama3-8b, 8 layers", layers=8, sequence_length=4096), 2, 8),
+        "mixtral": (change(mixtral, name="mixtral-8x7b, 2 layers", layers=2, sequence_length=4096), 2, 8),
+    }[name]
+    precision = "bf16" if device.platform == "gpu" else "fp32"
+    train = TrainConfig(global_batch_size=samples * microbatches, precision=precision)
+    run = RunConfig(model, ParallelConfig(microbatch_size=samples), train)
+    run.validate()
+    run = with_expert_dispatch(with_vocabulary(run, gpu_of(device)), gpu_of(device))
+    return change(run, parallel=change(run.parallel, attention=attention_choice(run, device).name))
+
+
+def megajax(name: str) -> dict[str, Any]:
+    """megajax's step: times, memory, and times by class, each with what its compiled program predicts."""
+    import jax
+    import numpy as np
+
+    device = start()
+    from megajax.estimate.gpus import gpu_of
+    from megajax.estimate.program_account import account_of
+    from megajax.runtime.mesh import make_mesh
+    from megajax.train.step import make_training
+
+    run = run_of(name, device)
+    training = make_training(run, make_mesh(run.parallel, [device]))
+    batch = jax.device_put(batch_of(training), training.batch_sharding)
+    state = training.init_state()
+    compiled = training.compile_train_step(*training.step_shapes())
+    hold = np.int32(0)
+
+    def step(state):
+        return compiled(state, batch, hold)[0]
+
+    rounds, dispatch, state = _timed(step, state)
+    profiled, state = _profile(step, state, compiled.as_text())
+    analysis = compiled.memory_analysis()
+    predicted = account_of(run, gpu_of(device), compiled.as_text()) if device.platform == "gpu" else None
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    sizes = (getattr(analysis, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
+    row = _row(run, name, "megajax", rounds, device) | {
+        "predicted_milliseconds": predicted and 1e3 * predicted.seconds,
+        "dispatch_milliseconds": 1e3 * dispatch,
+        "peak_gigabytes": peak and peak / 1e9,
+        "predicted_peak_gigabytes": (sum(sizes) - analysis.alias_size_in_bytes) / 1e9,
+        "by_class": profiled and predicted and _by_class(profiled, predicted),
+    }
+    ratio = predicted and row["milliseconds"] / row["predicted_milliseconds"]
+    if ratio and ratio > SLOW:
+        raise Slow(f"a step takes {ratio:.1f} times what its compiled program predicts", {"rows": [row]})
+    return {"rows": [row]}
+
+
+def plain(name: str) -> dict[str, Any]:
+    """The same model's step as one would write it by hand in JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    device = start()
+    if device.platform != "gpu":
+        raise NotAvailable("the step in plain JAX uses cuDNN's attention, which needs an NVIDIA GPU")
+    from benchmarks.plain_step import PlainStep
+    from megajax.runtime.mesh import make_mesh
+
+    run = run_of(name, device)
+    training = PlainStep(run, make_mesh(run.parallel, [device]))
+    _, shapes = training.step_shapes()
+    draw = lambda shape: jax.random.randint(jax.random.key(0), shape.shape, 0, run.model.vocabulary, jnp.int32)  # noqa: E731
+    batch = {key: draw(shape) for key, shape in shapes.items()}
+    state = jax.jit(training._init)()
+    compiled = training.compile_train_step(*training.step_shapes())
+    rounds, _, _ = _timed(lambda state: compiled(state, batch)[0], state)
+    return {"rows": [_row(run, name, "plain JAX", rounds, device)]}
+
+
+def torch(name: str) -> dict[str, Any]:
+    """The same model's step in PyTorch, under torch.compile."""
+    device = start()
+    from benchmarks.peers import HERE, run_peer
+
+    run = run_of(name, device)
+    # The peer needs the GPU's memory; this process has used none of it.
+    answer = run_peer(HERE / PEERS["PyTorch"], sys.executable, [run], device.platform, ROUNDS)[0]
+    if "error" in answer:
+        raise NotAvailable(answer["error"][:300])
+    return {"rows": [_row(run, name, "torch.compile", answer["rounds"], device)]}
+
+
+def _timed(step, state):
+    """Seconds of each of ROUNDS steps, and of the dispatch of one, after two that warm up."""
+    import jax
+
+    rounds, dispatches = [], []
+    for _ in range(ROUNDS + 2):
+        start_ = time.perf_counter()
+        state = step(state)
+        dispatches.append(time.perf_counter() - start_)
+        jax.block_until_ready(state)
+        rounds.append(time.perf_counter() - start_)
+    return rounds[2:], statistics.median(dispatches[2:]), state
+
+
+def _row(run: RunConfig, name: str, implementation: str, rounds: list[float], device) -> dict[str, Any]:
+    from megajax.estimate.flops import flops_per_step
+    from megajax.estimate.gpus import published_peak
+
+    seconds, flops = statistics.median(rounds), flops_per_step(run)
+    peak = published_peak(device.device_kind, run.train.precision) if device.platform == "gpu" else None
+    model = run.model
+    # Causal attention computes half of the scores that `flops_per_step` counts, as the papers do.
+    hidden = (
+        6 * model.layers * model.sequence_length**2 * model.heads * model.head_dimension * run.train.global_batch_size
+    )
+    tokens = run.train.global_batch_size * model.sequence_length
+    return {
+        "label": f"{model.name}, {run.microbatches} microbatches of {run.parallel.microbatch_size}",
+        "implementation": implementation,
+        "milliseconds": 1e3 * seconds,
+        "rounds": [1e3 * one for one in rounds],
+        "predicted_milliseconds": None,
+        "tokens_per_second": tokens / seconds,
+        "teraflops": flops / seconds / 1e12,
+        "mfu": peak and flops / seconds / peak,
+        "mfu_causal": peak and (flops - hidden) / seconds / peak,
+        "peak_gigabytes": None,
+        "predicted_peak_gigabytes": None,
+        "by_class": None,
+    }
+
+
+def _profile(step, state, text: str) -> tuple[Counter | None, Any]:
+    """Seconds of one step by class of kernel, from a profile; None if it has no GPU's events."""
+    import jax
+
+    from megajax.estimate.hlo_parser import computations
+    from megajax.estimate.kernels import kernel_of
+
+    modules, _ = computations(text)
+    kinds = {}
+    for lines in modules.values():
+        types = {line.name: line.type for line in lines}
+        for line in lines:
+            if (kernel := kernel_of(line, types, modules)) is not None:
+                kinds[line.name] = kernel.kind
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state = step(state)
+            jax.block_until_ready(state)
+        files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(files[0])) if files else None
+        seconds: Counter = Counter()
+        for plane in data.planes if data else ():
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    name = dict(event.stats).get("hlo_op", "")
+                    seconds[kinds.get(name, "other")] += event.duration_ns / 1e9
+    return seconds or None, state
+
+
+def _by_class(measured: Counter, predicted) -> dict[str, dict[str, float]]:
+    """Milliseconds by class, measured and predicted."""
+    one = predicted.account.seconds
+    names = dict.fromkeys((*one, *measured))
+    return {name: {"measured": 1e3 * measured[name], "predicted": 1e3 * one[name]} for name in names}
