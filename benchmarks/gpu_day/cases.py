@@ -56,7 +56,7 @@ class Case:
 
 def cases(gpus: int, tiny: bool) -> list[Case]:
     """All cases for this number of devices; `tiny`: of sizes that CPU devices run in a few minutes."""
-    return [*_losses(gpus, tiny), *_programs(gpus), *_kernels(tiny), *_rates(tiny), *_steps(tiny)]
+    return [*_losses(gpus, tiny), *_programs(), *_kernels(tiny), *_steps(tiny), *_rates(tiny), *_peers(tiny)]
 
 
 def _losses(gpus: int, tiny: bool) -> Iterator[Case]:
@@ -120,7 +120,7 @@ def _loss_case(name, experiment, precision, layout, model="", *, exact=False, li
     return Case(f"losses: {name}", "losses", "losses.compare", arguments, EXACT if exact else {})
 
 
-def _programs(gpus: int) -> Iterator[Case]:
+def _programs() -> Iterator[Case]:
     """Generation, and a checkpoint that a CPU wrote."""
     yield Case("generation: greedy texts", "generation", "losses.generation", {}, EXACT)
     yield Case("checkpoint: from a CPU, resumed", "checkpoint", "losses.checkpoint", {}, EXACT)
@@ -141,10 +141,13 @@ def _rates(tiny: bool) -> Iterator[Case]:
 
 
 def _steps(tiny: bool) -> Iterator[Case]:
-    """Training steps: measured, predicted, and of other programs."""
-    names = ("tiny",) if tiny else ("gpt2-xl", "h4096", "llama3-8b", "mixtral")
-    for name in names:
+    """Training steps, measured and predicted."""
+    for name in ("tiny",) if tiny else ("h4096", "llama3-8b", "mixtral", "gpt2-xl"):
         yield Case(f"steps: {name}", "steps", "steps.megajax", {"name": name}, deadline=150, alone=True)
-    for name in names[:2]:
+
+
+def _peers(tiny: bool) -> Iterator[Case]:
+    """The steps of other programs, of the same models."""
+    for name in ("tiny",) if tiny else ("h4096", "gpt2-xl"):
         yield Case(f"steps: {name}, plain JAX", "steps", "steps.plain", {"name": name}, deadline=100, alone=True)
         yield Case(f"steps: {name}, PyTorch", "steps", "steps.torch", {"name": name}, deadline=150, alone=True)

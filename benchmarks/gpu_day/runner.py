@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -27,11 +28,16 @@ SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Store:
-    """The results on disk: written after every case, by renaming."""
+    """The results on disk: written after every case, by renaming.
+
+    Attributes:
+      results: as they are written.
+      logs: a folder for the output of cases that failed or hung.
+    """
 
     def __init__(self, path: pathlib.Path, header: Mapping[str, Any]):
         """Keeps the results of an earlier start with the same device and versions."""
-        self._path, self._lock = path, threading.Lock()
+        self._path, self._lock, self.logs = path, threading.Lock(), path.with_suffix(".logs")
         self.results: dict[str, Any] = {**header, "cases": []}
         if path.exists():
             earlier = json.loads(path.read_text())
@@ -60,7 +66,7 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
     left = [case for case in cases if not store.has(case.name)]
 
     def one(case: Case) -> None:
-        result = run_case(case, ends)
+        result = run_case(case, ends, store.logs)
         store.add(result)
         tell(f"{result['status']:>8}  {result['seconds']:5.0f} s  {case.name}  {result['reason']}"[:220])
 
@@ -71,8 +77,13 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
             one(case)
 
 
-def run_case(case: Case, ends: float = float("inf")) -> dict[str, Any]:
-    """The case's result, as docs of `page` describe it."""
+def run_case(case: Case, ends: float = float("inf"), logs: pathlib.Path | None = None) -> dict[str, Any]:
+    """Runs a case; returns its name, part, status, reason, seconds and result.
+
+    Args:
+      ends: `time.monotonic()` at which the case is stopped, or not started.
+      logs: a folder for its output if it fails or hangs; None: not kept.
+    """
     start = time.monotonic()
     answer = {"name": case.name, "part": case.part, "status": "not run", "reason": OVER, "seconds": 0.0, "result": None}
     if start >= ends:
@@ -102,6 +113,10 @@ def run_case(case: Case, ends: float = float("inf")) -> dict[str, Any]:
                 lines = [line.strip() for line in log if line.strip()] or ["no message"]
                 crash = {"status": "error", "reason": f"exit code {process.returncode}: {lines[-1][:300]}"}
                 answer |= json.loads(path.read_text()) if path.exists() else crash
+            if logs and answer["status"] in ("error", "hang"):
+                logs.mkdir(exist_ok=True)
+                log.seek(0)
+                (logs / f"{re.sub(r'[^a-z0-9]+', '_', case.name.lower())}.log").write_text(log.read())
     return answer | {"seconds": round(time.monotonic() - start, 1)}
 
 
