@@ -69,6 +69,7 @@ class Watchdog:
         self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
         self._step, self._entered, self._suspended = 0, time.monotonic(), True
         self._slowest, self._first = 0.0, 0.0  # seconds: of a step so far, and of the work before there was one
+        self._partial = False  # `dispatch` has set `_entered`: the time from then to `enter` may be less than a step
         self._failure, self._failure_code = None, 0
         self._beat, self._answered = 0, time.monotonic()
         unknown = {"step": 0, "failure": None, "code": 0}
@@ -85,17 +86,27 @@ class Watchdog:
         """The main thread starts to wait for `step`, which must end within `timeout`."""
         self._begin(step, suspended=False)
 
+    def dispatch(self, step: int) -> None:
+        """The main thread starts to dispatch `step`, which on GPUs takes about as long as a step.
+
+        The time limit counts from the last `enter`, that of an earlier step; after a `suspend`, it counts from now.
+        """
+        if self._suspended:
+            self._begin(step, suspended=False)
+            self._partial = True
+        self._step = step
+
     def suspend(self, step: int) -> None:
         """As `enter`, for work without a time limit: compilation, validation, a checkpoint. Heartbeats stay required."""
         self._begin(step, suspended=True)
 
     def _begin(self, step: int, suspended: bool) -> None:
         now, self._heartbeat.step = time.monotonic(), step
-        if not self._suspended:
+        if not (self._suspended or self._partial):
             self._slowest = max(self._slowest, now - self._entered)
         elif not self._slowest:
             self._first = max(self._first, now - self._entered)
-        self._step, self._entered, self._suspended = step, now, suspended
+        self._step, self._entered, self._suspended, self._partial = step, now, suspended, False
 
     def close(self) -> None:
         """Stops watching: the run has ended on this process."""

@@ -6,7 +6,7 @@ A session is one start of the run. Its time is divided without overlap into
 
     start       until the first step is dispatched: imports, devices, reading the state to resume from
     steps       training steps
-    compiling   dispatching a step that had to be compiled
+    compiling   tracing and compiling a step
     data        waiting for the next batch
     validation  validations
     checking    comparing replicas, and timing the processes (--check-every)
@@ -86,6 +86,12 @@ class Goodput:
             yield
         finally:
             self._switch(before)
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Counts seconds for category `target` that were counted for `source`, as many as that has."""
+        seconds = min(seconds, self.seconds[source])
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
 
     def _switch(self, category: str) -> None:
         now = self._clock()

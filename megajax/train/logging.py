@@ -64,7 +64,7 @@ def step_record(
       step: 1 for the first step of the run.
       metrics: of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, and what experts measured.
       samples: samples consumed at the end of this step.
-      seconds: wall-clock seconds of the step.
+      seconds: wall-clock seconds of the step on the devices.
       batch: samples of this step, without padding.
       skipped_steps: steps of the run that were skipped, this one included.
       bad_steps: steps of the run whose loss was not finite, this one included.

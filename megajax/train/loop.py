@@ -5,6 +5,9 @@ Step N + 1 is dispatched before the metrics of step N are read, so the devices n
     host      dispatch 1 | dispatch 2 | read 1, log 1 | dispatch 3 | read 2, log 2 | ...
     devices              | step 1 ------------------- | step 2 ------------------- | ...
 
+On GPUs, dispatching a step may return only when the step has almost ended, and step N's metrics are then read about one
+step late. So `step_clock` times the steps, and the watchdog's time limit applies to a dispatch too.
+
 Where something needs the state after step N itself (validation, a checkpoint, the last step, an edge of the profiled
 steps, the compilation of a new program), step N + 1 is dispatched only after that. When step N is not finite, the
 compiled step N + 1 leaves the state unchanged (`hold` of `Training.train_step`), and is dispatched again after the host
@@ -17,6 +20,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import jax
@@ -31,14 +35,15 @@ from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
 from megajax.train import diagnose
+from megajax.train.compilations import CompilationCounter
 from megajax.train.goodput import Goodput
 from megajax.train.logging import RunLog, SpikeDetector, Throughput, step_record
 from megajax.train.replica_check import Checks, ReplicasDiffer
 from megajax.train.run_directory import Profiler
 from megajax.train.step import Training, TrainState
+from megajax.train.step_clock import StepClock
 from megajax.train.validation import Evaluation, Validation
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event of a compiled program
 Batch = Mapping[str, Any]
 
 
@@ -74,23 +79,6 @@ class TrainerHooks:
 NO_HOOKS = TrainerHooks()
 
 
-class CompilationCounter:
-    """Counts the programs that this process compiles; used as `with CompilationCounter() as compilations`."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __enter__(self) -> "CompilationCounter":
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *exception) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, duration: float, **details) -> None:
-        self.count += event == COMPILED
-
-
 def throughput_of(run: RunConfig, peak: Peak | None, batch: int) -> Throughput:
     """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and, where there is a peak, MFU."""
     share = batch / run.train.global_batch_size
@@ -111,7 +99,7 @@ class DispatchedStep:
     samples: int  # consumed at its end
     batch: Batch
     metrics: Mapping[str, jax.Array]
-    dispatched: float  # time.perf_counter()
+    seconds: Future[float]  # see `StepClock.watch`
     is_new: bool  # the first with a batch of this shape: dispatching it compiled a program
 
 
@@ -148,7 +136,7 @@ def train(
       ReplicasDiffer: `hooks.checks` found copies of the state that differ; nothing is saved.
     """
     loop = Loop(training, batches, validation, log, peak, hooks, goodput or Goodput(), explain)
-    with loop.compilations:
+    with loop.compilations, loop.clock:
         return loop.run(resume)
 
 
@@ -162,7 +150,7 @@ class Loop:
         self.evaluations = [*([Validation(training, validation)] if validates else []), *hooks.evaluations]
         self.log, self.hooks, self.goodput, self.explain = log, hooks, goodput, explain
         self.total_samples = training.run.total_samples
-        self.compilations = CompilationCounter()
+        self.compilations, self.clock = CompilationCounter(), StepClock()
         self.throughput = functools.cache(functools.partial(throughput_of, training.run, peak))
         self.spikes = SpikeDetector(training.run.train.spike_deviations)
         self.state: TrainState | None = None  # after all dispatched steps
@@ -170,7 +158,7 @@ class Loop:
         self.record: dict[str, float | None] = {}
         self.skipped_in_a_row = 0
         self.shapes: set[tuple] = set()  # of the batches that a program has been compiled for
-        self.window_start, self.compiled_before = 0.0, 0  # end of the last step whose metrics have been read
+        self.compiled_before = 0  # programs, at the end of the last step whose metrics have been read
 
     def run(self, resume: tuple[TrainState, Progress] | None) -> tuple[TrainState, dict[str, float | None]]:
         """All steps."""
@@ -254,13 +242,15 @@ class Loop:
         return bool(self.hooks.replicas) and step.number % self.hooks.replicas.every == 0
 
     def _dispatch(self, batch: Batch, number: int, consumed: int, hold) -> DispatchedStep:
-        """Gives the devices a step; returns before they have executed it."""
+        """Gives the devices a step; may return before they have executed it."""
         shapes, size = shapes_of(batch), batch_size(self.run_config.train, consumed)
         is_new = shapes not in self.shapes
         if is_new:
             self.hooks.suspend_watchdog(number)
             self.log.compiling(number, f"a step of {size} samples" if self.shapes else "the first step")
             self.shapes.add(shapes)
+        elif self.hooks.watchdog:
+            self.hooks.watchdog.dispatch(number)
         if self.hooks.profiler:
             self.hooks.profiler.before(number)
         dispatched = time.perf_counter()
@@ -270,17 +260,17 @@ class Loop:
             self.goodput.during("compiling" if is_new else "steps"),
         ):
             self.state, metrics = self.training.train_step(self.state, batch, *arguments)
-        if self.hooks.checks and not is_new:
-            self.hooks.checks.stragglers.add_dispatch(time.perf_counter() - dispatched)
-        return DispatchedStep(number, size, consumed + size, batch, metrics, dispatched, is_new)
+        if is_new:  # after the compilation, the dispatch may have waited for the step
+            self.goodput.move(time.perf_counter() - max(dispatched, self.compilations.last), "compiling", "steps")
+        seconds = self.clock.watch(metrics, dispatched)
+        return DispatchedStep(number, size, consumed + size, batch, metrics, seconds, is_new)
 
     def _finish(self, step: DispatchedStep) -> bool:
         """Waits for the end of a step, logs it, and deals with it if it was skipped; returns whether it was not."""
         if self.hooks.watchdog:
             (self.hooks.watchdog.suspend if step.is_new else self.hooks.watchdog.enter)(step.number)
         metrics = jax.device_get(dict(step.metrics))
-        now, before = time.perf_counter(), self.progress
-        seconds, self.window_start = now - max(step.dispatched, self.window_start), now
+        seconds, before = step.seconds.result(), self.progress
         compiled, self.compiled_before = self.compilations.count > self.compiled_before, self.compilations.count
         skipped, loss = int(metrics["skipped"]), float(metrics["loss"])
         bad = before.nonfinite + (not math.isfinite(loss))

@@ -1,8 +1,12 @@
 """Finds the slow process of a run in which all run in lockstep.
 
-Every process takes the same time for a step: a slow one makes the others wait in the next collective. So each measures what
-it does without the others: its host's wait for data and dispatch of a step, and a matmul on each of its devices, timed
-while no step runs. They publish these times through jax's coordination service, and process 0 names the slow one.
+Every process takes the same time for a step: a slow one makes the others wait in the next collective. So each measures
+what it does without the others: its host's wait for data, and a matmul on each of its devices, timed while no step
+runs. They publish these times through jax's coordination service, and process 0 names the slow one.
+
+The dispatch of a step is not measured. On GPUs it may return only when the step has almost ended, because the host
+waits for values that the device computes. It then includes the wait for the other processes: it is equally long on all
+of them, and shorter on a process whose data are late.
 """
 
 import dataclasses
@@ -28,7 +32,7 @@ class HostTimes:
 
     Attributes:
       step: after which it was measured.
-      data, dispatch: of its host, the mean of the steps since the last measurement: waiting for the batch, and dispatch.
+      data: its host's wait for a batch, the mean of the steps since the last measurement.
       probe: of the probe on its slowest device.
       device: id of that device.
       host: the process's host.
@@ -36,7 +40,6 @@ class HostTimes:
 
     step: int
     data: float
-    dispatch: float
     probe: float
     device: int
     host: str
@@ -59,16 +62,11 @@ class Stragglers:
         self._reset()
 
     def _reset(self) -> None:
-        self._steps, self._dispatched, self._data, self._dispatch = 0, 0, 0.0, 0.0
-        self._since = time.perf_counter()
+        self._steps, self._data, self._since = 0, 0.0, time.perf_counter()
 
     def add_data(self, seconds: float) -> None:
         """Counts the host's wait for one batch."""
         self._steps, self._data = self._steps + 1, self._data + seconds
-
-    def add_dispatch(self, seconds: float) -> None:
-        """Counts one dispatch of a step that was compiled before."""
-        self._dispatched, self._dispatch = self._dispatched + 1, self._dispatch + seconds
 
     def measure(self, step: int) -> list[str]:
         """Publishes this process's times since the last call; returns messages on process 0. Waits for no other process.
@@ -80,8 +78,7 @@ class Stragglers:
         probes = [self._probe(x) for x in self._inputs]
         slowest = max(range(len(probes)), key=probes.__getitem__)
         device = next(iter(self._inputs[slowest].devices())).id
-        dispatch = self._dispatch / max(1, self._dispatched)
-        times = HostTimes(step, self._data / steps, dispatch, probes[slowest], device, self._host)
+        times = HostTimes(step, self._data / steps, probes[slowest], device, self._host)
         put("times", json.dumps(dataclasses.asdict(times)))
         self._reset()
         if jax.process_index() != 0 or jax.process_count() == 1:
@@ -115,7 +112,6 @@ def slow_processes(times: Mapping[int, HostTimes], step: int, step_seconds: floa
     kinds: dict[str, tuple[str, float]] = {
         "probe": ("a matmul on its device {device} takes", 0.0),
         "data": ("waiting for data takes its host", NOTICEABLE * step_seconds),
-        "dispatch": ("dispatching a step takes its host", NOTICEABLE * step_seconds),
     }
     for kind, (what, excess) in kinds.items():
         median: Any = statistics.median_low(getattr(own, kind) for own in times.values())

@@ -68,6 +68,24 @@ def test_slow_steps_may_take_longer(made):
     assert after(watchdog, 501)
 
 
+def test_a_dispatch_has_the_limit_of_a_step(made):
+    """Of a GPU, where it takes a step; and of a CPU, where it takes no time, and is not taken for a step."""
+    watchdog = made(10)
+    begin(watchdog, 0, 1, suspended=True)
+    watchdog._entered -= 700  # the first step, with its compilation
+    watchdog.dispatch(2)
+    assert after(watchdog, 3499) is None and "step 2 has not ended for 3501 s" in after(watchdog, 3501)
+    begin(watchdog, 0.1, 1, suspended=True)
+    watchdog.dispatch(3)
+    begin(watchdog, 0.1, 2)
+    assert after(watchdog, 3499) is None and "step 2 has not ended for 3501 s" in after(watchdog, 3501)
+    watchdog._entered -= 30
+    watchdog.dispatch(4)  # counts from the end of step 2
+    assert "step 4 has not ended for 3501 s" in watchdog._own_verdict(watchdog._entered + 3501)
+    begin(watchdog, 30, 3)
+    assert after(watchdog, 299) is None and after(watchdog, 301)
+
+
 def test_a_person_in_a_debugger_is_waited_for(made, monkeypatch):
     watchdog = made(1)
     watchdog.enter(1)

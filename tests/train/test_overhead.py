@@ -41,6 +41,9 @@ class Instant:
     def init_state(self):
         return None
 
+    def refilled(self, state, batch, consumed_samples):
+        return state
+
     def train_step(self, state, batch, hold):
         return state, {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0}
 

@@ -9,7 +9,7 @@ from tests.train.front_door import Run, rows
 
 def times(**changed: float) -> dict[int, HostTimes]:
     """Four processes; the third has other times."""
-    usual = {"step": 10, "data": 0.001, "dispatch": 0.002, "probe": 0.003, "device": 5}
+    usual = {"step": 10, "data": 0.001, "probe": 0.003, "device": 5}
     found = {process: HostTimes(**usual, host=f"node{process}") for process in range(4)}
     return found | {2: HostTimes(**usual | changed, host="node2")}
 
@@ -21,7 +21,6 @@ def times(**changed: float) -> dict[int, HostTimes]:
         ({"probe": 0.0044}, None),
         ({"probe": 0.006}, "a matmul on its device 5 takes 6.00 ms, the median of 4 processes is 3.00 ms"),
         ({"data": 0.2}, "waiting for data takes its host 200.00 ms, the median of 4 processes is 1.00 ms"),
-        ({"dispatch": 0.5}, "dispatching a step takes its host 500.00 ms"),
         ({"data": 0.003}, None),  # three times the median, and nothing in a step of a second
         ({"probe": 0.001}, None),
     ],
@@ -46,7 +45,6 @@ def test_one_process_measures_itself_and_has_nothing_to_say():
 
     stragglers = Stragglers(jax.local_devices()[:2], "here")
     stragglers.add_data(0.5)
-    stragglers.add_dispatch(0.1)
     assert stragglers.measure(3) == []
 
 
