@@ -82,6 +82,9 @@ BENCHMARKS = {  # of `megajax bench NAME`
     "communication": Command("benchmarks.communication", "bytes that a compiled step sends, against the formulas"),
     "data": Command("benchmarks.data", "throughput of preprocessing, the sample index and loading"),
     "generation": Command("benchmarks.generation", "tokens per second of generation on several meshes"),
+    "gpu-day": Command(
+        "benchmarks.gpu_day", "correctness and speed on the GPUs of this machine, with a page of results"
+    ),
     "gpu-settings": Command("benchmarks.gpu_settings", "step time under other settings of XLA, NCCL and CUDA"),
     "loss-curve": Command("benchmarks.loss_curve", "draw the loss of runs over their steps"),
     "memory-model": Command("benchmarks.memory_model", "the memory model against XLA's buffer assignment"),

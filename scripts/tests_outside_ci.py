@@ -1,6 +1,6 @@
 """Writes the table of docs/verification.md: the slow tests of each file that CI does not run.
 
-python scripts/tests_outside_ci.py
+python scripts/tests_outside_ci.py    needs the extras test, judges and eval
 """
 
 import collections
@@ -17,8 +17,10 @@ LISTS = ("slow_tests", "judge_tests")
 def collected(*names: str) -> set[str]:
     """The ids of the slow tests among these."""
     words = [sys.executable, "-m", "pytest", "-n0", "-q", "--collect-only", "-m", "slow", *names]
-    out = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
-    return {line for line in out.splitlines() if re.match(r"tests/\S+::", line)}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"pytest cannot collect the tests: {(done.stdout + done.stderr).strip()[-300:]}")
+    return {line for line in done.stdout.splitlines() if re.match(r"tests/\S+::", line)}
 
 
 def main() -> None:

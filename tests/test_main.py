@@ -22,6 +22,7 @@ NO_COMMANDS = {
     "megajax.data.text.make_corpus",
     "megajax.data.text.make_vocabulary",
     "benchmarks.data_peer",
+    "benchmarks.peers.torch_rates",
     "benchmarks.peers.torch_gpt",
     "benchmarks.peers.hugging_face",
 }

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 from megajax.config import ConfigError, ParallelConfig
 
+HERE = "benchmarks.gpu_day"
 STEPS = 30
 MOST_JOBS = 6  # cases of small models that share the GPUs
 # fp32 on a GPU is TF32 unless this is set: JAX's default, and not a difference of the program.
 EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 # Largest difference between a loss and the CPU's of the same precision, over STEPS steps. On one CPU, losses in bf16 by two
-# kernels of attention are 1e-4 apart, and 3e-3 from fp32's. The matmuls of fp8 are compared with bf16's.
-LIMITS = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 5e-2}
+# kernels of attention are 1e-4 apart, and 3e-3 from fp32's. The matmuls of fp8 are compared with bf16's. Where 16 bits round
+# differently, tokens may go to other experts.
+LIMITS = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 5e-2, "experts": 5e-3}
 # So small that rounding does not grow from step to step.
 LEARNING_RATE = "5e-4"
 LLAMA = "--norm rmsnorm --activation swiglu --positions rotary --kv-heads 2 --no-tied-embeddings"
@@ -38,7 +40,7 @@ class Case:
     Attributes:
       name: unique.
       part: losses, kernels, generation, checkpoint, rates or steps (see `page`).
-      function: in this package, "module.function"; it returns the case's result.
+      function: its full name; it returns the case's result.
       arguments: of the function, plain values.
       environment: variables of the process, besides its parent's.
       deadline: seconds after which the process is killed, and the case has hung.
@@ -63,7 +65,7 @@ def _losses(gpus: int, tiny: bool) -> Iterator[Case]:
     """Runs of the experiments' commands: their losses must be those of one CPU device."""
     one = "--data 1 --pipe 1 --tensor 1"
     yield _loss_case("gpt fp32", "gpt3", "fp32", one, exact=True)
-    yield _loss_case("gpt fp32 in TF32", "gpt3", "fp32", one, limit="tf32")
+    yield _loss_case("gpt tf32, the default of JAX for fp32", "gpt3", "fp32", one, limit="tf32")
     for precision, attention in itertools.product(("bf16", "fp16"), ("xla", "pallas", "cudnn")):
         options = f"{one} --attention {attention}"
         yield _loss_case(f"gpt {precision} {attention}", "gpt3", precision, options, may_lack=attention == "cudnn")
@@ -81,12 +83,12 @@ def _losses(gpus: int, tiny: bool) -> Iterator[Case]:
         yield _loss_case(f"{name} bf16", "gpt3", "bf16", one, options)
     for name in ("moe", "bert"):
         yield _loss_case(f"{name} fp32", name, "fp32", one, exact=True)
-        yield _loss_case(f"{name} bf16", name, "bf16", one)
+        yield _loss_case(f"{name} bf16", name, "bf16", one, limit="experts" if name == "moe" else None)
     for mesh, schedule in itertools.product(_meshes(gpus), SCHEDULES):
         name, _, chunks = schedule.partition(":")
-        parallel = ParallelConfig(*mesh, schedule=name, chunks=int(chunks or 1), microbatch_size=2)
-        if _legal(parallel):
-            options = "--data {} --pipe {} --tensor {} --schedule {} --chunks {}".format(*mesh, name, chunks or 1)
+        sizes = dict(zip(("data", "pipe", "tensor"), mesh, strict=True)) | {"chunks": int(chunks or 1)}
+        if _legal(ParallelConfig(**sizes, schedule=name, microbatch_size=2)):
+            options = " ".join(f"--{field} {size}" for field, size in sizes.items()) + f" --schedule {name}"
             yield _loss_case(f"gpt fp32 {options}", "gpt3", "fp32", options, exact=True)
 
 
@@ -117,37 +119,43 @@ def _loss_case(name, experiment, precision, layout, model="", *, exact=False, li
         "may_lack": may_lack,
         "limit": LIMITS[limit or precision],
     }
-    return Case(f"losses: {name}", "losses", "losses.compare", arguments, EXACT if exact else {})
+    return Case(f"losses: {name}", "losses", f"{HERE}.losses.compare", arguments, EXACT if exact else {})
 
 
 def _programs() -> Iterator[Case]:
     """Generation, and a checkpoint that a CPU wrote."""
-    yield Case("generation: greedy texts", "generation", "losses.generation", {}, EXACT)
-    yield Case("checkpoint: from a CPU, resumed", "checkpoint", "losses.checkpoint", {}, EXACT)
+    yield Case("generation: greedy texts", "generation", f"{HERE}.losses.generation", {}, EXACT)
+    yield Case("checkpoint: from a CPU, resumed", "checkpoint", f"{HERE}.losses.checkpoint", {}, EXACT)
 
 
 def _kernels(tiny: bool) -> Iterator[Case]:
     """Each kernel against numpy in fp64."""
     for name in ("cudnn", "pallas", "xla"):
-        yield Case(f"kernels: attention {name}", "kernels", "kernels.attention", {"name": name, "tiny": tiny}, EXACT)
+        yield Case(
+            f"kernels: attention {name}", "kernels", f"{HERE}.kernels.attention", {"name": name, "tiny": tiny}, EXACT
+        )
     for name in ("pallas", "xla"):
-        yield Case(f"kernels: grouped matmul {name}", "kernels", "kernels.grouped", {"name": name, "tiny": tiny}, EXACT)
+        yield Case(
+            f"kernels: grouped matmul {name}", "kernels", f"{HERE}.kernels.grouped", {"name": name, "tiny": tiny}, EXACT
+        )
 
 
 def _rates(tiny: bool) -> Iterator[Case]:
     """Rates of matmuls, attention, grouped matmuls and memory, and of links if there are several GPUs."""
     for name in ("matmul", "attention", "grouped", "bandwidth"):
-        yield Case(f"rates: {name}", "rates", f"rates.{name}", {"tiny": tiny}, deadline=100, alone=True)
+        yield Case(f"rates: {name}", "rates", f"{HERE}.rates.{name}", {"tiny": tiny}, deadline=100, alone=True)
 
 
 def _steps(tiny: bool) -> Iterator[Case]:
     """Training steps, measured and predicted."""
     for name in ("tiny",) if tiny else ("h4096", "llama3-8b", "mixtral", "gpt2-xl"):
-        yield Case(f"steps: {name}", "steps", "steps.megajax", {"name": name}, deadline=150, alone=True)
+        yield Case(f"steps: {name}", "steps", f"{HERE}.steps.megajax", {"name": name}, deadline=150, alone=True)
 
 
 def _peers(tiny: bool) -> Iterator[Case]:
     """The steps of other programs, of the same models."""
     for name in ("tiny",) if tiny else ("h4096", "gpt2-xl"):
-        yield Case(f"steps: {name}, plain JAX", "steps", "steps.plain", {"name": name}, deadline=100, alone=True)
-        yield Case(f"steps: {name}, PyTorch", "steps", "steps.torch", {"name": name}, deadline=150, alone=True)
+        yield Case(
+            f"steps: {name}, plain JAX", "steps", f"{HERE}.steps.plain", {"name": name}, deadline=100, alone=True
+        )
+        yield Case(f"steps: {name}, PyTorch", "steps", f"{HERE}.steps.torch", {"name": name}, deadline=150, alone=True)

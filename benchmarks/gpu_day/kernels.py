@@ -84,18 +84,22 @@ def _attention_of(kernel, arrays, causal, first):
 
 
 def _attention_in_numpy(query, key, value, gradient, causal, first):
-    query, key, value, gradient = (np.float64(a) for a in (query, key, value, gradient))
-    shape, scale, shared = key.shape, query.shape[-1] ** -0.5, query.shape[2] // key.shape[2]
-    key, value = (np.repeat(a, shared, axis=2) for a in (key, value))  # one for each head
-    seen = np.arange(shape[1]) >= (np.zeros(query.shape[:2], int) if first is None else first)[..., None]
-    seen = seen & np.tril(np.ones(seen.shape[1:], bool)) if causal else seen
-    p = np.where(seen[:, None], np.exp(scale * np.einsum("bsad,btad->bast", query, key)), 0)
+    """The same in fp64, with heads before the sequence so that numpy multiplies matrices."""
+    query, key, value, gradient = (np.float64(a).transpose(0, 2, 1, 3) for a in (query, key, value, gradient))
+    scale, shape, shared = query.shape[-1] ** -0.5, key.shape, query.shape[1] // key.shape[1]
+    key, value = (np.repeat(a, shared, axis=1) for a in (key, value))  # one for each head
+    seen = np.tril(np.ones((query.shape[2], key.shape[2]), bool)) if causal else np.True_
+    if first is not None:
+        seen = seen & (np.arange(key.shape[2]) >= first[:, None, :, None])
+    p = np.where(seen, np.exp(scale * query @ key.swapaxes(-1, -2)), 0)
     p /= p.sum(-1, keepdims=True)
-    dp = np.einsum("bsad,btad->bast", gradient, value)
+    dp = gradient @ value.swapaxes(-1, -2)
     ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
-    of_key, of_value = np.einsum("bast,bsad->btad", ds, query), np.einsum("bast,bsad->btad", p, gradient)
-    by_group = [a.reshape(*shape[:3], shared, shape[3]).sum(3) for a in (of_key, of_value)]
-    return np.einsum("bast,btad->bsad", p, value), np.einsum("bast,btad->bsad", ds, key), *by_group
+    by_group = [
+        (a.swapaxes(-1, -2) @ b).reshape(shape[0], shape[1], shared, *shape[2:]).sum(2)
+        for a, b in ((ds, query), (p, gradient))
+    ]
+    return [a.transpose(0, 2, 1, 3) for a in (p @ value, ds @ key, *by_group)]
 
 
 def grouped(name: str, tiny: bool) -> dict:

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.gpu_day.cases import Case
 from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
 
+CHILD = "import sys; from benchmarks.gpu_day.runner import run_in_child as run; run(*sys.argv[1:])"
 OVER = "the time of the whole was over: start the command again, which continues"
 # Small models share a GPU: none takes its memory ahead, as a run alone does.
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -90,7 +91,7 @@ def run_case(case: Case, ends: float = float("inf"), logs: pathlib.Path | None =
         return answer
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "answer.json")
-        command = [sys.executable, "-m", "benchmarks.gpu_day.runner", str(path), case.function]
+        command = [sys.executable, "-c", CHILD, str(path), case.function]
         environment = os.environ | ({} if case.alone else SHARED) | case.environment
         with open(pathlib.Path(folder, "log"), "w+") as log:
             process = subprocess.Popen(
@@ -124,7 +125,7 @@ def call(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The status, reason and result of a case's function, called in this process."""
     module, _, name = function.rpartition(".")
     try:
-        result = getattr(importlib.import_module(f"benchmarks.gpu_day.{module}"), name)(**arguments)
+        result = getattr(importlib.import_module(module), name)(**arguments)
     except NotAvailable as error:
         return {"status": "not run", "reason": str(error)}
     except Wrong as error:
@@ -132,6 +133,6 @@ def call(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"status": "passed", "reason": "", "result": result}
 
 
-if __name__ == "__main__":
-    _path, _function, _arguments = sys.argv[1:]
-    pathlib.Path(_path).write_text(json.dumps(call(_function, json.loads(_arguments))))
+def run_in_child(path: str, function: str, arguments: str) -> None:
+    """The child process: writes the answer of a case's function, called with arguments in JSON, to a file."""
+    pathlib.Path(path).write_text(json.dumps(call(function, json.loads(arguments))))

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu_day.devices import start
@@ -16,6 +17,7 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 
 ROUNDS = 5
 SLOW = 2.0  # times the predicted step
+LISTED = 25  # kernels
 PEERS = {"PyTorch": "torch_gpt.py"}
 
 
@@ -51,7 +53,9 @@ def megajax(name: str) -> dict[str, Any]:
 
     device = start()
     from megajax.estimate.gpus import gpu_of
-    from megajax.estimate.program_account import account_of
+    from megajax.estimate.hlo import loop_trip_counts
+    from megajax.estimate.program_account import account_of, rates_of_run
+    from megajax.estimate.roofline import seconds_by_name
     from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
@@ -66,9 +70,14 @@ def megajax(name: str) -> dict[str, Any]:
         return compiled(state, batch, hold)[0]
 
     rounds, dispatch, state = _timed(step, state)
-    profiled, state = _profile(step, state, compiled.as_text())
-    analysis = compiled.memory_analysis()
-    predicted = account_of(run, gpu_of(device), compiled.as_text()) if device.platform == "gpu" else None
+    profiled, state = _profile(step, state)
+    text, gpu, analysis = compiled.as_text(), gpu_of(device), compiled.memory_analysis()
+    predicted = account_of(run, gpu, text) if device.platform == "gpu" else None
+    by_class, kernels = None, []
+    if predicted and profiled:
+        kinds, rates = _kinds(text), rates_of_run(run, gpu)
+        by_class = _by_class(profiled, kinds, predicted)
+        kernels = _slow_kernels(profiled, kinds, seconds_by_name(text, loop_trip_counts(run), rates))
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     sizes = (getattr(analysis, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
     row = _row(run, name, "megajax", rounds, device) | {
@@ -76,7 +85,8 @@ def megajax(name: str) -> dict[str, Any]:
         "dispatch_milliseconds": 1e3 * dispatch,
         "peak_gigabytes": peak and peak / 1e9,
         "predicted_peak_gigabytes": (sum(sizes) - analysis.alias_size_in_bytes) / 1e9,
-        "by_class": profiled and predicted and _by_class(profiled, predicted),
+        "by_class": by_class,
+        "slow_kernels": kernels,
     }
     ratio = predicted and row["milliseconds"] / row["predicted_milliseconds"]
     if ratio and ratio > SLOW:
@@ -100,7 +110,7 @@ def plain(name: str) -> dict[str, Any]:
     _, shapes = training.step_shapes()
     draw = lambda shape: jax.random.randint(jax.random.key(0), shape.shape, 0, run.model.vocabulary, jnp.int32)  # noqa: E731
     batch = {key: draw(shape) for key, shape in shapes.items()}
-    state = jax.jit(training._init)()
+    state = training.init_state()
     compiled = training.compile_train_step(*training.step_shapes())
     rounds, _, _ = _timed(lambda state: compiled(state, batch)[0], state)
     return {"rows": [_row(run, name, "plain JAX", rounds, device)]}
@@ -161,41 +171,59 @@ def _row(run: RunConfig, name: str, implementation: str, rounds: list[float], de
     }
 
 
-def _profile(step, state, text: str) -> tuple[Counter | None, Any]:
-    """Seconds of one step by class of kernel, from a profile; None if it has no GPU's events."""
+def _profile(step, state) -> tuple[dict[str, list[float]], Any]:
+    """(seconds, executions) of each kernel in one step by its name in the program, from a profile of a GPU."""
     import jax
 
-    from megajax.estimate.hlo_parser import computations
-    from megajax.estimate.kernels import kernel_of
-
-    modules, _ = computations(text)
-    kinds = {}
-    for lines in modules.values():
-        types = {line.name: line.type for line in lines}
-        for line in lines:
-            if (kernel := kernel_of(line, types, modules)) is not None:
-                kinds[line.name] = kernel.kind
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             state = step(state)
             jax.block_until_ready(state)
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
         data = jax.profiler.ProfileData.from_file(str(files[0])) if files else None
-        seconds: Counter = Counter()
-        for plane in data.planes if data else ():
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    name = dict(event.stats).get("hlo_op", "")
-                    seconds[kinds.get(name, "other")] += event.duration_ns / 1e9
-    return seconds or None, state
+        planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")] if data else []
+        found: dict[str, list[float]] = {}
+        for line in (line for plane in planes for line in plane.lines if line.name.startswith("Stream")):
+            for event in line.events:
+                one = found.setdefault(dict(event.stats).get("hlo_op", "none"), [0.0, 0])
+                one[0] += event.duration_ns / 1e9
+                one[1] += 1
+    return found, state
 
 
-def _by_class(measured: Counter, predicted) -> dict[str, dict[str, float]]:
-    """Milliseconds by class, measured and predicted."""
-    one = predicted.account.seconds
+def _by_class(
+    profiled: dict[str, list[float]], kinds: Mapping[str, tuple[str, str]], predicted
+) -> dict[str, dict[str, float]]:
+    """Milliseconds by class of kernel, measured and predicted."""
+    one, measured = predicted.account.seconds, Counter()
+    for name, (seconds, _) in profiled.items():
+        measured[kinds[name][0] if name in kinds else "other"] += seconds
     names = dict.fromkeys((*one, *measured))
     return {name: {"measured": 1e3 * measured[name], "predicted": 1e3 * one[name]} for name in names}
+
+
+def _slow_kernels(
+    profiled: dict[str, list[float]], kinds: Mapping[str, tuple[str, str]], expected: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """The kernels that lose most against their prediction, in milliseconds of a step."""
+    rows = []
+    for name, (seconds, count) in profiled.items():
+        kind, scheduled = kinds.get(name, ("other", name))
+        predicted = count * expected.get(scheduled, 0.0)
+        numbers = {"executions": count, "measured": 1e3 * seconds, "predicted": 1e3 * predicted}
+        rows.append({"name": name, "kind": kind} | numbers)
+    return sorted(rows, key=lambda row: row["predicted"] - row["measured"])[:LISTED]
+
+
+def _kinds(text: str) -> dict[str, tuple[str, str]]:
+    """The class of each kernel of a compiled program, and its name when XLA scheduled it, by its name."""
+    from megajax.estimate.hlo_parser import computations, scheduling_name
+    from megajax.estimate.kernels import kernel_of
+
+    modules, found = computations(text)[0], {}
+    for lines in modules.values():
+        types = {line.name: line.type for line in lines}
+        for line in lines:
+            if (kernel := kernel_of(line, types, modules)) is not None:
+                found[line.name] = kernel.kind, scheduling_name(line)
+    return found

@@ -1,0 +1,119 @@
+"""`python -m benchmarks.gpu_day`: what is wrong, slow, hangs or crashes is a result, and a second start continues."""
+
+import importlib
+import inspect
+import json
+import time
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.gpu_day import kernels, verdict
+from benchmarks.gpu_day.__main__ import main
+from benchmarks.gpu_day.cases import Case, cases
+from benchmarks.gpu_day.outcomes import Wrong
+from benchmarks.gpu_day.runner import Store, run_all, run_case
+from megajax.ops.attention import XLA, Kernel
+
+HEADER = {
+    "device": {"platform": "cpu", "kind": "cpu", "count": 1},
+    "versions": {"jax": "1"},
+    "command": "",
+    "started": "",
+}
+
+
+def case(function: str, **arguments) -> Case:
+    part, deadline = "steps" if function == "slow" else "losses", 3 if function == "hangs" else 60
+    return Case(function, part, f"tests.benchmarks.planted.{function}", arguments, deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason"),
+    [
+        ("wrong", "wrong", "losses differ by 1.0e+00 from those of a CPU, more than 1e-03"),
+        ("slow", "slow", "a step takes 3.0 times what its compiled program predicts"),
+        ("lacks", "not run", "torch is not installed"),
+        ("hangs", "hang", "no result after 3 s: the process was killed"),
+        ("crashes", "error", "exit code 7: a last word"),
+        ("raises", "error", "exit code 1: ValueError: no such kernel"),
+    ],
+)
+def test_what_goes_wrong_is_a_result(function, status, reason, tmp_path):
+    result = run_case(case(function), logs=tmp_path / "logs")
+    assert (result["name"], result["status"], result["reason"]) == (function, status, reason)
+    assert (tmp_path / "logs" / f"{function}.log").exists() == (status in ("error", "hang"))
+    assert any(claim.holds is False for claim in verdict.claims({**HEADER, "cases": [result]})) == (status != "not run")
+
+
+def test_a_second_start_continues(tmp_path):
+    path, lines = tmp_path / "day.json", []
+    run = partial(run_all, [case("passes", number=1), case("wrong")], jobs=2, tell=lines.append)
+    run(Store(path, HEADER), ends=time.monotonic())
+    assert [one["status"] for one in json.loads(path.read_text())["cases"]] == ["not run"] * 2
+    for _ in range(2):
+        run(Store(path, HEADER), ends=float("inf"))
+    found = {one["name"]: one["status"] for one in json.loads(path.read_text())["cases"]}
+    assert found == {"passes": "passed", "wrong": "wrong"} and len(lines) == 4  # the third start ran nothing
+    assert not Store(path, HEADER | {"versions": {"jax": "2"}}).results["cases"]
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    """A mask that hides one key too many, and a gradient of keys that is 2% too large."""
+    monkeypatch.setattr(kernels, "SHAPES", [(64, 2, True, "documents")] * 3)
+    assert kernels.attention("xla", tiny=True)["rows"]
+
+    def forward(query, key, value, causal, first):
+        return XLA.forward(query, key, value, causal, jnp.minimum(first + 1, jnp.arange(query.shape[1])))
+
+    def backward(*arguments):
+        of_query, of_key, of_value = XLA.backward(*arguments)
+        return of_query, 1.02 * of_key, of_value
+
+    for broken in (Kernel(forward, XLA.backward), Kernel(XLA.forward, backward)):
+        monkeypatch.setattr("megajax.ops.attention.XLA", broken)
+        with pytest.raises(Wrong, match="3 of 3 differ from fp64 by more than their limit"):
+            kernels.attention("xla", tiny=True)
+
+
+def test_a_result_that_is_not_a_number_is_wrong():
+    assert kernels._error(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_the_cases_can_be_called(gpus, tiny):
+    found = cases(gpus, tiny)
+    assert len({one.name for one in found}) == len(found)
+    for one in found:
+        module, _, name = one.function.rpartition(".")
+        inspect.signature(getattr(importlib.import_module(module), name)).bind(**one.arguments)
+    meshes = [one for one in found if "--pipe 2" in one.name]
+    assert bool(meshes) == (gpus > 1)
+
+
+def test_wrong_options_are_one_line(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for words, text in {
+        ("--out", str(tmp_path / "file")): "is a file: pass --out FOLDER",
+        ("--minutes", "soon"): "minutes",
+        ("--only", "nothing"): "only = nothing begins no case's name",
+    }.items():
+        assert main(["--devices", "cpu:1", "--out", str(tmp_path / "out"), *words]) == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_small_cases_on_a_cpu(tmp_path):
+    assert main(["--tiny", "--devices", "cpu:1", "--out", str(tmp_path), "--jobs", "2"]) == 0
+    results = json.loads((tmp_path / "gpu_day_cpu.json").read_text())
+    status = {one["name"]: one["status"] for one in results["cases"]}
+    assert set(status.values()) == {"passed", "not run"}
+    assert {name for name, one in status.items() if one == "not run"} >= {
+        "losses: gpt bf16 cudnn",
+        "steps: tiny, plain JAX",
+    }
+    assert "<html" in (tmp_path / "gpu_day_cpu.html").read_text()
