@@ -4,6 +4,7 @@ A case that hangs or crashes is a result and does not end the others. A second s
 have a result are not repeated, as long as the device and the versions are the same.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,26 +65,34 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
       ends: `time.monotonic()` after which none is started.
       tell: is given a line for each case that has ended.
     """
-    left = [case for case in cases if not store.has(case.name)]
+    left, running = [case for case in cases if not store.has(case.name)], set()
 
     def one(case: Case) -> None:
-        result = run_case(case, ends, store.logs)
+        result = run_case(case, ends, store.logs, running)
         store.add(result)
         tell(f"{result['status']:>8}  {result['seconds']:5.0f} s  {case.name}  {result['reason']}"[:220])
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         list(pool.map(one, [case for case in left if not case.alone]))
-    for case in left:
-        if case.alone:
-            one(case)
+        for case in left:
+            if case.alone:
+                one(case)
+    finally:  # after Ctrl-C too, which the processes do not get: they are in sessions of their own
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(running):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_case(case: Case, ends: float = float("inf"), logs: pathlib.Path | None = None) -> dict[str, Any]:
+def run_case(
+    case: Case, ends: float = float("inf"), logs: pathlib.Path | None = None, running: set | None = None
+) -> dict[str, Any]:
     """Runs a case; returns its name, part, status, reason, seconds and result.
 
     Args:
       ends: `time.monotonic()` at which the case is stopped, or not started.
       logs: a folder for its output if it fails or hangs; None: not kept.
+      running: has the case's process while it runs.
     """
     start = time.monotonic()
     answer = {"name": case.name, "part": case.part, "status": "not run", "reason": OVER, "seconds": 0.0, "result": None}
@@ -91,34 +100,50 @@ def run_case(case: Case, ends: float = float("inf"), logs: pathlib.Path | None =
         return answer
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "answer.json")
-        command = [sys.executable, "-c", CHILD, str(path), case.function]
+        command = [sys.executable, "-c", CHILD, str(path), case.function, json.dumps(case.arguments)]
         environment = os.environ | ({} if case.alone else SHARED) | case.environment
         with open(pathlib.Path(folder, "log"), "w+") as log:
-            process = subprocess.Popen(
-                [*command, json.dumps(case.arguments)],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # so that its own children are killed with it
-            )
-            try:
-                process.wait(min(case.deadline, ends - start))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                late = time.monotonic() - start >= case.deadline
-                hang = {"status": "hang", "reason": f"no result after {case.deadline:.0f} s: the process was killed"}
-                answer |= hang if late else {}
-            else:
-                log.seek(0)
-                lines = [line.strip() for line in log if line.strip()] or ["no message"]
-                crash = {"status": "error", "reason": f"exit code {process.returncode}: {lines[-1][:300]}"}
-                answer |= json.loads(path.read_text()) if path.exists() else crash
-            if logs and answer["status"] in ("error", "hang"):
-                logs.mkdir(exist_ok=True)
-                log.seek(0)
-                (logs / f"{re.sub(r'[^a-z0-9]+', '_', case.name.lower())}.log").write_text(log.read())
+            # In a session of its own, so that its children are killed with it.
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            with _among(running, process):
+                answer |= _result(process, path, case.deadline, ends)
+            log.seek(0)
+            text = log.read()
+    if answer["status"] == "error":
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
+        answer["reason"] += f": {last.strip()[:300]}"
+    if logs and answer["status"] in ("error", "hang"):
+        logs.mkdir(exist_ok=True)
+        (logs / f"{re.sub(r'[^a-z0-9]+', '_', case.name.lower())}.log").write_text(text)
     return answer | {"seconds": round(time.monotonic() - start, 1)}
+
+
+@contextlib.contextmanager
+def _among(running: set | None, process: subprocess.Popen) -> Iterator[None]:
+    """The process is in the set until it has ended."""
+    if running is not None:
+        running.add(process)
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.discard(process)
+
+
+def _result(process: subprocess.Popen, path: pathlib.Path, deadline: float, ends: float) -> dict[str, Any]:
+    """What the process has written to `path`, at most `deadline` seconds from now and not after `ends`."""
+    left = ends - time.monotonic()
+    try:
+        process.wait(min(deadline, left))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if left < deadline:
+            return {"status": "not run", "reason": OVER}
+        return {"status": "hang", "reason": f"no result after {deadline:.0f} s: the process was killed"}
+    if not path.exists():
+        return {"status": "error", "reason": f"exit code {process.returncode}"}
+    return json.loads(path.read_text())
 
 
 def call(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

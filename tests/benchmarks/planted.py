@@ -1,6 +1,7 @@
 """Functions of cases that are wrong, slow, hang or crash, for test_gpu_day.py."""
 
 import os
+import pathlib
 import time
 
 from benchmarks.gpu_day.outcomes import NotAvailable, Slow, Wrong
@@ -23,8 +24,16 @@ def lacks() -> dict:
     raise NotAvailable("torch is not installed")
 
 
-def hangs() -> dict:
+def hangs(pid_file: str | None = None) -> dict:
+    if pid_file:
+        pathlib.Path(pid_file).write_text(str(os.getpid()))
     time.sleep(600)
+    return {}
+
+
+def waits_for(path: str) -> dict:
+    while not pathlib.Path(path).exists() or not pathlib.Path(path).read_text():
+        time.sleep(0.05)
     return {}
 
 

@@ -1,8 +1,10 @@
 """`python -m benchmarks.gpu_day`: what is wrong, slow, hangs or crashes is a result, and a second start continues."""
 
+import dataclasses
 import importlib
 import inspect
 import json
+import pathlib
 import time
 from functools import partial
 
@@ -58,6 +60,28 @@ def test_a_second_start_continues(tmp_path):
     found = {one["name"]: one["status"] for one in json.loads(path.read_text())["cases"]}
     assert found == {"passes": "passed", "wrong": "wrong"} and len(lines) == 4  # the third start ran nothing
     assert not Store(path, HEADER | {"versions": {"jax": "2"}}).results["cases"]
+
+
+def test_ctrl_c_ends_the_processes_of_cases(tmp_path):
+    def interrupt(line):
+        raise KeyboardInterrupt
+
+    sleeper = dataclasses.replace(case("hangs"), deadline=600)
+    sleeper.arguments["pid_file"] = str(tmp_path / "pid")
+    both, store = [case("waits_for", path=str(tmp_path / "pid")), sleeper], Store(tmp_path / "day.json", HEADER)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(both, store, 2, float("inf"), interrupt)
+    pid = int((tmp_path / "pid").read_text())
+    while is_running(pid):  # until the test's time limit
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_a_wrong_kernel_is_found(monkeypatch):
