@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 
 from megajax.checkpoint import checksums
-from megajax.checkpoint.parts import INDEX, TEMPORARY, Part, PartName, open_part, parse_part
 from megajax.checkpoint.peer import FOLDERS, PartServer, PeerClient, own_address
+from megajax.checkpoint.process_state import INDEX, TEMPORARY, Part, PartName, open_part, parse_part
 from megajax.config import ConfigError
 from megajax.config.output import MEMORY_VARIABLE
 from megajax.runtime.compat import coordination_service

@@ -17,7 +17,7 @@ import socket
 import threading
 from typing import BinaryIO
 
-from megajax.checkpoint.parts import FILES, PartName, new_part
+from megajax.checkpoint.process_state import FILES, PartName, new_part
 
 TIMEOUT = 60.0  # seconds without any byte
 HELLO_SECONDS = 10.0  # in which a connection must have shown the token

@@ -25,8 +25,8 @@ from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.manager import format_size
 from megajax.checkpoint.memory_hosts import OWN, Holder, MemoryHosts
 from megajax.checkpoint.metadata import FORMAT, Progress
-from megajax.checkpoint.parts import Part, PartName, assemble, write_part
 from megajax.checkpoint.peer import PeerClient
+from megajax.checkpoint.process_state import Part, PartName, assemble, write_part
 from megajax.checkpoint.shapes import shape_problem
 from megajax.checkpoint.writer import on_all_processes, reason_of
 from megajax.config import ConfigError, RunConfig

@@ -40,7 +40,7 @@ from megajax.estimate.hlo_parser import (
     visits,
 )
 from megajax.estimate.memory import Sharding
-from megajax.pipeline.ends import ENDS
+from megajax.pipeline.embedding_and_head import ENDS
 from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged, merged_schedule, merges
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.registry import find

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megajax.interop.hugging_face_config import read_json
+from megajax.interop.hugging_face.config import read_json
 
 __all__ = ["SpecialTokens", "read_special_tokens"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.cli import Importer
-from megajax.interop.hugging_face_config import read_config, tokenizer_options
+from megajax.interop.hugging_face.config import read_config, tokenizer_options
 
 __all__ = ["HUGGING_FACE"]
 
@@ -17,7 +17,7 @@ def _model_and_options(directory: str) -> tuple[ModelConfig, dict[str, str]]:
 
 
 def _initial_params(directory: str, training: Any) -> Any:
-    from megajax.interop.hugging_face_import import (
+    from megajax.interop.hugging_face.read_model import (
         initial_params,  # starts jax's libraries, which the command line must not
     )
 

@@ -14,7 +14,7 @@ from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
-from megajax.interop.hugging_face_config import read_config, tokenizer_options
+from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.runtime.exchange import broadcast
 
 __all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "WeightTarget", "files_stamp", "open_source"]
@@ -160,7 +160,7 @@ class HuggingFaceSource:
 
     def load(self, target: WeightTarget) -> Tree:
         """Reads what the target's devices hold, tensor by tensor."""
-        from megajax.interop.hugging_face_weights import load_params
+        from megajax.interop.hugging_face.weights import load_params
 
         layout = target.params_layout
         layout = dataclasses.replace(layout, shapes=layout.shapes["params"], shardings=layout.shardings["params"])

@@ -16,7 +16,7 @@ from megajax.config import ConfigError
 from megajax.config.cli import Request
 from megajax.config.output import MEMORY_VARIABLE
 from megajax.launch.agent import Agent
-from megajax.launch.layouts import devices_per_process, gpus_of, layouts, read_request
+from megajax.launch.elastic import devices_per_process, gpus_of, layouts, read_request
 from megajax.launch.options import Options, read_options
 from megajax.launch.rendezvous import Generation
 from megajax.schedules.errors import exit_code

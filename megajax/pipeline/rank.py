@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.pipeline.carry import Carry
-from megajax.pipeline.ends import Ends, run_together
+from megajax.pipeline.embedding_and_head import EmbeddingAndHead, run_together
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
 from megajax.pipeline.loops import counted_loop, run_one_of, unknown, wait_for, wait_for_all
 from megajax.pipeline.operations import Operations
@@ -110,7 +110,9 @@ class Rank:
           carry: from `start`, or of the step before (pipedream_2bw).
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
-        self.ends = Ends(self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect)
+        self.ends = EmbeddingAndHead(
+            self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect
+        )
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel
         idle = jnp.stack(jax.tree.leaves(self.idle_row(rows)))[None]
@@ -230,8 +232,8 @@ class Rank:
         """The end of a merged or mixed tick: head, embedding's backward, the next tick's embedding; beside them the sends.
 
         With `in_place` one conditional runs those that the tick has: the host waits for the device once, and the
-        collectives of one overlap the others. Arguments: see `Ends.of_tick`; `carry` is that after the tick's blocks, and
-        `following` in a segment's last tick `idle_row`.
+        collectives of one overlap the others. Arguments: see `EmbeddingAndHead.of_tick`; `carry` is that after the tick's
+        blocks, and `following` in a segment's last tick `idle_row`.
         """
         activations, gradients = self.sends(segment, y, dx, row)
         y, dx = (self.wait_for([*activations, *gradients], value) for value in (y, dx))

@@ -35,11 +35,11 @@ from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import find, make_schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.continuous import Continuous
+from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.stage_branches import with_check
-from megajax.train.two_passes import latency_options, with_latencies
 
 Tree = Any
 

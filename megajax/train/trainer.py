@@ -145,7 +145,7 @@ class Trainer:
           watchdog: ends the job if another process dies or hangs.
           started: `time.monotonic()` from which `exit_after_minutes` counts; None: now.
           initial_params: reads the parameters of `run.train.init_from` onto the run's devices, if nothing is resumed
-            (`megajax.interop.hugging_face_import.initial_params`).
+            (`megajax.interop.hugging_face.read_model.initial_params`).
           evaluations: what is measured during the training besides the loss of the validation sets.
 
         Raises:

@@ -37,8 +37,8 @@ def locate(difference: Difference, reference: Side | None, side: Side) -> list[s
       reference: None if its arrays are not on these devices: it was read from a file, or there was no step yet.
       side: the layout under test.
     """
-    entry, places, lines = difference.entry, side.replay.places, []
-    if entry.layer is not None and (place := places.layer(entry.layer)):
+    entry, locations, lines = difference.entry, side.replay.locations, []
+    if entry.layer is not None and (place := locations.layer(entry.layer)):
         lines.append(f"layer {entry.layer} is on {place}")
     if numbers := difference.exceeding:
         lines.append(_of_samples(numbers, len(entry.samples), side))
@@ -56,7 +56,7 @@ def locate(difference: Difference, reference: Side | None, side: Side) -> list[s
 def _of_samples(numbers: Sequence[int], count: int, side: Side) -> str:
     shown = ", ".join(map(str, numbers[:8])) + (" and others" if len(numbers) > 8 else "")
     which = "all samples" if len(numbers) == count else f"{len(numbers)} of {count} samples of the batch: {shown}"
-    where = side.replay.places.samples(numbers)
+    where = side.replay.locations.samples(numbers)
     return f"{which} ({where})" if where else which
 
 
@@ -79,7 +79,7 @@ def _microbatches(difference: Difference, name: str, reference: Side, side: Side
         return ["the gradients of single microbatches agree: the difference is in their sum"]
     if len(found) == total // group:
         return [f"the gradients of every microbatch differ, of {total // group} computed one by one"]
-    return [f"of the gradients of single microbatches those of {side.replay.places.samples(numbers)} differ"]
+    return [f"of the gradients of single microbatches those of {side.replay.locations.samples(numbers)} differ"]
 
 
 def _gradient_of(side: Side, name: str, microbatches: slice) -> np.ndarray:
@@ -101,7 +101,7 @@ def _devices(difference: Difference, kind: str, name: str, reference: Side, side
     for device, index, part in _parts(side, kind, name):
         expected = _crop(want, part.shape, index)
         if is_block(name):
-            chosen = _crop(side.replay.places.layers_of(name), part.shape[:3], index[:3]) == difference.entry.layer
+            chosen = _crop(side.replay.locations.layers_of(name), part.shape[:3], index[:3]) == difference.entry.layer
             if not chosen.any():
                 continue
             expected, part = expected[chosen], part[chosen]
@@ -111,7 +111,7 @@ def _devices(difference: Difference, kind: str, name: str, reference: Side, side
             differing.append(device)
     if not differing or len(differing) == len(holding):
         return []
-    shown = "; ".join(side.replay.places.device(device) for device in differing[:8])
+    shown = "; ".join(side.replay.locations.device(device) for device in differing[:8])
     return [f"the parts of {len(differing)} of the {len(holding)} devices that hold it differ: {shown}"]
 
 

@@ -27,7 +27,7 @@ from megajax.schedules.registry import find
 from megajax.train.precision import compute_dtype
 from megajax.train.replica_check import ReplicaCheck
 from megajax.train.step import TrainState, make_training
-from megajax.verify.places import Places
+from megajax.verify.locations import Locations
 from megajax.verify.replicas import differing_replicas
 from megajax.verify.sketch import WIDTH, add_parts, sketch, tensor_sketches, well_conditioned
 
@@ -78,7 +78,7 @@ class Replay:
 
     Attributes:
       run, training: its configuration and programs.
-      places: where the layout computes layers and samples.
+      locations: where the layout computes layers and samples.
     """
 
     def __init__(self, run: RunConfig, devices: Sequence[jax.Device], model: type | None = None, rules: Any = None):
@@ -94,7 +94,7 @@ class Replay:
                 "its steps equal those of no other layout: pass --schedule 1f1b to compare the rest of the layout."
             )
         self.run, self.training = run, make_training(run, make_mesh(run.parallel, devices), model, rules)
-        self.places, self._replica_check = Places(self.training), ReplicaCheck(self.training.state_layout)
+        self.locations, self._replica_check = Locations(self.training), ReplicaCheck(self.training.state_layout)
         training, replicated = self.training, NamedSharding(self.training.mesh, P())
         state = training.state_sharding
         step = jax.jit(
@@ -171,7 +171,7 @@ class Replay:
             blocks={name: self._canonical(record) for name, record in records.items()},
             group=parallel.recompute_blocks,
             tensors=tensors,
-            replicas=differing_replicas(results.after, self._replica_check, self.places),
+            replicas=differing_replicas(results.after, self._replica_check, self.locations),
         )
 
     def _canonical(self, record: np.ndarray) -> np.ndarray:

@@ -7,27 +7,27 @@ import numpy as np
 
 from megajax.checkpoint.layout import is_block, named
 from megajax.train.replica_check import Difference, ReplicaCheck
-from megajax.verify.places import Places
+from megajax.verify.locations import Locations
 
 Tree = Any
 
 
-def differing_replicas(state: Tree, check: ReplicaCheck, places: Places) -> list[str]:
+def differing_replicas(state: Tree, check: ReplicaCheck, locations: Locations) -> list[str]:
     """A line for each array with copies that differ: its name, the first layer that differs, and the devices.
 
     Args:
       state: the state to compare.
       check: compares its checksums.
-      places: of the layout that the state is of.
+      locations: of the layout that the state is of.
     """
-    return [_describe(difference, named(state)[difference.name], places) for difference in check.differences(state)]
+    return [_describe(difference, named(state)[difference.name], locations) for difference in check.differences(state)]
 
 
-def _describe(difference: Difference, leaf: jax.Array, places: Places) -> str:
-    devices = "; ".join(places.device(device) for device in difference.suspects)
+def _describe(difference: Difference, leaf: jax.Array, locations: Locations) -> str:
+    devices = "; ".join(locations.device(device) for device in difference.suspects)
     layer = None
     if is_block(difference.name):
-        layer = _layer(leaf, difference.suspects, places.layers_of(difference.name))
+        layer = _layer(leaf, difference.suspects, locations.layers_of(difference.name))
     tensor = difference.name if layer is None else f"{difference.name} of layer {layer}"
     if difference.majority:
         return f"{tensor}: the copy of {devices} differs from the others"

@@ -13,8 +13,8 @@ import pytest
 from megajax.checkpoint import checksums, parts
 from megajax.checkpoint.memory_hosts import MemoryHosts, memory_directory
 from megajax.checkpoint.metadata import Progress, run_meta
-from megajax.checkpoint.parts import Part, PartName, Piece, assemble
 from megajax.checkpoint.peer import PartServer, PeerClient
+from megajax.checkpoint.process_state import Part, PartName, Piece, assemble
 from megajax.checkpoint.replicated import ReplicatedState
 from megajax.config import ConfigError, OutputConfig
 from megajax.config.output import MEMORY_VARIABLE

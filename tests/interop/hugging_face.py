@@ -12,9 +12,9 @@ import numpy as np
 from megajax.checkpoint import reader
 from megajax.checkpoint.directory import NAME
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megajax.interop import hugging_face
-from megajax.interop.hugging_face_config import read_config
-from megajax.interop.hugging_face_import import initial_params
+from megajax.interop.hugging_face import __main__ as hugging_face
+from megajax.interop.hugging_face.config import read_config
+from megajax.interop.hugging_face.read_model import initial_params
 from megajax.ops.ring_attention import zigzag
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import Training, make_training

@@ -18,10 +18,10 @@ from megajax.config import BertConfig, ConfigError
 from megajax.config.cli import parse
 from megajax.data.text import load_documents
 from megajax.data.tokenizers import load_tokenizer
-from megajax.interop.hugging_face_config import family_of_model, read_config
-from megajax.interop.hugging_face_import import initial_params
-from megajax.interop.hugging_face_tensors import TABLES
-from megajax.interop.hugging_face_weights import Weights
+from megajax.interop.hugging_face.config import family_of_model, read_config
+from megajax.interop.hugging_face.read_model import initial_params
+from megajax.interop.hugging_face.tensors import TABLES
+from megajax.interop.hugging_face.weights import Weights
 from megajax.interop.safetensors import open_tensors
 from megajax.ops.ring_attention import zigzag
 from tests.interop.hugging_face import change_config, convert, copy_of, golden, restored, training_of

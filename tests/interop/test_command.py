@@ -14,7 +14,7 @@ import pytest
 from experiments import gpt3
 from megajax.config import ConfigError
 from megajax.config.cli import parse
-from megajax.interop.hugging_face_config import read_config
+from megajax.interop.hugging_face.config import read_config
 from megajax.interop.safetensors import Shards, open_tensors
 from tests.interop.hugging_face import convert, golden
 
@@ -146,7 +146,7 @@ def large_model(directory: pathlib.Path) -> int:
 
 PEAK = """
 import re, sys
-from megajax.interop.hugging_face import main
+from megajax.interop.hugging_face.__main__ import main
 code = main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
 sys.exit(code)

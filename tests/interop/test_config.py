@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megajax.config import PRESETS, ConfigError
-from megajax.interop.hugging_face_config import family_of_model, merge_config, read_config
+from megajax.interop.hugging_face.config import family_of_model, merge_config, read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.interop import hugging_face_weights
-from megajax.interop.hugging_face_tensors import TABLES
-from megajax.interop.hugging_face_weights import Weights, regions
+from megajax.interop.hugging_face import weights
+from megajax.interop.hugging_face.tensors import TABLES
+from megajax.interop.hugging_face.weights import Weights, regions
 from megajax.interop.safetensors import Shards, open_tensors
 from megajax.train.sinks import read_steps
 from tests.interop.hugging_face import SPARSE, convert, golden, initial, model_of
@@ -22,7 +22,7 @@ def test_regions_are_parts_of_one_expert(monkeypatch):
     pieces = TABLES["mixtral"].leaves[UP]
     chunk, boxes = regions((3, 4, 16, 2, 12), pieces)
     assert chunk == (1, 1, 16, 2, 12) and len(boxes) == 12
-    monkeypatch.setattr(hugging_face_weights, "PART_BYTES", 4 * 16 * 2 * 5)
+    monkeypatch.setattr(weights, "PART_BYTES", 4 * 16 * 2 * 5)
     chunk, boxes = regions((3, 4, 16, 2, 12), pieces)
     assert chunk == (1, 1, 16, 2, 5) and len(boxes) == 36
     assert boxes[-1] == (slice(2, 3), slice(3, 4), slice(0, 16), slice(0, 2), slice(10, 12))

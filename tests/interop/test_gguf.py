@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from megajax.interop.gguf_config import config_keys
-from megajax.interop.gguf_file import open_gguf
-from megajax.interop.gguf_tokenizer import write_tokenizer
-from megajax.interop.hugging_face_families import FAMILIES
-from megajax.interop.hugging_face_keys import Keys
+from megajax.interop.gguf.config import config_keys
+from megajax.interop.gguf.file import open_gguf
+from megajax.interop.gguf.tokenizer import write_tokenizer
+from megajax.interop.hugging_face.families import FAMILIES
+from megajax.interop.hugging_face.keys import Keys
 from megajax.interop.safetensors import open_tensors
 from tests.interop.hugging_face import convert, golden, model_of
 from tests.interop.make_gguf_golden import FAMILIES as FILES

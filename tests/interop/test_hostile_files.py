@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from megajax.config import ConfigError
-from megajax.interop.megatron_pickle import check_pickle
+from megajax.interop.megatron.torch_files import check_pickle
 from megajax.interop.safetensors import open_tensors
 
 
@@ -63,7 +63,7 @@ def test_pickles_of_any_protocol_are_read(protocol):
 
 
 def test_gguf_arrays_in_arrays_are_refused(tmp_path):
-    gguf_file = pytest.importorskip("megajax.interop.gguf_file")
+    gguf_file = pytest.importorskip("megajax.interop.gguf.file")
     pytest.importorskip("gguf")
     key = b"general.architecture"
     data = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<I", 9)

@@ -10,7 +10,7 @@ from megajax.checkpoint import reader
 from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.config import OutputConfig
-from megajax.interop.hugging_face_config import family_of_model, read_config
+from megajax.interop.hugging_face.config import family_of_model, read_config
 from megajax.interop.safetensors import INDEX, open_tensors
 from tests.interop.hugging_face import (
     FAMILIES,

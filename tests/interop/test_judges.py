@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
-from megajax.interop.hugging_face_config import read_config
-from megajax.interop.hugging_face_import import initial_params
+from megajax.interop.hugging_face.config import read_config
+from megajax.interop.hugging_face.read_model import initial_params
 from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training

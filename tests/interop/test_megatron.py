@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, DataConfig
-from megajax.interop import megatron
-from megajax.interop.hugging_face_import import Source, write_run
-from megajax.interop.megatron_config import added_biases, model_of, padded_rows
-from megajax.interop.megatron_tensors import (
+from megajax.interop.hugging_face.read_model import Source, write_run
+from megajax.interop.megatron import __main__ as megatron
+from megajax.interop.megatron.config import added_biases, model_of, padded_rows
+from megajax.interop.megatron.tensors import (
     Merged,
     canonical_name,
     for_model,

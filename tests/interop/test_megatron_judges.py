@@ -14,8 +14,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from megajax.interop import megatron
-from megajax.interop.megatron_pickle import Unread, load
+from megajax.interop.megatron import __main__ as megatron
+from megajax.interop.megatron.torch_files import Unread, load
 from tests.interop.hugging_face import convert, golden, logits_of, restored, training_of
 from tests.interop.make_golden import tokens
 from tests.interop.make_megatron_golden import ARCHIVE, CASES, DIRECTORY

@@ -16,8 +16,8 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.data.text import load_documents
 from megajax.data.tokenizers import load_tokenizer
 from megajax.generate.__main__ import main as generate
-from megajax.interop.hugging_face_config import read_config
-from megajax.interop.hugging_face_import import initial_params
+from megajax.interop.hugging_face.config import read_config
+from megajax.interop.hugging_face.read_model import initial_params
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
 from tests.interop.hugging_face import convert

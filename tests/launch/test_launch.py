@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megajax.config import ConfigError
-from megajax.launch.layouts import layouts, read_request
+from megajax.launch.elastic import layouts, read_request
 from megajax.launch.options import read_options
 from megajax.launch.rendezvous import Generation, Node, Rendezvous
 

@@ -122,7 +122,7 @@ def test_layouts(layout):
 def test_loss_and_gradients_are_torchs(family):
     """transformers' model on each sample alone, torch's cross entropy with labels -100 outside the answers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from megajax.interop.hugging_face_import import initial_params
+    from megajax.interop.hugging_face.read_model import initial_params
     from tests.interop.hugging_face import golden, model_of
 
     model = transformers.AutoModelForCausalLM.from_pretrained(golden(family), attn_implementation="eager").eval()

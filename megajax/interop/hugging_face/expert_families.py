@@ -9,8 +9,8 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.layer_kinds import DENSE, MOST_LAYERS, SPARSE, pattern_of
-from megajax.interop.hugging_face_keys import Family, Keys
-from megajax.interop.hugging_face_llama import read_llama, write_llama, write_window
+from megajax.interop.hugging_face.keys import Family, Keys
+from megajax.interop.hugging_face.llama_families import read_llama, write_llama, write_window
 
 __all__ = ["NAMES_OF_EXPERTS", "SPARSE_FAMILIES"]
 

@@ -22,7 +22,7 @@ ENDS = "ends"  # the named scope of the conditional in `run_together`
 
 
 class EndState(NamedTuple):
-    """What the ends read and update. Shapes are those on one rank and replica."""
+    """What embedding and head read and update at a tick's end. Shapes are those on one rank and replica."""
 
     embedded: jax.Array  # [samples, sequence, hidden], the embedding for the first stage's next forward; () if unused
     shared_gradients: Tree  # fp32
@@ -30,7 +30,7 @@ class EndState(NamedTuple):
     gradients: jax.Array  # inbox of received gradients, [slots + 1, samples, sequence, hidden]
 
 
-class Ends:
+class EmbeddingAndHead:
     """The layers at the model's ends. Methods are `(zero, ...) -> new value`, for a loop's or a conditional's body.
 
     They call `prevent_hoisting` on all that they read: two hoisted collectives over the same ranks could run at the same
@@ -60,7 +60,7 @@ class Ends:
     def of_tick(
         self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow, following: TickRow
     ) -> dict[str, tuple[jax.Array, Callable]]:
-        """What may run at the end of a merged or mixed tick, by name: whether it does, and `(zero, EndState) -> EndState`.
+        """What may run at the end of a merged or mixed tick, by name: whether it does, and `(zero, state) -> state`.
 
         Args:
           segment: the tick's.
@@ -127,7 +127,7 @@ def run_together(
 
     Args:
       iterations: as for `loops.counted_loop`.
-      ends: as `Ends.of_tick` returns them.
+      ends: as `EmbeddingAndHead.of_tick` returns them.
       choices: as `slots.Tables.end_choices` returns them.
       state: before the ends.
     """

@@ -69,7 +69,7 @@ def _convert(options: argparse.Namespace, perform: Callable[[argparse.Namespace]
 
 
 def _import(options: argparse.Namespace) -> str:
-    from megajax.interop.hugging_face_import import import_run
+    from megajax.interop.hugging_face.read_model import import_run
 
     run_dir = pathlib.Path(options.run_dir)
     run = import_run(
@@ -90,7 +90,7 @@ def imported(run: RunConfig, run_dir: pathlib.Path) -> str:
 
 
 def _export(options: argparse.Namespace) -> str:
-    from megajax.interop.hugging_face_export import export_run
+    from megajax.interop.hugging_face.export import export_run
 
     out = pathlib.Path(options.out)
     size = export_run(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size)

@@ -2,8 +2,8 @@
 
 SAVE/latest_checkpointed_iteration.txt       the last iteration's number, or "release"
 iter_0001000/ or release/
-mp_rank_TT[_PPP]/model_optim_rng.pt      --ckpt-format torch: `megatron_ranks.py`
-metadata.json, .metadata, common.pt      --ckpt-format torch_dist: `megatron_distributed.py`
+mp_rank_TT[_PPP]/model_optim_rng.pt      --ckpt-format torch: `megatron/rank_files.py`
+metadata.json, .metadata, common.pt      --ckpt-format torch_dist: `megatron/torch_dist.py`
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face_weights import Tensor
-from megajax.interop.megatron_distributed import read_distributed
-from megajax.interop.megatron_ranks import RANK, read_ranks
+from megajax.interop.hugging_face.weights import Tensor
+from megajax.interop.megatron.rank_files import RANK, read_ranks
+from megajax.interop.megatron.torch_dist import read_distributed
 from megajax.schedules.errors import shown
 
 __all__ = ["TRACKER", "MegatronCheckpoint", "open_checkpoint"]
@@ -31,7 +31,7 @@ class MegatronCheckpoint:
     Attributes:
       path: of its iteration's directory.
       args: the arguments of the run that wrote it.
-      tensors: merged, by the names of `megatron_tensors.py`.
+      tensors: merged, by the names of `megatron/tensors.py`.
     """
 
     path: pathlib.Path

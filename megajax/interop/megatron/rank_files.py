@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face_keys import Keys
-from megajax.interop.hugging_face_weights import Tensor
-from megajax.interop.megatron_config import ranks
-from megajax.interop.megatron_pickle import load
-from megajax.interop.megatron_tensors import canonical_name, merge, reordered_qkv
+from megajax.interop.hugging_face.keys import Keys
+from megajax.interop.hugging_face.weights import Tensor
+from megajax.interop.megatron.config import ranks
+from megajax.interop.megatron.tensors import canonical_name, merge, reordered_qkv
+from megajax.interop.megatron.torch_files import load
 
 __all__ = ["RANK", "MappedTensor", "read_ranks"]
 
@@ -45,10 +45,10 @@ class MappedTensor:
 
 
 def read_ranks(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments, and the tensors by the names of `megatron_tensors.py`.
+    """The arguments, and the tensors by the names of `megatron/tensors.py`.
 
     Raises:
-      ConfigError: see `megatron_checkpoint.open_checkpoint`.
+      ConfigError: see `megatron.checkpoint.open_checkpoint`.
     """
     folders = [found for one in sorted(path.iterdir()) if (found := RANK.fullmatch(one.name))]
     suffixes = {found[2] for found in folders}

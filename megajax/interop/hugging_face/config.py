@@ -12,10 +12,10 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
 from megajax.config.layer_kinds import DENSE, pattern_of
-from megajax.interop.hugging_face_experts import NAMES_OF_EXPERTS
-from megajax.interop.hugging_face_families import FAMILIES
-from megajax.interop.hugging_face_keys import Family, Keys
-from megajax.interop.hugging_face_llama import SCALINGS
+from megajax.interop.hugging_face.expert_families import NAMES_OF_EXPERTS
+from megajax.interop.hugging_face.families import FAMILIES
+from megajax.interop.hugging_face.keys import Family, Keys
+from megajax.interop.hugging_face.llama_families import SCALINGS
 from megajax.schedules.errors import shown
 from megajax.schedules.paths import hub_advice
 

@@ -25,9 +25,9 @@ from megajax.config import (
     TrainConfig,
     padded_vocabulary,
 )
-from megajax.interop.hugging_face_config import family_of_model, merge_config, read_json
-from megajax.interop.hugging_face_import import FOLDER, TOKENIZER_FILES, replace_directory
-from megajax.interop.hugging_face_tensors import (
+from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
+from megajax.interop.hugging_face.read_model import FOLDER, TOKENIZER_FILES, replace_directory
+from megajax.interop.hugging_face.tensors import (
     Piece,
     axis_sizes,
     from_leaf,
@@ -36,7 +36,7 @@ from megajax.interop.hugging_face_tensors import (
     stacked_axes,
     tensor_shape,
 )
-from megajax.interop.hugging_face_weights import PART_BYTES, grid, pieces_of, stacked_indices, tensor_names
+from megajax.interop.hugging_face.weights import PART_BYTES, grid, pieces_of, stacked_indices, tensor_names
 from megajax.interop.safetensors import Shards
 from megajax.models.context import model_shapes
 from megajax.models.interface import model_class

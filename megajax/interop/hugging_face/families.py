@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from megajax.config import BertConfig, ModelConfig
-from megajax.interop.hugging_face_experts import SPARSE_FAMILIES
-from megajax.interop.hugging_face_keys import PLAIN, Family, Keys
-from megajax.interop.hugging_face_llama import LLAMA_FAMILIES
+from megajax.interop.hugging_face.expert_families import SPARSE_FAMILIES
+from megajax.interop.hugging_face.keys import PLAIN, Family, Keys
+from megajax.interop.hugging_face.llama_families import LLAMA_FAMILIES
 
 __all__ = ["FAMILIES"]
 

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from megajax.config import ConfigError, DataConfig, RunConfig
 from megajax.config.options import Parser
 from megajax.data.tokenizers import load_tokenizer
-from megajax.interop.hugging_face import add_import_options, imported, run_command
-from megajax.interop.hugging_face_config import tokenizer_options
-from megajax.interop.hugging_face_keys import Keys
-from megajax.interop.megatron_config import added_biases, is_zero_centred, model_of, padded_rows
+from megajax.interop.hugging_face.__main__ import add_import_options, imported, run_command
+from megajax.interop.hugging_face.config import tokenizer_options
+from megajax.interop.hugging_face.keys import Keys
+from megajax.interop.megatron.config import added_biases, is_zero_centred, model_of, padded_rows
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.paths import local_path
 
@@ -64,9 +64,9 @@ def import_checkpoint(
     Raises:
       ConfigError: the checkpoint is damaged or of a model that megajax does not have, or the run cannot be written.
     """
-    from megajax.interop.hugging_face_import import TOKENIZER_FILES, Source, write_run
-    from megajax.interop.megatron_checkpoint import open_checkpoint
-    from megajax.interop.megatron_tensors import for_model, zero_centred
+    from megajax.interop.hugging_face.read_model import TOKENIZER_FILES, Source, write_run
+    from megajax.interop.megatron.checkpoint import open_checkpoint
+    from megajax.interop.megatron.tensors import for_model, zero_centred
 
     found = open_checkpoint(directory, iteration)
     if not data.tokenizer:

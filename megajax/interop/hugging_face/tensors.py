@@ -1,6 +1,6 @@
 """Which tensors of Hugging Face are which leaves of the parameters: one table per family, used in both directions.
 
-Megatron-LM's tensors are two more families, which are only read (`megatron_tensors.py`).
+Megatron-LM's tensors are two more families, which are only read (`megatron/tensors.py`).
 
 A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's with other axes. The axes have letters:
 

@@ -27,11 +27,11 @@ from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, Par
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.tokenizers import load_tokenizer
-from megajax.interop.gguf_config import config_keys
-from megajax.interop.gguf_file import open_gguf
-from megajax.interop.gguf_tokenizer import missing_tokenizer, write_tokenizer
-from megajax.interop.hugging_face_config import read_config, tokenizer_options
-from megajax.interop.hugging_face_weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
+from megajax.interop.gguf.config import config_keys
+from megajax.interop.gguf.file import open_gguf
+from megajax.interop.gguf.tokenizer import missing_tokenizer, write_tokenizer
+from megajax.interop.hugging_face.config import read_config, tokenizer_options
+from megajax.interop.hugging_face.weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
 from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
@@ -56,7 +56,7 @@ class Source:
 
     Attributes:
       path: of the directory or file, for messages.
-      family: of `hugging_face_tensors.TABLES`.
+      family: of `hugging_face.tensors.TABLES`.
       model: its configuration; the sequence length is the longest that it has.
       tensors: by the family's names.
       files: that the run directory keeps, and an export copies: config.json and the tokenizer's.

@@ -18,7 +18,7 @@ from megajax.estimate.merged_ticks import has_latencies
 from megajax.models.interface import PipelineModel
 from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
 
-__all__ = ["TwoPasses", "latency_options", "with_latencies"]
+__all__ = ["ProfiledJit", "latency_options", "with_latencies"]
 
 
 # XLA warns of each instruction that a profile does not have.
@@ -44,17 +44,17 @@ def with_latencies(function: Any, run: RunConfig, device: jax.Device) -> Any:
     """The jitted step `function` of a run, compiled twice if `latency_estimates` says so; `device` is one of the run's."""
     if run.parallel.latency_estimates != "roofline" or device.platform != "gpu":
         return function
-    return TwoPasses(function, functools.partial(profile_of_program, run, gpu_of(device)))
+    return ProfiledJit(function, functools.partial(profile_of_program, run, gpu_of(device)))
 
 
-class TwoPasses:
+class ProfiledJit:
     """A jitted function; its programs, one for each set of shapes, are compiled with a profile of a first compilation."""
 
     def __init__(self, function: Any, profile: Callable[[str], bytes]):
         """`profile`: the optimized program's text -> a ProfiledInstructionsProto, binary or as text."""
         self._function, self._profile, self._programs = function, profile, {}
 
-    def lower(self, *arguments) -> "TwoPasses.Lowered":
+    def lower(self, *arguments) -> "ProfiledJit.Lowered":
         """As of a jitted function; arguments may be jax.ShapeDtypeStruct."""
         return self.Lowered(self._function.lower(*arguments), self._profile)
 

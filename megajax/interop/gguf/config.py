@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.gguf_file import GGUFFile
-from megajax.interop.hugging_face_families import FAMILIES
-from megajax.interop.hugging_face_keys import Keys
+from megajax.interop.gguf.file import GGUFFile
+from megajax.interop.hugging_face.families import FAMILIES
+from megajax.interop.hugging_face.keys import Keys
 
 __all__ = ["config_keys"]
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.interop.hugging_face_keys import REQUIRED, Family, Keys
+from megajax.interop.hugging_face.keys import REQUIRED, Family, Keys
 
 __all__ = ["LLAMA_FAMILIES", "SCALINGS", "read_llama", "write_llama", "write_window"]
 

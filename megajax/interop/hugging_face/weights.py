@@ -16,7 +16,7 @@ from megajax.checkpoint import layout
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, ModelConfig, near
 from megajax.config.layer_kinds import DENSE
-from megajax.interop.hugging_face_tensors import (
+from megajax.interop.hugging_face.tensors import (
     STACKED,
     TABLES,
     Piece,
@@ -48,7 +48,7 @@ PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
 
 
 class Tensor(Protocol):
-    """A tensor in a file: `safetensors.StoredTensor`, `gguf_file.GGUFTensor`, or one of `megatron_tensors`.
+    """A tensor in a file: `safetensors.StoredTensor`, `gguf.file.GGUFTensor`, or one of `megatron_tensors`.
 
     Attributes:
       shape: of the whole tensor.

@@ -11,8 +11,8 @@ from megajax.schedules.stages import StageLayers
 from megajax.train.step import Training
 
 
-class Places:
-    """The places of one layout."""
+class Locations:
+    """The locations of one layout."""
 
     def __init__(self, training: Training):
         """Reads the mesh and the schedule's placement of layers.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.interop.hugging_face_keys import Keys
+from megajax.interop.hugging_face.keys import Keys
 
 __all__ = ["added_biases", "is_zero_centred", "model_of", "padded_rows", "ranks"]
 
@@ -126,7 +126,7 @@ def is_zero_centred(args: Mapping[str, Any]) -> bool:
 
 
 def added_biases(args: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names (of `megatron_tensors.py`) and shapes of the biases that the block has and the checkpoint has not.
+    """Names (of `megatron/tensors.py`) and shapes of the biases that the block has and the checkpoint has not.
 
     A LayerNorm of Megatron-LM has a bias also with --disable-bias-linear; the block's has one only if the linear layers
     have. Theirs are zero, and compute the same.

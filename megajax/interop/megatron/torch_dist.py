@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face_weights import Tensor
-from megajax.interop.megatron_pickle import DAMAGED, load, load_metadata, torch_library
-from megajax.interop.megatron_ranks import arguments_of
-from megajax.interop.megatron_tensors import FC1, canonical_name, split_gated
+from megajax.interop.hugging_face.weights import Tensor
+from megajax.interop.megatron.rank_files import arguments_of
+from megajax.interop.megatron.tensors import FC1, canonical_name, split_gated
+from megajax.interop.megatron.torch_files import DAMAGED, load, load_metadata, torch_library
 
 __all__ = ["read_distributed"]
 
@@ -26,10 +26,10 @@ BYTES = "BytesStorageMetadata"
 
 
 def read_distributed(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments, and the tensors by the names of `megatron_tensors.py`.
+    """The arguments, and the tensors by the names of `megatron/tensors.py`.
 
     Raises:
-      ConfigError: see `megatron_checkpoint.open_checkpoint`.
+      ConfigError: see `megatron.checkpoint.open_checkpoint`.
     """
     args = arguments_of(load(path / "common.pt"), path / "common.pt")
     shards, found = _Shards(path), {}

@@ -10,7 +10,7 @@ The names are megatron-core's with TransformerEngine's layers, with the layer's 
                      mlp.linear_fc2.weight [h, f], bias [h]
     decoder.final_layernorm.weight and bias [h]        output_layer.weight [v, h]
 
-The letters are those of `hugging_face_tensors.py`. Ranks of tensor parallelism have whole groups of queries, key and value;
+The letters are those of `hugging_face/tensors.py`. Ranks of tensor parallelism have whole groups of queries, key and value;
 and of a gated linear_fc1 their part of the gate, then of the gated value.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face_weights import Tensor
+from megajax.interop.hugging_face.weights import Tensor
 
 __all__ = ["Merged", "canonical_name", "for_model", "merge", "reordered_qkv", "split_gated"]
 
@@ -209,7 +209,7 @@ def reordered_qkv(shard: Tensor, heads: int, version: float) -> Tensor:
 
 
 def for_model(tensors: Mapping[str, Tensor], vocabulary: int, tied: bool, added: Mapping[str, tuple[int, ...]]) -> dict:
-    """The tensors as `hugging_face_weights.Weights` compares them with a model's.
+    """The tensors as `hugging_face.weights.Weights` compares them with a model's.
 
     Args:
       tensors: merged, by the names above.

@@ -1,0 +1,1 @@
+"""GGUF files (llama.cpp's) in, as if they were Hugging Face's directories."""

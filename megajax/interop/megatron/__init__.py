@@ -1,0 +1,1 @@
+"""Megatron-LM's checkpoints in: `python -m megajax.interop.megatron import SAVE`."""
