@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.options import Parser
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.memory import bytes_per_device, slots_of
+from megajax.estimate.memory import bytes_per_device
+from megajax.pipeline.program import StepProgram
 from megajax.plan.compiler import compile_for, compiler_versions, run_from_json
 from megajax.schedules.errors import exit_code
 
@@ -143,7 +144,7 @@ def describe(run: RunConfig) -> str:
 def modelled(row: dict) -> dict[str, int]:
     """The model's bytes of a row's program. Programs compiled with jax before 0.12 merge no ticks."""
     run = run_from_json(row["run"])
-    return bytes_per_device(run, slots=slots_of(run) if row["jax"] < "0.12" else None)
+    return bytes_per_device(run, slots=StepProgram.of(run).schedule_slots if row["jax"] < "0.12" else None)
 
 
 def show(results: dict) -> None:

@@ -53,8 +53,7 @@ def megajax(name: str) -> dict[str, Any]:
 
     device = start()
     from megajax.estimate.gpus import gpu_of
-    from megajax.estimate.hlo import loop_trip_counts
-    from megajax.estimate.program_account import account_of, rates_of_run
+    from megajax.estimate.program_account import account_arguments, account_of
     from megajax.estimate.roofline import seconds_by_name
     from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
@@ -75,9 +74,9 @@ def megajax(name: str) -> dict[str, Any]:
     predicted = account_of(run, gpu, text) if device.platform == "gpu" else None
     by_class, kernels = None, []
     if predicted and profiled:
-        kinds, rates = _kinds(text), rates_of_run(run, gpu)
+        kinds = _kinds(text)
         by_class = _by_class(profiled, kinds, predicted)
-        kernels = _slow_kernels(profiled, kinds, seconds_by_name(text, loop_trip_counts(run), rates))
+        kernels = _slow_kernels(profiled, kinds, seconds_by_name(text, *account_arguments(run, gpu)))
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     sizes = (getattr(analysis, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
     row = _row(run, name, "megajax", rounds, device) | {

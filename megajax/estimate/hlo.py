@@ -17,7 +17,6 @@ import numpy as np
 from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import MESH_AXES
-from megajax.config.run_schedule import run_schedule
 from megajax.estimate.hlo_parser import (
     BRANCHES,
     KINDS,
@@ -41,10 +40,10 @@ from megajax.estimate.hlo_parser import (
 )
 from megajax.estimate.memory import Sharding
 from megajax.pipeline.embedding_and_head import ENDS
-from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged, merged_schedule, merges
+from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged
+from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
-from megajax.schedules.registry import find
-from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT, Schedule
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT
 
 __all__ = [
     "Collective",
@@ -186,20 +185,20 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     overlap (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond. send/cond: how often there is a send, in
     schedules that overlap. Where ranks differ, it is their mean.
     """
-    schedule, parallel = run_schedule(run), run.parallel
-    blocks = parallel.stage_layers(run.model.layers).in_groups.slots
+    program, parallel = StepProgram.of(run), run.parallel
+    schedule, blocks = program.schedule, program.layers.in_groups.slots
     kinds = layer_kinds(run.model)
     one_order = not kinds or parallel.stage_layers(run.model.layers, kinds=kinds).same_stages
-    no_choice = parallel.chunks == 1 and one_order and find(parallel.schedule).drains  # 2BW has two versions
+    no_choice = parallel.chunks == 1 and one_order and program.drains  # 2BW has two versions
     every = [works for tick in schedule.ticks for works in tick]
     pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
     parts = {work.parts for works in every if not schedule.overlaps(works) for work in works}
-    total, full = run.microbatches * parallel.chunks, Counter()
+    total, full = program.passes, Counter()
     for segment in schedule.segments:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
-    runs, merged = merged_schedule(schedule) if merges(run) else schedule, 0
-    found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(run, runs)
-    if merges(run):
+    runs, merged = program.executed, 0
+    found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(program)
+    if program.merges:
         merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
     for op in BLOCKS:
         static = full[op] if no_choice else 0
@@ -213,14 +212,14 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     return found | {SEND + BRANCHES: float(slot_tables(schedule).rows.sends[:, 0].sum())} if pairs else found
 
 
-def _end_branches(run: RunConfig, schedule: Schedule) -> dict[str, float]:
+def _end_branches(program: StepProgram) -> dict[str, float]:
     """How often conditionals run the embedding, the head and the embedding's backward, alone and together."""
-    if not find(run.parallel.schedule).drains:  # each runs once per microbatch, as no ticks are merged
-        return {end + BRANCHES: float(run.microbatches) for end in EACH_END}
-    shared = Sharding.from_config(run).vocabulary_over_pipe
+    if not program.drains:  # each runs once per microbatch, as no ticks are merged
+        return {end + BRANCHES: float(program.run.microbatches) for end in EACH_END}
+    schedule, shared = program.executed, Sharding.from_config(program.run).vocabulary_over_pipe
     table, found = slot_tables(schedule, share_ends=shared), Counter()
     for segment in schedule.segments:
-        if embeds_ahead(schedule, segment, merges(run)):
+        if embeds_ahead(schedule, segment, program.merges):
             found["embed" + BRANCHES] += table.rows.embed.on[segment.start].sum()
             together = table.end_combinations(segment)
             found[ENDS + BRANCHES] += together.total() - together[()]

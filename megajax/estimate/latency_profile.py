@@ -11,13 +11,11 @@ from collections.abc import Mapping
 
 from megajax.config import ConfigError, RunConfig
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.memory import rows_of
-from megajax.estimate.program_account import rates_of_run
+from megajax.estimate.program_account import account_arguments
 from megajax.estimate.rates import rates_of
 from megajax.estimate.roofline import seconds_by_name
 from megajax.models.costs import ModelCosts
-from megajax.runtime.mesh import mesh_places
 
 __all__ = ["profile_of_program", "profile_of_run"]
 
@@ -48,7 +46,7 @@ def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
 
 def profile_of_program(run: RunConfig, gpu: Gpu, hlo: str) -> bytes:
     """How long each kernel, loop and collective of a run's compiled step takes: a ProfiledInstructionsProto as text."""
-    return _profile(seconds_by_name(hlo, loop_trip_counts(run), rates_of_run(run, gpu), mesh_places(run.parallel)))
+    return _profile(seconds_by_name(hlo, *account_arguments(run, gpu)))
 
 
 def _profile(seconds: Mapping[str, float]) -> bytes:

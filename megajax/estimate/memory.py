@@ -7,20 +7,17 @@ the grid of runs that these terms were read from.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 
 from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
-from megajax.config.run_schedule import run_schedule, schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.kinds import layers_of_kinds
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
-from megajax.pipeline.options import merges, unrolls
-from megajax.pipeline.slots import slot_tables
+from megajax.pipeline.program import StepProgram
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
-from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
+from megajax.schedules.registry import Slots
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 USABLE_SHARE = MEMORY_FRACTION  # of a GPU's memory, by a program
@@ -46,33 +43,6 @@ class Sharding:
         """The sharding of a run; without token tables, no table is split over pipe."""
         over_pipe = run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
         return cls(run.parallel.zero, over_pipe and model_costs(run.model).vocabulary_width > 0)
-
-
-def slots_of(run: RunConfig) -> Slots:
-    """Buffers of the run's schedule: by the closed form of its spec, or counted in its table where there is none."""
-    spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
-    closed = spec.slots(**arguments) if spec.slots else None
-    return closed or counted_slots(spec, **arguments)
-
-
-def program_slots(run: RunConfig) -> Slots:
-    """Buffers of the run's program: where ticks are merged, backwards run one tick later, with one chunk more in flight."""
-    slots, parallel = slots_of(run), run.parallel
-    merged = merges(run) and is_paired(run) and run.microbatches * parallel.chunks > slots.stash
-    return slots._replace(stash=slots.stash + 1, inbox=slots.inbox + 2) if merged else slots
-
-
-def is_paired(run: RunConfig) -> bool:
-    """Whether the ticks of the run's schedule are a forward and a backward on every rank."""
-    paired = find(run.parallel.schedule).paired
-    return run_schedule(run).paired if paired is None else paired
-
-
-@functools.lru_cache(maxsize=256)  # a search repeats the call for each recompute mode and microbatch size
-def counted_slots(spec: ScheduleSpec, **arguments) -> Slots:
-    """Buffers counted in the schedule's table, which takes seconds for hundreds of ranks and microbatches."""
-    table = slot_tables(make_schedule(spec.name, **arguments))
-    return Slots(table.stash_slots, table.kept_slots, sum(table.inbox_slots.values()) + 2)
 
 
 def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Sharding) -> int:
@@ -130,7 +100,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
     Args:
       sharding: what is sharded; the run's own if not given.
-      slots: of the program; `program_slots` if not given.
+      slots: of the program; its own (`StepProgram.slots`) if not given.
 
     Returns:
       "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" those that the step
@@ -139,14 +109,14 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
     """
     model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
-    item = ITEMSIZE[run.train.precision]
-    sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(run)
-    slots = slots or program_slots(run)
+    item, program = ITEMSIZE[run.train.precision], StepProgram.of(run)
+    sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(program)
+    slots = slots or program.slots
     of_rank = rank_parameters(run, sharding)
     state, work = (_sharded_or_not(run, of_rank, sharding.zero >= level) for level in (1, 3))
-    versions = 1 if find(parallel.schedule).drains else 2  # of weights, and of the gradients of each
+    versions = 1 if program.drains else 2  # of weights, and of the gradients of each
     residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
-    mode = "none" if unrolls(run, parallel.attention) else None
+    mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
     workspace = max(_workspace(kind.run, item, sharding) for kind in kinds)
@@ -269,17 +239,16 @@ def stash_copies(run: RunConfig, item: int) -> int:
     return _bytes_of(copied, run, item)
 
 
-def _swapped_sums(run: RunConfig) -> int:
+def _swapped_sums(program: StepProgram) -> int:
     """Bytes of a copy of the summed gradients of one of the MLP's matrices, where both have the same shape on a device.
 
     XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers, while no block is
     computed. On more than two ranks with replicas it starts them in two buffers, and does not.
     """
-    parallel, model = run.parallel, model_costs(run.model)
-    stages = parallel.stage_layers(model.layers)
+    parallel, model, stages = program.run.parallel, model_costs(program.run.model), program.layers
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
     apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
-    merged = parallel.pipe > 1 and merges(run) and is_paired(run)
+    merged = parallel.pipe > 1 and program.merges and program.paired
     if apart or not merged or stages.slots == 1 or "mlp_in" not in shapes:
         return 0
     inputs, outputs = shapes["mlp_in"]
@@ -328,7 +297,8 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
     whole = item * rows * model.hidden
     residual = whole // (tensor if parallel.sequence_parallel else 1)
-    merged = merges(run) and is_paired(run)
+    program = StepProgram.of(run)
+    merged = program.merges and program.paired
     full = parallel.recompute == "full"
     gathers, residuals = (5 if merged else 4 if full else 2), (2 if full else 6 if merged else 0)
     split = tensor > 1 and parallel.sequence_parallel

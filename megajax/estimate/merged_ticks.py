@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megajax.config import RunConfig
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.op_costs import spread
+from megajax.estimate.op_costs import in_a_host
 from megajax.models.costs import ModelCosts
 
 __all__ = ["ExposedPart", "exposed_parts", "has_latencies"]
@@ -35,10 +35,10 @@ def has_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
     `costs` are the model's.
     """
     parallel = run.parallel
-    in_a_host = 1 < parallel.tensor and parallel.tensor * spread(parallel, "tensor") <= gpu.host_size
     return (
         parallel.latency_estimates != "xla"
-        and in_a_host
+        and parallel.tensor > 1
+        and in_a_host(parallel, gpu, parallel.tensor, "tensor")
         and (gpu.compute_capability or (0, 0)) >= HOPPER
         and parallel.zero < 3
         and not parallel.rings

@@ -21,6 +21,7 @@ __all__ = [
     "Fitted",
     "OpCosts",
     "Software",
+    "in_a_host",
     "spread",
 ]
 
@@ -246,3 +247,8 @@ def spread(parallel: ParallelConfig, axis: str) -> int:
     for name in inside:
         distance *= getattr(parallel, name)
     return distance
+
+
+def in_a_host(parallel: ParallelConfig, gpu: Gpu, ranks: int, axis: str) -> bool:
+    """Whether groups of so many neighbours along a mesh axis each lie within a host."""
+    return ranks * spread(parallel, axis) <= gpu.host_size

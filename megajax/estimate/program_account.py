@@ -1,6 +1,7 @@
 """The account of a run's compiled step."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
@@ -9,11 +10,11 @@ from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.rates import Rates, rates_of
 from megajax.estimate.roofline import Account, account
-from megajax.estimate.step_time import bubble_time
+from megajax.pipeline.program import StepProgram
 from megajax.runtime.mesh import mesh_places
 from megajax.schedules.simulate import Costs
 
-__all__ = ["StepAccount", "account_of", "ragged_part", "rates_of_run", "routed_part"]
+__all__ = ["StepAccount", "account_arguments", "account_of", "ragged_part", "rates_of_run", "routed_part"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,16 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     The bubble is that of megajax's executor, in which ranks start each tick together, with a backward twice as long as a
     forward.
     """
-    costs = Costs()
-    ideal = run.microbatches * run.parallel.chunks * (costs.forward + costs.backward)
-    bubble = bubble_time(run, costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
-    found = account(hlo, loop_trip_counts(run), rates_of_run(run, gpu), mesh_places(run.parallel))
+    costs, program = Costs(), StepProgram.of(run)
+    ideal = program.passes * (costs.forward + costs.backward)
+    bubble = program.bubble(costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
+    found = account(hlo, *account_arguments(run, gpu))
     return StepAccount(found, bubble)
+
+
+def account_arguments(run: RunConfig, gpu: Gpu) -> tuple[dict[str, float], Rates, Sequence[int]]:
+    """What `roofline.account` and `seconds_by_name` need besides a run's program: trip counts, rates, places of devices."""
+    return loop_trip_counts(run), rates_of_run(run, gpu), mesh_places(run.parallel)
 
 
 def rates_of_run(run: RunConfig, gpu: Gpu) -> Rates:

@@ -25,17 +25,14 @@ from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
     is_gated,
-    is_paired,
     kept_for_weights,
     kept_of_block,
     rows_of,
-    slots_of,
 )
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
-from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, spread
+from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD, in_a_host, spread
 from megajax.estimate.rates import rates_of
-from megajax.pipeline.options import merges, unrolls
-from megajax.schedules.registry import find
+from megajax.pipeline.program import StepProgram
 
 __all__ = ["Blocks", "Work"]
 
@@ -105,7 +102,7 @@ class Blocks:
 
     Attributes:
       rows: tokens of a microbatch on a device.
-      merged_ticks: how many of a rank's forwards of a chunk run in one loop with a backward.
+      program: what is compiled.
     """
 
     def __init__(self, run: RunConfig, gpu: Gpu, sharding: Sharding | None = None):
@@ -116,13 +113,9 @@ class Blocks:
         parallel, model = self.parallel, self.model
         self.rows, self.split = rows_of(model, parallel), parallel.tensor if parallel.sequence_parallel else 1
         self.residual = self.rows // self.split * model.hidden * self.item  # bytes of the residual stream on a device
-        self.in_place, self.fp8 = not parallel.rings, run.train.matmul_dtype == "fp8"
+        self.program, self.fp8 = StepProgram.of(run), run.train.matmul_dtype == "fp8"
         self.shards = self.sharding.shards or parallel.data * parallel.context
-        self.unrolled = self.in_place and unrolls(run, parallel.attention)
-        self.spec, self.latencies = find(parallel.schedule), has_latencies(run, gpu, model)
-        self.paired, self.merged_ticks = is_paired(run), 0
-        if self.paired and self.in_place and merges(run):
-            self.merged_ticks = max(0, run.microbatches * parallel.chunks - slots_of(run).stash)
+        self.latencies = has_latencies(run, gpu, model)
 
     # Kernels and collectives.
 
@@ -159,12 +152,8 @@ class Blocks:
 
     def send(self, count: float, axis: str, ranks: int) -> float:
         """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""
-        here = self._in_a_host(ranks, axis)
+        here = in_a_host(self.parallel, self.gpu, ranks, axis)
         return self.rates.collective("collective-permute", count, 2, 2 if here else 1)
-
-    def _in_a_host(self, ranks: int, axis: str) -> bool:
-        """Whether groups of these ranks over the mesh axis each lie within a host."""
-        return ranks * spread(self.parallel, axis) <= self.gpu.host_size
 
     # One block.
 
@@ -192,7 +181,7 @@ class Blocks:
     @functools.cached_property
     def _stash(self) -> float:
         """Seconds of writing what a block keeps for its backward to the stash: read and written."""
-        on_device = not (self.unrolled or self.parallel.offload_activations)
+        on_device = not (self.program.unrolls or self.parallel.offload_activations)
         return 2 * self._kept / self.rates.memory if on_device else 0.0
 
     @property
@@ -288,7 +277,7 @@ class Blocks:
     def _repeated(self, backward: int) -> Work:
         """The additional work of a forward (0) or backward (1) if weights are not in place, in fp8, and with rings."""
         work, weights = Work(), sum(k * n for k, n, _ in self._products)
-        if not self.in_place:
+        if not self.program.in_place:
             work += self.traffic(weights * (SLICE + backward * ACCUMULATION), 8)
         if self.fp8:
             values = sum(k + n for k, n, _ in self._products) * self.rows * self.item
@@ -324,7 +313,7 @@ class Blocks:
     @functools.cached_property
     def forward(self) -> Work:
         """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
-        exposed = self._exposed(min(self._collective * (1 if self.in_place else 2), self._stash + self._slices))
+        exposed = self._exposed(min(self._collective * (1 if self.program.in_place else 2), self._stash + self._slices))
         communication = Work(tensor=exposed, context=self._around(0), data=SHARDED_FORWARD * self._sharded)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
@@ -337,7 +326,7 @@ class Blocks:
             exposed += self._exposed(0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
-        kept = self._kept_for_weights if self.spec.split else 0.0
+        kept = self._kept_for_weights if self.program.spec.split else 0.0
         communication = Work(tensor=exposed, context=self._around(1), data=data, offload=self._transfer)
         return self._input_kernels + self.traffic(KEPT_PASSES * kept) + communication
 
@@ -345,13 +334,13 @@ class Blocks:
     def weight(self) -> Work:
         """With sequence parallelism the inputs are gathered again, beside the matmuls."""
         again = self._pairs * self._collective if self.parallel.sequence_parallel else 0.0
-        kernels = self._weight_kernels + self.kernels(WEIGHT if self.spec.split else 0)
+        kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.spec.split else 0)
         return kernels + Work(tensor=max(0.0, again - kernels.total) if self._parts == 1 else RING_EXPOSED * again)
 
     @functools.cached_property
     def backward(self) -> Work:
         """Matmuls of weights' gradients hide a collective of each pair; those of a block with a gated MLP come too late."""
-        early = self.latencies and not (self.spec.split or is_gated(self.model))
+        early = self.latencies and not (self.program.spec.split or is_gated(self.model))
         hidden = min(self.input.tensor, early * self._pairs * self._collective)
         return self.input + self.weight + Work(tensor=-hidden)
 
@@ -375,12 +364,13 @@ class Blocks:
             exposed += max(0.0, part.collectives * one - beside - part.products * second.total)
         all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
         exposed = max(self._pairs / 2 * exposed, all_of_them - kernels.matmul - kernels.attention)
-        return exposed + (0.0 if self._in_a_host(self.parallel.tensor, "tensor") else BETWEEN_HOSTS * all_of_them)
+        here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
+        return exposed + (0.0 if here else BETWEEN_HOSTS * all_of_them)
 
     @property
     def _slices(self) -> float:
         """Seconds in which the weights are copied out of the stack, where they are not read in place."""
-        return 0.0 if self.in_place else SLICE * sum(k * n for k, n, _ in self._products) / self.rates.memory
+        return 0.0 if self.program.in_place else SLICE * sum(k * n for k, n, _ in self._products) / self.rates.memory
 
     @functools.cached_property
     def _kept_for_weights(self) -> float:

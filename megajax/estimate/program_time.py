@@ -8,7 +8,7 @@ once a step    cast, sums over replicas, the gradient's norm, AdamW; zeros for t
 import functools
 
 from megajax.config import padded_vocabulary
-from megajax.estimate.memory import program_slots, rank_parameters, sharded_parameters, shared_parameters
+from megajax.estimate.memory import rank_parameters, sharded_parameters, shared_parameters
 from megajax.estimate.program_blocks import Blocks, Work
 from megajax.schedules.simulate import Costs
 
@@ -74,17 +74,12 @@ class Program(Blocks):
 
     # The step.
 
-    @property
-    def _chunk_passes(self) -> float:
-        """Forwards of a chunk on a rank in a step."""
-        return self.run.microbatches * self.parallel.chunks
-
     @functools.cached_property
     def blocks(self) -> Work:
         """The blocks of all microbatches."""
-        slots = self.parallel.stage_layers(self.model.layers).slots
-        alone = self._chunk_passes - self.merged_ticks
-        return (self.merged * self.merged_ticks + (self.forward + self.backward) * alone) * slots
+        merged = self.program.merged_ticks
+        alone = self.program.passes - merged
+        return (self.merged * merged + (self.forward + self.backward) * alone) * self.program.layers.slots
 
     @functools.cached_property
     def ends(self) -> Work:
@@ -98,29 +93,29 @@ class Program(Blocks):
         Sends overlap the other pass in a tick that has both of them in loops of their own, and the ends; but not in merged
         ticks where the ends are split over `pipe`, which begin with a sum over it that waits for the sends.
         """
-        passes, microbatches = self._chunk_passes, self.run.microbatches
+        passes, microbatches = self.program.passes, self.run.microbatches
         if self.parallel.pipe == 1:
             return self.traffic(4 * self.residual, TICK) * passes
-        ticks = passes * (1 if self.paired else 3)
+        ticks = passes * (1 if self.program.paired else 3)
         work = self.traffic(9 * self.residual, TICK) * ticks + Work(waits=self._waits * self.rates.synchronisation)
-        routes = 4 if self.spec.placement == "v" else 2
+        routes = 4 if self.program.spec.placement == "v" else 2
         one = routes * self.send(self.residual, "pipe", self.parallel.pipe)
-        exposed_ticks = self.merged_ticks if self.paired else ticks
-        with_ends = min(exposed_ticks, microbatches * (1 if self.paired else 2))
-        hidden = min(one, self.ends.total / microbatches / (1 if self.paired else 2)) * with_ends
-        if self.paired and self.sharding.vocabulary_over_pipe:
+        exposed_ticks = self.program.merged_ticks if self.program.paired else ticks
+        with_ends = min(exposed_ticks, microbatches * (1 if self.program.paired else 2))
+        hidden = min(one, self.ends.total / microbatches / (1 if self.program.paired else 2)) * with_ends
+        if self.program.paired and self.sharding.vocabulary_over_pipe:
             hidden = 0.0
         return work + Work(pipe=max(0.0, one * exposed_ticks - hidden))
 
     @property
     def _waits(self) -> float:
         """How often the host reads which chunk an operation is of, or whether there is one, and which ends a tick has."""
-        if not self.in_place:
+        if not self.program.in_place:
             return 0.0
-        if not self.paired:
-            return 3 * self._chunk_passes * (4 if self.spec.split else 3)
+        if not self.program.paired:
+            return 3 * self.program.passes * (4 if self.program.spec.split else 3)
         several = 2 if self.parallel.chunks > 1 else 0
-        return self.merged_ticks * several + (self._chunk_passes - self.merged_ticks) * 6
+        return self.program.merged_ticks * several + (self.program.passes - self.program.merged_ticks) * 6
 
     @functools.cached_property
     def once(self) -> Work:
@@ -132,8 +127,8 @@ class Program(Blocks):
         )
         replicas, zero = parallel.data * parallel.context, self.sharding.zero
         state, sums = (sharded_parameters(run, self.sharding, is_sharded) for is_sharded in (zero > 0, zero == 3))
-        in_memory = not (self.unrolled or parallel.offload_activations)
-        slots = program_slots(run).stash * parallel.stage_layers(model.layers).slots
+        in_memory = not (self.program.unrolls or parallel.offload_activations)
+        slots = self.program.slots.stash * self.program.layers.slots
         stash = slots * self._kept if in_memory else 0
         moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
         exchanged = shared if zero == 3 else local  # ZeRO-3 has scattered the blocks' gradients

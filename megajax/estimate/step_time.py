@@ -14,11 +14,9 @@ launching kernels.
 """
 
 import dataclasses
-import functools
 import operator
 
 from megajax.config import ParallelConfig, RunConfig
-from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate import model_costs
 from megajax.estimate.exchange_time import gathers_time, reduction_time, sends_time
 from megajax.estimate.expert_time import expert_times
@@ -35,9 +33,8 @@ from megajax.estimate.memory import (
 from megajax.estimate.op_costs import FITTED, MEGAJAX, PALLAS_BACKWARD, Fitted, OpCosts, Software, spread
 from megajax.estimate.program_time import Program
 from megajax.models.costs import ModelCosts
-from megajax.schedules.registry import ScheduleSpec, find, make_schedule
-from megajax.schedules.schedule import Schedule
-from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
+from megajax.pipeline.program import StepProgram
+from megajax.schedules.simulate import Costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,26 +209,6 @@ def _exposed_head(run: RunConfig, ops: OpCosts, sharding: Sharding, layer: float
     return max(0.0, head_time(model, parallel, ops, sharding) - short * layer)
 
 
-def bubble_time(run: RunConfig, costs: Costs, lockstep: bool) -> float:
-    """Seconds that a rank idles in a step: the closed form of the schedule's spec, or simulated where there is none.
-
-    Args:
-      costs: seconds of each operation on one chunk.
-      lockstep: ranks start each tick together, as megajax's do (`simulate_lockstep`); otherwise each operation starts as
-        soon as it can (`simulate_event`). They differ for ticks that hold one op on each rank, if ops differ in cost.
-    """
-    spec, arguments = find(run.parallel.schedule), schedule_arguments(run)
-    if spec.bubble:
-        return spec.bubble(costs=costs, lockstep=lockstep, **arguments)
-    simulation = (simulate_lockstep if lockstep else simulate_event)(_schedule(spec, **arguments), costs)
-    return simulation.makespan - simulation.ideal
-
-
-@functools.lru_cache(maxsize=64)  # a search repeats the call for each recompute mode and microbatch size
-def _schedule(spec: ScheduleSpec, **arguments) -> Schedule:
-    return make_schedule(spec.name, **arguments)
-
-
 def step_time(
     run: RunConfig,
     gpu: Gpu,
@@ -253,7 +230,7 @@ def step_time(
     both, chunks, batches = forward + backward, parallel.chunks, run.microbatches
     layer = both.total / parallel.stage_layers(run.model.layers).slots
     sums = sum(rank_parameters(run, sharding)) * software.accumulation_bytes
-    bubble = bubble_time(run, _chunk_costs(run, forward, backward), software.lockstep)
+    bubble = StepProgram.of(run).bubble(_chunk_costs(run, forward, backward), software.lockstep)
     blocks = batches * chunks * both.total
     if sharding.zero == 3:
         data = gathers_time(run, ops, blocks, sharding.shards)
@@ -299,7 +276,7 @@ def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
         blocks=compute(blocks) + compute(ticks),
         head=compute(ends),
         tensor=whole.tensor,
-        bubble=bubble_time(run, program.costs, lockstep=True) if run.parallel.pipe > 1 else 0.0,
+        bubble=StepProgram.of(run).bubble(program.costs, lockstep=True) if run.parallel.pipe > 1 else 0.0,
         sends=ticks.pipe,
         data=whole.data + once.pipe,
         optimizer=compute(once),

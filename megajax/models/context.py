@@ -27,7 +27,6 @@ from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
 from megajax.runtime.compat import broken_host_offload
 from megajax.runtime.xla_flags import check_ring_flags
-from megajax.schedules.registry import find
 from megajax.schedules.schedule import Schedule
 from megajax.sharding.rules import AxisRules, default_rules, only
 
@@ -74,12 +73,15 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
     )
 
 
-def check_offload(run: RunConfig, device: jax.Device) -> None:
-    """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot."""
+def check_offload(run: RunConfig, device: jax.Device, drains: bool) -> None:
+    """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot.
+
+    `drains`: each step of the run's schedule ends with an empty pipeline.
+    """
     kinds = [memory.kind for memory in device.addressable_memories()]  # empty for a device that is only compiled for
     if not run.parallel.offload_activations:
         return
-    if not find(run.parallel.schedule).drains:
+    if not drains:
         problem = f"is not supported with schedule = {run.parallel.schedule}, whose stash is carried from step to step"
         raise ConfigError(f"offload_activations = True {problem}: omit --offload-activations, or pass --schedule 1f1b.")
     if broken_host_offload() and device.platform == "gpu":

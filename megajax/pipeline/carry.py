@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from megajax.pipeline.embedding_and_head import EmbeddingAndHeadState
+from megajax.pipeline.embedding_and_head import EndState
 
 Tree = Any
 
@@ -26,5 +26,5 @@ class Carry(NamedTuple):
     embedded: Tree  # the embedding for the next tick's forward, [samples, sequence, hidden]; () in paired ticks
 
     @property
-    def end_state(self) -> EmbeddingAndHeadState:
-        return EmbeddingAndHeadState(*(getattr(self, name) for name in EmbeddingAndHeadState._fields))
+    def end_state(self) -> EndState:
+        return EndState(*(getattr(self, name) for name in EndState._fields))

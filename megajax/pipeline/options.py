@@ -1,21 +1,15 @@
 """The executor's options besides the model, the schedule and the mesh; and which ticks it merges."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 from jax.sharding import Mesh
 
-from megajax.config import RunConfig
-from megajax.config.layer_kinds import layer_kinds
-from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.layout import DEFAULT_SPECS, Specs
 from megajax.pipeline.loops import serializes
-from megajax.schedules.registry import ScheduleSpec, find, make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, Schedule, Segment
 from megajax.schedules.stages import StageLayers
 
-UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
 MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
 SEND = "send"  # and of the sends between stages
 
@@ -72,18 +66,6 @@ def on_devices(options: ExecutorOptions, mesh: Mesh) -> ExecutorOptions:
     return dataclasses.replace(options, serial_collectives=serializes(mesh))
 
 
-def merges(run: RunConfig) -> bool:
-    """Whether a program that works in place merges ticks: if blocks have collectives to hide, and run in no bubble.
-
-    A merged tick's loop runs a block of a forward beside one of a backward, which must be of one kind. PipeDream-2BW
-    does not merge ticks.
-    """
-    parallel = run.parallel
-    one_kind = not layer_kinds(run.model)
-    collectives = parallel.tensor > 1 or parallel.expert > 1
-    return collectives and not parallel.rings and one_kind and find(parallel.schedule).drains
-
-
 def stashes_nothing(schedule: Schedule) -> bool:
     """Whether every backward runs in the tick of its own forward, as one stage's may: no tick leaves activations."""
     return schedule.paired and all(
@@ -91,35 +73,6 @@ def stashes_nothing(schedule: Schedule) -> bool:
         for ranks in schedule.ticks
         for works in ranks
     )
-
-
-def unrolls(run: RunConfig, attention: str) -> bool:
-    """Whether a program that works in place traces a rank's blocks one after the other.
-
-    A loop over blocks copies what they save to a stash. Without a loop it stays where it was computed, and XLA does not
-    compute again what a forward already has: memory is that of `--recompute none`. So not where recomputing saves more:
-    attention scores, whole blocks, or weights that ZeRO-3 gathers again. And compiling takes longer with each block.
-
-    Args:
-      run: a valid one.
-      attention: the implementation that runs, as `--attention` names it.
-    """
-    parallel = run.parallel
-    saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and attention in FUSED)
-    return (
-        parallel.pipe == parallel.chunks == parallel.tensor == 1
-        and not (parallel.rings or parallel.offload_activations or parallel.zero == 3 or layer_kinds(run.model))
-        and saves_all
-        and run.model.layers <= UNROLLED_BLOCKS
-        and _stashes_nothing(find(parallel.schedule), run.microbatches)
-    )
-
-
-@functools.lru_cache(maxsize=64)  # a search repeats the call
-def _stashes_nothing(spec: ScheduleSpec, microbatches: int) -> bool:
-    if not spec.drains:  # PipeDream-2BW has a program of its own
-        return False
-    return stashes_nothing(make_schedule(spec.name, stages=1, microbatches=microbatches, chunks=1))
 
 
 def is_merged(schedule: Schedule, segment: Segment) -> bool:

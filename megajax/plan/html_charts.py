@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from megajax.estimate.step_time import chunk_costs
+from megajax.pipeline.program import StepProgram
 from megajax.plan.search import Candidate, best_by
-from megajax.schedules.registry import find, make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.schedules.simulate import Simulation, simulate_lockstep
 from megajax.schedules.timeline import NAMES, SHADES
 
@@ -33,8 +34,9 @@ def timeline(one: Candidate) -> tuple[str, str]:
     """The winner's schedule, in lockstep as megajax runs it, with the time model's costs: (caption, SVG)."""
     parallel, microbatches = one.run.parallel, one.run.microbatches
     each = parallel.pipe * parallel.chunks * 3
-    step = parallel.pipe if find(parallel.schedule).rounds else 1
-    least = max(find(parallel.schedule).fewest_microbatches(parallel.pipe), step)
+    spec = StepProgram.of(one.run).spec
+    step = parallel.pipe if spec.rounds else 1
+    least = max(spec.fewest_microbatches(parallel.pipe), step)
     shown = min(microbatches, max(least, MOST_BOXES // each // step * step))
     schedule = make_schedule(parallel.schedule, stages=parallel.pipe, microbatches=shown, chunks=parallel.chunks)
     simulation = simulate_lockstep(schedule, chunk_costs(one.run, one.question.gpu))

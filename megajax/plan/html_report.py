@@ -9,13 +9,13 @@ import megajax
 from megajax.config.toml import save_config
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.step_time import StepTime
+from megajax.pipeline.program import StepProgram
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import Reason, reasons, seconds
 from megajax.plan.html_charts import bar, heat_map, timeline
 from megajax.plan.report import PARTS, accuracy, shown_parameters
 from megajax.plan.search import Candidate, usable_bytes
 from megajax.plan.ties import is_tie
-from megajax.schedules.registry import find
 from megajax.schedules.timeline import NAMES, SHADES
 
 __all__ = ["page", "write_page"]
@@ -215,7 +215,7 @@ def _reasons(found: Sequence[Reason]) -> str:
 
 def _operations(best: Candidate) -> list[str]:
     """The kinds of operations of the schedule."""
-    return ["F", "I", "W"] if find(best.run.parallel.schedule).split else ["F", "B"]
+    return ["F", "I", "W"] if StepProgram.of(best.run).spec.split else ["F", "B"]
 
 
 def _table(shown: Sequence[Candidate], best: Candidate, fastest: Candidate, tokens: float) -> str:

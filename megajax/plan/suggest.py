@@ -13,6 +13,7 @@ from megajax.estimate.gpus import Gpu, is_fused, with_attention
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
 from megajax.ops.attention_choice import FUSED
+from megajax.pipeline.program import StepProgram
 from megajax.plan.search import chunk_counts, usable_bytes
 from megajax.schedules.registry import Slots, find, search_order
 from megajax.schedules.schedule import ScheduleError
@@ -77,7 +78,7 @@ class _Tables:
 
     def forwards(self, run: RunConfig) -> int:
         """Forwards of the table that the run needs; 0 if it needs none, or one that has been made."""
-        spec, parallel = find(run.parallel.schedule), run.parallel
+        spec, parallel = StepProgram.of(run).spec, run.parallel
         if (spec.slots and spec.bubble) or self._key(run) in self.made:
             return 0
         each = AUTO_TABLES if "costs" in spec.options else 1
@@ -159,7 +160,7 @@ def _together(some: Iterable[Fields], others: Collection[Fields]) -> Iterable[Fi
 def _choices(run: RunConfig) -> list[list[Fields]]:
     """For each option of the layout but the mesh, the fields of its other values that may need less memory."""
     parallel = run.parallel
-    spec, stages = find(parallel.schedule), parallel.pipe
+    spec, stages = StepProgram.of(run).spec, parallel.pipe
     chunks = chunk_counts(stages, run.model.layers) if spec.chunks == "any" and stages > 1 else []
     groups = [size for size in divisors(run.model.layers) if parallel.recompute_blocks < size <= 8]
     full = {} if parallel.recompute == "full" else {"recompute": "full"}

@@ -28,11 +28,11 @@ from megajax.models.interface import ExecutorFunctions, PipelineModel, batch_sha
 from megajax.ops.ring_attention import split_batch
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
-from megajax.pipeline.options import merges, unrolls
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
+from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
-from megajax.schedules.registry import find, make_schedule
+from megajax.schedules.registry import make_schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.continuous import Continuous
 from megajax.train.latency_estimates import latency_options, with_latencies
@@ -73,11 +73,14 @@ class Training:
         self, run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
     ):
         """Builds the programs; nothing is compiled before its first call. Arguments: see `make_training`."""
-        self.run, self.mesh, self.schedule = run, mesh, run_schedule(run)
+        self.run, self.mesh = run, mesh
         self.model_class = model or model_class(run.model)
         self.rules = rules or model_rules(run, self.model_class)
         self.attention = attention_choice(run, mesh.devices.flat[0], self.model_class)
-        check_offload(run, mesh.devices.flat[0])
+        device = mesh.devices.flat[0]
+        self.program = program = StepProgram.of(run, self.attention.name, updates_in_place(device))
+        self.schedule = program.schedule
+        check_offload(run, device, program.drains)
         self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement, layer_kinds(run.model))
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
@@ -90,10 +93,10 @@ class Training:
             specs=self.specs.executor(run.parallel.recompute_blocks),
             share_ends=self.rules.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
-            in_place=(in_place := updates_in_place(mesh.devices.flat[0]) and not run.parallel.rings),
-            merged=in_place and merges(run),
-            unrolled=in_place and unrolls(run, self.attention.name),
-            compute_bubbles=bool(run.parallel.rings),
+            in_place=program.in_place,
+            merged=program.merges,
+            unrolled=program.unrolls,
+            compute_bubbles=program.computes_bubbles,
             block_counts=None if self.where.kinds else self.where.unequal_counts,
             stage_kinds=self.where if self.where.kinds else None,
         )
@@ -370,7 +373,7 @@ def make_training(
       model: the class of its model; by default the one registered for the type of `run.model`.
       rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
     """
-    return (Training if find(run.parallel.schedule).drains else ContinuousTraining)(run, mesh, model, rules)
+    return (Training if StepProgram.of(run).drains else ContinuousTraining)(run, mesh, model, rules)
 
 
 class ContinuousTraining(Continuous, Training):

@@ -22,8 +22,8 @@ from megajax.checkpoint.layout import is_block, named
 from megajax.config import ConfigError, RunConfig
 from megajax.data.loader import PADDING
 from megajax.pipeline import layout
+from megajax.pipeline.program import StepProgram
 from megajax.runtime.mesh import make_mesh
-from megajax.schedules.registry import find
 from megajax.train.precision import compute_dtype
 from megajax.train.replica_check import ReplicaCheck
 from megajax.train.step import TrainState, make_training
@@ -88,7 +88,7 @@ class Replay:
           ConfigError: the run is not legal, or its schedule does not finish a step before the next one.
         """
         run.validate()
-        if not find(run.parallel.schedule).drains:
+        if not StepProgram.of(run).drains:
             raise ConfigError(
                 f"schedule = {run.parallel.schedule} computes a step's gradients from the weights of the step before, so "
                 "its steps equal those of no other layout: pass --schedule 1f1b to compare the rest of the layout."

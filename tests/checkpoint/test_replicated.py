@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.checkpoint import checksums, parts
+from megajax.checkpoint import checksums, process_state
 from megajax.checkpoint.memory_hosts import MemoryHosts, memory_directory
 from megajax.checkpoint.metadata import Progress, run_meta
 from megajax.checkpoint.peer import PartServer, PeerClient
@@ -97,7 +97,7 @@ def test_a_damaged_part_is_not_restored(saved, tmp_path):
 def test_an_incomplete_or_unfinished_part_is_not_restored(saved, tmp_path):
     root = save(*saved, tmp_path / "run", 5).hosts.root
     (part,) = (root / "own").iterdir()
-    for name in (str(part.name).replace("0-of-1", "0-of-2"), part.name + parts.TEMPORARY, "else"):
+    for name in (str(part.name).replace("0-of-1", "0-of-2"), part.name + process_state.TEMPORARY, "else"):
         shutil.copytree(part, root / "own" / name)
     part.joinpath("data").unlink()
     assert restored(saved, tmp_path / "run") is None
@@ -132,7 +132,7 @@ def test_full_memory_is_reported_once_and_the_state_before_is_kept(saved, tmp_pa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "_write_all", fail)
+        patch.setattr(process_state, "_write_all", fail)
         replicas.save(training.state_layout, state, Progress(10))
         expected = "warning: step 10: state NOT replicated: No space left on device; the newest is of step 5"
         assert replicas.save(training.state_layout, state, Progress(15)) == [expected]

@@ -117,14 +117,18 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "--init-from a --prompts X",
         "--init-from a --prompt b --out X",
     ],
-    "megajax.interop.hugging_face": [
+    "megajax.interop.hugging_face.__main__": [
         "import X --run-dir a",
         "import a --run-dir X",
         "import a --run-dir b --tokenizer X",
         "export X --out a",
         "export a --out X",
     ],
-    "megajax.interop.megatron": ["import X --run-dir a", "import a --run-dir X", "import a --run-dir b --tokenizer X"],
+    "megajax.interop.megatron.__main__": [
+        "import X --run-dir a",
+        "import a --run-dir X",
+        "import a --run-dir b --tokenizer X",
+    ],
     "megajax.launch.__main__": ["-- experiments.gpt3 --run-dir X"],
     "megajax.plan.__main__": [
         f"--model gpt3-1.3b --gpus 8 --global-batch-size 512 {option} X"

@@ -9,9 +9,10 @@ from megajax.estimate.communication import expected
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import loop_trip_counts
-from megajax.estimate.memory import bytes_per_device, program_slots
+from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.op_costs import MEGAJAX
 from megajax.estimate.step_time import step_time
+from megajax.pipeline.program import StepProgram
 from megajax.plan import dryrun
 from megajax.plan.explain import explain
 from megajax.plan.search import Question, search
@@ -61,7 +62,7 @@ def test_ticks_of_such_a_program_are_not_merged():
     """So it has the schedule's own slots, and a choice of branches in each tick; but if all stages have the same order."""
     how = {"pipe": 2, "data": 2, "expert": 2, "schedule": "interleaved_1f1b"}
     alike, mixed = run_of(SPARSE, **how), run_of(**how)
-    assert program_slots(alike).stash == program_slots(mixed).stash + 1
+    assert StepProgram.of(alike).slots.stash == StepProgram.of(mixed).slots.stash + 1
     every_second = run_of(dataclasses.replace(MIXED, dense_layers=0, moe_layer_freq="2", layers=8), **how)
     counts = {run: loop_trip_counts(run) for run in (mixed, every_second)}
     assert counts[mixed]["FB/cond"] == counts[every_second]["FB/cond"] == 0

@@ -14,10 +14,11 @@ from benchmarks.memory_model import RESULTS, describe, modelled
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
-from megajax.estimate.memory import Sharding, bytes_per_device, counted_slots, kept_of_block, slots_of
+from megajax.estimate.memory import Sharding, bytes_per_device, kept_of_block
 from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
+from megajax.pipeline.program import StepProgram, counted_slots
 from megajax.plan.compiler import run_from_json
 from megajax.schedules.registry import SPECS, check_sizes, find
 from tests.small import SPARSE
@@ -209,7 +210,7 @@ def test_context_ranks_split_a_samples_tokens():
     once = run_of("llama2-7b", 16, pipe=4, tensor=2, chunks=2, attention="cudnn")
     model = dataclasses.replace(once.model, sequence_length=2 * once.model.sequence_length)
     twice = RunConfig(model, dataclasses.replace(once.parallel, context=2), once.train)
-    of = lambda run: bytes_per_device(run, slots=slots_of(run))  # noqa: E731  (rings merge no ticks)
+    of = lambda run: bytes_per_device(run, slots=StepProgram.of(run).schedule_slots)  # noqa: E731  (rings merge no ticks)
     for part in ("stash", "inboxes", "weights"):
         assert of(twice)[part] == of(once)[part]
     ring = RunConfig(model, dataclasses.replace(once.parallel, context=2, attention="xla"), once.train)

@@ -12,8 +12,9 @@ from megajax.estimate.memory import Sharding, rank_parameters
 from megajax.estimate.op_costs import FITTED, MEGAJAX, Fitted, OpCosts, Software, spread
 from megajax.estimate.published import DEEPSPEED_2021, MEGATRON_2021, MODEL_22B
 from megajax.estimate.published_recent import RECENT_ROWS
-from megajax.estimate.step_time import bubble_time, layer_times, step_time
+from megajax.estimate.step_time import layer_times, step_time
 from megajax.models.transformer_costs import transformer_costs
+from megajax.pipeline.program import StepProgram
 from megajax.schedules.registry import SPECS, find, make_schedule
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
@@ -24,9 +25,8 @@ IDEAL = Fitted({"a100": 1.0, "h100": 1.0, "h200": 1.0}, 1.0, 1.0, 0.5)
 
 def bubble_of(name, pipe, microbatches, chunks, costs, lockstep):
     parallel = ParallelConfig(pipe=pipe, chunks=chunks, schedule=name)
-    return bubble_time(
-        RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=microbatches)), costs, lockstep
-    )
+    run = RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=microbatches))
+    return StepProgram.of(run).bubble(costs, lockstep)
 
 
 CLOSED_FORMS = [

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
 from megajax.pipeline.executor import ExecutorOptions, gradient_function
-from megajax.pipeline.options import stashes_nothing, unrolls
+from megajax.pipeline.options import stashes_nothing
+from megajax.pipeline.program import StepProgram
 from megajax.pipeline.split_backward import split_backward
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.stages import StageLayers
@@ -236,7 +237,8 @@ def test_which_schedules_stash_nothing():
         ("interleaved_1f1b", 1, 2),
         ("interleaved_1f1b", 2, 1),
     ]
-    assert unrolls(small.make_run(), "cudnn") and not unrolls(small.make_run(schedule="pipedream_2bw"), "cudnn")
+    unrolls = lambda run: StepProgram.of(run, "cudnn").unrolls  # noqa: E731
+    assert unrolls(small.make_run()) and not unrolls(small.make_run(schedule="pipedream_2bw"))
     for name, stages, chunks in later:
         assert not stashes_nothing(make_schedule(name, stages=stages, microbatches=4, chunks=chunks)), name
 

@@ -9,8 +9,9 @@ import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.memory import bytes_per_device, slots_of
+from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.step_time import step_time
+from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.plan import dryrun
 from megajax.plan.search import Question, search
@@ -100,7 +101,8 @@ def test_its_memory_is_that_of_its_table(example):
     import_user_files([example])
     run = run_of("one_at_a_time")
     table = slot_tables(make_schedule("one_at_a_time", stages=2, microbatches=4))
-    assert (slots_of(run).stash, slots_of(run).kept) == (table.stash_slots, table.kept_slots)
+    slots = StepProgram.of(run).schedule_slots
+    assert (slots.stash, slots.kept) == (table.stash_slots, table.kept_slots)
     others = [dataclasses.replace(run.parallel, schedule=name) for name in ("gpipe", "eager_1f1b")]
     stash = [bytes_per_device(dataclasses.replace(run, parallel=parallel))["stash"] for parallel in others]
     assert bytes_per_device(run)["stash"] < min(stash)

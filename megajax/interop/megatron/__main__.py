@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from megajax.config import ConfigError, DataConfig, RunConfig
 from megajax.config.options import Parser
 from megajax.data.tokenizers import load_tokenizer
-from megajax.interop.hugging_face.__main__ import add_import_options, imported, run_command
 from megajax.interop.hugging_face.config import tokenizer_options
 from megajax.interop.hugging_face.keys import Keys
+from megajax.interop.import_command import add_import_options, imported, run_command
 from megajax.interop.megatron.config import added_biases, is_zero_centred, model_of, padded_rows
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.paths import local_path

@@ -1,0 +1,74 @@
+"""`StepProgram`, which everything prices, against the tables that the executor runs, on random legal runs."""
+
+import dataclasses
+import random
+
+import jax
+import pytest
+
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.pipeline.options import is_merged, stashes_nothing
+from megajax.pipeline.program import StepProgram
+from megajax.pipeline.slots import slot_tables
+from megajax.runtime.mesh import make_mesh
+from megajax.schedules.registry import SPECS
+from megajax.train.step import make_training
+
+MODEL = dataclasses.replace(preset("tiny"), layers=24)
+COUNT = 60
+
+
+def random_runs(count: int) -> list[RunConfig]:
+    """Legal runs of all schedules whose table is a step, on up to eight devices, the same in every process."""
+    draw, found = random.Random(0), []
+    names = sorted(name for name, spec in SPECS.items() if spec.trains and spec.drains)
+    while len(found) < count:
+        parallel = ParallelConfig(
+            data=draw.choice([1, 2]),
+            pipe=draw.choice([1, 2, 3, 4]),
+            tensor=draw.choice([1, 2, 2]),
+            context=draw.choice([1, 1, 1, 2]),
+            chunks=draw.choice([1, 2]),
+            schedule=names[len(found) % len(names)],
+            recompute=draw.choice(["none", "selective", "full"]),
+            zero=draw.choice([0, 1, 3]),
+            tensor_overlap=draw.choice(["none", "none", "ring"]),
+            offload_activations=draw.random() < 0.1,
+            attention="xla",
+        )
+        train = TrainConfig(global_batch_size=parallel.data * draw.randint(1, 12), precision="fp32")
+        run = RunConfig(draw.choice([MODEL, preset("moe-tiny")]), parallel, train)
+        try:
+            run.validate()
+        except ConfigError:
+            continue
+        rings_in_bubbles = bool(parallel.rings) and not StepProgram.of(run).paired  # refused when the program is built
+        if parallel.devices <= 8 and not rings_in_bubbles:
+            found.append(run)
+    return found
+
+
+RUNS = random_runs(COUNT)
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def test_slots_and_merged_ticks_are_those_of_the_table_that_runs(number):
+    program = StepProgram.of(RUNS[number])
+    table = slot_tables(program.executed)
+    assert program.slots == (table.stash_slots, table.kept_slots, sum(table.inbox_slots.values()) + 2)
+    merged = [one for one in program.executed.segments if program.merges and is_merged(program.executed, one)]
+    assert program.merged_ticks == sum(one.stop - one.start for one in merged)
+    assert program.paired == program.schedule.paired
+    assert not program.unrolls or stashes_nothing(program.executed)
+
+
+@pytest.mark.parametrize("number", range(0, COUNT, 6))
+def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
+    """The executor's options as on a GPU with jax 0.12, of a program that is built and not compiled."""
+    run = RUNS[number]
+    monkeypatch.setattr("megajax.train.step.updates_in_place", lambda device: True)
+    training = make_training(run, make_mesh(run.parallel, jax.devices()))
+    program, options = StepProgram.of(run), training.executor_options
+    assert training.program == program and training.schedule.ticks == program.schedule.ticks
+    assert (options.in_place, options.merged, options.unrolled) == (program.in_place, program.merges, program.unrolls)
+    assert options.compute_bubbles == bool(run.parallel.rings) and not (options.compute_bubbles and options.in_place)
