@@ -188,13 +188,6 @@ def test_the_tables_of_schedules_have_every_schedule(page, heading):
     assert names | {"auto"} == {name for name, spec in SPECS.items() if spec.trains}
 
 
-def test_the_table_of_folders_has_every_folder():
-    names = [name for row in table(ROOT / "README.md", "in `megajax/`") for name in row]
-    folders = {path.name for path in (ROOT / "megajax").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    modules = {path.name for path in (ROOT / "megajax").glob("*.py")} - {"__init__.py"}
-    assert sorted(names) == sorted(folders | modules)
-
-
 def test_the_page_of_commands_has_every_command():
     """Each with the summary that `megajax` prints, and an example."""
     page = (ROOT / "docs/commands.md").read_text()
