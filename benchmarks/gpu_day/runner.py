@@ -25,6 +25,7 @@ from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
 
 CHILD = "import sys; from benchmarks.gpu_day.runner import run_in_child as run; run(*sys.argv[1:])"
 OVER = "the time of the whole was over: start the command again, which continues"
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a case has printed when it crashes or is killed is kept
 # Small models share a GPU: none takes its memory ahead, as a run alone does.
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -101,7 +102,7 @@ def run_case(
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "answer.json")
         command = [sys.executable, "-c", CHILD, str(path), case.function, json.dumps(case.arguments)]
-        environment = os.environ | ({} if case.alone else SHARED) | case.environment
+        environment = os.environ | UNBUFFERED | ({} if case.alone else SHARED) | case.environment
         with open(pathlib.Path(folder, "log"), "w+") as log:
             # In a session of its own, so that its children are killed with it.
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import jax
+import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
@@ -72,3 +73,32 @@ def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
     assert training.program == program and training.schedule.ticks == program.schedule.ticks
     assert (options.in_place, options.merged, options.unrolled) == (program.in_place, program.merges, program.unrolls)
     assert options.compute_bubbles == bool(run.parallel.rings) and not (options.compute_bubbles and options.in_place)
+
+
+@pytest.mark.parametrize("number", range(1, COUNT, 12))
+def test_the_traced_step_has_the_ticks_and_the_buffers_of_the_program(number, monkeypatch):
+    """One scan for each segment of ticks; its carry has as many buffers as the memory model counts."""
+    run = RUNS[number]
+    monkeypatch.setattr("megajax.train.step.updates_in_place", lambda device: True)
+    training = make_training(run, make_mesh(run.parallel, jax.devices()))
+    program, (state, batch) = training.program, training.step_shapes()
+    with jax.set_mesh(training.mesh):
+        step = jax.make_jaxpr(training.traced_step)(state, batch, jax.ShapeDtypeStruct((), np.int32))
+    scans = ticks_of(step.jaxpr)
+    assert [one.params["length"] for one in scans] == [one.stop - one.start for one in program.executed.segments]
+    if program.unrolls or run.parallel.offload_activations:
+        return  # without a stash, or with it in host memory
+    buffers = {x.aval.shape[:2] for x in scans[0].invars if x.aval.ndim > 2}
+    blocks = program.layers.in_groups.slots
+    assert {(count, blocks) for count in (program.slots.stash, program.slots.kept) if count} <= buffers
+
+
+def ticks_of(jaxpr) -> list:
+    """The scans over ticks: those that are not in another loop, in the step's only `shard_map` over pipe that has any."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            found.append(equation)
+        elif equation.primitive.name in ("shard_map", "jit", "pjit"):
+            found += ticks_of(getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"]))
+    return found
