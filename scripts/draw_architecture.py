@@ -14,13 +14,9 @@ from collections.abc import Iterator, Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURE = ROOT / "docs/images/architecture.svg"
-WIDTH, ROW, BOX, HEIGHT = 760, 84, (116, 40), 30  # pixels: of the picture, of a level, of a box, of the margins
-STYLE = """text { font: 13px system-ui, sans-serif; text-anchor: middle; fill: #1b1f24; }
-.files { font-size: 11px; fill: #5b6570; }
-rect { fill: #f6f8fa; stroke: #5b6570; }
-path { fill: none; stroke: #0072b2; stroke-opacity: 0.6; }
-@media (prefers-color-scheme: dark) {
-text { fill: #e3e8ee; } .files { fill: #9aa5b1; } rect { fill: #1d232a; stroke: #9aa5b1; } path { stroke: #56b4e9; } }"""
+WIDTH, ROW, BOX, MARGIN = 760, 84, (116, 42), 16  # pixels
+TEXT, BOXES = "text-anchor: middle; font: {}px sans-serif; fill: {}", "fill: #f6f8fa; stroke: #5b6570"
+LINES = "fill: none; stroke: #0072b2"
 
 
 def imported(path: pathlib.Path) -> Iterator[str]:
@@ -72,34 +68,40 @@ def direct(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
     return {name: to - set().union(*map(reached, to)) for name, to in edges.items()}
 
 
+def outside_in(names: list[str]) -> list[str]:
+    """The first name to the left, the second to the right, and so on to the middle."""
+    return names[::2] + names[1::2][::-1]
+
+
 def picture() -> str:
     """The SVG."""
     edges, counts = folders()
-    level = levels(edges)
-    top = max(level.values())
-    centre = {}
+    level, lines = levels(edges), direct(edges)
+    importers = {name: sum(name in to for to in lines.values()) for name in edges}
+    top, centre = max(level.values()), {}
     for row in range(top + 1):
-        names = sorted(name for name in level if level[name] == row)
+        # Lines from far above end at folders that few import: in the middle they go past the boxes between.
+        names = outside_in(sorted((one for one in level if level[one] == row), key=lambda one: (-importers[one], one)))
         for place, name in enumerate(names):
-            centre[name] = (place + 0.5) * WIDTH / len(names), HEIGHT + (top - row) * ROW + BOX[1] / 2
-    lines, boxes = [], []
-    for name, to in sorted(direct(edges).items()):
-        (x, y), half = centre[name], BOX[1] / 2
+            centre[name] = (place + 0.5) * WIDTH / len(names), MARGIN + (top - row) * ROW + BOX[1] / 2
+    height, half = 2 * MARGIN + top * ROW + BOX[1], BOX[1] / 2
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        "<title>The folders of megajax, each above those that it imports</title>",
+        f'<rect width="{WIDTH}" height="{height}" style="fill: #ffffff"/>',
+    ]
+    for name, to in sorted(lines.items()):
         for other in sorted(to):
-            u, v = centre[other]
-            bend = (v - y) / 2
-            start, end = f"{x:.0f},{y + half:.0f}", f"{u:.0f},{v - half:.0f}"
-            lines.append(f'<path d="M{start} C{x:.0f},{y + bend:.0f} {u:.0f},{v - bend:.0f} {end}"/>')
+            (x, y), (u, v) = centre[name], centre[other]
+            parts.append(f'<path d="M {x:.0f} {y + half:.0f} L {u:.0f} {v - half:.0f}" style="{LINES}"/>')
     for name, (x, y) in sorted(centre.items()):
-        boxes.append(
-            f'<rect x="{x - BOX[0] / 2:.0f}" y="{y - BOX[1] / 2:.0f}" width="{BOX[0]}" height="{BOX[1]}" rx="6"/>'
-            f'<text x="{x:.0f}" y="{y - 2:.0f}">{name}</text>'
-            f'<text class="files" x="{x:.0f}" y="{y + 13:.0f}">{counts[name]} files</text>'
-        )
-    size = f"0 0 {WIDTH} {2 * HEIGHT + top * ROW + BOX[1]}"
-    title = "<title>The folders of megajax, each above those that it imports</title>"
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img">', title, f"<style>{STYLE}</style>"]
-    return "\n".join([*parts, *lines, *boxes, "</svg>", ""])
+        corner = f'x="{x - BOX[0] / 2:.0f}" y="{y - half:.0f}" width="{BOX[0]}" height="{BOX[1]}"'
+        parts += [
+            f'<rect {corner} rx="6" style="{BOXES}"/>',
+            f'<text x="{x:.0f}" y="{y - 2:.0f}" style="{TEXT.format(14, "#1b1f24")}">{name}</text>',
+            f'<text x="{x:.0f}" y="{y + 14:.0f}" style="{TEXT.format(11, "#5b6570")}">{counts[name]} files</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def main(words: list[str]) -> int:
