@@ -87,12 +87,12 @@ def _measure_and_write(words: Sequence[str]) -> None:
     if args.redraw:
         return mfu_report.write(mfu_report.read(args.redraw), args.redraw.parent, args.redraw.stem)
     # With peers in a child process, which frees its GPU memory before they run.
-    results = _in_child(measure, args) if args.peers else measure(args)
+    results = in_child(measure, args) if args.peers else measure(args)
     results = {"command": command(words)} | results
     if args.peers:
         results["peers"] = peer_rows(args, results)
     name = "mfu_blocks" if args.blocks else "mfu"
-    mfu_report.write(results, args.out, f"{name}_{_slug(results['device'])}")
+    mfu_report.write(results, args.out, f"{name}_{slug(results['device'])}")
 
 
 def read_options(words: Sequence[str]) -> MfuOptions:
@@ -278,7 +278,7 @@ def label_of(run: RunConfig, results: dict) -> str:
     return next(one["label"] for one in results["rows"] if same(one))
 
 
-def _in_child(function, *arguments):
+def in_child(function, *arguments):
     """Calls the function in a child process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -308,7 +308,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "megajax": megajax.__version__} | found
 
 
-def _slug(device: dict) -> str:
+def slug(device: dict) -> str:
     """A device's name for use in file names: "cpu", "nvidia_h200"."""
     return re.sub(r"\W+", "_", device["kind"].lower()).strip("_")
 

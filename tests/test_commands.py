@@ -38,7 +38,7 @@ COMMANDS = {  # command: (function that the Ctrl-C interrupts, the command line)
     "papers": ("experiments.papers._command", ""),
     "bench mfu": ("benchmarks.mfu.measure", ""),
     "bench communication": ("benchmarks.communication.comparison", ""),
-    "bench gpu-day": ("benchmarks.gpu_day.__main__.described_in_child", ""),
+    "bench gpu-day": ("benchmarks.gpu_day.__main__.in_child", ""),
     "bench gpu-settings": ("benchmarks.gpu_settings.step_seconds", ""),
     "bench loss-curve": ("benchmarks.loss_curve.draw", "log.jsonl --out loss.svg"),
     "bench roofline": ("benchmarks.roofline.report", ""),

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 from benchmarks.gpu_day import page
 from benchmarks.gpu_day.cases import MOST_JOBS, cases
-from benchmarks.gpu_day.devices import described_in_child
+from benchmarks.gpu_day.devices import described
 from benchmarks.gpu_day.losses import DEVICES, FOLDER
 from benchmarks.gpu_day.runner import Store, run_all
-from benchmarks.mfu import _slug, versions
+from benchmarks.mfu import in_child, slug, versions
 from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.schedules.arguments import number, plain_text, whole
@@ -51,11 +51,11 @@ def _command(arguments: Sequence[str] | None) -> int:
     if own.out.exists() and not own.out.is_dir():
         raise ConfigError(f"out = {own.out} is a file: pass --out FOLDER.")
     own.out.mkdir(parents=True, exist_ok=True)
-    device = described_in_child(own.devices)
+    device = in_child(described, own.devices)  # this process must not take the devices' memory
     chosen = [one for one in cases(device["count"], own.tiny) if not own.only or one.name.startswith(tuple(own.only))]
     if not chosen:
         raise ConfigError(f"only = {' '.join(own.only)} begins no case's name: see the names in the page.")
-    path = own.out / f"gpu_day_{_slug(device)}.json"
+    path = own.out / f"gpu_day_{slug(device)}.json"
     header = {
         "command": "python -m benchmarks.gpu_day" + (" --tiny" if own.tiny else ""),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from megajax.config import ConfigError, ParallelConfig
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 
 HERE = "benchmarks.gpu_day"
 STEPS = 30
@@ -15,8 +15,6 @@ EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 # kernels of attention are 1e-4 apart, and 3e-3 from fp32's. The matmuls of fp8 are compared with bf16's. Where 16 bits round
 # differently, tokens may go to other experts.
 LIMITS = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 5e-2, "experts": 5e-3}
-# So small that rounding does not grow from step to step.
-LEARNING_RATE = "5e-4"
 LLAMA = "--norm rmsnorm --activation swiglu --positions rotary --kv-heads 2 --no-tied-embeddings"
 # Options of experiments.gpt3 that change how a step is computed and not what.
 SAME_LOSSES = (
@@ -100,8 +98,6 @@ def _meshes(gpus: int) -> list[tuple[int, int, int]]:
 
 def _legal(parallel: ParallelConfig) -> bool:
     """Whether the tiny model can run so."""
-    from megajax.config import RunConfig, TrainConfig, preset
-
     try:
         RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=16)).validate()
     except ConfigError:
@@ -113,8 +109,8 @@ def _loss_case(name, experiment, precision, layout, model="", *, exact=False, li
     """A run of an experiment, and the same model on one CPU device, in the same precision."""
     arguments = {
         "experiment": experiment,
-        "options": f"--precision {precision} --learning-rate {LEARNING_RATE} {model} {layout}".split(),
-        "reference": f"--precision {precision} --learning-rate {LEARNING_RATE} {model}".split(),
+        "model": f"--precision {precision} {model}".split(),
+        "layout": layout.split(),
         "steps": STEPS,
         "may_lack": may_lack,
         "limit": LIMITS[limit or precision],
@@ -130,14 +126,11 @@ def _programs() -> Iterator[Case]:
 
 def _kernels(tiny: bool) -> Iterator[Case]:
     """Each kernel against numpy in fp64."""
-    for name in ("cudnn", "pallas", "xla"):
-        yield Case(
-            f"kernels: attention {name}", "kernels", f"{HERE}.kernels.attention", {"name": name, "tiny": tiny}, EXACT
-        )
-    for name in ("pallas", "xla"):
-        yield Case(
-            f"kernels: grouped matmul {name}", "kernels", f"{HERE}.kernels.grouped", {"name": name, "tiny": tiny}, EXACT
-        )
+    kinds = {"attention": ("attention", "cudnn", "pallas", "xla"), "grouped": ("grouped matmul", "pallas", "xla")}
+    for function, (title, *names) in kinds.items():
+        for name in names:
+            arguments = {"name": name, "tiny": tiny}
+            yield Case(f"kernels: {title} {name}", "kernels", f"{HERE}.kernels.{function}", arguments, EXACT)
 
 
 def _rates(tiny: bool) -> Iterator[Case]:

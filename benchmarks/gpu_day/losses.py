@@ -22,31 +22,33 @@ DEVICES = "MEGAJAX_GPU_DAY_DEVICES"
 CPU = ("--devices", "cpu:1", "--data", "1", "--pipe", "1", "--tensor", "1", "--attention", "xla")
 QUIET = ("--new-tokens", "0", "--validation-batches", "0", "--log-every", "1")
 BATCH = ("--global-batch-size", "16")
-RATE = ("--learning-rate", "5e-4")
+RATE = ("--learning-rate", "5e-4")  # so small that rounding does not grow from step to step
 PROMPTS = ("The ", "A ", "And when ", "O ")
 REFUSED = 2  # the exit code of an illegal combination
 
 
 def compare(
-    experiment: str, options: Sequence[str], reference: Sequence[str], steps: int, limit: float, may_lack: bool
+    experiment: str, model: Sequence[str], layout: Sequence[str], steps: int, limit: float, may_lack: bool
 ) -> dict:
-    """The losses of `options` on this machine's devices, and of `reference` on one CPU device.
+    """The losses of a model on this machine's devices in a layout, and on one CPU device.
 
     Args:
       experiment: gpt3, moe or bert.
+      model: options that both have.
+      layout: options of this machine's devices.
       steps: of the run.
       limit: of the difference of each loss.
-      may_lack: whether these devices may not have what the options ask for.
+      may_lack: whether these devices may not have what the layout asks for.
 
     Raises:
       Wrong, NotAvailable: as their names say.
     """
-    words = ["--steps", str(steps), *BATCH]
-    found = _losses(experiment, [*options, *words, *_devices()], may_lack)
-    expected = _reference(experiment, [*reference, *words])
+    words = [*model, "--steps", str(steps), *BATCH, *RATE]
+    found = _losses(experiment, [*words, *layout, *_devices()], may_lack)
+    expected = _reference(experiment, words)
     return _compared(found, expected, limit) | {
-        "command": _shown(experiment, [*options, *words]),
-        "reference_command": _shown(experiment, [*reference, *words, *CPU]),
+        "command": _shown(experiment, [*words, *layout]),
+        "reference_command": _shown(experiment, [*words, *CPU]),
     }
 
 

@@ -4,7 +4,6 @@ A case that hangs or crashes is a result and does not end the others. A second s
 have a result are not repeated, as long as the device and the versions are the same.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -16,12 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.gpu_day.cases import Case
 from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+from megajax.config.toml import save_config
 
 CHILD = "import sys; from benchmarks.gpu_day.runner import run_in_child as run; run(*sys.argv[1:])"
 OVER = "the time of the whole was over: start the command again, which continues"
@@ -31,7 +31,7 @@ SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Store:
-    """The results on disk: written after every case, by renaming.
+    """The results on disk: written atomically after every case.
 
     Attributes:
       results: as they are written.
@@ -54,9 +54,7 @@ class Store:
     def add(self, result: Mapping[str, Any]) -> None:
         with self._lock:
             self.results["cases"].append(dict(result))
-            new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(self.results, indent=1))
-            new.replace(self._path)
+            save_config(self._path, json.dumps(self.results, indent=1), "pass --out FOLDER")
 
 
 def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: Callable[[str], None]) -> None:
@@ -66,7 +64,7 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
       ends: `time.monotonic()` after which none is started.
       tell: is given a line for each case that has ended.
     """
-    left, running = [case for case in cases if not store.has(case.name)], set()
+    left, running = [case for case in cases if not store.has(case.name)], set[subprocess.Popen]()
 
     def one(case: Case) -> None:
         result = run_case(case, ends, store.logs, running)
@@ -86,7 +84,10 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
 
 
 def run_case(
-    case: Case, ends: float = float("inf"), logs: pathlib.Path | None = None, running: set | None = None
+    case: Case,
+    ends: float = float("inf"),
+    logs: pathlib.Path | None = None,
+    running: set[subprocess.Popen] | None = None,
 ) -> dict[str, Any]:
     """Runs a case; returns its name, part, status, reason, seconds and result.
 
@@ -95,7 +96,7 @@ def run_case(
       logs: a folder for its output if it fails or hangs; None: not kept.
       running: has the case's process while it runs.
     """
-    start = time.monotonic()
+    start, running = time.monotonic(), set() if running is None else running
     answer = {"name": case.name, "part": case.part, "status": "not run", "reason": OVER, "seconds": 0.0, "result": None}
     if start >= ends:
         return answer
@@ -106,8 +107,11 @@ def run_case(
         with open(pathlib.Path(folder, "log"), "w+") as log:
             # In a session of its own, so that its children are killed with it.
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-            with _among(running, process):
+            running.add(process)
+            try:
                 answer |= _result(process, path, case.deadline, ends)
+            finally:
+                running.discard(process)
             log.seek(0)
             text = log.read()
     if answer["status"] == "error":
@@ -117,18 +121,6 @@ def run_case(
         logs.mkdir(exist_ok=True)
         (logs / f"{re.sub(r'[^a-z0-9]+', '_', case.name.lower())}.log").write_text(text)
     return answer | {"seconds": round(time.monotonic() - start, 1)}
-
-
-@contextlib.contextmanager
-def _among(running: set | None, process: subprocess.Popen) -> Iterator[None]:
-    """The process is in the set until it has ended."""
-    if running is not None:
-        running.add(process)
-    try:
-        yield
-    finally:
-        if running is not None:
-            running.discard(process)
 
 
 def _result(process: subprocess.Popen, path: pathlib.Path, deadline: float, ends: float) -> dict[str, Any]:

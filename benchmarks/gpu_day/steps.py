@@ -12,13 +12,12 @@ from typing import Any
 
 from benchmarks.gpu_day.devices import start
 from benchmarks.gpu_day.outcomes import NotAvailable, Slow
+from benchmarks.gpu_day.values import is_slow
 from benchmarks.mfu_cases import batch_of
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 
 ROUNDS = 5
-SLOW = 2.0  # times the predicted step
 LISTED = 25  # kernels
-PEERS = {"PyTorch": "torch_gpt.py"}
 
 
 def run_of(name: str, device) -> RunConfig:
@@ -79,7 +78,7 @@ def megajax(name: str) -> dict[str, Any]:
         kernels = _slow_kernels(profiled, kinds, seconds_by_name(text, *account_arguments(run, gpu)))
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     sizes = (getattr(analysis, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
-    row = _row(run, name, "megajax", rounds, device) | {
+    row = _row(run, "megajax", rounds, device) | {
         "predicted_milliseconds": predicted and 1e3 * predicted.seconds,
         "dispatch_milliseconds": 1e3 * dispatch,
         "peak_gigabytes": peak and peak / 1e9,
@@ -87,8 +86,8 @@ def megajax(name: str) -> dict[str, Any]:
         "by_class": by_class,
         "slow_kernels": kernels,
     }
-    ratio = predicted and row["milliseconds"] / row["predicted_milliseconds"]
-    if ratio and ratio > SLOW:
+    if is_slow(row):
+        ratio = row["milliseconds"] / row["predicted_milliseconds"]
         raise Slow(f"a step takes {ratio:.1f} times what its compiled program predicts", {"rows": [row]})
     return {"rows": [row]}
 
@@ -112,20 +111,20 @@ def plain(name: str) -> dict[str, Any]:
     state = training.init_state()
     compiled = training.compile_train_step(*training.step_shapes())
     rounds, _, _ = _timed(lambda state: compiled(state, batch)[0], state)
-    return {"rows": [_row(run, name, "plain JAX", rounds, device)]}
+    return {"rows": [_row(run, "plain JAX", rounds, device)]}
 
 
 def torch(name: str) -> dict[str, Any]:
     """The same model's step in PyTorch, under torch.compile."""
     device = start()
-    from benchmarks.peers import HERE, run_peer
+    from benchmarks.peers import PEERS, run_peer
 
     run = run_of(name, device)
     # The peer needs the GPU's memory; this process has used none of it.
-    answer = run_peer(HERE / PEERS["PyTorch"], sys.executable, [run], device.platform, ROUNDS)[0]
+    answer = run_peer(PEERS["PyTorch, torch.compile"], sys.executable, [run], device.platform, ROUNDS)[0]
     if "error" in answer:
         raise NotAvailable(answer["error"][:300])
-    return {"rows": [_row(run, name, "torch.compile", answer["rounds"], device)]}
+    return {"rows": [_row(run, "torch.compile", answer["rounds"], device)]}
 
 
 def _timed(step, state):
@@ -142,7 +141,7 @@ def _timed(step, state):
     return rounds[2:], statistics.median(dispatches[2:]), state
 
 
-def _row(run: RunConfig, name: str, implementation: str, rounds: list[float], device) -> dict[str, Any]:
+def _row(run: RunConfig, implementation: str, rounds: list[float], device) -> dict[str, Any]:
     from megajax.estimate.flops import flops_per_step
     from megajax.estimate.gpus import published_peak
 

@@ -276,7 +276,7 @@ def _program_time(run: RunConfig, gpu: Gpu, sharding: Sharding) -> StepTime:
         blocks=compute(blocks) + compute(ticks),
         head=compute(ends),
         tensor=whole.tensor,
-        bubble=StepProgram.of(run).bubble(program.costs, lockstep=True) if run.parallel.pipe > 1 else 0.0,
+        bubble=program.program.bubble(program.costs, lockstep=True) if run.parallel.pipe > 1 else 0.0,
         sends=ticks.pipe,
         data=whole.data + once.pipe,
         optimizer=compute(once),

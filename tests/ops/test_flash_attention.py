@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gpu_day.kernels import attention_in_numpy as in_numpy
 from megajax.ops.attention import INTERPRETED
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
@@ -15,24 +16,6 @@ def inputs(samples, queries, keys, heads, groups, size, dtype=np.float32):
     query, gradient = (draw.normal(size=(samples, queries, heads, size)) for _ in range(2))
     key, value = (draw.normal(size=(samples, keys, groups, size)) for _ in range(2))
     return [np.asarray(jnp.asarray(a, dtype)) for a in (query, key, value, gradient)]
-
-
-def in_numpy(query, key, value, gradient, causal, first):
-    """Output, statistics and gradients; no query may see no key."""
-    query, key, value, gradient = (np.float64(a) for a in (query, key, value, gradient))
-    shape, scale, shared = key.shape, query.shape[-1] ** -0.5, query.shape[2] // key.shape[2]
-    key, value = (np.repeat(a, shared, axis=2) for a in (key, value))  # one for each head
-    seen = np.arange(shape[1]) >= (np.zeros(query.shape[:2], int) if first is None else first)[..., None]
-    if causal:
-        seen = seen & np.tril(np.ones(seen.shape[1:], bool))
-    exponentials = np.where(seen[:, None], np.exp(scale * np.einsum("bsad,btad->bast", query, key)), 0)
-    total = exponentials.sum(-1)
-    p = exponentials / total[..., None]
-    dp = np.einsum("bsad,btad->bast", gradient, value)
-    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
-    of_key, of_value = np.einsum("bast,bsad->btad", ds, query), np.einsum("bast,bsad->btad", p, gradient)
-    by_group = [a.reshape(*shape[:3], shared, shape[3]).sum(3) for a in (of_key, of_value)]
-    return np.einsum("bast,btad->bsad", p, value), np.log(total), np.einsum("bast,btad->bsad", ds, key), *by_group
 
 
 # Jitted once, so that tests of equal shapes share their programs.

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu_day.kernels import grouped_in_numpy as in_numpy
 from megajax.estimate import communication, hlo
 from megajax.ops.grouped_matmul import INTERPRETED, XLA
 from tests import gpu
@@ -36,18 +37,6 @@ def by_kernel(kernel, rows, kernels, slopes, sizes):
         kernel.product(slopes, kernels, sizes, transposed=True),
         kernel.gradient(rows, slopes, sizes),
     )
-
-
-def in_numpy(rows, kernels, slopes, sizes):
-    rows, kernels, slopes = (np.float64(a) for a in (rows, kernels, slopes))
-    results = np.zeros((len(rows), kernels.shape[2])), np.zeros_like(rows), np.zeros_like(kernels)
-    start = 0
-    for group, size in enumerate(sizes):
-        own = slice(start, start := start + size)
-        results[0][own] = rows[own] @ kernels[group]
-        results[1][own] = slopes[own] @ kernels[group].T
-        results[2][group] = rows[own].T @ slopes[own]
-    return results
 
 
 def inputs(rows=ROWS, into=INTO, out=OUT, groups=4, dtype=np.float32):

@@ -13,7 +13,7 @@ from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.registry import SPECS
-from megajax.train.step import make_training
+from megajax.train.step import Training, make_training
 
 MODEL = dataclasses.replace(preset("tiny"), layers=24)
 COUNT = 60
@@ -49,6 +49,12 @@ def random_runs(count: int) -> list[RunConfig]:
     return found
 
 
+def as_on_a_gpu(run: RunConfig, monkeypatch) -> Training:
+    """The run's programs as on GPUs with jax 0.12; nothing is compiled."""
+    monkeypatch.setattr("megajax.train.step.updates_in_place", lambda device: True)
+    return make_training(run, make_mesh(run.parallel, jax.devices()))
+
+
 RUNS = random_runs(COUNT)
 
 
@@ -66,9 +72,7 @@ def test_slots_and_merged_ticks_are_those_of_the_table_that_runs(number):
 @pytest.mark.parametrize("number", range(0, COUNT, 6))
 def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
     """The executor's options as on a GPU with jax 0.12, of a program that is built and not compiled."""
-    run = RUNS[number]
-    monkeypatch.setattr("megajax.train.step.updates_in_place", lambda device: True)
-    training = make_training(run, make_mesh(run.parallel, jax.devices()))
+    run, training = RUNS[number], as_on_a_gpu(RUNS[number], monkeypatch)
     program, options = StepProgram.of(run), training.executor_options
     assert training.program == program and training.schedule.ticks == program.schedule.ticks
     assert (options.in_place, options.merged, options.unrolled) == (program.in_place, program.merges, program.unrolls)
@@ -78,9 +82,7 @@ def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
 @pytest.mark.parametrize("number", range(1, COUNT, 12))
 def test_the_traced_step_has_the_ticks_and_the_buffers_of_the_program(number, monkeypatch):
     """One scan for each segment of ticks; its carry has as many buffers as the memory model counts."""
-    run = RUNS[number]
-    monkeypatch.setattr("megajax.train.step.updates_in_place", lambda device: True)
-    training = make_training(run, make_mesh(run.parallel, jax.devices()))
+    run, training = RUNS[number], as_on_a_gpu(RUNS[number], monkeypatch)
     program, (state, batch) = training.program, training.step_shapes()
     with jax.set_mesh(training.mesh):
         step = jax.make_jaxpr(training.traced_step)(state, batch, jax.ShapeDtypeStruct((), np.int32))
