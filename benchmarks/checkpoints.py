@@ -5,7 +5,7 @@
 
 The fastest of several saves of each size is shown, and the shortest wait: a slow phase of the machine affects either. The
 first save, which compiles the copies, is shown separately. "read" restores the newest and verifies its checksums; its files
-may be in the system's memory. `megajax.plan.failures` takes "waited" as --save, "save" as --write and "read" in --restart.
+may be in the system's memory. `experiments.failures` takes "waited" as --save, "save" as --write and "read" in --restart.
 """
 
 import argparse

@@ -62,8 +62,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "plan": Command("megajax.plan", "find the fastest layout of a model on a cluster, and explain it"),
         "dryrun": Command("megajax.plan.dryrun", "compile the training step for GPUs that are not there: does it fit?"),
         "calibrate": Command("megajax.plan", "measure the GPUs there are, for the planner", ("--calibrate",)),
-        "failures": Command("megajax.plan.failures", "what failures cost a long run: goodput, saves, spare hosts"),
-        "sites": Command("megajax.plan.sites", "which schedule survives slow links between sites"),
+        "failures": Command("experiments.failures", "what failures cost a long run: goodput, saves, spare hosts"),
+        "sites": Command("experiments.slow_links", "which schedule survives slow links between sites"),
         "draw": Command("megajax.schedules.draw", "draw, print, compare or save pipeline schedules"),
     },
     "check and measure": {

@@ -79,7 +79,7 @@ def test_messages_are_those_of_the_source(block):
         assert len(known) >= len(text) / 3, message
 
 
-FAILURES = "python -m megajax.plan.failures --gpus 4096"
+FAILURES = "python -m experiments.failures --gpus 4096"
 
 
 @pytest.fixture

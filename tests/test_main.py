@@ -111,6 +111,7 @@ def test_help_of_one_command(started):
         ("convert", "did you mean import?"),
         ("experiments.gpt3", "did you mean train?"),
         ("plan.failures", "did you mean failures?"),
+        ("schedules.draw", "did you mean draw?"),
         ("megajax.plan.dryrun", "did you mean dryrun?"),
         ("roofline", "did you mean bench roofline?"),
         ("bench gpu_settings", "did you mean gpu-settings?"),

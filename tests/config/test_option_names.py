@@ -5,11 +5,11 @@ import re
 
 import pytest
 
+from experiments.slow_links import _parser as sites_parser
 from megajax.config.options import Parser
 from megajax.evaluate.options import read_options as evaluate_options
 from megajax.generate.options import read_options as generate_options
 from megajax.plan.options import plan_parser
-from megajax.plan.sites import _parser as sites_parser
 from megajax.schedules.arguments import CommandParser
 from megajax.schedules.draw import _parser as draw_parser
 from megajax.verify.options import _parser as verify_parser

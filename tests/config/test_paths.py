@@ -135,8 +135,8 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         for option in ("--cluster", "--compare", "--out", "--html", "--plot")
     ],
     "megajax.plan.dryrun": ["--cluster X", "--gpu h100-80gb --save-hlo X", "--gpu h100-80gb --run X"],
-    "megajax.plan.failures": ["--plot X"],
-    "megajax.plan.sites": ["--plot X"],
+    "experiments.failures": ["--plot X"],
+    "experiments.slow_links": ["--plot X"],
     "megajax.schedules.draw": [f"{option} X" for option in ("--out", "--save", "--trace", "--json", "--schedule")],
     "megajax.verify.__main__": [f"--a= --b= {option} X" for option in ("--resume", "--record", "--against")],
     "benchmarks.loss_curve": ["X --out a.svg", "a.jsonl --out X"],

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megajax.plan import failures, sites
 from megajax.plan.__main__ import main
 
 BATCH = "--global-batch-size 64"
@@ -74,38 +73,6 @@ def one_line(command, words, capsys) -> str:
 )
 def test_the_planner(words, says, capsys):
     assert says in one_line(main, words, capsys)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--model nope", "model = 'nope' is not a preset"),
-        ("--pipe 200 --schedule 1f1b", "stages, each of which needs one: pass other --microbatches, --pipe"),
-        ("--sites 40", "sites = 40 must be at most pipe = 16"),
-        ("--microbatches 1 --schedule interleaved_1f1b", "not 1: pass other --microbatches"),
-        ("--schedule zb", "did you mean zb_v"),
-        ("--schedule pipedream_2bw", "is not one step of training that drains: pass --schedule gpipe"),
-        ("--latency -1", "--latency: -1.0 must be a number, 0 or more"),
-        ("--tensor 7 --schedule 1f1b", "heads = 96 cannot be split over tensor = 7: pass other"),
-        ("--pipee 3", "did you mean --pipe?"),
-    ],
-)
-def test_sites(words, says, capsys):
-    assert says in one_line(sites.main, words, capsys)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--gpus 0", "--gpus: 0 must be a whole number, 1 or more"),
-        ("--gpus x", "--gpus: 'x' is not a whole number"),
-        ("--gpu-mtbf 0", "--gpu-mtbf: 0.0 must be a number, above 0"),
-        ("--slow-hosts 2", "--slow-hosts: 2.0 must be a number, 0 or more and below 1"),
-        ("--jitterr 1", "did you mean --jitter?"),
-    ],
-)
-def test_failures(words, says, capsys):
-    assert says in one_line(failures.main, words, capsys)
 
 
 def test_what_does_not_fit_is_exit_code_1(capsys):

@@ -1,8 +1,8 @@
 """What failures cost a long run: goodput, the best interval between saves, spare hosts, by the number of GPUs.
 
-python -m megajax.plan.failures
-python -m megajax.plan.failures --gpus 16384 --save 30 --restart 600 --spares 4 --jitter 0.01 --plot goodput.svg
-python -m megajax.plan.failures --slow-hosts 0.005 --slow-by 0.1
+python -m experiments.failures
+python -m experiments.failures --gpus 16384 --save 30 --restart 600 --spares 4 --jitter 0.01 --plot goodput.svg
+python -m experiments.failures --slow-hosts 0.005 --slow-by 0.1
 
 Failures are independent and memoryless. A job of n GPUs fails every M = m / n hours, m being the mean time between failures
 of one GPU, with its share of host and network. By default m is what Llama 3's 54 days on 16,384 GPUs had: 419 unexpected
@@ -237,7 +237,7 @@ def plot(failures: Failures, path: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m megajax.plan.failures",
+        prog="python -m experiments.failures",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """Which pipeline schedule survives slow links: a pipeline over several sites, simulated event by event.
 
-python -m megajax.plan.sites
-python -m megajax.plan.sites --model llama3.1-70b --gpu h100-80gb --pipe 8 --microbatches 256 --latency 0 50 --gbps 10
+python -m experiments.slow_links
+python -m experiments.slow_links --model llama3.1-70b --gpu h100-80gb --pipe 8 --microbatches 256 --latency 0 50 --gbps 10
 
 Consecutive stages share a site. Operations take what the time model predicts for the GPU; an activation or gradient between
 two sites waits for the link, is sent at its rate, and arrives after the latency and a random delay. Ranks are independent
@@ -11,9 +11,13 @@ slowest send: the last column is its efficiency at the largest latency.
 
 import argparse
 import dataclasses
+import heapq
 import math
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.options import Parser
@@ -21,28 +25,126 @@ from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
 from megajax.estimate.memory import rows_of
 from megajax.estimate.step_time import chunk_costs
+from megajax.pipeline.program import StepProgram
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import UserError, exit_code
 from megajax.schedules.one_f_one_b import alternate, depth_first
 from megajax.schedules.pictures import SOFT, label_ends, picture, picture_file, wrapped
-from megajax.schedules.registry import find, make_schedule, specs
-from megajax.schedules.schedule import BACKWARD, Schedule, pack
-from megajax.schedules.simulate import Costs, simulate_lockstep
-from megajax.schedules.sites import Sites, simulate_sites
+from megajax.schedules.registry import make_schedule, specs
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, Schedule, ScheduleError, Work, pack
+from megajax.schedules.simulate import Costs, Simulation, Span, run_together, simulate_lockstep, simulation_of
 
 LATENCIES = (0.0, 1.0, 5.0, 10.0, 20.0, 30.0, 50.0)  # milliseconds, one way; Europe to the US east coast is about 40
-SCHEDULES = (
-    "gpipe",
-    "looped_bfs",
-    "1f1b",
-    "eager_1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-)  # with 2 chunks each
+# With two chunks where they take them.
+SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
 SURVIVES = 0.9  # of the throughput without latency
 MILLI, GIGABIT = 1e-3, 1e9 / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sites:
+    """Sites of a pipeline and the links between them.
+
+    Attributes:
+      count: sites, of p / count ranks each; larger ones first if that is not whole.
+      latency: one way, from the last byte sent to its arrival.
+      transfer: time that one activation, or its gradient, occupies the link; later ones wait.
+      jitter: mean of the delay that is added to each message's latency, exponentially distributed. Messages of a link arrive
+        in order, as over TCP.
+      seed: of the delays.
+    """
+
+    count: int = 2
+    latency: float = 0.0
+    transfer: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+    def of(self, rank: int, stages: int) -> int:
+        """The site of a rank."""
+        return rank * self.count // stages
+
+
+def simulate_sites(schedule: Schedule, costs: Costs, sites: Sites) -> Simulation:
+    """Each rank runs its order, each operation as soon as its inputs have arrived; `costs.latency` is not used.
+
+    Operations are taken in the order in which they end, so that messages enter a link in the order in which they are sent.
+
+    Raises:
+      ScheduleError: more sites than ranks, or the orders deadlock.
+    """
+    if not 1 <= sites.count <= schedule.stages:
+        raise ScheduleError(f"{schedule.stages} stages cannot be on {sites.count} sites; each has at least one stage")
+    queues = [
+        [together for tick in schedule.ticks for together in run_together(schedule, tick[rank])]
+        for rank in range(schedule.stages)
+    ]
+    place = [sites.of(rank, schedule.stages) for rank in range(schedule.stages)]
+    random = np.random.default_rng(sites.seed)
+    position, clock, waiting = [0] * schedule.stages, [0.0] * schedule.stages, set(range(schedule.stages))
+    arrived: dict[tuple[str, int, int, int], float] = {}  # (result, stage, microbatch, at rank): when
+    link_free: dict[tuple[int, int], float] = defaultdict(float)
+    last_arrival: dict[tuple[int, int], float] = defaultdict(float)
+    ends: list[tuple[float, int, float]] = []  # (end, rank, start) of the operations that run
+    spans: list[Span] = []
+
+    def start_next(rank: int) -> None:
+        """Starts the rank's next operation if the arrival of all its inputs is known."""
+        if rank not in waiting or position[rank] == len(queues[rank]):
+            return
+        works = queues[rank][position[rank]]
+        times = [
+            arrived.get((result, stage, work.microbatch, rank))
+            for work in works
+            for result, stage in schedule.needs(work, schedule.stage(work.chunk, rank))
+        ]
+        if None not in times:
+            end = start = max([clock[rank], *times])
+            waiting.remove(rank)
+            for work in works:
+                end += costs.of(schedule, work)
+            heapq.heappush(ends, (end, rank, start))
+
+    def arrival(now: float, source: int, target: int) -> float:
+        """When a message that is ready now arrives."""
+        link = (place[source], place[target])
+        if link[0] == link[1]:
+            return now
+        link_free[link] = max(link_free[link], now) + sites.transfer
+        delay = random.exponential(sites.jitter) if sites.jitter else 0.0
+        last_arrival[link] = max(last_arrival[link], link_free[link] + sites.latency + delay)
+        return last_arrival[link]
+
+    for rank in range(schedule.stages):
+        start_next(rank)
+    while ends:
+        now, rank, start = heapq.heappop(ends)
+        works = queues[rank][position[rank]]
+        position[rank] += 1
+        clock[rank] = now
+        waiting.add(rank)
+        for work in works:
+            spans.append(Span(rank, work, start, start + costs.of(schedule, work)))
+            start, stage = spans[-1].stop, schedule.stage(work.chunk, rank)
+            for result in schedule.results(work):
+                arrived[result, stage, work.microbatch, rank] = now
+            for result, target in _sends(schedule, work, stage):
+                if target != rank:
+                    arrived[result, stage, work.microbatch, target] = arrival(now, rank, target)
+                    start_next(target)
+        start_next(rank)
+    if any(position[rank] < len(queues[rank]) for rank in range(schedule.stages)):
+        raise ScheduleError(f"{schedule.name}: the orders deadlock")
+    return simulation_of(schedule, spans)
+
+
+def _sends(schedule: Schedule, work: Work, stage: int) -> Iterator[tuple[str, int]]:
+    """(result, rank that needs it) of each result that a piece of work completes for another stage."""
+    for result in schedule.results(work):
+        if result == FORWARD and stage < schedule.last_stage:
+            yield result, schedule.home(stage + 1)[1]
+        elif result == INPUT and stage:
+            yield result, schedule.home(stage - 1)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +194,12 @@ def rows(run: RunConfig, gpu: Gpu, names: Sequence[str], latencies: Sequence[flo
     """
     found = []
     for name in names:
-        spec = find(name)
+        parallel = dataclasses.replace(run.parallel, schedule=name)
+        spec = StepProgram.of(dataclasses.replace(run, parallel=parallel)).spec
         if not (spec.trains and spec.drains):
             legal = ", ".join(one.name for one in specs() if one.trains and one.drains)
             raise ConfigError(f"schedules = {name} is not one step of training that drains: pass --schedule {legal}.")
-        parallel = dataclasses.replace(run.parallel, schedule=name, chunks=1 if spec.chunks == "one" else 2)
+        parallel = dataclasses.replace(parallel, chunks=1 if spec.chunks == "one" else 2)
         one = dataclasses.replace(run, parallel=parallel)
         sizes = {"stages": parallel.pipe, "microbatches": run.microbatches, "chunks": parallel.chunks}
         try:
@@ -213,7 +316,9 @@ def _command(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m megajax.plan.sites", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.slow_links",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.renamed = {"--schedules": "--schedule"}
     add = parser.add_argument

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megajax.plan.failures import HOUR, Failures, best_interval, daly, main, young
+from experiments.failures import HOUR, Failures, best_interval, daly, main, young
 
 # A job of 16,384 GPUs that fails every 3.1 hours.
 LLAMA3 = Failures()
@@ -116,8 +116,12 @@ def test_the_command_prints_a_row_for_each_cluster(tmp_path, capsys):
     ("words", "says"),
     [
         ("--gpus 0", "--gpus: 0 must be a whole number, 1 or more"),
+        ("--gpus x", "--gpus: 'x' is not a whole number"),
+        ("--gpu-mtbf 0", "--gpu-mtbf: 0.0 must be a number, above 0"),
         ("--save 0", "--save: 0.0 must be a number, above 0"),
         ("--jitter 2", "--jitter: 2.0 must be a number, 0 or more and below 1"),
+        ("--slow-hosts 2", "--slow-hosts: 2.0 must be a number, 0 or more and below 1"),
+        ("--jitterr 1", "did you mean --jitter?"),
         ("--spares -1", "--spares: -1 must be a whole number, 0 or more"),
         ("--restart soon", "--restart: 'soon' is not a number"),
         ("--gpus 8 --plot /no/such.svg", "'/no/such.svg' cannot be written: there is no folder /no"),
@@ -125,5 +129,5 @@ def test_the_command_prints_a_row_for_each_cluster(tmp_path, capsys):
 )
 def test_wrong_input_is_one_line(words, says, capsys):
     assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("error: ") and error.count("\n") == 1 and says in error
