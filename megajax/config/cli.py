@@ -29,12 +29,13 @@ from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import check_fields, field_problem
 from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, option_names, read_words
 from megajax.config.sample import SampleConfig
+from megajax.config.schedule_rules import default_chunks
 from megajax.config.stored_paths import PATH_FIELDS, resolve_paths
 from megajax.config.toml import load_config
 from megajax.config.trust import require_trust
 from megajax.schedules.errors import shown
 from megajax.schedules.io import is_schedule_file, load
-from megajax.schedules.registry import find, import_user_files, names
+from megajax.schedules.registry import import_user_files
 
 MESH_FIELDS = ("data", "pipe", "tensor")
 # Fields of a Request that are not options.
@@ -164,10 +165,8 @@ class Request:
                 )
         model = dataclasses.replace(base, **_fields(type(base), self.given))
         parallel = _fields(ParallelConfig, self.given) | self.mesh(device_count)
-        name = parallel.get("schedule", ParallelConfig.schedule)
-        legal = find(name).chunks if name in names() and parallel["pipe"] > 1 else "one"
-        even = legal == "any" and model.layers % (2 * parallel["pipe"]) == 0  # else no slot without a layer, unasked
-        parallel = {"chunks": 2 if legal == "two" or even else 1} | parallel
+        schedule = parallel.get("schedule", ParallelConfig.schedule)
+        parallel = {"chunks": default_chunks(schedule, parallel["pipe"], model.layers)} | parallel
         train = {"precision": precision} | _fields(TrainConfig, self.given)
         data = DataConfig(**_fields(DataConfig, self.given))
         return RunConfig(model, ParallelConfig(**parallel), TrainConfig(**train), data, imports=self.imports)

@@ -3,8 +3,9 @@
 from typing import Any
 
 from megajax.config import RunConfig
+from megajax.config.schedule_rules import SCHEDULE_OPTIONS
 from megajax.schedules.io import is_schedule_file, load
-from megajax.schedules.registry import find, make_schedule
+from megajax.schedules.registry import make_schedule, with_option
 from megajax.schedules.schedule import Schedule, ScheduleError
 from megajax.schedules.simulate import Costs
 
@@ -27,9 +28,9 @@ def run_schedule(run: RunConfig, microbatches: int | None = None) -> Schedule:
 def schedule_arguments(run: RunConfig, microbatches: int | None = None) -> dict[str, Any]:
     """The arguments of `make_schedule` for a run: its sizes and the options of its schedule that are set."""
     parallel = run.parallel
-    options = {"group_size": parallel.group_size, "live_chunks": parallel.live_chunks}
+    options = {name: getattr(parallel, name) for name in SCHEDULE_OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}
-    if "costs" in find(parallel.schedule).options:
+    if parallel.schedule in with_option("costs"):
         given["costs"] = operation_costs(run)
     return {
         "stages": parallel.pipe,

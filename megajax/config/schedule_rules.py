@@ -1,4 +1,4 @@
-"""Checks a run's layout and batch against the `ScheduleSpec` of its schedule, and raises ConfigErrors.
+"""Checks a run's layout and batch against the rules of its schedule, and raises ConfigErrors.
 
 Arguments are a ParallelConfig or a RunConfig. They are not imported, since they import this file.
 """
@@ -7,11 +7,13 @@ from typing import Any
 
 from megajax.config.errors import ConfigError, either, near, one_of, option
 from megajax.schedules.io import is_schedule_file
-from megajax.schedules.registry import ScheduleSpec, SizeProblem, check_sizes, find, names, with_option
+from megajax.schedules.registry import SizeProblem, check_sizes, chunk_rule, drains, microbatch_rule, names, with_option
+
+SCHEDULE_OPTIONS = ("group_size", "live_chunks")  # fields of ParallelConfig for the schedules that have such an option
 
 
-def schedule_spec(name: Any) -> ScheduleSpec:
-    """The spec of `--schedule`.
+def check_name(name: Any) -> None:
+    """Checks `--schedule`.
 
     Raises:
         ConfigError: no schedule that trains has this name, and it is not the path of a schedule's file.
@@ -20,7 +22,12 @@ def schedule_spec(name: Any) -> ScheduleSpec:
         hint = near(str(name), names())
         choice = "|".join(names()) if hint.startswith("did") else "and one of them"
         raise ConfigError(f"schedule = {name!r} is not known: {hint} Pass --schedule {choice}.")
-    return find(name)
+
+
+def default_chunks(schedule: str, stages: int, layers: int) -> int:
+    """The chunks on each rank where none are given: two if it must be two, or can be and leaves no stage without a layer."""
+    legal = chunk_rule(schedule) if schedule in names() and stages > 1 else "one"
+    return 2 if legal == "two" or (legal == "any" and layers % (2 * stages) == 0) else 1
 
 
 def check_schedule(parallel: Any) -> None:
@@ -29,30 +36,31 @@ def check_schedule(parallel: Any) -> None:
     Raises:
         ConfigError: for the first rule broken.
     """
-    spec = schedule_spec(parallel.schedule)
-    for field in ("group_size", "live_chunks"):
+    schedule, stages = parallel.schedule, parallel.pipe
+    check_name(schedule)
+    for field in SCHEDULE_OPTIONS:
         value = getattr(parallel, field)
-        if value is not None and field not in spec.options:
+        if value is not None and schedule not in with_option(field):
             owners = " or ".join(with_option(field))
             raise ConfigError(
-                f"{field} = {value} is for schedule {owners}, not {spec.name}: "
+                f"{field} = {value} is for schedule {owners}, not {schedule}: "
                 f"omit {option(field)}, or pass --schedule {owners}."
             )
-    fewest = spec.fewest_microbatches(parallel.pipe)
-    legal_microbatches = -(-fewest // parallel.pipe) * parallel.pipe
-    problem = check_sizes(spec, stages=parallel.pipe, microbatches=legal_microbatches, chunks=parallel.chunks)
+    fewest = microbatch_rule(schedule, stages).fewest
+    legal_microbatches = -(-fewest // stages) * stages
+    problem = check_sizes(schedule, stages=stages, microbatches=legal_microbatches, chunks=parallel.chunks)
     if problem and problem.field == "stages":
-        raise ConfigError(f"pipe = {parallel.pipe}, but {problem.message}: pass --pipe 1.")
+        raise ConfigError(f"pipe = {stages}, but {problem.message}: pass --pipe 1.")
     if problem:
         other = ", or --schedule interleaved_1f1b" if parallel.chunks > 1 else ""
         raise ConfigError(
             f"chunks = {parallel.chunks}, but {problem.message}: pass --chunks {problem.legal[0]}{other}."
         )
-    if spec.drains:
-        return
-    versions = f"{spec.name}, which holds two versions of its weights"
-    if parallel.zero == 3:
-        raise ConfigError(f"zero = 3 does not work with {versions}: pass --zero 1, or another --schedule.")
+    if parallel.zero == 3 and not drains(schedule):
+        raise ConfigError(
+            f"zero = 3 does not work with {schedule}, which holds two versions of its weights: pass --zero 1, or another "
+            "--schedule."
+        )
 
 
 def check_microbatches(run: Any) -> None:
@@ -62,43 +70,45 @@ def check_microbatches(run: Any) -> None:
         ConfigError: for the first rule broken.
     """
     parallel, batch = run.parallel, run.train.global_batch_size
-    spec, at_once = schedule_spec(parallel.schedule), parallel.microbatch_size * parallel.data
-    if not spec.drains and run.train.precision == "fp16":
+    schedule, at_once = parallel.schedule, parallel.microbatch_size * parallel.data
+    check_name(schedule)
+    if run.train.precision == "fp16" and not drains(schedule):
         raise ConfigError(
-            f"precision = fp16 does not work with {spec.name}, whose two batches in flight would have different loss "
+            f"precision = fp16 does not work with {schedule}, whose two batches in flight would have different loss "
             "scales: pass --precision bf16, or another --schedule."
         )
-    problem = _problem(spec, parallel, run.microbatches)
+    rule, problem = microbatch_rule(schedule, parallel.pipe), _problem(parallel, run.microbatches)
     if problem:
-        more = " or more" if run.microbatches < spec.fewest_microbatches(parallel.pipe) else ""
+        more = " or more" if run.microbatches < rule.fewest else ""
         batches = one_of("global_batch_size", [at_once * count for count in problem.legal], batch)
         other = "--schedule 1f1b" + (" --chunks 1" if parallel.chunks > 1 else "")
-        other = "a larger --microbatch-size" if run.microbatches > spec.most_forwards // parallel.pipe else other
+        other = "a larger --microbatch-size" if run.microbatches > rule.most else other
         raise ConfigError(
             f"microbatches = global_batch_size / (microbatch_size * data) = {batch} / {at_once} = {run.microbatches} "
             f"with pipe = {parallel.pipe}, but {problem.message}: pass {either(batches and batches + more, other)}."
         )
     if run.train.batch_ramp:
-        _check_ramp(run, spec, at_once)
+        _check_ramp(run, at_once)
 
 
-def _check_ramp(run: Any, spec: ScheduleSpec, at_once: int) -> None:
+def _check_ramp(run: Any, at_once: int) -> None:
     """Every batch of the ramp is a legal number of microbatches."""
-    shown, pipe = ",".join(map(str, run.train.batch_ramp)), run.parallel.pipe
-    if not spec.any_microbatches:
+    shown, schedule, pipe = ",".join(map(str, run.train.batch_ramp)), run.parallel.schedule, run.parallel.pipe
+    rule = microbatch_rule(schedule, pipe)
+    if not rule.varies:
         raise ConfigError(
-            f"batch_ramp = {shown} does not work with {spec.name}, which needs the same number of microbatches in "
+            f"batch_ramp = {shown} does not work with {schedule}, which needs the same number of microbatches in "
             "every step: pass another --schedule, or omit --batch-ramp."
         )
-    multiple = at_once * (pipe if spec.rounds else 1)
+    multiple = at_once * (pipe if rule.rounds else 1)
     for size in run.train.batch_sizes[:-1]:
         if size % multiple:
             raise ConfigError(
                 f"batch_ramp = {shown} has a batch of {size}, which is not a multiple of {multiple} (microbatch_size * "
-                f"data{' * pipe' if spec.rounds else ''}): pass {run.train.other_ramp(multiple, multiple)}, or a smaller "
+                f"data{' * pipe' if rule.rounds else ''}): pass {run.train.other_ramp(multiple, multiple)}, or a smaller "
                 "--data."
             )
-        problem = _problem(spec, run.parallel, size // at_once)
+        problem = _problem(run.parallel, size // at_once)
         if problem:
             least = at_once * (problem.legal[0] if problem.legal else 1)
             raise ConfigError(
@@ -107,6 +117,6 @@ def _check_ramp(run: Any, spec: ScheduleSpec, at_once: int) -> None:
             )
 
 
-def _problem(spec: ScheduleSpec, parallel: Any, microbatches: int) -> SizeProblem | None:
+def _problem(parallel: Any, microbatches: int) -> SizeProblem | None:
     sizes = {"stages": parallel.pipe, "microbatches": microbatches, "chunks": parallel.chunks}
-    return check_sizes(spec, **sizes, group_size=parallel.group_size)
+    return check_sizes(parallel.schedule, **sizes, group_size=parallel.group_size)

@@ -20,7 +20,7 @@ from megajax.schedules.errors import exit_code, shown
 from megajax.schedules.io import is_schedule_file, load, save
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.pictures import picture_file
-from megajax.schedules.registry import find, import_user_files, make_schedule, specs
+from megajax.schedules.registry import drains, find, import_user_files, make_schedule, specs
 from megajax.schedules.render import as_json, as_text, as_trace
 from megajax.schedules.schedule import Schedule, ScheduleError
 from megajax.schedules.simulate import Costs, Simulation, simulate_event, simulate_lockstep
@@ -154,7 +154,7 @@ def _make(name: str, options: argparse.Namespace, costs: Costs) -> Schedule:
 
 def _simulate(name: str, schedule: Schedule, costs: Costs, *, lockstep: bool) -> Simulation:
     """Event by event unless `lockstep`; a schedule that never drains has a steady state only in lockstep."""
-    return (simulate_lockstep if lockstep or not find(name).drains else simulate_event)(schedule, costs)
+    return (simulate_lockstep if lockstep or not drains(name) else simulate_event)(schedule, costs)
 
 
 def _unit(schedules: Sequence[Schedule], costs: Costs, compared: bool) -> str:
@@ -206,7 +206,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         ]
         _write(options.json, json.dumps(values if options.compare else values[0]))
     if options.save:
-        if not find(names[0]).drains:
+        if not drains(names[0]):
             raise ScheduleError(f"{names[0]} is one step of a pipeline that never drains: it cannot be saved as orders")
         save(schedules[0], options.save)
     if options.trace:

@@ -1,6 +1,7 @@
 """One `ScheduleSpec` for each schedule: its generator, its legal sizes, and its costs.
 
-All properties of a named schedule are in its spec. The configuration calls `check_sizes`, the executor runs the schedule
+All properties of a named schedule are in its spec. The configuration asks for its rules (`check_sizes`, `chunk_rule`,
+`microbatch_rule`, `with_option`, `drains`) and `StepProgram` for the spec itself. The executor runs the schedule
 of `make_schedule`, the estimates use the closed forms `slots` and `bubble` of a spec or else build and simulate the table,
 and the search tries `search_order()`. One decorated function is therefore enough to add a schedule:
 
@@ -47,6 +48,15 @@ class SizeProblem(NamedTuple):
     field: str  # "chunks", "microbatches", or "stages" if no number of microbatches is legal
     message: str  # the rule and the value given, as one sentence without a full stop
     legal: tuple[int, ...]  # the nearest legal values of the field, ascending
+
+
+class MicrobatchRule(NamedTuple):
+    """Which numbers of microbatches a schedule takes on a number of stages."""
+
+    fewest: int
+    most: int  # with one chunk on each rank
+    rounds: bool  # multiples of the stages only
+    varies: bool  # the number may differ between steps, as a batch ramp needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +167,23 @@ def with_option(option: str) -> tuple[str, ...]:
     return tuple(name for name in names() if option in SPECS[name].options)
 
 
+def drains(name: str) -> bool:
+    """Whether each step of a schedule ends with an empty pipeline."""
+    return find(name).drains
+
+
+def chunk_rule(name: str) -> str:
+    """How many model chunks a schedule has on each rank: "one", "two", or "any" number."""
+    return find(name).chunks
+
+
+def microbatch_rule(name: str, stages: int) -> MicrobatchRule:
+    """Which numbers of microbatches a schedule takes on so many stages; `check_sizes` checks one of them."""
+    spec = find(name)
+    most = spec.most_forwards // stages
+    return MicrobatchRule(spec.fewest_microbatches(stages), most, spec.rounds, spec.any_microbatches)
+
+
 def find(name: str) -> ScheduleSpec:
     """The spec of a registered schedule, or of the schedule in a .csv or .json file (which is not read yet).
 
@@ -173,13 +200,14 @@ def find(name: str) -> ScheduleSpec:
 
 
 def check_sizes(
-    spec: ScheduleSpec, *, stages: int, microbatches: int, chunks: int, group_size: int | None = None
+    name: str, *, stages: int, microbatches: int, chunks: int, group_size: int | None = None
 ) -> SizeProblem | None:
-    """The first rule of a spec that these sizes break, None if they are legal.
+    """The first rule of a schedule that these sizes break, None if they are legal.
 
     Args:
       group_size: the generator's option of that name. If given, the generator checks the groups by its own rule.
     """
+    spec = find(name)
     if spec.chunks == "one" and chunks != 1:
         several = f"; {', '.join(name for name in names() if SPECS[name].chunks == 'any')} take several"
         return SizeProblem("chunks", f"{spec.name} has one chunk on each rank, not {chunks}{several}", (1,))
@@ -232,7 +260,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1,
         legal = f"has {', '.join(spec.options)}" if spec.options else "has no options"
         require(option in spec.options, f"{name} has no option {option!r}: it {legal}")
     groups = {"group_size": options["group_size"]} if "group_size" in options else {}
-    problem = check_sizes(spec, stages=stages, microbatches=microbatches, chunks=chunks, **groups)
+    problem = check_sizes(name, stages=stages, microbatches=microbatches, chunks=chunks, **groups)
     if problem:
         legal = f"; {problem.field} can be {' or '.join(map(str, problem.legal))}" if problem.legal else ""
         raise ScheduleError(problem.message + legal)

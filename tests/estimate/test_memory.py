@@ -39,7 +39,7 @@ def test_closed_form_slots_are_those_counted_in_the_tables(name):
                 if (
                     pipe == 1 < chunks
                     or not microbatches
-                    or check_sizes(spec, stages=pipe, microbatches=microbatches, chunks=chunks)
+                    or check_sizes(name, stages=pipe, microbatches=microbatches, chunks=chunks)
                 ):
                     continue
                 run = run_of("tiny", microbatches, pipe=pipe, chunks=chunks, schedule=name)
