@@ -27,9 +27,11 @@ from megajax.config import (
 from megajax.config.compare import changed_options
 from megajax.config.evaluate import EvaluateConfig
 from megajax.config.fields import check_fields, field_problem
-from megajax.config.options import BERT_OPTIONS, first_parser, make_parser, option_names, read_words
+from megajax.config.options import first_parser, make_parser, read_words
+from megajax.config.parallel import MESH_AXES
 from megajax.config.sample import SampleConfig
 from megajax.config.schedule_rules import default_chunks
+from megajax.config.sections import GROUPS, OTHERS, PLAIN, SAVED, option_names
 from megajax.config.stored_paths import PATH_FIELDS, resolve_paths
 from megajax.config.toml import load_config
 from megajax.config.trust import require_trust
@@ -37,20 +39,9 @@ from megajax.schedules.errors import shown
 from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import import_user_files
 
-MESH_FIELDS = ("data", "pipe", "tensor")
-# Fields of a Request that are not options.
-COMPOUND = ("given", "passed", "defaults", "output", "launch", "base")
 # Options that may differ between the processes of a run: paths (hosts may have copies of their own) and places.
 OWN = {name for name in DataConfig.__dataclass_fields__ if name in PATH_FIELDS} | {"log_jsonl", "run_dir"}
 OWN |= {*LaunchConfig.__dataclass_fields__, "devices"} - {"processes"}
-# Sections of a saved configuration; the options that are in none of the dataclasses are in "options".
-SECTIONS = {
-    "model": BertConfig,  # it has all fields of ModelConfig
-    "parallel": ParallelConfig,
-    "train": TrainConfig,
-    "data": DataConfig,
-    "output": OutputConfig,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +88,7 @@ class Request:
         those that follow from them.
       passed: those on the command line and in the file of --config.
       defaults: what `given` is if nothing but --model is passed.
-      output, launch: complete configurations of their own.
+      output, launch, sampling, evaluation: complete configurations of their own.
       base: the model of --init-from; None: the preset.
     """
 
@@ -106,26 +97,17 @@ class Request:
     defaults: Mapping[str, Any]
     output: OutputConfig
     launch: LaunchConfig
+    sampling: SampleConfig
+    evaluation: EvaluateConfig
     base: ModelConfig | None
     model: str
     imports: tuple[str, ...]
     devices: str | None
     dry_shapes: bool
-    prompt: str
-    new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    evaluate_every: int | None
-    evaluate_task: str | None
-    evaluate_data: str | None
-    evaluate_window: int | None
-    evaluate_stride: int | None
-    evaluate_batch: int
 
     def mesh(self, device_count: int) -> dict[str, int]:
         """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
-        given = {axis: self.given[axis] for axis in MESH_FIELDS if axis in self.given}
+        given = {axis: self.given[axis] for axis in MESH_AXES if axis in self.given}
         return mesh_for(device_count // max(1, self.given.get("context", 1)), given, self.fewest_replicas)
 
     @property
@@ -137,7 +119,7 @@ class Request:
     @property
     def devices_needed(self) -> int | None:
         """Devices that the passed mesh needs; None if no degree was passed, so that any number is legal."""
-        degrees = [self.given[axis] for axis in MESH_FIELDS if axis in self.given]
+        degrees = [self.given[axis] for axis in MESH_AXES if axis in self.given]
         if not degrees:
             return None
         needed = max(1, self.given.get("context", 1))
@@ -157,8 +139,8 @@ class Request:
           ConfigError: an option of BERT is passed for another model.
         """
         base = self.base or preset(self.model)
-        for name in BERT_OPTIONS:
-            if name in self.given and not isinstance(base, BertConfig):
+        for name in option_names(BertConfig):
+            if name in self.given and name not in option_names(type(base)):
                 raise ConfigError(
                     f"{name} = {shown(self.given[name])} is of BERT, which {base.name} is not: omit {option(name)}, or "
                     "pass --model bert-336m."
@@ -184,28 +166,23 @@ class Request:
     @property
     def sample(self) -> SampleConfig | None:
         """The text to generate after the training, or None."""
-        if self.new_tokens == 0:
-            return None
-        return SampleConfig(self.prompt, self.new_tokens, self.temperature, self.top_k, self.top_p)
+        return self.sampling if self.sampling.new_tokens else None
 
     @property
     def evaluate(self) -> EvaluateConfig | None:
         """The task that is evaluated during the training, or None."""
-        found = EvaluateConfig(**{name: getattr(self, name) for name in EvaluateConfig.__dataclass_fields__})
-        return found if found.evaluate_every is not None else None
+        return self.evaluation if self.evaluation.evaluate_every is not None else None
 
     @property
     def identity(self) -> dict[str, str]:
         """What must be the same in all processes of a run, by the option's name. Data are compared by `train.same_run`."""
-        output = {name: getattr(self.output, name) for name in self.output.__dataclass_fields__}
-        values = {**self.given, **output, **self.others}
+        values = {**self.given, **vars(self.output), **self.others}
         return {option(name): str(value) for name, value in values.items() if name not in OWN and value is not None}
 
     @property
     def others(self) -> dict[str, Any]:
-        """The options that are in none of the dataclasses, as a saved configuration holds them."""
-        names = [field.name for field in dataclasses.fields(self) if field.name not in COMPOUND]
-        return {name: getattr(self, name) for name in names}
+        """The options that are no part of the run's configuration, as a saved one holds them."""
+        return {name: getattr(self, name) for name in PLAIN} | vars(self.sampling) | vars(self.evaluation)
 
 
 def mesh_for(device_count: int, given: Mapping[str, int], replicas: int = 1) -> dict[str, int]:
@@ -250,14 +227,13 @@ def parse(
     first = first_parser().parse_known_args(arguments)[0]
     import_user_files(first.imports)  # before the options are checked: the files register schedules and models
     parser = make_parser(description, defaults, program)
-    names = [field.name for field in dataclasses.fields(Request) if field.name not in COMPOUND]
-    saved = load_config(first.config, _known(names)) if first.config is not None else {}
+    saved = load_config(first.config, SAVED) if first.config is not None else {}
     _check_saved(saved, first.config)
     if not first.trust:
         require_trust(first.config or "", saved.get("imports", ()), first.imports, os.environ)
     saved = resolve_paths(saved, pathlib.Path(first.config or "").absolute().parent)
     import_user_files(saved.get("imports", ()))
-    parser.set_defaults(**{name: saved.pop(name) for name in names if name in saved})
+    parser.set_defaults(**{name: saved.pop(name) for name in OTHERS if name in saved})
     parser.set_defaults(imports=list(parser.get_default("imports")))  # --import appends to a list
     passed = read_words(parser, arguments)
     del passed["config"], passed["trust"]
@@ -266,18 +242,18 @@ def parse(
             "warmup_steps and warmup_samples both give the warm-up: omit --warmup-steps or --warmup-samples."
         )
     base, implied = _imported(passed.get("init_from"), importer)
-    if any(axis in passed for axis in MESH_FIELDS):  # one degree on the command line replaces the file's whole mesh
-        saved = {name: value for name, value in saved.items() if name not in MESH_FIELDS}
+    if any(axis in passed for axis in MESH_AXES):  # one degree on the command line replaces the file's whole mesh
+        saved = {name: value for name, value in saved.items() if name not in MESH_AXES}
     if "warmup_steps" in passed:
         saved.pop("warmup_samples", None)
     passed = saved | passed
     if "warmup_steps" in passed:  # samples of the recipe would override them
         passed.setdefault("warmup_samples", None)
-    other = {name: passed.pop(name) for name in names}
+    other = {name: passed.pop(name) for name in OTHERS}
     recipe = (recipes or {}).get(other["model"])
     if base is not None and not for_imports:
         defaults = {}  # they are for the model that the experiment trains from random weights
-    usual = {name: value for name, value in (recipe or defaults).items() if name not in names} | implied
+    usual = {name: value for name, value in (recipe or defaults).items() if name not in OTHERS} | implied
     if other["new_tokens"] is None:
         other["new_tokens"] = (recipe or defaults).get("new_tokens", 0)
     other["imports"] = tuple(dict.fromkeys(other["imports"]))
@@ -290,7 +266,8 @@ def parse(
     if is_schedule_file(given.get("schedule", "")):
         schedule = load(given["schedule"])
         given = {"pipe": schedule.stages, "chunks": schedule.chunks} | given
-    return Request(given, passed, _derive(usual, {}, recipe), output, launch, base, **other)
+    plain = {name: other[name] for name in PLAIN}
+    return Request(given, passed, _derive(usual, {}, recipe), output, launch, sample, evaluate, base, **plain)
 
 
 def _imported(directory: str | None, importer: Importer | None) -> tuple[ModelConfig | None, Mapping[str, Any]]:
@@ -320,7 +297,7 @@ def _fields(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_saved(saved: Mapping[str, Any], path: str) -> None:
     """Checks the values of a saved configuration by the rules of their fields."""
-    configs = (RunConfig, *SECTIONS.values(), SampleConfig, EvaluateConfig)
+    configs = (RunConfig, *(group.config for group in GROUPS))
     fields = {name: field for config in configs for name, field in config.__dataclass_fields__.items()}
     others = {
         "dry_shapes": fields["biases"],
@@ -343,9 +320,3 @@ def _scaled(recipe: Mapping[str, Any], train: TrainConfig, passed: Mapping[str, 
         fits = start < train.global_batch_size and (train.global_batch_size - start) % increment == 0
         scaled["batch_ramp"] = (start, increment, max(1, round(share * samples))) if fits else ()
     return scaled
-
-
-def _known(others: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The legal names of a saved configuration by section."""
-    known = {section: tuple(option_names(config)) for section, config in SECTIONS.items()}
-    return known | {"options": tuple(others)}

@@ -2,32 +2,20 @@
 the table with the commands' parsers, and renews it.
 """
 
-import dataclasses
-
-from megajax.config.bert import BertConfig
-from megajax.config.data import DataConfig
-from megajax.config.evaluate import EvaluateConfig
+from megajax.config.errors import option
 from megajax.config.launch import LaunchConfig
 from megajax.config.model import ModelConfig
-from megajax.config.output import OutputConfig
-from megajax.config.parallel import ParallelConfig
-from megajax.config.sample import SampleConfig
-from megajax.config.train import TrainConfig
-
-
-def _fields(*configs: type) -> frozenset[str]:
-    names = (field.name for config in configs for field in dataclasses.fields(config))
-    return frozenset("--" + name.replace("_", "-") for name in names) - {"--name"}
+from megajax.config.sections import GROUPS, option_names
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MODEL, LAUNCH = _fields(ModelConfig), _fields(LaunchConfig)
+MODEL, LAUNCH = (frozenset(map(option, option_names(config))) for config in (ModelConfig, LaunchConfig))
 # Of the training command.
-TRAINING = _fields(BertConfig, DataConfig, OutputConfig, ParallelConfig, SampleConfig, TrainConfig, EvaluateConfig)
-TRAINING |= LAUNCH | {"--model", "--config", "--import", "--trust", "--devices", "--dry-shapes"}
+TRAINING = frozenset(option(name) for group in GROUPS for name in group.names)
+TRAINING |= {"--model", "--config", "--import", "--trust", "--devices", "--dry-shapes"}
 
 # Of the others, without --help; of those that take all options of the training, the other options.
 COMMAND_OPTIONS: dict[str, frozenset[str]] = {

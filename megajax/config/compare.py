@@ -34,9 +34,9 @@ def changed_options(
         default, default_output: that of the defaults.
         names: the fields to compare; None: all.
     """
-    pairs = [(getattr(run, name), getattr(default, name)) for name in ("model", "parallel", "train", "data")]
+    pairs = zip([*run.parts.values(), output], [*default.parts.values(), default_output], strict=True)
     words = []
-    for now, usual in [*pairs, (output, default_output)]:
+    for now, usual in pairs:
         for field in dataclasses.fields(now):
             value = getattr(now, field.name)
             compared = field.name in names if names is not None else field.name != "name"

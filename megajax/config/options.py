@@ -12,22 +12,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.config import (
-    PRESETS,
-    BertConfig,
-    ConfigError,
-    DataConfig,
-    LaunchConfig,
-    ModelConfig,
-    OutputConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    option,
-)
-from megajax.config.evaluate import EvaluateConfig
+from megajax.config import PRESETS, ConfigError, ModelConfig, RunConfig, option
 from megajax.config.fields import metavar as metavar_of
-from megajax.config.sample import SampleConfig
+from megajax.config.sections import GROUPS, option_names
 from megajax.config.unknown_options import describe_unknown
 from megajax.schedules import arguments
 from megajax.schedules.arguments import plain_text, real_number, whole_number
@@ -100,33 +87,24 @@ def make_parser(description: str, defaults: Mapping[str, Any], program: str | No
         help="print every parameter's shape, dtype, sharding and bytes per device, and exit; needs none of the devices",
     )
     usual = {"prompt": "'The '", "new_tokens": f"{defaults.get('new_tokens', 0)}; 0 for models with a recipe"}
-    _add_others(parser, SampleConfig, "text generated after the training", usual)
-    _add_others(parser, EvaluateConfig, "a task evaluated during the training", {})
-    groups = {
-        "data": DataConfig,
-        "layout": ParallelConfig,
-        "training": TrainConfig,
-        "model (default: the preset's)": ModelConfig,
-        "BERT, more of the model": BertConfig,
-        "files, and when the run stops": OutputConfig,
-        "several processes": LaunchConfig,
-    }
-    for title, config in groups.items():
-        group = parser.add_argument_group(title)
-        for name in BERT_OPTIONS if config is BertConfig else option_names(config):
-            place = run if name in MOST_USED else group
-            _add_field(place, config.__dataclass_fields__[name], issubclass(config, ModelConfig), defaults)
+    for group in GROUPS:
+        place = parser.add_argument_group(group.title)
+        if group.saved == "options":
+            _add_others(place, group.config, usual)
+            continue
+        for name in group.names:
+            field = group.config.__dataclass_fields__[name]
+            _add_field(run if name in MOST_USED else place, field, issubclass(group.config, ModelConfig), defaults)
     return parser
 
 
-def _add_others(parser: argparse.ArgumentParser, config: type, title: str, usual: Mapping[str, str]) -> None:
+def _add_others(place, config: type, usual: Mapping[str, str]) -> None:
     """Adds an option for every field of a dataclass that is no part of a run's configuration; it has the field's default.
 
     `usual`: defaults as the help prints them, where they are not the field's. That of new_tokens is the recipe's.
     """
-    group = parser.add_argument_group(title)
     for field in dataclasses.fields(config):
-        group.add_argument(
+        place.add_argument(
             option(field.name),
             default=None if field.name == "new_tokens" else field.default,
             type=str if field.metadata["text_kind"] == "any" else _reader(field),
@@ -185,15 +163,6 @@ def first_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def option_names(config: type) -> list[str]:
-    """The fields of a dataclass that are options; the name of a model is its preset's, so it has none."""
-    is_model = issubclass(config, ModelConfig)
-    return [field.name for field in dataclasses.fields(config) if not (is_model and field.name == "name")]
-
-
-BERT_OPTIONS = [name for name in option_names(BertConfig) if name not in option_names(ModelConfig)]
-
-
 def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Mapping[str, Any]) -> None:
     """Adds the option of one dataclass field; it is absent from the parsed values unless it is passed."""
     name = field.name
@@ -210,7 +179,7 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
         default = f"{default:g}"
     shown = field.metadata["help"] if from_preset else f"{field.metadata['help']} (default: {default})"
     shown = shown.replace("%", "%%")
-    flag = "--" + name.replace("_", "-")
+    flag = option(name)
     if field.type in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
         return

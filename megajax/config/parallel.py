@@ -93,7 +93,7 @@ class ParallelConfig:
         ("model", "xla", "roofline"),
     )
     axis_order: tuple[str, ...] = setting(
-        ("data", "pipe", "tensor"),
+        MESH_AXES,
         "mesh axes, outermost first; neighbours on the last one get the fastest links",
         metavar="AXIS,AXIS,AXIS",
     )

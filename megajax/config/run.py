@@ -14,6 +14,8 @@ from megajax.config.parallel import MOST_CPU_DEVICES, ParallelConfig
 from megajax.config.schedule_rules import check_microbatches
 from megajax.config.train import TrainConfig
 
+PARTS = ("model", "parallel", "train", "data")  # fields of RunConfig, and sections of a saved configuration
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -41,6 +43,11 @@ class RunConfig:
     )
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """The dataclasses that the run consists of."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
     def total_samples(self) -> int:
         """Samples of the whole run: steps * global_batch_size, or more if the last step of a batch ramp exceeds them."""
         return remaining_steps(self.train, 0)[1]
@@ -59,7 +66,7 @@ class RunConfig:
         Raises:
             ConfigError: for the first rule that is broken: the field, its value, what is legal and which option to pass.
         """
-        for part in (self.model, self.parallel, self.train, self.data):
+        for part in self.parts.values():
             if hasattr(part, "validate"):
                 part.validate()
         self.validate_together()

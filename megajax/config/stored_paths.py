@@ -11,19 +11,15 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.config.data import DataConfig
-from megajax.config.evaluate import EvaluateConfig
-from megajax.config.output import OutputConfig
-from megajax.config.parallel import ParallelConfig
 from megajax.config.run import RunConfig
-from megajax.config.train import TrainConfig
+from megajax.config.sections import GROUPS
 from megajax.config.validation_sets import NAMED
 
 __all__ = ["PATH_FIELDS", "absolute_paths", "resolve_paths", "store_paths"]
 
 PATH_FIELDS = {
     field.name
-    for config in (ParallelConfig, TrainConfig, DataConfig, OutputConfig, RunConfig, EvaluateConfig)
+    for config in (RunConfig, *(group.config for group in GROUPS))
     for field in dataclasses.fields(config)
     if field.metadata.get("text_kind") == "path"
 }

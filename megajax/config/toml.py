@@ -22,7 +22,7 @@ def config_tables(run: RunConfig, output: OutputConfig, options: Mapping[str, An
       output: the files that the run writes.
       options: the options that are in none of the dataclasses (`Request.others`).
     """
-    tables = {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train", "data")}
+    tables = {name: dataclasses.asdict(part) for name, part in run.parts.items()}
     del tables["model"]["name"]  # it is the preset's, which is in the options
     imports = {"imports": run.imports} if run.imports else {}
     return tables | {"output": dataclasses.asdict(output), "options": {**options, **imports}}

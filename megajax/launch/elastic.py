@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 
 from megajax.config import ConfigError
-from megajax.config.cli import MESH_FIELDS, Experiment, Request, parse
-from megajax.config.parallel import DEFAULT_CPU_DEVICES
+from megajax.config.cli import Experiment, Request, parse
+from megajax.config.parallel import DEFAULT_CPU_DEVICES, MESH_AXES
 
 
 def read_request(module: str, arguments: Sequence[str]) -> Request:
@@ -91,7 +91,7 @@ def _layout(request: Request, run, devices: int) -> list[str] | None:
         return None
     changed = dataclasses.replace(run, parallel=dataclasses.replace(parallel, data=data))
     changed.validate(devices)
-    return [word for name in MESH_FIELDS for word in (f"--{name}", str(getattr(changed.parallel, name)))]
+    return [word for name in MESH_AXES for word in (f"--{name}", str(getattr(changed.parallel, name)))]
 
 
 def gpus_of(index: int, per_node: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def require_same_run(
 
 def configuration(run: RunConfig, output: OutputConfig) -> dict[str, str]:
     """All fields of the configuration by their options, without those that may differ between processes."""
-    parts = (run.model, run.parallel, run.train, run.data, output)
+    parts = (*run.parts.values(), output)
     fields = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
     values = {option(name): str(value) for name, value in fields.items() if name not in OWN}
     return values | {"the model": type(run.model).__name__}

@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 
 from experiments import gpt3
 from megajax.checkpoint import inspect, metadata
-from megajax.config.cli import SECTIONS, SampleConfig, parse
+from megajax.config.cli import parse
 from megajax.config.compare import stored_differences
-from megajax.config.options import option_names
 from megajax.config.run_schedule import run_schedule
+from megajax.config.sections import SAVED
 from megajax.config.toml import MOVED
 from megajax.schedules import draw, io
 from tests.checkpoint.test_metadata import FORMAT_1, TOKENIZER, make_run
 from tests.fuzz.values import error_of, fuzz, outcome_of, texts, values
 from tests.schedules.cases import named_schedules
 
-# Every field of every section, the options in no section, and the names of format 1.
-NAMES = [(section, name) for section, config in SECTIONS.items() for name in option_names(config)]
-NAMES += [("options", name) for name in ("model", "devices", "dry_shapes", "imports", *option_names(SampleConfig))]
+# Every name of every section, and the names of format 1.
+NAMES = [(section, name) for section, names in SAVED.items() for name in names]
 NAMES += list(MOVED)
 
 
@@ -49,7 +48,7 @@ def fields_of(tables) -> dict:
 
 configurations = (
     st.lists(st.tuples(st.sampled_from(NAMES), values), min_size=1, max_size=5).map(fields_of).map(toml_of)
-    | st.dictionaries(st.sampled_from([*SECTIONS, "options"]) | texts, values, max_size=3).map(toml_of)
+    | st.dictionaries(st.sampled_from(list(SAVED)) | texts, values, max_size=3).map(toml_of)
     | st.text(max_size=30)
     | st.tuples(
         st.sampled_from(["x = ", "[train]\nsteps = "]), st.integers(1, 3000), st.sampled_from(["[", "{a="])
