@@ -1,6 +1,7 @@
 """Published peaks by jax's device names, measured peaks, and which attention a run gets on a GPU."""
 
 import dataclasses
+import re
 import time
 from types import SimpleNamespace
 
@@ -104,3 +105,19 @@ def test_cudnn_is_refused_where_it_is_not_supported():
     run = RunConfig(preset("gpt3-530b"), ParallelConfig(attention="cudnn"), TrainConfig())
     with pytest.raises(ConfigError, match="attention = cudnn, but cuDNN's head size is a multiple of 8 up to 128"):
         with_attention(run, find_gpu("a100-80gb"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h200", "did you mean h200-141gb or b200?"),  # b200 is spelled alike, and another GPU
+        ("H100", "did you mean h100-80gb or h100-pcie or h100-nvl?"),
+        ("gb200", "did you mean gb200-nvl72 or b200?"),
+        ("a100-80g", "did you mean a100-80gb"),
+        ("b100", "did you mean b200"),
+        ("a", "choose from a100-40gb, "),
+    ],
+)
+def test_an_unknown_gpu_is_answered_with_those_whose_names_begin_so(name, hint):
+    with pytest.raises(ConfigError, match="is not known: " + re.escape(hint)):
+        find_gpu(name)
