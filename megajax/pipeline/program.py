@@ -110,13 +110,14 @@ class StepProgram:
 
         A loop over blocks copies what they save to a stash. Without a loop it stays where it was computed, and XLA does
         not compute again what a forward already has: memory is that of `--recompute none`. So not where recomputing saves
-        more: attention scores, whole blocks, or weights that ZeRO-3 gathers again. And compiling takes longer with each
-        block.
+        more: attention scores, whole blocks, or weights that ZeRO-3 gathers again. Nor where ticks merge, which run two
+        blocks side by side in a loop. And compiling takes longer with each block.
         """
         parallel = self.run.parallel
         saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and self.attention in FUSED)
         return (
             self.in_place
+            and not self.merges
             and parallel.pipe == parallel.chunks == parallel.tensor == 1
             and not (parallel.offload_activations or parallel.zero == 3 or layer_kinds(self.run.model))
             and saves_all

@@ -30,6 +30,7 @@ def random_runs(count: int) -> list[RunConfig]:
             tensor=draw.choice([1, 2, 2]),
             context=draw.choice([1, 1, 1, 2]),
             chunks=draw.choice([1, 2]),
+            expert=draw.choice([1, 1, 2]),
             schedule=names[len(found) % len(names)],
             recompute=draw.choice(["none", "selective", "full"]),
             zero=draw.choice([0, 1, 3]),
@@ -93,6 +94,16 @@ def test_the_traced_step_has_the_ticks_and_the_buffers_of_the_program(number, mo
     buffers = {x.aval.shape[:2] for x in scans[0].invars if x.aval.ndim > 2}
     blocks = program.layers.in_groups.slots
     assert {(count, blocks) for count in (program.slots.stash, program.slots.kept) if count} <= buffers
+
+
+def test_one_stage_of_experts_over_replicas_merges_ticks_and_does_not_unroll(monkeypatch):
+    """A merged tick is a loop over blocks with a stash; both at once did not trace."""
+    parallel = ParallelConfig(data=2, expert=2, recompute="none", attention="xla")
+    run = RunConfig(preset("moe-tiny"), parallel, TrainConfig(global_batch_size=8, precision="fp32"))
+    training = as_on_a_gpu(run, monkeypatch)
+    assert training.program.merges and not training.program.unrolls
+    with jax.set_mesh(training.mesh):
+        jax.make_jaxpr(training.traced_step)(*training.step_shapes(), jax.ShapeDtypeStruct((), np.int32))
 
 
 def ticks_of(jaxpr) -> list:
