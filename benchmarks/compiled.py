@@ -122,12 +122,10 @@ def compile_cases(keys: Iterable[tuple[str, str]], missing: bool, count: int, ti
         else:
             runs = [(run_of(SETS[kind][name]), GPU)]
         known = {run_from_json(row["run"]): row for row in rows[kind, name] if missing}
-        rows[kind, name] = [
-            {"set": kind, "name": name, "place": place}
-            | (known.get(run) or measure(run, gpu, timeout))
-            | {"place": place}
-            for place, (run, gpu) in enumerate(runs, 1)
-        ]
+        rows[kind, name] = []
+        for place, (run, gpu) in enumerate(runs, 1):
+            case = {"set": kind, "name": name, "place": place}
+            rows[kind, name].append(case | (known.get(run) or measure(run, gpu, timeout)) | case)
         write(rows)
 
 
@@ -229,10 +227,8 @@ def question_table(rows: Sequence[Comparison]) -> None:
         if others:
             fastest = min(others, key=lambda one: one.step[0])
             gain, bar = winner.step[0] / fastest.step[0] - 1, comparison_bar(winner.run.parallel, fastest.run.parallel)
-            than = (
-                f"{'faster' if gain > 0 else 'slower'} than the winner by {abs(gain):.1%}; the error bar is {bar:.1%}"
-            )
-            print(f"{name}: the fastest of the {len(others)} others is {than}")
+            compared = f"{'faster' if gain > 0 else 'slower'} than the winner by {abs(gain):.1%}"
+            print(f"{name}: the fastest of the {len(others)} others is {compared}; the error bar is {bar:.1%}")
             errors.append(errors_of_the_best(found))
     if errors:
         pairs, off = sum(math.comb(len(some), 2) for some in errors), comparison_error(errors)
@@ -299,9 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("table", choices=(*TABLES, "account"), help="what to compile and compare")
-    add(
-        "--case", "--question", action="append", type=plain_text, metavar="NAME", help="one of the cases (default: all)"
-    )
+    add("--case", "--question", action="append", type=plain_text, metavar="NAME", help="one case (default: all)")
     add("--missing", action="store_true", help="compile only what has no row yet")
     add("--show", action="store_true", help="compile nothing: compare the models with the rows on file")
     add("--best", type=whole(), default=1, metavar="COUNT", help="layouts of a question (default: the winner)")
