@@ -256,7 +256,7 @@ def show(table: str, rows: Iterable[Row]) -> None:
     """Prints a table of TABLES, after the rows that did not compile."""
     for row in rows:
         if "failed" in row:
-            print(f"{row['name']}, {row['place']}.: not compiled: {row['failed']}")
+            print(f"{row['name']:<10}{row['place']:>2}.  not compiled: {row['failed']}")
     if found := [Comparison(row) for row in rows if "failed" not in row]:
         TABLES[table](found)
 
