@@ -87,12 +87,14 @@ BENCHMARKS = {  # of `megajax bench NAME`
     ),
     "gpu-settings": Command("benchmarks.gpu_settings", "step time under other settings of XLA, NCCL and CUDA"),
     "loss-curve": Command("benchmarks.loss_curve", "draw the loss of runs over their steps"),
-    "memory-model": Command("benchmarks.memory_model", "the memory model against XLA's buffer assignment"),
+    "memory-model": Command("benchmarks.compiled", "the memory model against XLA's buffer assignment", ("memory",)),
     "replication": Command("benchmarks.replication", "the cost of --replicate-state"),
-    "roofline": Command("benchmarks.roofline", "estimated time of the compiled step by class of kernel"),
+    "roofline": Command("benchmarks.compiled", "estimated time of the compiled step by class of kernel", ("account",)),
     "schedules": Command("benchmarks.schedules", "bubbles of the pipeline schedules, simulated and measured"),
-    "standing-questions": Command("benchmarks.standing_questions", "the planner's answers, compiled and compared"),
-    "time-model": Command("benchmarks.time_model", "the time model against the roofline of compiled programs"),
+    "standing-questions": Command(
+        "benchmarks.compiled", "the planner's answers, compiled and compared", ("questions",)
+    ),
+    "time-model": Command("benchmarks.compiled", "the time model against the roofline of compiled programs", ("time",)),
 }
 
 # Names that people try for a command; the error names the command.

@@ -41,12 +41,13 @@ COMMANDS = {  # command: (function that the Ctrl-C interrupts, the command line)
     "bench gpu-day": ("benchmarks.gpu_day.__main__.in_child", ""),
     "bench gpu-settings": ("benchmarks.gpu_settings.step_seconds", ""),
     "bench loss-curve": ("benchmarks.loss_curve.draw", "log.jsonl --out loss.svg"),
-    "bench roofline": ("benchmarks.roofline.report", ""),
-    "bench standing-questions": ("benchmarks.standing_questions._command", ""),
-    "bench time-model": ("benchmarks.time_model.show", "--show"),
+    "bench roofline": ("benchmarks.compiled.account", ""),
+    "bench standing-questions": ("benchmarks.compiled.compile_cases", ""),
+    "bench time-model": ("benchmarks.compiled.show", "--show"),
+    "bench memory-model": ("benchmarks.compiled.show", "--show"),
 } | {
     f"bench {name}": (f"benchmarks.{name.replace('-', '_')}._command", "")
-    for name in ("attention", "checkpoints", "data", "generation", "memory-model", "replication", "schedules")
+    for name in ("attention", "checkpoints", "data", "generation", "replication", "schedules")
 }
 
 

@@ -43,7 +43,7 @@ def test_the_sample_is_what_its_command_prints(block):
 def test_accuracies_of_the_planning_page_are_those_of_the_result_files():
     """Their commands run in the samples of the files; in the page they are slow."""
     results = [(ROOT / f"benchmarks/results/{name}.txt").read_text().splitlines() for name in RESULTS]
-    (block,) = [block for block in blocks(ROOT / "docs/planning.md") if "benchmarks.memory_model" in block.lines[0]]
+    (block,) = [block for block in blocks(ROOT / "docs/planning.md") if "benchmarks.compiled memory" in block.lines[0]]
     steps = block.steps()
     assert len(steps) == len(RESULTS)
     for step, lines in zip(steps, results, strict=True):

@@ -26,7 +26,7 @@ class ErrorBar:
 # The last lines of `python -m megajax.estimate.validate`, without those of experts; a test compares them.
 ERROR_BARS = {MEGATRON: ErrorBar(0.085, 0.030), FSDP: ErrorBar(0.119, 0.089), CONTEXT: ErrorBar(0.012, 0.011)}
 # The error of the predicted ratio of two layouts' times, from compiled programs of megajax: the last line of
-# `python -m benchmarks.standing_questions --show`, which a test compares. One standard deviation, as `total` is.
+# `python -m benchmarks.compiled questions --show`, which a test compares. One standard deviation, as `total` is.
 COMPARISON = 0.007
 
 

@@ -2,8 +2,8 @@
 
 The schedule's slots (`pipeline/slots.py`) times what a block keeps under a recompute mode, and the model's parameters
 (`models/costs.py`). Two terms depend on XLA and were read off programs compiled for H100s: the *workspace* and the *copies*
-(see `_workspace`, `stash_copies`). `python -m benchmarks.memory_model --show` compares the sum with XLA's own figures over
-the grid of runs that these terms were read from.
+(see `_workspace`, `stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
+over the grid of runs that these terms were read from.
 """
 
 import dataclasses

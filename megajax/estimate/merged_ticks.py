@@ -30,8 +30,8 @@ def has_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
     """Whether a step is compiled with the run's own times of instructions that XLA misprices (`latency_profile.py`).
 
     Where they were seen to help: for tensor groups within a host of Hopper or later GPUs, for which XLA has a table of
-    collectives. On A100s, over hosts and with ZeRO-3 steps took 1 to 4% longer (`python -m benchmarks.standing_questions`,
-    `python -m benchmarks.time_model`). Experts' matmuls are kernels of another kind; with them it was not measured.
+    collectives. On A100s, over hosts and with ZeRO-3 steps took 1 to 4% longer (`python -m benchmarks.compiled questions`,
+    `python -m benchmarks.compiled time`). Experts' matmuls are kernels of another kind; with them it was not measured.
     `costs` are the model's.
     """
     parallel = run.parallel

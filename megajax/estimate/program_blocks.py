@@ -1,9 +1,9 @@
 """Seconds of a block of megajax's own program, each kernel at its roofline, without compiling it.
 
 The kernels and collectives are those that XLA makes of the program for GPUs (jax 0.12), with the rates of `rates.py`,
-which were read from compiled programs; `python -m benchmarks.time_model` compares the two. XLA's decisions were read from
-compiled programs as well, and are constants here: how many kernels a block launches, the memory that they move besides the
-matmuls', and which collectives overlap which kernels.
+which were read from compiled programs; `python -m benchmarks.compiled time` compares the two. XLA's decisions were read
+from compiled programs as well, and are constants here: how many kernels a block launches, the memory that they move besides
+the matmuls', and which collectives overlap which kernels.
 
     forward of a block    gather, matmuls, scatter for each pair of matmuls; what the backward reads is written to the stash
     backward of a block   gather, matmuls, scatter for each pair; the inputs are gathered again for the weights' gradients,

@@ -88,7 +88,7 @@ def accuracy(best: Candidate) -> str:
     tight = f"!: less than {MEMORY_MARGIN:.0%} of the usable memory is free, and predictions were off by as much.\n"
     return (tight if best.question.memory_margin < MEMORY_MARGIN else "") + (
         f"=: within {comparison_bar(best.run.parallel):.1%} of the fastest, which is what comparisons of compiled programs "
-        "were off by (benchmarks.standing_questions); such ties are sorted by simplicity.\n"
+        "were off by (megajax bench standing-questions); such ties are sorted by simplicity.\n"
         f"Predicted times of published runs were off by {bar.total:.0%} (megajax.estimate.validate)."
     )
 

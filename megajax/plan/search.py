@@ -24,7 +24,7 @@ from megajax.estimate.vocabulary import placements
 from megajax.schedules.registry import find, search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
-# Share of the usable memory that predicted peaks leave free. The worst error of `benchmarks.memory_model --show` is 4.3%.
+# Share of the usable memory that predicted peaks leave free. The worst error of `benchmarks.compiled memory --show` is 4.3%.
 MEMORY_MARGIN = 0.05
 MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
 

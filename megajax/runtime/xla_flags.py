@@ -146,7 +146,7 @@ def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]
     Four collectives in flight instead of one: in a merged tick one of a forward and one of a backward wait for matmuls at
     the same time, and the sums over replicas at a step's end overlap. With two tensor ranks each collective is so short
     that XLA's scheduler hides more of them one at a time: 77% against 69% of their time for Llama-2 7B, but 48% against 63%
-    for GPT-3 175B with eight (`python -m benchmarks.roofline`).
+    for GPT-3 175B with eight (`python -m benchmarks.compiled account`).
 
     With collective matmuls none are merged: XLA would compute several of a ring's matmuls as one when the last part has
     arrived, with nothing left to overlap the sends.

@@ -1,10 +1,11 @@
-"""The cases of `python -m benchmarks.roofline`: a second account of each program, and what the programs must not waste."""
+"""The cases of `python -m benchmarks.compiled account`: a second account of each, and what they must not waste."""
 
 import functools
 
 import pytest
 
-from benchmarks import roofline
+from benchmarks import compiled as programs
+from benchmarks.compiled_cases import SETS
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.hlo_parser import BRANCHES
 from megajax.estimate.memory import bytes_per_device
@@ -24,10 +25,11 @@ GB = 1e9
 @functools.cache
 def compiled(case: str):
     """(run, what `compile_for` returns, the account) of a case."""
-    return roofline.compiled(roofline.CASES[case].split(), "h100-80gb")
+    run = programs.run_of(SETS["account"][case])
+    return run, *programs.compiled(run, programs.GPU)
 
 
-@pytest.mark.parametrize("case", roofline.CASES)
+@pytest.mark.parametrize("case", SETS["account"])
 def test_a_second_account_agrees(case):
     """Within 5%, bytes, FLOPs, kernels and host synchronisations."""
     run, result, found = compiled(case)
@@ -42,10 +44,10 @@ def test_a_second_account_agrees(case):
 
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
-@pytest.mark.parametrize("case", ["gpt3-175b", "gpt3-175b-1f1b", "gpt3-175b-zb_v"])
+@pytest.mark.parametrize("case", ["175b", "175b-1f1b", "175b-zb_v"])
 def test_nothing_is_copied_or_waited_for(case):
     run, result, found = compiled(case)
-    one, zero_bubble = found.account, case == "gpt3-175b-zb_v"
+    one, zero_bubble = found.account, case == "175b-zb_v"
     assert one.read["copy"] + one.written["copy"] < (210 if zero_bubble else 100) * GB
     assert one.read["accumulation"] + one.written["accumulation"] < 1 * GB
     assert one.synchronisations * 25e-6 < 0.01 * one.total
@@ -59,15 +61,15 @@ def test_one_gpu_is_faster_than_a_step_written_by_hand():
     assert found.account.read["stash"] + found.account.written["stash"] < 3 * GB
     assert result["memory"]["peak"] == pytest.approx(sum(bytes_per_device(run).values()), rel=0.03)
     for training_flags, most in ((False, 0.97), (True, 0.99)):
-        options = {"training": roofline.PLAIN_STEP, "training_flags": training_flags}
-        theirs = roofline.compiled(roofline.CASES["one-gpu"].split(), "h100-80gb", **options)[2]
+        options = {"training": programs.PLAIN_STEP, "training_flags": training_flags}
+        theirs = programs.compiled(run, programs.GPU, **options)[1]
         assert found.seconds < most * theirs.seconds
 
 
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
 def test_merged_ticks_hide_the_collectives_of_tensor_parallelism():
     """64 microbatches of 3 chunks: rank 0 has its last forward in tick 191, and its first backward in tick 31."""
-    run, _, found = compiled("gpt3-175b")
+    run, _, found = compiled("175b")
     assert loop_trip_counts(run)["FB" + BRANCHES] == 191 - 31 + 1
     one = found.account
     for kind in ("all-gather", "reduce-scatter"):
@@ -77,12 +79,12 @@ def test_merged_ticks_hide_the_collectives_of_tensor_parallelism():
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="in place and merged from jaxlib 0.12 on")
 def test_estimates_of_what_xla_is_wrong_about_are_as_good_as_those_of_all_instructions():
     """The same kernels in other orders: in the default one more collectives overlap matmuls than in XLA's own."""
-    result, found = compiled("gpt3-175b")[1:]
-    xla, roofline_s = (compiled(f"gpt3-175b-{name}")[2].account for name in ("xla", "roofline"))
+    result, found = compiled("175b")[1:]
+    xla, roofline_s = (compiled(f"175b-{name}")[2].account for name in ("xla", "roofline"))
     assert result["memory"]["peak"] < 60 * GB
     for other in (xla, roofline_s):
         assert sum(found.account.flops.values()) == pytest.approx(sum(other.flops.values()), rel=1e-3)
-    assert compiled("gpt3-175b-roofline")[1]["memory"]["peak"] < 60 * GB
+    assert compiled("175b-roofline")[1]["memory"]["peak"] < 60 * GB
     for one in (found.account, roofline_s):
         assert sum(one.hidden.values()) > 0.75 * (sum(one.hidden.values()) + sum(one.exposed.values()))
         assert one.total < 0.97 * xla.total

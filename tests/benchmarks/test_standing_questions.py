@@ -1,4 +1,4 @@
-"""The planner's answers to the standing questions, compiled: the rows of `python -m benchmarks.standing_questions`."""
+"""The planner's answers to the standing questions, compiled: the rows of `python -m benchmarks.compiled questions`."""
 
 import dataclasses
 import json
@@ -7,23 +7,23 @@ import types
 
 import pytest
 
-from benchmarks import standing_questions as questions
+from benchmarks import compiled as questions
+from benchmarks.compiled_cases import SETS
 from megajax.config import ParallelConfig
 from megajax.estimate.error_bars import COMPARISON, comparison_bar
 from megajax.plan.compiler import run_from_json
 
-ROWS = json.loads(questions.RESULTS.read_text())["rows"]
-WINNERS = {row["question"]: row for row in ROWS if row["place"] == 1}
+ROWS = [row for (kind, _), rows in questions.read().items() for row in rows if kind == "questions"]
+WINNERS = {row["name"]: row for row in ROWS if row["place"] == 1}
 
 
 def test_every_question_has_a_compiled_winner():
-    assert list(WINNERS) == list(questions.QUESTIONS)
+    assert list(WINNERS) == list(SETS["questions"])
     assert not any("failed" in row for row in WINNERS.values())
 
 
 COMPARED = {
-    name: [questions.compare(row) for row in ROWS if row["question"] == name and "failed" not in row]
-    for name in WINNERS
+    name: [questions.Comparison(row) for row in ROWS if row["name"] == name and "failed" not in row] for name in WINNERS
 }
 
 
@@ -34,11 +34,11 @@ def test_a_winner_fits(name):
 
 def test_all_layouts_take_the_predicted_time_and_memory():
     """1 to 32 tensor ranks, A100s and H100s, 2,048 to 32,768 tokens."""
-    compared = [questions.compare(row) for row in ROWS]
+    compared = [questions.Comparison(row) for row in ROWS]
     errors = [abs(found.error) for found in compared]
     assert sum(errors) / len(errors) < 0.01 and max(errors) < 0.08
-    assert all(abs(questions.compare(row).error) < 0.03 for row in WINNERS.values())
-    assert max(abs(found.peak[1] / found.peak[0] - 1) for found in compared) < 0.03
+    assert all(abs(questions.Comparison(row).error) < 0.03 for row in WINNERS.values())
+    assert max(abs(found.peak_error) for found in compared) < 0.03
 
 
 def test_the_comparisons_bar_is_that_of_the_compiled_layouts():
@@ -74,21 +74,21 @@ def test_the_bar_of_a_comparison_is_the_larger_kinds():
 
 def test_the_rows_are_of_the_questions_models_and_gpus():
     for row in ROWS:
-        run, asked = run_from_json(row["run"]), questions.question(row["question"])
+        run, asked = run_from_json(row["run"]), questions.question(row["name"])
         assert (run.model, run.parallel.devices, row["gpu"]) == (asked.model, asked.gpus, asked.gpu.name)
         assert run.train.global_batch_size == asked.global_batch
 
 
 def test_a_layout_that_does_not_compile_is_said(capsys):
     row = WINNERS["6.7b"] | {"failed": "the compiler aborted (signal 6)"}
-    questions.show([row])
+    questions.show("questions", [row])
     assert "not compiled: the compiler aborted (signal 6)" in capsys.readouterr().out
 
 
 def test_another_layout_faster_than_the_winner_is_said(capsys):
     row = WINNERS["6.7b"]
     half = {kind: seconds / 2 for kind, seconds in row["seconds"].items()}
-    questions.show([row, row | {"place": 2, "seconds": half}])
+    questions.show("questions", [row, row | {"place": 2, "seconds": half}])
     assert "the fastest of the 1 others is faster than the winner by 100.0%" in capsys.readouterr().out
 
 
@@ -98,23 +98,30 @@ def test_missing_compiles_only_what_is_not_on_file(monkeypatch, tmp_path):
     known = run_from_json(row["run"])
     new = dataclasses.replace(known, parallel=dataclasses.replace(known.parallel, microbatch_size=16))
 
-    def measure(name, one, timeout):
-        compiled.append(one.run)
-        return {**row, "run": dataclasses.asdict(one.run)}
+    def measure(run, gpu, timeout):
+        compiled.append(run)
+        return {**row, "run": dataclasses.asdict(run)}
 
+    asked = questions.question("6.7b")
     path = tmp_path / "rows.json"
     path.write_text(questions.RESULTS.read_text())
+    before = json.loads(path.read_text())["rows"]
     monkeypatch.setattr(questions, "RESULTS", path)
-    monkeypatch.setattr(questions, "best", lambda *_: [types.SimpleNamespace(run=run) for run in (new, known)])
+    monkeypatch.setattr(
+        questions, "best", lambda *_: [types.SimpleNamespace(run=run, question=asked) for run in (new, known)]
+    )
     monkeypatch.setattr(questions, "measure", measure)
-    assert questions.main(["--question", "6.7b", "--missing"]) == 0
+    assert questions.main(["questions", "--question", "6.7b", "--missing"]) == 0
     found = json.loads(path.read_text())["rows"]
-    mine = [(one["place"], run_from_json(one["run"])) for one in found if one["question"] == "6.7b"]
+    mine = [
+        (one["place"], run_from_json(one["run"])) for one in found if (one["set"], one["name"]) == ("questions", "6.7b")
+    ]
     assert compiled == [new] and mine == [(1, new), (2, known)]
-    assert [one for one in found if one["question"] != "6.7b"] == [one for one in ROWS if one["question"] != "6.7b"]
+    others = lambda rows: [one for one in rows if (one["set"], one["name"]) != ("questions", "6.7b")]  # noqa: E731
+    assert others(found) == others(before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINNERS)
 def test_the_planner_still_gives_these_answers(name):
-    assert questions.is_of(WINNERS[name], questions.best(questions.question(name), 1)[0].run)
+    assert run_from_json(WINNERS[name]["run"]) == questions.best(questions.question(name), 1)[0].run

@@ -1,48 +1,35 @@
-"""The time model and the memory model against compiled programs: the layouts of `python -m benchmarks.time_model`."""
-
-import json
+"""The time model and the memory model against compiled programs: the layouts of `python -m benchmarks.compiled time`."""
 
 import pytest
 
-from benchmarks import time_model
-from megajax.config.cli import parse
-from megajax.estimate.gpus import find_gpu, with_attention
+from benchmarks import compiled
+from benchmarks.compiled_cases import SETS
 from megajax.estimate.program_time import Program
 from megajax.estimate.roofline import EXPOSED
 from megajax.ops.attention_choice import cudnn_installed
+from megajax.plan.compiler import run_from_json
 from megajax.runtime.compat import jaxlib_version
 
-ROWS = {one["name"]: one for one in json.loads(time_model.RESULTS.read_text())["rows"]}
-
-
-def run_of(words: str):
-    request = parse(words.split(), "", {})
-    return with_attention(request.run(request.devices_needed or 1, "bf16"), find_gpu(time_model.GPU))
+ROWS = {name: rows[0] for (kind, name), rows in compiled.read().items() if kind == "time" and rows}
 
 
 @pytest.fixture(scope="module")
 def compared():
-    return {name: time_model.compare(one) for name, one in ROWS.items()}
-
-
-def error(found, of: str) -> float:
-    compiled, modelled = found[of]
-    return modelled / compiled - 1
+    return {name: compiled.Comparison(one) for name, one in ROWS.items()}
 
 
 def test_the_layouts_are_of_every_kind():
-    runs = [run_of(one["words"]) for one in ROWS.values()]
-    assert list(ROWS) == list(time_model.CASES)
+    runs = [run_from_json(one["run"]) for one in ROWS.values()]
+    assert list(ROWS) == list(SETS["time"])
     assert len(runs) >= 34 and len({run.model.name for run in runs}) >= 6
     assert len({run.parallel.schedule for run in runs}) >= 5
     assert {run.parallel.recompute for run in runs} == {"none", "selective", "full"}
     assert {run.parallel.vocab_parallel for run in runs} == {"pipe", "tensor"}
     assert any(run.parallel.offload_activations for run in runs) and any(run.parallel.context > 1 for run in runs)
-    assert all(one["words"] == time_model.CASES[name] for name, one in ROWS.items())
 
 
 def test_times_are_those_of_the_compiled_programs(compared):
-    errors = {name: abs(error(found, "step")) for name, found in compared.items()}
+    errors = {name: abs(found.error) for name, found in compared.items()}
     assert sum(errors.values()) / len(errors) < 0.015
     assert max(errors.values()) < 0.05
 
@@ -50,20 +37,19 @@ def test_times_are_those_of_the_compiled_programs(compared):
 def test_the_classes_are_those_of_the_compiled_programs(compared):
     """No error of one class makes up for another's: the sum of their errors is a small part of the step."""
     for found in compared.values():
-        off = sum(abs(modelled - compiled) for compiled, modelled in found["classes"].values())
-        assert off < 0.12 * found["step"][0]
+        off = sum(abs(modelled - compiled) for compiled, modelled in found.classes.values())
+        assert off < 0.12 * found.work[0]
 
 
 def test_memory_is_that_of_the_compiled_programs(compared):
-    assert max(abs(error(found, "peak")) for found in compared.values()) < 0.03
+    assert max(abs(found.peak_error) for found in compared.values()) < 0.03
 
 
 def test_sharing_the_vocabulary_costs_what_the_programs_say():
     """GPT-3 175B: less matmul and memory traffic, more exposed communication, and about the same time."""
     shared, own = ROWS["175b"]["seconds"], ROWS["175b-vocab-tensor"]["seconds"]
-    parts = [
-        Program(run_of(ROWS[name]["words"]), find_gpu(time_model.GPU)).parts for name in ("175b", "175b-vocab-tensor")
-    ]
+    runs = [run_from_json(ROWS[name]["run"]) for name in ("175b", "175b-vocab-tensor")]
+    parts = [Program(run, compiled.GPU).parts for run in runs]
     exposed = [one.tensor + one.pipe + one.data for one in parts]
     assert parts[1].matmul - parts[0].matmul == pytest.approx(own["matmul"] - shared["matmul"], rel=0.05)
     assert exposed[0] - exposed[1] == pytest.approx(shared[EXPOSED] - own[EXPOSED], abs=0.03)
@@ -74,8 +60,8 @@ def test_sharing_the_vocabulary_costs_what_the_programs_say():
 @pytest.mark.compiler
 @pytest.mark.skipif(not cudnn_installed(), reason="pip install nvidia-cudnn-cu12")
 @pytest.mark.skipif(jaxlib_version() < (0, 12), reason="the results are of the program of jaxlib 0.12")
-@pytest.mark.parametrize("name", time_model.CASES)
+@pytest.mark.parametrize("name", SETS["time"])
 def test_the_programs_compile_to_what_is_on_file(name):
-    found = time_model.measure(name)
+    found = compiled.measure(compiled.run_of(SETS["time"][name]), compiled.GPU)
     assert sum(found["seconds"].values()) == pytest.approx(sum(ROWS[name]["seconds"].values()), rel=0.03)
-    assert found["peak"] == pytest.approx(ROWS[name]["peak"], rel=0.03)
+    assert found["memory"]["peak"] == pytest.approx(ROWS[name]["memory"]["peak"], rel=0.03)

@@ -1,7 +1,6 @@
 """The memory model against the schedules' tables, the model's own parameters, closed forms, and compiled programs."""
 
 import dataclasses
-import json
 import math
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from benchmarks.memory_model import RESULTS, describe, modelled
+from benchmarks import compiled
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
 from megajax.config.run_schedule import schedule_arguments
@@ -19,7 +18,6 @@ from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.pipeline.program import StepProgram, counted_slots
-from megajax.plan.compiler import run_from_json
 from megajax.schedules.registry import SPECS, check_sizes, find
 from tests.small import SPARSE
 
@@ -106,14 +104,14 @@ def test_memory_does_not_grow_with_microbatches():
 
 
 def test_compiled_programs_agree_within_five_percent():
-    """XLA's own peaks for H100s (`python -m benchmarks.memory_model`); held out: runs that no term was read from."""
-    rows = json.loads(RESULTS.read_text())["rows"]
-    assert len(rows) >= 60 and sum(row["held_out"] for row in rows) >= 5
+    """XLA's own peaks for H100s (`python -m benchmarks.compiled memory`); held out: runs that no term was read from."""
+    rows = [row for (kind, _), rows in compiled.read().items() for row in rows if kind.startswith("memory")]
+    assert len(rows) >= 60 and sum(row["set"] == "memory, held out" for row in rows) >= 5
     assert {"gpt3-175b", "megatron-529.6b", "megatron-1008b"} <= {row["run"]["model"]["name"] for row in rows}
     for row in rows:
-        parts = modelled(row)
-        error = sum(parts.values()) / row["memory"]["peak"] - 1
-        assert abs(error) < 0.05, describe(run_from_json(row["run"]))
+        found = compiled.Comparison(row)
+        parts = found.bytes
+        assert abs(found.peak_error) < 0.05, row["name"]
         # ZeRO shards no array that replicas do not divide
         assert parts["weights"] == pytest.approx(row["arguments"]["weights"], rel=1e-4)
         assert parts["optimizer"] == pytest.approx(row["arguments"]["optimizer"], rel=1e-4)

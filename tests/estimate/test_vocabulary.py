@@ -29,7 +29,7 @@ GPT3 = {"tensor": 8, "pipe": 8, "chunks": 3}
 @pytest.mark.parametrize(
     ("run", "gpu", "chosen"),
     [
-        # compiled for H100s, GPT-3 175B takes 3,835 ms with pipe and 3,870 with tensor (benchmarks/results/time_model.json)
+        # compiled for H100s, GPT-3 175B takes 3,835 ms with pipe and 3,870 with tensor (benchmarks/results/time_model.txt)
         (run_of("gpt3-175b", **GPT3), H100, "pipe"),
         (
             run_of("gpt3-175b", **GPT3),
