@@ -155,6 +155,16 @@ def test_the_loss_curve_is_that_of_one_stage(config, case):
     assert np.nanmax(np.abs(loads - want_loads)) <= 2
 
 
+@pytest.mark.slow
+def test_a_pipeline_that_is_not_drained_uses_the_version_of_the_microbatch_in_place_too(monkeypatch):
+    """In the program for GPUs with jax 0.12 a version of the weights is a branch, as a chunk is."""
+    config = dataclasses.replace(ALTERNATING, layers=4, moe_layer_freq="2")
+    case = ((1, 2, 1), "pipedream_2bw", 1, 4, {})
+    want, _ = curve(config, case)
+    monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
+    np.testing.assert_allclose(curve(config, case)[0], want, rtol=1e-6)
+
+
 def test_the_log_has_the_loads_of_each_layer_at_its_number():
     """Of layers 1 and 3 of four, on two stages."""
     where = StageLayers(4, 2, kinds=("dense", "sparse") * 2)
