@@ -25,7 +25,7 @@ The program is a `jax.shard_map`, manual over data and pipe as the executor's. I
     cache_arrays(b, slots) -> CachedArray by name
 
 Weights are {"blocks": one tree for each of a stage's layers, with leaves [pipe, ...], "shared": tree}; with several kinds
-of layers "blocks" has such a list for each kind, and the order of kinds is a branch (`mixed.py`). Each layer has its
+of layers "blocks" has such a list for each kind, and the order of kinds is a branch (as in `stage.py`). Each layer has its
 own arrays, and its caches too: a slice of a stack would be copied before each matmul that reads it.
 """
 

@@ -28,8 +28,8 @@ microbatches, merged in tick 3:
     rank 0     F0      F1       F2       F3+B0    B1       B2       B3
     rank 1     .       F0       F1 B0    F2+B1    F3 B2    B3       .
 
-After the loop come the head, the embedding's backward and the embedding for the next tick (`ends.py`), and beside them both
-sends.
+After the loop come the head, the embedding's backward and the embedding for the next tick (`embedding_and_head.py`), and
+beside them both sends.
 
 Mixed ticks: each rank runs one operation, F, B, I or W, or one part of a B that takes two ticks; then come the ends and the
 sends, as in merged ticks. In dualpipe_v a rank may run a third of an F and of a B of another microbatch or chunk in a tick:

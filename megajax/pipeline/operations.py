@@ -14,7 +14,6 @@ from megajax.pipeline.carry import Carry
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.layout import full_specs, in_row_major, is_spec, vary
 from megajax.pipeline.loops import unknown
-from megajax.pipeline.mixed import MixedStack
 from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.slots import OperationRow, Tables, TickRow
@@ -53,15 +52,16 @@ class Operations:
         self.places = chunks * self.per_chunk
         weights = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), blocks)
         weights = in_row_major(weights) if options.in_place else weights
-        how = {
-            "cut": jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
-            "in_place": options.in_place,
-        }
-        if options.stage_kinds:
-            self.stack = MixedStack(functions.block, weights, options.stage_kinds, **how)
-        else:
-            how |= {"unrolled": options.unrolled, "counts": options.block_counts}
-            self.stack = Stack(functions.block, weights, self.per_chunk, **how)
+        self.stack = Stack(
+            functions.block,
+            weights,
+            self.per_chunk,
+            cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
+            in_place=options.in_place,
+            unrolled=options.unrolled,
+            counts=options.block_counts,
+            where=options.stage_kinds,
+        )
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
     def forward(self, segment: Segment, carry: Carry, x: jax.Array, row: TickRow) -> tuple[Carry, jax.Array]:

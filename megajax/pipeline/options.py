@@ -37,7 +37,7 @@ class ExecutorOptions:
       serial_collectives: a collective and a loop with other collectives run one after the other; `on_devices` sets it.
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
-      stage_kinds: the layers of each stage, of a model that has several kinds of them (`mixed.py`); not with `merged` and
+      stage_kinds: the layers of each stage, of a model that has several kinds of them (`stage.py`); not with `merged` and
         `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.

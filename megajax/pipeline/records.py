@@ -52,18 +52,20 @@ class Recorder:
       statistics: as for `empty_records`.
       index: int32 scalar, the microbatch of the operation.
       on: bool scalar; False in a bubble that runs its blocks anyway, which records nothing.
+      row: of blocks that are stacked apart by kind, the row of the buffers for one of them. None: its number.
     """
 
     statistics: Callable
     index: Any
     on: Any
+    row: Callable | None = None
 
     def write(self, buffers: dict, block, microbatch: Tree, values: dict[str, jax.Array]) -> dict:
         """The buffers with the statistics of `values` (name -> [samples, sequence, hidden]) of the local block `block`."""
-        buffers = dict(buffers)
+        buffers, row = dict(buffers), self.row(block) if self.row else block
         for name, value in values.items():
             whole, new = buffers[name], self.statistics(value, microbatch)[None, None]
-            start = (block, self.index, *[0] * (whole.ndim - 2))
+            start = (row, self.index, *[0] * (whole.ndim - 2))
             old = lax.dynamic_slice(whole, start, new.shape)
             buffers[name] = lax.dynamic_update_slice(whole, jnp.where(self.on, new, old), start)
         return buffers

@@ -1,13 +1,24 @@
-"""Forward and backward of one chunk of blocks. The block is the unit of differentiation.
+"""Forward and backward of one chunk of blocks: loops over its blocks, of one kind or of several.
 
-The forward of a chunk is a loop over its blocks. For block i it calls `jax.vjp(block, weights_i, x)` and writes to
-the stash the block's input x and the residuals that `jax.vjp` saved beyond its arguments and the microbatch. Which
-residuals these are, the block decides with `jax.checkpoint`. Weights are arguments, so the backward reads them from
-where they are stored; they are never copied to the stash. The backward is a loop over the same blocks, last block first.
-It rebuilds each VJP from the stash and adds the weight gradients to fp32 accumulators in place.
+The forward of a chunk is a loop over its blocks, and the backward a loop over the same blocks, last block first; what they
+do for one of them is in `block_steps.py`.
 
     forward     x ── block 0 ── block 1 ── ... ── y          stash[slot, i] = (residuals of block i, its input)
     backward   dx ── block 0 ── block 1 ── ... ── dy         gradients[chunk * blocks per chunk + i] += dw of block i
+
+Blocks of several kinds, such as dense and sparse layers, differ in the shapes of their parameters. So parameters, gradients
+and what is saved for the backward are stacked apart for each kind, {kind: [places of the kind, ...]}. A chunk has as many
+places for a kind as the most layers of it on any stage, so that all ranks run one program; a stage with fewer leaves the
+last ones empty, and does not run them. For 8 layers, of which the first is dense (d), on 2 ranks:
+
+    rank 0    d0 s0 s1 s2        places of a rank: 1 of kind d, 4 of kind s
+    rank 1    s0 s1 s2 s3
+
+Which kind a block is depends on the stage, that is, on the rank. Collectives inside a block are over tensor and over the
+replicas, whose ranks run the same stage, so a rank may skip a kind as it skips an operation without work: with loops of
+zero or one iteration, or with `in_place` in one conditional for the whole chunk, a branch for each order of kinds that any
+stage of the chunk has (`run_in_order`). If all stages have the same order, as with blocks of one kind, or with every n-th
+layer sparse where n divides the layers of a stage, there is a branch for each chunk only.
 """
 
 import dataclasses
@@ -18,36 +29,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
+from megajax.pipeline.block_steps import BlockSteps
 from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
-from megajax.pipeline.jaxprs import with_fp32_gradients
-from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import MERGED
-from megajax.pipeline.split_backward import Split, split_backward
-from megajax.pipeline.stash import empty_stash
+from megajax.pipeline.run_in_order import run_in_order
 from megajax.pipeline.uneven import StageBlocks
-from megajax.runtime.compat import vjp_residuals
 from megajax.schedules.schedule import BACKWARD, FORWARD
-from megajax.sharding.zero import ZeroSharding
+from megajax.schedules.stages import StageLayers, stage_number
 
 Tree = Any
+ONE = ""  # the kind of blocks that are all of one
 
 
 class Stack(ChunkParts):
     """The blocks of one rank, run by chunk.
 
+    A tree of the stack, of weights, gradients or saved values, is of the blocks' one kind, or {kind: tree}.
+
     Attributes:
-      block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch, x of [samples, sequence, hidden].
-      weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
-      per_chunk: slots for blocks in a chunk.
-      cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
-        runs, and its gradient is reduce-scattered at once.
+      weights: see `BlockSteps`.
+      per_chunk: slots for blocks in a chunk, of whatever kind.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
-      unrolled: blocks are traced one after the other, without a loop; the stack has one chunk.
-      blocks: the numbers of the stages' blocks.
+      unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
+      where: the layers of each stage, of several kinds. None: all are of one kind.
+      kinds: the blocks of each kind.
     """
 
     def __init__(
@@ -60,20 +67,29 @@ class Stack(ChunkParts):
         in_place: bool = False,
         unrolled: bool = False,
         counts: Sequence[int] | None = None,
+        where: StageLayers | None = None,
     ):
-        """Arguments: see above, and `counts` as of `StageBlocks`."""
-        self.block, self.weights, self.per_chunk = block, weights, per_chunk
+        """Arguments: see above, `block` and `cut` of `BlockSteps`, and `counts` of `StageBlocks`."""
+        self.weights, self.per_chunk, self.where = weights, per_chunk, where
         self.in_place, self.unrolled = in_place, unrolled
-        self.blocks = StageBlocks(per_chunk, counts)
-        self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
+        make = functools.partial(BlockSteps, block, in_place=in_place, unrolled=unrolled)
+        if where is None:
+            self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut)}
+            return
+        names = where.kind_names
+        self.kinds = {kind: make(weights[kind], StageBlocks.of_kind(where.of(kind)), cut=cut[kind]) for kind in names}
+        rows = [[*row, *[None] * (per_chunk - len(row))] for row in where.stage_kinds]
+        slots = [[row[:number].count(kind) for number, kind in enumerate(row)] for row in rows]
+        self._kinds = jnp.array([[names.index(kind) if kind else -1 for kind in row] for row in rows])
+        self._slots = jnp.array(slots, jnp.int32)
+        self._order = jnp.array([where.orders.index(row) for row in where.stage_kinds])
 
     def empty_gradients(self) -> Tree:
         """Zero accumulators for `backward`: fp32, like the weights; with `unrolled` a tuple of those of each block.
 
         In a program without loops XLA adds a matmul's result in place to an array of its own, not to a part of one.
         """
-        zeros = fp32_zeros(self.weights)
-        return tuple(jax.tree.map(lambda a: a[0], zeros) for _ in range(self.per_chunk)) if self.unrolled else zeros
+        return self._of_kinds(BlockSteps.empty_gradients)
 
     def stacked_gradients(self, gradients: Tree) -> Tree:
         """Accumulators like those of `empty_gradients`, fp32 [local layers, ...]."""
@@ -87,29 +103,19 @@ class Stack(ChunkParts):
           x: a block's input, [samples, sequence, hidden]; only its type is read, as of `microbatch`.
           on_host: in host memory.
         """
-        values = self._template(x, microbatch).saved, x
-        return empty_stash(slots, self.per_chunk, values, on_host=on_host)
+        return self._of_kinds(lambda own: own.empty_stash(slots, x, microbatch, on_host=on_host))
 
     def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
         """An empty buffer [slots, blocks per chunk, ...] for what `backward_input` keeps for `backward_weight`."""
-
-        def keep(x, microbatch, layer):
-            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
-            residuals = vjp_residuals(vjp)
-            return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
-
-        shapes = jax.eval_shape(keep, x, microbatch, vary(jnp.zeros((), jnp.int32)))
-        return empty_stash(slots, self.per_chunk, shapes)
+        return self._of_kinds(lambda own: own.empty_kept(slots, x, microbatch))
 
     def forward(self, x: jax.Array, work: ChunkWork) -> jax.Array:
         """x of [samples, sequence, hidden] through the blocks of a chunk; saves nothing."""
-
-        def step(index, x):
-            weights = self._weights(work.chunk * self.per_chunk + index)
-            y = self.block(weights, x, work.microbatch, self.blocks.number(work.stage, index))
-            return self.blocks.select(work.stage, index, y, x)
-
-        return lax.fori_loop(*(work.blocks or (0, self.per_chunk)), step, x)
+        steps = self._steps(work, BlockSteps.plain_step)
+        if self.where:
+            return self._run_blocks(0, work, steps, (x,))[1][0]
+        one = lambda index, state: steps[ONE](index, work.chunk * self.per_chunk + index, 0, state)  # noqa: E731
+        return lax.fori_loop(*(work.blocks or (0, self.per_chunk)), one, (x,))[0]
 
     def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array, Tree]:
         """As `forward`, and writes each block's residuals and input to `work.stash`.
@@ -120,8 +126,9 @@ class Stack(ChunkParts):
         Returns:
           (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
         """
+        steps = self._steps(work, BlockSteps.forward_step, 1)
         state = (x, work.stash.buffer, work.records)
-        iterations, (y, buffer, records) = self._run_blocks(iterations, work, self.forward_step(work), state)
+        iterations, (y, buffer, records) = self._run_blocks(iterations, work, steps, state)
         return y, buffer, iterations, records
 
     def backward(
@@ -138,13 +145,15 @@ class Stack(ChunkParts):
         Returns:
           (gradient of the first block's input, the accumulators, the iteration count, the records).
         """
-        backward = self.backward_step(dy, work, keep)
 
-        def step(index, place, zero, state):
-            return backward(index, place, zero, (state[0], work.stash.buffer, *state[1:]))
+        def step_of(own: BlockSteps, work: ChunkWork) -> Callable:
+            backward = own.backward_step(dy, work, keep)
+            return lambda slot, place, zero, state: backward(
+                slot, place, zero, (state[0], work.stash.buffer, *state[1:])
+            )
 
-        state = (dy, gradients, work.records)
-        iterations, (dx, gradients, records) = self._run_blocks(iterations, work, step, state, backwards=True)
+        steps, state = self._steps(work, step_of, 1), (dy, gradients, work.records)
+        iterations, (dx, gradients, records) = self._run_blocks(iterations, work, steps, state, backwards=True)
         return dx, gradients, iterations, records
 
     def forward_and_backward(
@@ -158,7 +167,8 @@ class Stack(ChunkParts):
     ) -> tuple[jax.Array, jax.Array, Tree, Tree, jax.Array, Tree]:
         """`forward_stashing` and `backward`, which do not depend on each other, in one loop: a block of each an iteration.
 
-        On GPUs the collectives of one run beside the matmuls of the other.
+        On GPUs the collectives of one run beside the matmuls of the other. Where there are several kinds one runs after the
+        other: their blocks may be of different kinds.
 
         Args:
           x: the forward's input, [samples, sequence, hidden].
@@ -170,7 +180,16 @@ class Stack(ChunkParts):
         Returns:
           (y, dx, the stash's buffer, the accumulators, the iteration count, the records).
         """
-        write, read = self.forward_step(works[0]), self.backward_step(dy, works[1])
+        if self.where:
+            low, high = works[1].blocks  # the same part of both, and a backward's first part is the last blocks
+            back = dataclasses.replace(works[1], blocks=(self.per_chunk - high, self.per_chunk - low))
+            with jax.named_scope(BACKWARD):
+                dx, gradients, iterations, records = self.backward(dy, back, gradients, iterations=iterations)
+            with jax.named_scope(FORWARD):
+                ahead = dataclasses.replace(works[0], records=records)
+                y, buffer, iterations, records = self.forward_stashing(x, ahead, iterations)
+            return y, dx, buffer, gradients, iterations, records
+        write, read = self.kinds[ONE].forward_step(works[0]), self.kinds[ONE].backward_step(dy, works[1])
 
         def both(starts, low, high, zero, state):
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
@@ -217,8 +236,9 @@ class Stack(ChunkParts):
           (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
           iteration count, the records).
         """
-        state, step = (dy, gradients, work.kept.buffer, work.records), self.input_step(dy, work)
-        iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, step, state, backwards=True)
+        steps = self._steps(work, lambda own, work: own.input_step(dy, work), 1, 2)
+        state = (dy, gradients, work.kept.buffer, work.records)
+        iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, steps, state, backwards=True)
         return dx, gradients, buffer, iterations, records
 
     def backward_weight(self, x: jax.Array, work: ChunkWork, gradients: Tree, iterations=0) -> tuple[Tree, jax.Array]:
@@ -227,168 +247,108 @@ class Stack(ChunkParts):
         Returns:
           (the accumulators, the iteration count).
         """
-        iterations, gradients = self._run_blocks(iterations, work, self.weight_step(x, work), gradients)
+        steps = self._steps(work, lambda own, work: own.weight_step(x, work), 0)
+        iterations, (gradients,) = self._run_blocks(iterations, work, steps, (gradients,))
         return gradients, iterations
 
-    def forward_step(self, work: ChunkWork) -> Callable:
-        """`step(index, place, zero, (x, stash's buffer, records))`: a block's forward, which writes to the stash."""
+    def _of_kinds(self, function: Callable[[BlockSteps], Tree]) -> Tree:
+        """A tree of the stack: `function` of the blocks of each kind."""
+        trees = {kind: function(own) for kind, own in self.kinds.items()}
+        return trees if self.where else trees[ONE]
 
-        def step(index, place, zero, state):
-            x, buffer, records = state
-            y, vjp = self._vjp(place, self.blocks.number(work.stage, index), x, work.microbatch)
-            y = self.blocks.select(work.stage, index, y, x)
-            stash = dataclasses.replace(work.stash, buffer=buffer)
-            records = work.record(records, place, input=x, output=y)
-            return y, stash.write(index, (saved_residuals(vjp, work.microbatch), x)), records
+    def _steps(self, work: ChunkWork, step_of: Callable, *apart: int) -> dict[str, Callable]:
+        """For each kind `step_of(blocks, work)`: a step as `BlockSteps` has them, for the state of all kinds.
 
-        return step
+        `apart` are the elements of the state that are trees of the stack: the step gets and returns those of its kind.
+        """
+        if self.where is None:
+            return {ONE: step_of(self.kinds[ONE], work)}
 
-    def backward_step(self, dy: jax.Array, work: ChunkWork, keep=None) -> Callable:
-        """`step(index, place, zero, (dy, stash's buffer, gradients, records)) -> (dx, gradients, records)`, of a block."""
-        template = self._template(dy, work.microbatch)
+        def of(kind: str) -> Callable:
+            step = step_of(self.kinds[kind], self._of_kind(work, kind))
 
-        def step(index, place, zero, state):
-            dy, buffer, gradients, records = state
-            saved = self._saved(
-                index,
-                place,
-                dataclasses.replace(work, stash=dataclasses.replace(work.stash, buffer=buffer)),
-                template,
-                zero,
-            )
-            dw, dx = self._backward(template.backward, *saved, dy)
-            dx = self.blocks.select(work.stage, index, dx, dy)
+            def run(slot, place, zero, state):
+                state = list(state)
+                new = step(slot, place, zero, [a[kind] if i in apart else a for i, a in enumerate(state)])
+                return tuple({**state[i], kind: a} if i in apart else a for i, a in enumerate(new))
 
-            def add(total, new, cut):
-                new = cut.scatter(new.astype(total.dtype))
-                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
+            return run
 
-            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
-            if not self.unrolled:
-                return dx, jax.tree.map(add, gradients, dw, self.cut), records
-            new = jax.tree.map(add, gradients[place], dw, self.cut)
-            return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
+        return {kind: of(kind) for kind in self.kinds}
 
-        return step
-
-    def input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
-        """`step(index, place, zero, (dy, gradients, buffer of work.kept, records))`: a block's I."""
-        template = self._template(dy, work.microbatch)
-
-        def step(index, place, zero, state):
-            dy, gradients, buffer, records = state
-            residuals, weights, x = self._saved(index, place, work, template, zero)
-            split = self._split(template, residuals, weights, x)
-            dx, early, new = split.input(residuals, weights, x, dy)
-            buffer = dataclasses.replace(work.kept, buffer=buffer).write(index, new)
-            dx = self.blocks.select(work.stage, index, dx, dy)
-            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
-            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
-
-        return step
-
-    def weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
-        """`step(index, place, zero, gradients) -> gradients`: a block's W."""
-        template = self._template(x, work.microbatch)
-
-        def step(index, place, zero, gradients):
-            residuals, weights, x = self._saved(index, place, work, template, zero)
-            split = self._split(template, residuals, weights, x)
-            kept = work.kept.read(index, zero)
-            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
-            return self._add(gradients, late, place, split.is_late, True)
-
-        return step
+    def _of_kind(self, work: ChunkWork, kind: str) -> ChunkWork:
+        """The work for one of several kinds: its part of the buffers, and a recorder that knows its blocks' places."""
+        changes, own = {}, self.kinds[kind]
+        for name in ("stash", "kept"):
+            buffer = getattr(work, name).buffer
+            changes[name] = dataclasses.replace(getattr(work, name), buffer=buffer[kind] if buffer else ())
+        if work.recorder:
+            first = work.chunk * self.per_chunk - jnp.array(self.where.firsts, jnp.int32)[work.stage]
+            row = lambda place: first + own.blocks.number(work.stage, place % own.per_chunk)  # noqa: E731
+            changes["recorder"] = dataclasses.replace(work.recorder, row=row)
+        return dataclasses.replace(work, **changes)
 
     def _run_blocks(
-        self, iterations, work: ChunkWork, step: Callable, state: Tree, *, backwards=False
-    ) -> tuple[jax.Array, Tree]:
-        """Runs `step(index, place, zero, state) -> state` for each block of `work.blocks`.
-
-        `index` is the block's number in the chunk and `place` its index in `weights`.
+        self, iterations, work: ChunkWork, steps: dict[str, Callable], state: tuple, *, backwards=False
+    ) -> tuple[jax.Array, tuple]:
+        """Runs the step of its kind for each block of `work.blocks`; for steps and state see `BlockSteps`.
 
         A loop over blocks of any chunk has an index that is known at run time only, so XLA copies each block's weights, and
-        adds each gradient, in kernels of their own. With `in_place`, each chunk, and each part of one, is a branch with a
-        loop whose trip count and first block are known at compile time: XLA's matmuls then read the weights, and add to the
-        gradients, where they are in the stacked arrays, and the host waits for the device once for a chunk instead of once
-        for a block. If there is one chunk and the range is known at compile time, there is no branch.
+        adds each gradient, in kernels of their own. With `in_place`, each chunk, each order of kinds in it, and each part of
+        one, is a branch with loops whose trip counts and first blocks are known at compile time: XLA's matmuls then read the
+        weights, and add to the gradients, where they are in the stacked arrays, and the host waits for the device once for a
+        chunk instead of once for a block. If there is one choice and the range is known at compile time, there is no branch.
 
         Returns:
           (the iteration count, the final state).
         """
-        chunk, (low, high) = work.chunk, (0, self.per_chunk) if work.blocks is None else work.blocks
+        low, high = (0, self.per_chunk) if work.blocks is None else work.blocks
         if not self.in_place:
 
             def one(count, zero, state):
-                index = high - 1 - count if backwards else low + count
-                return step(index, (chunk + zero) * self.per_chunk + index, zero, state)
+                return self._run_one(high - 1 - count if backwards else low + count, work, steps, zero, state)
 
             return counted_loop(iterations, high - low, one, state)
+        choices = [
+            (chunk, order, start, stop)
+            for chunk in range(next(iter(self.kinds.values())).chunks)
+            for order in self._orders_of(chunk)
+            for start, stop in self.ranges(work.parts, backwards=backwards)
+        ]
 
-        def several(first, low, high, zero, state):
-            def one(count, state):
-                index = high - 1 - count if backwards else low + count
-                return step(index, first + high - 1 - count if backwards else first + low + count, zero, state)
+        def branch(chunk, order, start, stop, zero, state):
+            first = {kind: chunk * own.per_chunk for kind, own in self.kinds.items()}
+            how = {"backwards": backwards, "unrolled": self.unrolled}
+            return run_in_order(order, (start, stop), first, steps, zero, state, **how)
 
-            if self.unrolled:
-                return functools.reduce(lambda state, count: one(count, state), range(high - low), state)
-            return lax.fori_loop(0, high - low, one, state)
+        always = isinstance(high, int)
+        if always and len(choices) == 1:
+            return iterations + high - low, branch(*choices[0], 0, state)
 
-        layers, always = jax.tree.leaves(self.weights)[0].shape[0], isinstance(high, int)
-        if always and layers == self.per_chunk:
-            return iterations + high - low, several(0, low, high, 0, state)
-        ranges = self.ranges(work.parts, backwards=backwards)
-        choices = [(first, start, stop) for first in range(0, layers, self.per_chunk) for start, stop in ranges]
-        index = which(
-            (chunk * self.per_chunk == first) & (low == start) & (high == stop) for first, start, stop in choices
-        )
-        branches = [functools.partial(several, *choice) for choice in choices]
+        def holds(chunk, order, start, stop):
+            same = (work.chunk == chunk) & (low == start) & (high == stop)
+            return same if self.where is None else same & (self._order[work.stage] == self.where.orders.index(order))
+
+        index = which(holds(*choice) for choice in choices)
+        branches = [functools.partial(branch, *choice) for choice in choices]
         return run_one_of(iterations, index, branches, state, always=always)
 
-    def _backward(self, backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:
-        """`backward(*arguments) -> (gradients, others)`; with `in_place`, gradients that are matmuls are in fp32."""
-        if not self.in_place:
-            return backward(*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        gradients, others = jax.eval_shape(backward, *arguments)
-        count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
-        flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
-        return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
+    def _run_one(self, index: jax.Array, work: ChunkWork, steps: dict[str, Callable], zero, state: tuple) -> tuple:
+        """Runs the block number `index` of a chunk: of several kinds with a loop of zero or one iteration for each."""
+        chunk = work.chunk + zero
+        if self.where is None:
+            return steps[ONE](index, chunk * self.per_chunk + index, zero, state)
+        number, slot = self._kinds[work.stage, index], self._slots[work.stage, index]
+        for own, (kind, step) in enumerate(steps.items()):
+            place = chunk * self.kinds[kind].per_chunk + slot
+            run = lambda _, again, state: step(slot, place + again, zero + again, state)  # noqa: B023, E731
+            _, state = counted_loop(zero, (number == own).astype(jnp.int32), run, state)
+        return state
 
-    def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
-        """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
-        return split_backward(template.backward, residuals, weights, x, x)
-
-    def _saved(self, index, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, jax.Array]:
-        """The arguments of a block's backward: residuals, weights, and the block's input."""
-        saved, x = work.stash.read(index, zero)
-        return template.residuals(saved, work.microbatch), self._weights(place), x
-
-    def _weights(self, index) -> Tree:
-        """The weights of one block, all-gathered over `data` where they are sharded over it."""
-        one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
-        return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
-
-    def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
-        """Adds the gradients `new`, in order, to the accumulators whose flag in `is_late` equals `late`."""
-        values = iter(new)
-
-        def add(total, flag, cut):
-            return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
-
-        return jax.tree.map(add, totals, is_late, self.cut)
-
-    def _vjp(self, index, layer, x, microbatch):
-        return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
-
-    def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
-        """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
-        if self.unrolled:
-            return total + new
-        if not self.in_place:
-            return total.at[place].add(new)
-        sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
-        return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
-
-    def _template(self, x, microbatch) -> VJPTemplate:
-        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch)
+    def _orders_of(self, chunk: int) -> list[tuple[str, ...]]:
+        """The orders of kinds of the stages that a chunk is, on any rank."""
+        if self.where is None:
+            return [(ONE,) * self.per_chunk]
+        ranks, chunks, placement = self.where.ranks, self.where.chunks, self.where.placement
+        stages = {stage_number(chunk % chunks, rank, ranks, placement) for rank in range(ranks)}
+        return sorted({self.where.stage_kinds[stage] for stage in stages})

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from megajax.schedules.schedule import Schedule
+from megajax.schedules.stages import KindLayers
 
 __all__ = ["StageBlocks", "clear_empty_slots"]
 
@@ -30,14 +31,26 @@ class StageBlocks:
 
     Attributes:
       slots: blocks of the largest stage.
-      counts: blocks of each stage, `slots` or fewer; None: all stages have `slots`.
+      counts: blocks of each stage, `slots` or fewer; None: all stages have `slots`, or the blocks are of one of several
+        kinds, of which no empty slot is run.
+      numbers: of such a kind, those of each stage's blocks, [stages, slots].
     """
 
     slots: int
     counts: Sequence[int] | None = None
+    numbers: jax.Array | None = None
+
+    @classmethod
+    def of_kind(cls, where: KindLayers) -> "StageBlocks":
+        """Those of one of several kinds."""
+        numbers = iter(where.numbers)
+        rows = [[next(numbers) for _ in range(count)] for count in where.counts]
+        return cls(where.slots, numbers=jnp.array([[*row, *[0] * (where.slots - len(row))] for row in rows], jnp.int32))
 
     def number(self, stage: jax.Array, slot: jax.Array) -> jax.Array:
         """The model's number of the block in a slot of a stage, int32 scalars; without meaning for an empty slot."""
+        if self.numbers is not None:
+            return self.numbers[stage, slot]
         if self.counts is None:
             return stage * self.slots + slot
         first = np.cumsum([0, *self.counts[:-1]], dtype=np.int32)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.layout import named
-from megajax.pipeline import executor, operations, rank, stage
+from megajax.pipeline import block_steps, executor, operations, rank
 from megajax.train import optimizer
 from tests.verify import planted
 
@@ -121,7 +121,7 @@ def test_wrong_order_of_layers_in_a_chunk():
 
         return swapped
 
-    with planted.patched(stage.Stack, "_weights", wrap):
+    with planted.patched(block_steps.BlockSteps, "_weights", wrap):
         verdict = planted.compare(planted.replay_of(planted.make_run(**TWO_STAGES)))
     difference, details = found(verdict, 1, "output/2")
     assert difference.entry.layer == 2 and "all samples" in details and "layer 2 is on pipe rank 1" in details
@@ -192,7 +192,7 @@ def test_weight_that_differs_on_one_rank_inside_the_step():
 
         return wrong
 
-    with planted.patched(stage.Stack, "_weights", wrap):
+    with planted.patched(block_steps.BlockSteps, "_weights", wrap):
         verdict = planted.compare(planted.replay_of(planted.make_run(**TWO_STAGES)))
     _, details = found(verdict, 1, "output/1")
     assert "data rank 1" in details and "every microbatch" in details and "layer 1 is on pipe rank 0" in details

@@ -1,0 +1,209 @@
+"""One block in each operation of a tick: forward, backward, and its parts I and W. The block is the unit of differentiation.
+
+The forward calls `jax.vjp(block, weights, x)` and writes to the stash the block's input x and the residuals that `jax.vjp`
+saved beyond its arguments and the microbatch. Which residuals these are, the block decides with `jax.checkpoint`. Weights
+are arguments, so the backward reads them from where they are stored; they are never copied to the stash. The backward
+rebuilds the VJP from the stash and adds the weight gradients to fp32 accumulators in place.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
+from megajax.pipeline.chunk_work import ChunkWork
+from megajax.pipeline.jaxprs import with_fp32_gradients
+from megajax.pipeline.layout import fp32_zeros, vary
+from megajax.pipeline.split_backward import Split, split_backward
+from megajax.pipeline.stash import empty_stash
+from megajax.pipeline.uneven import StageBlocks
+from megajax.runtime.compat import vjp_residuals
+from megajax.sharding.zero import ZeroSharding
+
+Tree = Any
+
+
+class BlockSteps:
+    """The blocks of one kind on one rank, and a step of each operation on one of them.
+
+    A step is `step(slot, place, zero, state) -> state`: `slot` is the block's number among those of its kind in the chunk,
+    `place` its index in `weights`, `zero` as for `loops.counted_loop`, and `state` a tuple.
+
+    Attributes:
+      block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch, x of [samples, sequence, hidden].
+      weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
+      blocks: the numbers of the stages' blocks.
+      cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
+        runs, and its gradient is reduce-scattered at once. None: no weight is.
+      in_place, unrolled: as for `stage.Stack`.
+      per_chunk: slots for blocks in a chunk.
+    """
+
+    def __init__(
+        self,
+        block: Callable,
+        weights: Tree,
+        blocks: StageBlocks,
+        *,
+        cut: Tree | None,
+        in_place: bool,
+        unrolled: bool,
+    ):
+        """Arguments: see above."""
+        self.block, self.weights, self.blocks, self.per_chunk = block, weights, blocks, blocks.slots
+        self.in_place, self.unrolled = in_place, unrolled
+        self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the rank has, or versions of one (`pipedream_2bw`)."""
+        return jax.tree.leaves(self.weights)[0].shape[0] // self.per_chunk
+
+    def empty_gradients(self) -> Tree:
+        """As `Stack.empty_gradients`."""
+        zeros = fp32_zeros(self.weights)
+        return tuple(jax.tree.map(lambda a: a[0], zeros) for _ in range(self.per_chunk)) if self.unrolled else zeros
+
+    def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool) -> Tree:
+        """As `Stack.empty_stash`."""
+        values = self._template(x, microbatch).saved, x
+        return empty_stash(slots, self.per_chunk, values, on_host=on_host)
+
+    def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
+        """As `Stack.empty_kept`."""
+
+        def keep(x, microbatch, layer):
+            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
+            residuals = vjp_residuals(vjp)
+            return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
+
+        shapes = jax.eval_shape(keep, x, microbatch, vary(jnp.zeros((), jnp.int32)))
+        return empty_stash(slots, self.per_chunk, shapes)
+
+    def plain_step(self, work: ChunkWork) -> Callable:
+        """The forward, state (x,); saves nothing."""
+
+        def step(slot, place, zero, state):
+            (x,), weights = state, self._weights(place)
+            y = self.block(weights, x, work.microbatch, self.blocks.number(work.stage, slot))
+            return (self.blocks.select(work.stage, slot, y, x),)
+
+        return step
+
+    def forward_step(self, work: ChunkWork) -> Callable:
+        """The forward, state (x, the stash's buffer, records); writes to the stash."""
+
+        def step(slot, place, zero, state):
+            x, buffer, records = state
+            y, vjp = self._vjp(place, self.blocks.number(work.stage, slot), x, work.microbatch)
+            y = self.blocks.select(work.stage, slot, y, x)
+            stash = dataclasses.replace(work.stash, buffer=buffer)
+            records = work.record(records, place, input=x, output=y)
+            return y, stash.write(slot, (saved_residuals(vjp, work.microbatch), x)), records
+
+        return step
+
+    def backward_step(self, dy: jax.Array, work: ChunkWork, keep=None) -> Callable:
+        """The backward, state (dy, the stash's buffer, gradients, records); returns it without the buffer."""
+        template = self._template(dy, work.microbatch)
+
+        def step(slot, place, zero, state):
+            dy, buffer, gradients, records = state
+            stashed = dataclasses.replace(work, stash=dataclasses.replace(work.stash, buffer=buffer))
+            saved = self._saved(slot, place, stashed, template, zero)
+            dw, dx = self._backward(template.backward, *saved, dy)
+            dx = self.blocks.select(work.stage, slot, dx, dy)
+
+            def add(total, new, cut):
+                new = cut.scatter(new.astype(total.dtype))
+                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
+
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            if not self.unrolled:
+                return dx, jax.tree.map(add, gradients, dw, self.cut), records
+            new = jax.tree.map(add, gradients[place], dw, self.cut)
+            return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
+
+        return step
+
+    def input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
+        """I, state (dy, gradients, the buffer of `work.kept`, records)."""
+        template = self._template(dy, work.microbatch)
+
+        def step(slot, place, zero, state):
+            dy, gradients, buffer, records = state
+            residuals, weights, x = self._saved(slot, place, work, template, zero)
+            split = self._split(template, residuals, weights, x)
+            dx, early, new = split.input(residuals, weights, x, dy)
+            buffer = dataclasses.replace(work.kept, buffer=buffer).write(slot, new)
+            dx = self.blocks.select(work.stage, slot, dx, dy)
+            records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            return dx, self._add(gradients, early, place, split.is_late, False), buffer, records
+
+        return step
+
+    def weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
+        """W, state (gradients,)."""
+        template = self._template(x, work.microbatch)
+
+        def step(slot, place, zero, state):
+            residuals, weights, x = self._saved(slot, place, work, template, zero)
+            split = self._split(template, residuals, weights, x)
+            kept = work.kept.read(slot, zero)
+            late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
+            return (self._add(state[0], late, place, split.is_late, True),)
+
+        return step
+
+    def _backward(self, backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:
+        """`backward(*arguments) -> (gradients, others)`; with `in_place`, gradients that are matmuls are in fp32."""
+        if not self.in_place:
+            return backward(*arguments)
+        leaves, structure = jax.tree.flatten(arguments)
+        gradients, others = jax.eval_shape(backward, *arguments)
+        count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
+        flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
+        return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
+
+    def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
+        """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
+        return split_backward(template.backward, residuals, weights, x, x)
+
+    def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, jax.Array]:
+        """The arguments of a block's backward: residuals, weights, and the block's input."""
+        saved, x = work.stash.read(slot, zero)
+        return template.residuals(saved, work.microbatch), self._weights(place), x
+
+    def _weights(self, index) -> Tree:
+        """The weights of one block, all-gathered over `data` where they are sharded over it."""
+        one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
+        return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
+
+    def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
+        """Adds the gradients `new`, in order, to the accumulators whose flag in `is_late` equals `late`."""
+        values = iter(new)
+
+        def add(total, flag, cut):
+            return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+
+        return jax.tree.map(add, totals, is_late, self.cut)
+
+    def _vjp(self, index, layer, x, microbatch):
+        return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
+
+    def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
+        """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
+        if self.unrolled:
+            return total + new
+        if not self.in_place:
+            return total.at[place].add(new)
+        sum_ = lax.dynamic_index_in_dim(total, place, 0, keepdims=False) + new
+        return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
+
+    def _template(self, x, microbatch) -> VJPTemplate:
+        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch)
