@@ -48,8 +48,9 @@ def read_file(path: str) -> str:
 
 def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
-    from megajax.estimate.communication import expected
+    from megajax.estimate.communication import Formula, expected
     from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
+    from megajax.pipeline.program import StepProgram
 
     request = parse(arguments, __doc__, DEFAULTS)
     on_cpu = request.devices is not None and request.devices.startswith("cpu")
@@ -62,11 +63,12 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     for collective in module.collectives:
         axes.setdefault(collective.axes(shape), []).append(collective)
     lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
-    formulas = expected(run)
+    formulas: dict[str, list[Formula]] = {}
+    for line in expected(StepProgram.of(run)):  # replicas that split experts are neighbours on the data axis
+        formulas.setdefault("data" if line.axis == "expert" else line.axis, []).append(line)
     for axis in ("tensor", "pipe", "data"):
-        lines += ["", axis]
-        lines += [f"{'':8} {size(line.bytes)}  {line.what}: {line.formula}" for line in formulas if line.axis == axis]
-        total = sum(line.bytes for line in formulas if line.axis == axis)
+        lines += ["", axis, *map(described, formulas.get(axis, []))]
+        total = sum(line.bytes for line in formulas.get(axis, []))
         found = axes.get((axis,), [])
         sent = most_sent(found)
         ratio = f"{sent / total:.3f} of the formulas' {size(total).strip()}" if total else "and no formula"
@@ -79,8 +81,15 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
             )
     for names, several in axes.items():
         if len(names) > 1:
-            lines += ["", f"{'':8} {size(most_sent(several))}  over {' and '.join(names)} at once"]
+            together = " and ".join(names)
+            lines += ["", *map(described, formulas.get(together, []))]
+            lines.append(f"{'':8} {size(most_sent(several))}  over {together} at once")
     return lines + flops(run, module)
+
+
+def described(line) -> str:
+    """A line of the formulas."""
+    return f"{'':8} {size(line.bytes)}  {line.what}: {line.formula}"
 
 
 def flops(run: RunConfig, module) -> list[str]:

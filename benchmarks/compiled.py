@@ -1,6 +1,6 @@
 """Programs compiled for GPUs without any, beside the models of time and memory. Nothing is run.
 
-python -m benchmarks.compiled time         layouts of six models on H100s: time by class of kernel, and memory
+python -m benchmarks.compiled time         layouts of nine models on H100s: time by class of kernel, and memory
 python -m benchmarks.compiled memory       a grid of runs on H100s: memory
 python -m benchmarks.compiled questions    what the planner answers to nine questions, and whether another of its layouts
                                            is faster than the winner (--best 10 compiles the ten best)
@@ -25,24 +25,22 @@ from typing import Any
 import jax
 
 from benchmarks.compiled_cases import SETS
-from megajax.config import ConfigError, RunConfig
+from megajax.config import BertConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
+from megajax.estimate.auto import resolved
 from megajax.estimate.error_bars import comparison_bar
-from megajax.estimate.expert_time import with_expert_dispatch
-from megajax.estimate.gpus import Gpu, find_gpu, with_attention
+from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import StepAccount, account_of
 from megajax.estimate.program_time import Program
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS
 from megajax.estimate.step_time import step_time
-from megajax.estimate.vocabulary import with_vocabulary
 from megajax.pipeline.program import StepProgram
 from megajax.plan.account import account_table
-from megajax.plan.compiler import CompilerError, compile_for, compiler_versions, run_from_json
+from megajax.plan.compiler import CompilerError, compile_for, compiler_versions
 from megajax.plan.options import clusters_of, plan_parser, question_of
-from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, usable_bytes
-from megajax.plan.ties import simplest_first
+from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, simplest_first, usable_bytes
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import exit_code
 
@@ -61,6 +59,20 @@ def read() -> dict[tuple[str, str], list[Row]]:
     return rows
 
 
+def run_from_json(fields: dict[str, Any]) -> RunConfig:
+    """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as files of results have it; without data."""
+    model = BertConfig if "post_norm" in fields["model"] else ModelConfig
+    sections = {"model": model, "parallel": ParallelConfig, "train": TrainConfig}
+    return RunConfig(
+        **{
+            name: kind(
+                **{key: tuple(value) if isinstance(value, list) else value for key, value in fields[name].items()}
+            )
+            for name, kind in sections.items()
+        }
+    )
+
+
 def write(rows: Mapping[tuple[str, str], Iterable[Row]]) -> None:
     """Writes the rows, one a line."""
     lines = ",\n".join(f" {json.dumps(row)}" for some in rows.values() for row in some)
@@ -70,8 +82,7 @@ def write(rows: Mapping[tuple[str, str], Iterable[Row]]) -> None:
 def run_of(words: str, gpu: Gpu = GPU) -> RunConfig:
     """The run of a command line, on the devices that it needs; raises ConfigError if it is not legal."""
     request = parse(words.split(), "", {})
-    run = with_expert_dispatch(request.run(request.devices_needed or 1, "bf16"), gpu)
-    run = with_attention(with_vocabulary(run, gpu), gpu)
+    run = resolved(request.run(request.devices_needed or 1, "bf16"), gpu)
     run.validate()
     return run
 
@@ -152,10 +163,10 @@ class Comparison:
         of = lambda *kinds: sum(row["seconds"].get(kind, 0.0) for kind in kinds)  # noqa: E731
         whole, parts = step_time(self.run, gpu), Program(self.run, gpu).parts
         self.classes = {
-            "matmul": (of("matmul"), parts.matmul),
+            "matmul": (of("matmul", "experts"), parts.matmul),
             "attention": (of("attention"), parts.attention),
             "others": (of("elementwise", "copy", "stash", "accumulation"), parts.traffic),
-            "exposed": (of(EXPOSED), parts.tensor + parts.context + parts.pipe + parts.data + parts.offload),
+            "exposed": (of(EXPOSED), parts.exposed),
             "gaps": (of(GAPS), parts.gaps),
             "waits": (of(SYNCS), parts.waits),
         }

@@ -41,6 +41,16 @@ llama3-8b-context       llama3-8b        4  --context 4 --tensor 2 --data 2 --ze
 6.7b-ring               gpt3-6.7b       32  --tensor 4 --pipe 2 --chunks 2 --tensor-overlap ring
 175b-ring               gpt3-175b       64  --tensor 8 --pipe 8 --chunks 3 --tensor-overlap ring
 llama2-7b-ring          llama2-7b       64  --tensor 2 --pipe 2 --data 2 --tensor-overlap ring
+mixtral                 mixtral-8x7b    32  --sequence-length 4096 --tensor 4 --pipe 4 --chunks 2
+mixtral-expert          mixtral-8x7b    64  --sequence-length 4096 --pipe 4 --data 8 --expert 8 --chunks 2
+mixtral-1f1b            mixtral-8x7b    64  --sequence-length 4096 --pipe 4 --data 8 --expert 8 --schedule 1f1b
+mixtral-full            mixtral-8x7b    64  --sequence-length 4096 --tensor 2 --pipe 2 --data 4 --expert 4 --recompute full
+mixtral-zb_h1           mixtral-8x7b    64  --sequence-length 4096 --tensor 2 --pipe 4 --data 4 --expert 4 --schedule zb_h1
+mixtral-layers          mixtral-8x7b     8  --sequence-length 4096 --layers 2
+qwen3-moe               qwen3-30b-a3b   64  --sequence-length 4096 --data 8 --expert 8 --zero 1
+qwen3-moe-tensor        qwen3-30b-a3b   64  --sequence-length 4096 --tensor 2 --pipe 4 --data 4 --expert 4
+bert                    bert-336m      256  --data 8 --microbatch-size 8
+bert-tensor             bert-1.3b      256  --data 4 --tensor 2 --microbatch-size 8
 one-gpu gpt2-xl 16 --layers 8 --hidden 4096 --heads 32 --sequence-length 2048 --dropout 0 --microbatch-size 4
 [memory] --attention xla --vocab-parallel tensor
 # the papers' large runs: 2104.04473 table 1, 2205.05198 table 5, and GPT-3 on 1,024 GPUs

@@ -245,8 +245,8 @@ def row(case: Case, seconds: list[float], results: dict) -> dict:
 
 def peer_rows(args: MfuOptions, results: dict) -> list[dict]:
     """The peers on the shapes of the one-device runs; a peer that cannot run has an "error" instead of rates."""
+    from benchmarks.compiled import run_from_json
     from megajax.estimate.flops import flops_per_step
-    from megajax.plan.compiler import run_from_json
 
     runs = [run_from_json(one["run"]) for one in results["rows"]]
     alone = list(dict.fromkeys(run for run in runs if run.parallel.devices == 1))

@@ -25,7 +25,7 @@ from megajax.pipeline.slots import slot_tables
 from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 from megajax.schedules.pictures import label_ends, picture, wrapped
-from megajax.schedules.registry import find, make_schedule
+from megajax.schedules.registry import make_schedule, microbatch_rule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
 
 KINDS = [
@@ -86,7 +86,7 @@ def measured_rows(repeats: int) -> list[dict]:
         (name, chunks, microbatches)
         for name, chunks in MEASURED
         for microbatches in MICROBATCHES
-        if microbatches >= find(name).fewest_microbatches(TIMED_STAGES)
+        if microbatches >= microbatch_rule(name, TIMED_STAGES).fewest
     ] + [(APART, 1, microbatches) for microbatches in MICROBATCHES[-2:]]
     steps = {}
     for case in cases:

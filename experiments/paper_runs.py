@@ -7,16 +7,16 @@ curves without numbers, so those points have no published value, only what the t
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks.published.rows import ROWS_TO_2024, equation_3_flops
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.estimate.flops import equation_3_flops, flops_per_step
+from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import GIGA, Gpu, find_gpu
-from megajax.estimate.published import ROWS_TO_2024
 
 A100 = find_gpu("a100-80gb")
 # DGX-2H: 16 GPUs on NVSwitch, 150 GB/s each way, and eight 100 Gb/s adapters (1909.08053 section 5, NVIDIA's datasheets).
 # The program of 2019 reached a third of the peak; only ratios are compared.
 V100 = Gpu("v100-32gb", "Tesla V100-SXM3-32GB", 34_089_730_048, 900 * GIGA, 16, 150 * GIGA, 6.25 * GIGA, 0.8,
-           16 * GIGA, (7, 0), 80, 1.6, 6 << 20, 96 << 10, "Tesla V100-SXM3-32GB", 450)  # fmt: skip
+           16 * GIGA, (7, 0), 80, 1.6, 6 << 20, 96 << 10, 450)  # fmt: skip
 OLD = {"recompute": "full", "sequence_parallel": False, "vocab_parallel": "tensor"}
 
 

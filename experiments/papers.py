@@ -17,15 +17,15 @@ from typing import Any
 
 import jax
 
+from benchmarks.published.rows import MODEL_22B, make_run
 from experiments.paper_runs import A100, LAYER_2205, Exhibit, Point, exhibits
 from megajax.config import ConfigError, RunConfig, preset
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
-from megajax.estimate.gpus import with_attention
+from megajax.estimate.auto import resolved
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import account_of
-from megajax.estimate.program_time import Program
-from megajax.estimate.published import MODEL_22B, make_run
+from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.step_time import step_time
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.compiler import compile_for
@@ -92,7 +92,7 @@ def compiled(point: Point) -> Result:
 
 def _resolved(run: RunConfig, point: Point) -> RunConfig:
     auto = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="auto"))
-    return with_attention(auto, point.gpu)
+    return resolved(auto, point.gpu)
 
 
 def table(exhibit: Exhibit, results: Sequence[Result]) -> str:
@@ -139,9 +139,9 @@ def layer_table() -> str:
         run = make_run(MODEL_22B, (8, 1, 1), 4, 4, 1, recompute=recompute, sequence_parallel=sequence_parallel)
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, precision="fp16"))
         parallel = dataclasses.replace(run.parallel, attention="xla")  # the paper's has dropout in attention
-        program = Program(dataclasses.replace(run, parallel=parallel), A100)
+        block = Blocks(dataclasses.replace(run, parallel=parallel), A100)
         name = f"recompute {recompute}{', sequence parallel' if sequence_parallel else ''}"
-        own = [1e3 * one.total for one in (program.forward, program.backward)]
+        own = [1e3 * one.total for one in (block.forward, block.backward)]
         lines.append(f"  {name:<42}{published[0]:>9.1f}{published[1]:>9.1f}{own[0]:>9.1f}{own[1]:>9.1f}")
     return "\n".join(lines)
 

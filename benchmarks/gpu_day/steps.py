@@ -22,9 +22,8 @@ LISTED = 25  # kernels
 
 def run_of(name: str, device) -> RunConfig:
     """The run of a name: models of the sizes that fit one GPU, with its fastest attention."""
-    from megajax.estimate.expert_time import with_expert_dispatch
+    from megajax.estimate.auto import resolved_layout
     from megajax.estimate.gpus import gpu_of
-    from megajax.estimate.vocabulary import with_vocabulary
     from megajax.models.context import attention_choice
 
     change = dataclasses.replace
@@ -41,7 +40,7 @@ def run_of(name: str, device) -> RunConfig:
     train = TrainConfig(global_batch_size=samples * microbatches, precision=precision)
     run = RunConfig(model, ParallelConfig(microbatch_size=samples), train)
     run.validate()
-    run = with_expert_dispatch(with_vocabulary(run, gpu_of(device)), gpu_of(device))
+    run = resolved_layout(run, gpu_of(device))
     return change(run, parallel=change(run.parallel, attention=attention_choice(run, device).name))
 
 

@@ -6,8 +6,6 @@ from typing import Any
 from megajax.models.costs import ModelCosts
 from megajax.models.interface import model_class
 
-__all__ = ["model_costs"]
-
 
 @functools.lru_cache(maxsize=256)  # a search uses the same model thousands of times
 def model_costs(model: Any) -> ModelCosts:

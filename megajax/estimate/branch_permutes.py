@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from megajax.estimate.hlo_parser import Line, Visit, computations, visits
 
-__all__ = ["StagePermute", "is_library", "stage_permutes"]
-
 PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -42,9 +40,7 @@ class StagePermute(NamedTuple):
 def stage_permutes(text: str, stages: Sequence[int]) -> list[StagePermute]:
     """The permutes between devices of one stage, in loops and branches that depend on the stage; each place once.
 
-    Args:
-      text: of the compiled program.
-      stages: of each device, in the order of the mesh's devices.
+    `text`: of the compiled program; `stages`: of each device, in the order of the mesh's devices.
     """
     if "collective-permute" not in text:
         return []
@@ -55,10 +51,10 @@ def stage_permutes(text: str, stages: Sequence[int]) -> list[StagePermute]:
         for name in bodies
         if name in conditional
         for line in bodies[name]
-        if line.op in ("collective-permute", "collective-permute-start") and _within_a_stage(line, stages)
+        if line.op.removesuffix("-start") == "collective-permute" and _within_a_stage(line, stages)
     ]
-    sources = _Sources(text) if lines else None
-    return list(dict.fromkeys(_describe(line, sources) for line in lines))
+    tables = {name: _table(text, name) for name in TABLES if lines}
+    return list(dict.fromkeys(_describe(line, tables) for line in lines))
 
 
 def _within_a_stage(line: Line, stages: Sequence[int]) -> bool:
@@ -67,11 +63,11 @@ def _within_a_stage(line: Line, stages: Sequence[int]) -> bool:
     return bool(pairs) and all(stages[int(source)] == stages[int(target)] for source, target in pairs)
 
 
-def _describe(line: Line, sources: "_Sources") -> StagePermute:
+def _describe(line: Line, tables: Mapping[str, Mapping[str, str]]) -> StagePermute:
     found = OP_NAME.search(line.rest)
     path = found[1].split("/") if found else ["an operation"]
     part = next((PARTS[name] for name in reversed(path) if name in PARTS), "block")
-    return StagePermute(path[-1], part, sources.of(line))
+    return StagePermute(path[-1], part, _source(line, tables))
 
 
 def is_library(file: str) -> bool:
@@ -79,26 +75,20 @@ def is_library(file: str) -> bool:
     return "/site-packages/" in file or file.startswith((PACKAGE, "<"))
 
 
-class _Sources:
-    """The places in the user's files that lines were traced from: the innermost frame that is in no library."""
-
-    def __init__(self, text: str):
-        self.tables = {name: _table(text, name) for name in TABLES}
-
-    def of(self, line: Line) -> str:
-        """See `StagePermute.source`."""
-        if found := SOURCE.search(line.rest):  # older than jax 0.11
-            return f"{found[1]}, line {found[2]}"
-        number, seen = (FRAME.search(line.rest) or ["", ""])[1], set()
-        while number in self.tables["StackFrames"] and number not in seen:
-            seen.add(number)
-            frame = _fields(self.tables["StackFrames"][number])
-            place = _fields(self.tables["FileLocations"].get(frame.get("file_location_id", ""), ""))
-            file = self.tables["FileNames"].get(place.get("file_name_id", ""), "").strip('"')
-            if file and not is_library(file):
-                return f"{file}, line {place.get('line')}"
-            number = frame.get("parent_frame_id", "")
-        return ""
+def _source(line: Line, tables: Mapping[str, Mapping[str, str]]) -> str:
+    """The place in the user's files that a line was traced from: the innermost frame that is in no library."""
+    if found := SOURCE.search(line.rest):  # older than jax 0.11
+        return f"{found[1]}, line {found[2]}"
+    number, seen = (FRAME.search(line.rest) or ["", ""])[1], set()
+    while number in tables["StackFrames"] and number not in seen:
+        seen.add(number)
+        frame = _fields(tables["StackFrames"][number])
+        place = _fields(tables["FileLocations"].get(frame.get("file_location_id", ""), ""))
+        file = tables["FileNames"].get(place.get("file_name_id", ""), "").strip('"')
+        if file and not is_library(file):
+            return f"{file}, line {place.get('line')}"
+        number = frame.get("parent_frame_id", "")
+    return ""
 
 
 def _table(text: str, name: str) -> dict[str, str]:

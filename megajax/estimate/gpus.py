@@ -18,21 +18,6 @@ from megajax.estimate import model_costs
 from megajax.estimate.measured import Measured
 from megajax.ops.attention_choice import FUSED, choose_attention
 
-__all__ = [
-    "DTYPES",
-    "GPUS",
-    "PEAKS",
-    "Gpu",
-    "Peak",
-    "device_peak",
-    "find_gpu",
-    "gpu_of",
-    "is_fused",
-    "measured_peak",
-    "published_peak",
-    "with_attention",
-]
-
 GIGA, TERA = 1e9, 1e12
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
@@ -70,7 +55,7 @@ class Gpu:
 
     Attributes:
       name: as passed to --gpu, e.g. "a100-80gb".
-      device_kind: jax's name, which finds its peak in `PEAKS`.
+      device_kind: jax's and XLA's name, which finds its peak in `PEAKS`.
       memory: bytes that the driver reports.
       memory_bandwidth: HBM, bytes/s.
       host_size: GPUs that share NVLink.
@@ -83,7 +68,6 @@ class Gpu:
       clock: GHz, the boost clock.
       cache: bytes of L2.
       shared_memory: bytes of one multiprocessor's shared memory.
-      description: the device description passed to the XLA compiler.
       watts: of the board at full load, without its share of the host.
       measured: what a calibration measured; the estimates take it in place of shares of the rates above.
     """
@@ -102,13 +86,12 @@ class Gpu:
     clock: float
     cache: int
     shared_memory: int
-    description: str
     watts: float = 0.0
     measured: Measured | None = None
 
     @property
     def family(self) -> str:
-        """The chip whose measured shares of the peak the time model takes (`op_costs.py`): "a100", "h100" or "h200".
+        """The chip whose measured shares of the peak the time model takes (`rates.py`): "a100", "h100" or "h200".
 
         Of other chips no training run was fitted: Volta's and Ampere's take the A100's, all newer ones the H100's.
         """
@@ -145,27 +128,27 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1555 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-40GB", 400),
+            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, 400),
         Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2039 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, "NVIDIA A100-SXM4-80GB", 400),
+            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, 400),
         Gpu("h100-80gb", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3352 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H100 80GB HBM3", 700),
+            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, 700),
         Gpu("h100-pcie", "NVIDIA H100 PCIe", 84_942_979_072, 2039 * GIGA, 8, 64 * GIGA, 25 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 114, 1.755, 50 << 20, 228 << 10, "NVIDIA H100 PCIe", 350),
+            64 * GIGA, (9, 0), 114, 1.755, 50 << 20, 228 << 10, 350),
         Gpu("h100-nvl", "NVIDIA H100 NVL", 99_456_909_312, 3938 * GIGA, 8, 64 * GIGA, 25 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.785, 50 << 20, 228 << 10, "NVIDIA H100 NVL", 400),
+            64 * GIGA, (9, 0), 132, 1.785, 50 << 20, 228 << 10, 400),
         Gpu("h200-141gb", "NVIDIA H200", 150_121_545_728, 4800 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, "NVIDIA H200", 700),
+            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, 700),
         Gpu("b200", "NVIDIA B200", 191_514_411_008, 7672 * GIGA, 8, 900 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (10, 0), 148, 1.965, 132_644_864, 228 << 10, "NVIDIA B200", 1000),
+            64 * GIGA, (10, 0), 148, 1.965, 132_644_864, 228 << 10, 1000),
         Gpu("gb200-nvl72", "NVIDIA GB200", 197_897_748_480, 7928 * GIGA, 72, 900 * GIGA, 50 * GIGA, 0.8,
-            225 * GIGA, (10, 0), 152, 2.062, 135_528_448, 228 << 10, "NVIDIA GB200", 1200),
+            225 * GIGA, (10, 0), 152, 2.062, 135_528_448, 228 << 10, 1200),
         Gpu("l40s", "NVIDIA L40S", 47_675_604_992, 864 * GIGA, 8, 32 * GIGA, 6.25 * GIGA, 0.8,
-            32 * GIGA, (8, 9), 142, 2.52, 96 << 20, 100 << 10, "NVIDIA L40S", 350),
+            32 * GIGA, (8, 9), 142, 2.52, 96 << 20, 100 << 10, 350),
         Gpu("a10g", "NVIDIA A10G", 23_684_186_112, 600 * GIGA, 8, 32 * GIGA, 1.5625 * GIGA, 0.8,
-            32 * GIGA, (8, 6), 80, 1.71, 6 << 20, 100 << 10, "NVIDIA A10G", 300),
+            32 * GIGA, (8, 6), 80, 1.71, 6 << 20, 100 << 10, 300),
         Gpu("mi300x", "AMD Instinct MI300X", 206_141_652_992, 5300 * GIGA, 8, 448 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, None, 304, 2.1, 4 << 20, 64 << 10, "MI300X", 750),
+            64 * GIGA, None, 304, 2.1, 4 << 20, 64 << 10, 750),
     )
 }  # fmt: skip
 
@@ -201,12 +184,7 @@ class Peak:
 
 
 def published_peak(device_kind: str, precision: str) -> float | None:
-    """The published dense peak in FLOP/s of one device; None for a device or precision without one.
-
-    Args:
-        device_kind: jax's `device.device_kind`, e.g. "NVIDIA H100 80GB HBM3".
-        precision: "bf16", "fp16" or "fp32".
-    """
+    """The published dense peak in FLOP/s of one device, by jax's `device_kind`; None for one without, or a precision."""
     if any(word in device_kind for word in LESSER):
         return None
     for pattern, half, full in PEAKS:
@@ -226,7 +204,6 @@ def measured_peak(devices: Sequence[jax.Device], precision: str, seconds: float 
 
     Args:
         devices: devices of the mesh; at least one belongs to this process.
-        precision: "bf16", "fp16" or "fp32".
         seconds: how long to measure, after compilation; the fastest matmul counts.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]

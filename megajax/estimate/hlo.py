@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megajax.config import RunConfig
-from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import MESH_AXES
 from megajax.estimate.hlo_parser import (
     BRANCHES,
@@ -45,17 +44,6 @@ from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT
 
-__all__ = [
-    "Collective",
-    "HloModule",
-    "Matmul",
-    "collective_size",
-    "collectives",
-    "loop_trip_counts",
-    "most_sent",
-    "read",
-]
-
 # Bytes that a device sends for each byte that the collective returns, in a group of g, by a ring: the fewest possible.
 SENT = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
@@ -70,9 +58,9 @@ EACH_END = ("embed", "head", "embed_backward")  # the executor's scopes of embed
 BLOCKS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # and of blocks
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a module.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective(Visit):
+    """One collective of a module, on a call path to its computation, from which it has `times`, `scope` and others.
 
     Attributes:
       kind: of KINDS.
@@ -80,10 +68,6 @@ class Collective:
       bytes: of all its results on one device.
       groups: the devices of each group, or (source, target) pairs of a permute: by their index in the mesh, whose last
         axis varies fastest, independent of the devices' ids.
-      times: how often it runs.
-      conditional: whether it is in a loop with a dynamic trip count, or in a branch.
-      scope: the name of that loop, if its iterations were given; otherwise "".
-      in_loop: whether it is in a `while`.
       asynchronous: whether it is a start and a done that XLA does not run as one.
       behind: number of matmuls, attention kernels and operations certain to run some between its start and its done, which
         it can overlap. A loop with a dynamic trip count is not certain to, except the loops over blocks (on ranks that do
@@ -95,20 +79,12 @@ class Collective:
     shape: tuple[int, ...]
     bytes: float
     groups: tuple[tuple[int, ...], ...]
-    times: float
-    conditional: bool
-    scope: str
-    in_loop: bool
     asynchronous: bool
     behind: int
     overlapped: int
 
     def axes(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """Axes of a mesh along which the devices of a group differ.
-
-        Args:
-          shape: sizes of data, pipe and tensor, or of data, expert, pipe and tensor.
-        """
+        """Axes along which the devices of a group differ, of a mesh of data (, expert), pipe and tensor."""
         names = MESH_AXES if len(shape) == len(MESH_AXES) else (MESH_AXES[0], "expert", *MESH_AXES[1:])
         places = np.indices(shape).reshape(len(shape), -1).T
         differ = np.any([(places[list(group)] != places[group[0]]).any(0) for group in self.groups], axis=0)
@@ -159,12 +135,7 @@ class HloModule:
     sliced: float
 
     def flops(self, *scopes: str, routed_part: float = 1.0) -> float:
-        """FLOPs of the matmuls in these scopes; of all matmuls if none is given.
-
-        Args:
-          scopes: names of loops.
-          routed_part: of the rows of grouped matmuls, the part that has experts (`rates.Rates`).
-        """
+        """FLOPs of the matmuls in the loops with these names, or of all; for `routed_part` see `rates.Rates`."""
         chosen = (one for one in self.matmuls if not scopes or one.scope in scopes)
         return sum(one.flops * (routed_part if one.grouped else 1) for one in chosen)
 
@@ -186,9 +157,8 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     schedules that overlap. Where ranks differ, it is their mean.
     """
     program, parallel = StepProgram.of(run), run.parallel
-    schedule, blocks = program.schedule, program.layers.in_groups.slots
-    kinds = layer_kinds(run.model)
-    one_order = not kinds or parallel.stage_layers(run.model.layers, kinds=kinds).same_stages
+    schedule, layers = program.schedule, program.layers
+    blocks, one_order = layers.in_groups.slots, not layers.kinds or layers.same_stages
     no_choice = parallel.chunks == 1 and one_order and program.drains  # 2BW has two versions
     every = [works for tick in schedule.ticks for works in tick]
     pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
@@ -234,9 +204,7 @@ def read(text: str, trip_counts: Mapping[str, float] | None = None, ragged_part:
 
     Args:
       text: the module.
-      trip_counts: total iterations of the loops with dynamic trip counts, by scope (`jax.named_scope`, the innermost one
-        given). They are divided equally among the executions of these loops. Loops in no given scope count as one
-        iteration.
+      trip_counts: as for `average_trip_counts`.
       ragged_part: of the rows that a ragged all-to-all has room for, the part that it sends (`rates.Rates`).
     """
     modules, entry = computations(text)
@@ -301,14 +269,11 @@ def _collective(lines, place, kind, shape, count, heavy, visit: Visit) -> Collec
     end = next((i for i in range(place, len(lines)) if lines[i].op == done and _uses(lines[i], line.name)), place)
     between = lines[place + 1 : max(end, place + 1)]
     return Collective(
+        **vars(visit),
         kind=kind,
         shape=shape,
         bytes=count,
         groups=collective_groups(line.rest),
-        times=visit.times,
-        conditional=visit.conditional,
-        scope=visit.scope,
-        in_loop=visit.in_loop,
         asynchronous=line.op.endswith("-start") and '"is_sync":true' not in line.rest,
         behind=sum(_multiplies(other, heavy) for other in between),
         overlapped=sum(other.op in COMPUTE for other in between),

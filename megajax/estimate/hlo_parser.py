@@ -99,8 +99,8 @@ def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Itera
                 after = dataclasses.replace(after, conditional=True, scope=scope)
         elif line.op == "conditional":
             scope = scope_of(line, each)
-            share = branch_share(line, each, computations)
-            times = visit.times * (1 if share is None else share)
+            share = working_share(line, each)
+            times = visit.times * (1 if share is None else share / max(1, len(working_branches(line, computations))))
             after = dataclasses.replace(visit, times=times, conditional=True, scope=scope or visit.scope)
         for called in called_by(line.rest):
             if called in computations:
@@ -123,12 +123,6 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
             elif line.op == "conditional":
                 executions[scope_of(line, totals) + BRANCHES] += visit.times
     return {scope: count / executions[scope] for scope, count in totals.items() if executions[scope]}
-
-
-def branch_share(line: Line, each: Mapping[str, float], computations: Mapping[str, list[Line]]) -> float | None:
-    """The share of a conditional's executions in which it takes a given working branch; None if it is not known."""
-    share = working_share(line, each)
-    return None if share is None else share / max(1, len(working_branches(line, computations)))
 
 
 def working_share(line: Line, each: Mapping[str, float]) -> float | None:
@@ -207,7 +201,7 @@ def is_grouped(line: Line) -> bool:
     return line.op == "custom-call" and kernel_name(line).startswith(GROUPED)
 
 
-def matmul_flops(line: Line, types: dict[str, str]) -> float:
+def matmul_flops(line: Line, types: Mapping[str, str]) -> float:
     """2 for each multiply-add; 0 if the line is not a matmul. Of a grouped matmul: of all rows, those of no group too."""
     if not is_matmul(line):
         return 0.0

@@ -22,8 +22,6 @@ from megajax.estimate.hlo_parser import (
     operands,
 )
 
-__all__ = ["CLASSES", "Kernel", "kernel_of"]
-
 # In the order of the report.
 CLASSES = {
     "matmul": "matmuls, with what is fused into them",
@@ -41,16 +39,8 @@ FREE = {
     *KINDS, *(f"{kind}-start" for kind in KINDS), *(f"{kind}-done" for kind in KINDS),
 }  # fmt: skip
 MOVES = {
-    "copy",
-    "copy-start",
-    "slice",
-    "dynamic-slice",
-    "transpose",
-    "bitcast",
-    "reshape",
-    "concatenate",
-    "pad",
-    "reverse",
+    *("copy", "copy-start", "slice", "dynamic-slice", "transpose"),
+    *("bitcast", "reshape", "concatenate", "pad", "reverse"),
 }
 VIEWS = {"bitcast", "reshape"}
 MASK = re.compile(r'"mask_type": ?"(\w+)"')
@@ -92,12 +82,7 @@ class Kernel:
 
 
 def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, Sequence[Line]]) -> Kernel | None:
-    """The kernel of a line; None if it has none.
-
-    Args:
-      types: of the results in the line's computation, by name.
-      computations: of the module.
-    """
+    """The kernel of a line; None if it has none. `types`: of the results in the line's computation, by name."""
     if line.op in FREE:
         return None
     if line.op in ("fusion", "fusion-start"):
@@ -115,7 +100,7 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
     elif line.op in ("iota", "broadcast"):
         read = min(read, out)
     kind = "copy" if line.op in MOVES else "stash" if line.op == "dynamic-update-slice" else "elementwise"
-    flops = matmul_flops(line, dict(types))
+    flops = matmul_flops(line, types)
     return Kernel(line.name, "matmul" if flops else kind, read, written, flops)
 
 
@@ -124,14 +109,26 @@ def _size(type_: str) -> int:
 
 
 def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
-    """cuBLAS, cuDNN: operands and results are read and written whole; the workspace, bytes, is not counted."""
-    results = [array for array in arrays(line.type) if array[0] != "s8"]
-    read, written = sum(_size(types.get(name, "")) for name in operands(line)), sum(map(array_bytes, results))
-    if _is_attention(line):
-        flops, part = _attention_flops(line, types), _attention_part(line)
-        return Kernel(line.name, "attention", read, written, flops, part, backward=_is_backward(line))
-    kind = "experts" if is_grouped(line) else "matmul" if is_matmul(line) else "elementwise"
-    return Kernel(line.name, kind, read, written, matmul_flops(line, dict(types)), fp8=_is_fp8(line, types))
+    """cuBLAS, cuDNN: operands and results are read and written whole."""
+    read, written = sum(_size(types.get(name, "")) for name in operands(line)), _results(line)
+    return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
+
+
+def _results(line: Line) -> int:
+    """Bytes of a library call's results; the workspace, bytes, is not counted."""
+    return sum(array_bytes(array) for array in arrays(line.type) if array[0] != "s8")
+
+
+def _products(name: str, read: int, written: int, lines: Sequence[Line], types: Mapping[str, str]) -> Kernel | None:
+    """The kernel of these lines if they have attention, grouped matmuls or matmuls; None if not."""
+    if fused := [one for one in lines if _is_attention(one)]:
+        flops, part = sum(_attention_flops(one, types) for one in fused), _attention_part(fused[0])
+        return Kernel(name, "attention", read, written, flops, part, backward=_is_backward(fused[0]))
+    if not any(map(is_matmul, lines)):
+        return None
+    kind = "experts" if any(map(is_grouped, lines)) else "matmul"
+    flops, fp8 = sum(matmul_flops(one, types) for one in lines), any(_is_fp8(one, types) for one in lines)
+    return Kernel(name, kind, read, written, flops, fp8=fp8)
 
 
 def _is_fp8(line: Line, types: Mapping[str, str]) -> bool:
@@ -182,18 +179,9 @@ def _fusion(line: Line, inner: Sequence[Line]) -> Kernel:
     roots = _roots(next(one for one in inner if one.is_root), lines)
     written = sum(_written_by(root, lines) for root in roots)
     types = {name: other.type for name, other in lines.items()}
-    flops = sum(matmul_flops(one, types) for one in inner)
-    if fused := [one for one in inner if _is_attention(one)]:
-        flops = sum(_attention_flops(one, types) for one in fused)
-        part, backward = _attention_part(fused[0]), _is_backward(fused[0])
-        return Kernel(line.name, "attention", read, written, flops, part, backward=backward)
-    if any(is_grouped(one) for one in inner):
-        kind = "experts"
-    elif any(is_matmul(one) for one in inner):
-        kind = "matmul"
-    else:
-        kind = _class_of(roots, inner, lines, users)
-    return Kernel(line.name, kind, read, written, flops, fp8=any(_is_fp8(one, types) for one in inner))
+    return _products(line.name, read, written, inner, types) or Kernel(
+        line.name, _class_of(roots, inner, lines, users), read, written
+    )
 
 
 def _uses(name: str, users: Mapping[str, Sequence[Line]]) -> Iterator[tuple[str, Line]]:
@@ -234,11 +222,8 @@ def _written_by(root: Line, lines: Mapping[str, Line]) -> int:
         return _size(lines[operands(root)[1]].type)
     if root.op == "scatter":
         return _size(lines[operands(root)[-1]].type)
-    if root.op == "custom-call":
-        return sum(array_bytes(array) for array in arrays(root.type) if array[0] != "s8")
-    if root.op == "get-tuple-element" and lines[operands(root)[0]].op == "custom-call":
-        return sum(array_bytes(array) for array in arrays(root.type) if array[0] != "s8")
-    return _size(root.type)
+    source = lines[operands(root)[0]] if root.op == "get-tuple-element" else root
+    return _results(root) if source.op == "custom-call" else _size(root.type)
 
 
 def _class_of(

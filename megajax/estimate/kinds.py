@@ -14,8 +14,6 @@ from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.schedules.stages import StageLayers
 
-__all__ = ["LayerKind", "layers_of_kinds", "stage_layer_counts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:

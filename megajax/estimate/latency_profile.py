@@ -17,8 +17,6 @@ from megajax.estimate.rates import rates_of
 from megajax.estimate.roofline import seconds_by_name
 from megajax.models.costs import ModelCosts
 
-__all__ = ["profile_of_program", "profile_of_run"]
-
 IN_PLACE_MATMUL, SLICE = "dynamic_slice_fusion", "fusion-start"
 MOST_NAMES = 4096  # numbers that the names have; GPT-3 175B's step, with 18 loops over blocks, has 216 and 234
 
@@ -40,8 +38,8 @@ def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
         return b""
     mean = sum(one / rates.matmul_rate(one) for one in flops) / len(flops)
     kinds = ((IN_PLACE_MATMUL, mean), (SLICE, rates.gap))
-    names = [(kind, seconds, number) for kind, seconds in kinds for number in range(MOST_NAMES)]
-    return _profile({f"{kind}.{number}" if number else kind: seconds for kind, seconds, number in names})
+    endings = ["", *(f".{number}" for number in range(1, MOST_NAMES))]
+    return _profile({kind + ending: seconds for kind, seconds in kinds for ending in endings})
 
 
 def profile_of_program(run: RunConfig, gpu: Gpu, hlo: str) -> bytes:

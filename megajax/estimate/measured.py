@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["COLLECTIVES", "Link", "Links", "Measured", "fit_link", "rate_at", "rates_by_size"]
-
 # Fields of `Links`, and XLA's names for them.
 COLLECTIVES = {
     "all_gather": "all-gather",

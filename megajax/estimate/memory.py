@@ -41,8 +41,8 @@ class Sharding:
     @classmethod
     def from_config(cls, run: RunConfig) -> "Sharding":
         """The sharding of a run; without token tables, no table is split over pipe."""
-        over_pipe = run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
-        return cls(run.parallel.zero, over_pipe and model_costs(run.model).vocabulary_width > 0)
+        tables = model_costs(run.model).vocabulary_width > 0
+        return cls(run.parallel.zero, run.parallel.vocabulary_over_pipe and tables)
 
 
 def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Sharding) -> int:
@@ -245,14 +245,14 @@ def _swapped_sums(program: StepProgram) -> int:
     XLA confuses the two in the conditionals of merged ticks, and copies one of them to swap their buffers, while no block is
     computed. On more than two ranks with replicas it starts them in two buffers, and does not.
     """
-    parallel, model, stages = program.run.parallel, model_costs(program.run.model), program.layers
+    parallel, model = program.run.parallel, model_costs(program.run.model)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
     apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
     merged = parallel.pipe > 1 and program.merges and program.paired
-    if apart or not merged or stages.slots == 1 or "mlp_in" not in shapes:
+    if apart or not merged or program.layers.slots == 1 or "mlp_in" not in shapes:
         return 0
     inputs, outputs = shapes["mlp_in"]
-    return 4 * stages.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
+    return 4 * program.layers.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
 
 
 def is_gated(model: ModelCosts) -> bool:

@@ -18,10 +18,8 @@ from typing import NamedTuple
 
 from megajax.config import RunConfig
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.op_costs import in_a_host
+from megajax.estimate.rates import in_a_host
 from megajax.models.costs import ModelCosts
-
-__all__ = ["ExposedPart", "exposed_parts", "has_latencies"]
 
 HOPPER = (9, 0)
 
@@ -65,13 +63,7 @@ class ExposedPart(NamedTuple):
 
 
 def exposed_parts(gated: bool, full: bool, latencies: bool) -> tuple[ExposedPart, ...]:
-    """The parts of a block with attention and an MLP.
-
-    Args:
-      gated: the MLP is.
-      full: recomputation is.
-      latencies: `has_latencies`.
-    """
+    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not; see `has_latencies`."""
     if full:
         return ExposedPart(1, 2, 0, 2), ExposedPart(5 if gated else 4, 12, 0, 7)
     if not gated:

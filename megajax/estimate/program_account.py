@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
-from megajax.estimate.expert_time import sent_share
+from megajax.estimate.expert_dispatch import sent_share
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.rates import Rates, rates_of

@@ -6,10 +6,14 @@ once a step    cast, sums over replicas, the gradient's norm, AdamW; zeros for t
 """
 
 import functools
+import operator
 
-from megajax.config import padded_vocabulary
-from megajax.estimate.memory import rank_parameters, sharded_parameters, shared_parameters
-from megajax.estimate.program_blocks import Blocks, Work
+from megajax.config import RunConfig, padded_vocabulary
+from megajax.estimate.gpus import Gpu
+from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
+from megajax.estimate.memory import Sharding, rank_parameters, sharded_parameters, shared_parameters
+from megajax.estimate.program_blocks import Blocks
+from megajax.estimate.program_kernels import Kernels, Work
 from megajax.schedules.simulate import Costs
 
 __all__ = ["Program"]
@@ -22,8 +26,32 @@ CAST, ZEROS, NORM, UPDATE = 6, 4, 4, 28
 TABLE = 18
 
 
-class Program(Blocks):
-    """The parts of a run's step; arguments as for `Blocks`."""
+class Program(Kernels):
+    """The parts of a run's step; arguments as for `Kernels`.
+
+    Attributes:
+      kinds: of its layers, the blocks of each with the slots that a chunk has for them.
+    """
+
+    def __init__(self, run: RunConfig, gpu: Gpu, sharding: Sharding | None = None):
+        super().__init__(run, gpu, sharding)
+        self.kinds = [(Blocks(kind.run, gpu, self.sharding, self.program), kind.slots) for kind in layers_of_kinds(run)]
+
+    @functools.cached_property
+    def _counts(self) -> tuple[int, ...]:
+        """Blocks of each kind that the slowest stage has in a chunk: the others wait for it, in each microbatch.
+
+        Of a model with one kind of layers, what runs for a slot without a layer takes as long as a layer.
+        """
+        stages = stage_layer_counts(self.run)
+        each = [kind.forward.total + kind.backward.total for kind, _ in self.kinds] if len(stages) > 1 else []
+        return max(stages, key=lambda counts: sum(map(operator.mul, each, counts)))
+
+    def _chunk(self, part: str) -> Work:
+        """A part of the blocks of a chunk, such as "forward"."""
+        return sum(
+            (getattr(kind, part) * count for (kind, _), count in zip(self.kinds, self._counts, strict=True)), Work()
+        )
 
     @functools.cached_property
     def _table(self) -> float:
@@ -33,8 +61,8 @@ class Program(Blocks):
 
     @functools.cached_property
     def _over_pipe(self) -> float:
-        """Seconds of a gather of a microbatch's residual over `pipe`, if all ranks share the ends; an all-reduce is two."""
-        return self.ring(self.residual, self.parallel.pipe, "pipe") if self.sharding.vocabulary_over_pipe else 0.0
+        """Seconds of the sum of a microbatch's residual over `pipe`, if all ranks share the ends."""
+        return self.all_reduce(self.residual, self.parallel.pipe, "pipe") if self.sharding.vocabulary_over_pipe else 0.0
 
     @functools.cached_property
     def embed(self) -> Work:
@@ -43,7 +71,7 @@ class Program(Blocks):
             return Work()
         whole = self.rows * self.model.hidden * self.item
         moved = self._table * self.model.hidden * self.item + whole + 4 * self.residual
-        exposed = Work(tensor=self._collective, pipe=2 * self._over_pipe)
+        exposed = Work(tensor=self._collective, pipe=self._over_pipe)
         return self.traffic(moved, EMBED) + exposed
 
     @functools.cached_property
@@ -53,13 +81,20 @@ class Program(Blocks):
             return Work()
         rows, hidden, item = self.rows, self.model.hidden, self.item
         work = self.matmul(rows, hidden, self._table) + self.matmul(rows, self._table, hidden)
-        work += self.matmul(hidden, rows, self._table, sums=True)
+        gradient = self.matmul(hidden, rows, self._table, sums=True)
+        work += gradient
         for one in self.model.head:
             work += self.matmul(rows / self.split, one.inputs, one.outputs) * 3
         moved = 4 * rows * self._table * item + 10 * self.residual
-        exposed = Work(
-            tensor=2 * self._collective, pipe=4 * self._over_pipe
-        )  # the input's copy, and its gradient's sum
+        # The input's copy, and its gradient's sum over `pipe`, in 16 bits an all-to-all, beside the matmul of the weight's
+        # gradient, and a gather; and each token's largest logit, their sum and the label's, over all that share the logits.
+        sums, statistics = 0.0, 3 * self.all_reduce(4 * rows, self.parallel.tensor, "tensor")
+        if self.sharding.vocabulary_over_pipe:
+            pipe = self.parallel.pipe
+            statistics = 3 * self.all_reduce(4 * rows, pipe * self.parallel.tensor, "tensor")
+            parts = max(0.0, self.all_to_all(self.residual / pipe, pipe, "pipe") - gradient.matmul)
+            sums = self._over_pipe + parts + self.ring(self.residual, pipe, "pipe")
+        exposed = Work(tensor=2 * self._collective, pipe=sums + statistics)
         return work + self.traffic(moved, HEAD) + exposed
 
     @functools.cached_property
@@ -69,7 +104,7 @@ class Program(Blocks):
             return Work()
         whole = self.rows * self.model.hidden * self.item
         moved = TABLE * self._table * self.model.hidden + 3 * whole + 6 * self.residual
-        exposed = Work(tensor=self._collective, pipe=2 * self._over_pipe)
+        exposed = Work(tensor=self._collective, pipe=self._over_pipe)
         return self.traffic(moved, EMBED) + exposed
 
     # The step.
@@ -78,8 +113,8 @@ class Program(Blocks):
     def blocks(self) -> Work:
         """The blocks of all microbatches."""
         merged = self.program.merged_ticks
-        alone = self.program.passes - merged
-        return (self.merged * merged + (self.forward + self.backward) * alone) * self.program.layers.slots
+        alone = (self._chunk("forward") + self._chunk("backward")) * (self.program.passes - merged)
+        return self._chunk("merged") * merged + alone if merged else alone
 
     @functools.cached_property
     def ends(self) -> Work:
@@ -121,21 +156,19 @@ class Program(Blocks):
     def once(self) -> Work:
         """The work done once in a step, after the last tick."""
         run, parallel, model = self.run, self.parallel, self.model
-        shared, local = (
-            shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding),
-            sum(rank_parameters(run, self.sharding)),
-        )
+        shared = shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding)
+        common, experts = rank_parameters(run, self.sharding)
         replicas, zero = parallel.data * parallel.context, self.sharding.zero
         state, sums = (sharded_parameters(run, self.sharding, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.program.unrolls or parallel.offload_activations)
-        slots = self.program.slots.stash * self.program.layers.slots
-        stash = slots * self._kept if in_memory else 0
+        kept = sum(kind.kept * slots for kind, slots in self.kinds)
+        stash = self.program.slots.stash * kept if in_memory else 0
         moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
-        exchanged = shared if zero == 3 else local  # ZeRO-3 has scattered the blocks' gradients
-        over_data = self.ring(exchanged * 4, replicas, "data")
-        over_data += self.ring(exchanged * self.item, replicas, "data") if zero else over_data
+        common, experts = (shared, 0) if zero == 3 else (common, experts)  # it has scattered the blocks' gradients
+        over_data = self.over_replicas(common * 4, experts * 4)
+        over_data += self.over_replicas(common * self.item, experts * self.item) if zero else over_data
         rest = shared - (self._table * model.vocabulary_width if self.sharding.vocabulary_over_pipe else 0)
-        over_pipe = 2 * self.ring(4 * rest / (replicas if zero else 1), parallel.pipe, "pipe")
+        over_pipe = self.all_reduce(4 * rest / (replicas if zero else 1), parallel.pipe, "pipe")
         return self.traffic(moved, STEP) + Work(data=over_data, pipe=over_pipe)
 
     @functools.cached_property
@@ -146,6 +179,5 @@ class Program(Blocks):
     @functools.cached_property
     def costs(self) -> Costs:
         """Seconds of each operation on one chunk, of which the bubble consists."""
-        slots = self.parallel.stage_layers(self.model.layers).slots
-        forward, whole, part = (one.total * slots for one in (self.forward, self.backward, self.input))
+        forward, whole, part = (self._chunk(name).total for name in ("forward", "backward", "input"))
         return Costs(forward, whole, part, whole - part)

@@ -1,13 +1,43 @@
-"""What kernels and links of a GPU reach: shares of the published peaks, or what a calibration measured."""
+"""What kernels and links of a GPU reach: shares of the published peaks, or what a calibration measured. All rates are here.
+
+`benchmarks.published` compares them with published throughputs of other programs, `benchmarks.gpu_day` with a GPU's kernels.
+"""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
+from megajax.config import ParallelConfig
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.measured import Link, Measured, rate_at
-from megajax.estimate.op_costs import CHIPS, FUSED_ATTENTION_SHARE, RINGS_SHARE
 
-__all__ = ["Rates", "rates_of"]
+__all__ = ["FUSED_BACKWARD", "PALLAS_BACKWARD", "Rates", "devices_here", "in_a_host", "rates_of", "spread"]
+
+# The share of the dense peak that a large product reaches with all GPUs at work (power limits lower the clocks). About 700
+# TFLOP/s of large bf16 products in training on an H100: a product alone was measured at 790, whole steps of training at up
+# to 544. The H200 is the H100's chip, on which products in training were within 3% of this (docs/gpus.md). The A100's is
+# what four rows of 2104.04473's tables 1 and 2 gave for products of 8192 x 8192.
+MATMUL_SHARE = {"a100": 0.784, "h100": 0.71, "h200": 0.71}
+# Fused attention's share of that peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract); cuDNN's and
+# FlashAttention-3's kernels 400 to 640 TFLOP/s on H100 for causal attention at head dimension 128 (2407.08608, figure 5).
+ATTENTION_SHARE = {"a100": 0.6, "h100": 0.455, "h200": 0.455}
+# A backward is five matmuls to the forward's two (2307.08691 section 3.1); Pallas's two kernels, of
+# megajax/ops/flash_attention.py, compute seven.
+FUSED_BACKWARD, PALLAS_BACKWARD = 2.5, 3.5
+# Of the HBM's bandwidth, what kernels other than matmuls reach. Large copies reach 0.9, and elementwise kernels of steps on
+# an H200 reached 0.43 to 0.73 (docs/gpus.md). Of the shares between, this one predicts published throughputs best, of all
+# sources; with 0.72 to 0.85 their mean error grows by 0.6 points at most.
+MEMORY_SHARE = 0.75
+# Of NVLink's one-way rate, what NCCL's large collectives reach: nccl-tests on DGX A100, about 230 of 300 GB/s. Of a network
+# adapter's, what one point-to-point stream reaches: NCCL's send and receive over HDR, about 20 of 25 GB/s.
+NVLINK_SHARE, STREAM_SHARE = 0.77, 0.8
+# Seconds to start a collective, and of a hop of its ring over NVLink and over the network: NCCL's own table for rings and
+# large messages (src/graph/tuning.cc: baseLat and hwLat, ring, Simple; a tree's hop over the network takes as long).
+START, NVLINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
+# Of NVLink's one-way rate, what XLA's ragged all-to-all reaches within a host: 16.4 GiB/s of 900 GB/s on B200s, and nearly
+# all of the network's between hosts (openxla/xla#33386). And its seconds for each device of the group, whatever is sent
+# (openxla/xla#46982, A100s).
+RAGGED_SHARE, RAGGED_PEER = 0.02, 12e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +51,10 @@ class Rates:
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
       host_size: GPUs in a host.
+      stream: bytes/s that a GPU sends to one GPU of another host.
       links: measured latencies and bandwidths by XLA's kind of collective, within a host and between hosts, in place of
-        `host` and `network`.
+        `host`, `network` and `stream`.
+      ragged: bytes/s of a ragged all-to-all to the host's other GPUs.
       attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
         under a causal mask, else 1.
       pcie: bytes/s to and from the host's memory.
@@ -38,6 +70,8 @@ class Rates:
     host: float
     network: float
     host_size: int
+    stream: float = math.inf
+    ragged: float = math.inf
     attention_part: float = 0.5
     pcie: float = 64e9
     routed_part: float = 1.0
@@ -57,38 +91,46 @@ class Rates:
         return self.attention_backward if backward and self.attention_backward else self.attention
 
     def collective(self, kind: str, sent: float, group: int, here: int) -> float:
-        """Seconds of one of XLA's kinds of collectives, in which each device of a group sends `sent` bytes.
+        """Seconds of one of XLA's kinds of collectives, in which each device of a group sends `sent` bytes in a ring.
 
-        A latency is of a measured link; otherwise it is the gap between two kernels. `group` and `here` as for `link`.
+        An all-reduce passes the ring twice, or over many hosts a tree up and down, whose bandwidth is the same; so do others
+        where each host has one device (NCCL 2.23's PAT). Measured links have one latency, whatever the group.
+
+        Args:
+          kind: such as "all-gather".
+          sent: bytes.
+          group: devices.
+          here: devices of the group in each host. Between hosts each of these contributes its network adapter.
         """
         near, far = self.links.get(kind, (None, None))
-        if here >= group:
-            return near.seconds(sent) if near else sent / self.host + self.gap
-        if far is None:
-            return sent / self.link(group, here) + self.gap
-        fastest = near.bandwidth if near else self.host
-        return far.latency + sent / min(fastest, here * far.bandwidth)
+        hosts = -(-group // here)
+        ring = (group - hosts) * NVLINK_HOP + (hosts - 1) * NETWORK_HOP
+        tree = (here - 1) * NVLINK_HOP + math.ceil(math.log2(hosts)) * NETWORK_HOP
+        hops = min(ring, tree) if kind == "all-reduce" or here == 1 else ring
+        latency = START + hops * (2 if kind == "all-reduce" else 1)
+        network = self.stream if kind == "collective-permute" else self.network
+        near, far = near or Link(latency, self.host), far or Link(latency, network)
+        if hosts == 1:
+            return near.seconds(sent)
+        return far.latency + sent / min(near.bandwidth, here * far.bandwidth)
 
-    def link(self, group: int, here: int) -> float:
-        """Bytes/s at which a device sends in a ring of `group` devices, `here` of them in each host.
+    def all_to_all(self, part: float, group: int, here: int, ragged: bool = False) -> float:
+        """Seconds of an all-to-all in which a device sends `part` bytes to each other one of its group.
 
-        Between hosts each of these contributes its network adapter.
+        `group` and `here` as for `collective`; what goes to other hosts takes the device's own adapter. `ragged`: the sizes
+        are known at run time only.
         """
-        return self.host if here >= group else min(self.host, here * self.network)
-
-
-# The share of the peak that a large product reaches with the traffic of its operands, which is not added here. The A100's
-# is that of two matrices of 8192 x 8192 by `OpCosts`, with the constants fitted there.
-MATMUL_SHARE = {"a100": 0.784, **CHIPS}
-MEMORY = 0.9  # of the HBM's bandwidth: what copy kernels reach
+        inside = (here - 1) * part / (self.ragged if ragged else self.host)
+        outside = (group - here) * part / self.network
+        start = START + (NETWORK_HOP if group > here else NVLINK_HOP)
+        return max(inside, outside) + start + group * RAGGED_PEER * ragged
 
 
 def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU in "bf16", "fp16" or "fp32": of matmuls and attention by their shares of the peak.
+    """The rates of a GPU in "bf16", "fp16" or "fp32": shares of its peaks, and `network_share` of its cluster's network.
 
-    Links are at their peaks; the network of a cluster that was measured is as much slower as that was than nccl-tests. What
-    a calibration measured replaces all of these; matmuls and attention if it was in this precision. All-to-alls, which it
-    does not measure, have its bandwidths of all-gathers.
+    What a calibration measured replaces all of these; matmuls and attention if it was in this precision. All-to-alls, which
+    it does not measure, have its bandwidths of all-gathers.
 
     Raises:
       ConfigError: the GPU has no tensor cores for that type.
@@ -96,11 +138,13 @@ def rates_of(gpu: Gpu, precision: str) -> Rates:
     peak = gpu.peak(precision)
     published = Rates(
         matmul=MATMUL_SHARE[gpu.family] * peak,
-        attention=FUSED_ATTENTION_SHARE[gpu.family] * peak,
-        memory=MEMORY * gpu.memory_bandwidth,
-        host=gpu.host_bandwidth,
-        network=gpu.network_bandwidth * min(1.0, gpu.network_share / RINGS_SHARE),
+        attention=ATTENTION_SHARE[gpu.family] * peak,
+        memory=MEMORY_SHARE * gpu.memory_bandwidth,
+        host=NVLINK_SHARE * gpu.host_bandwidth,
+        network=gpu.network_share * gpu.network_bandwidth,
         host_size=gpu.host_size,
+        stream=STREAM_SHARE * gpu.network_bandwidth,
+        ragged=RAGGED_SHARE * gpu.host_bandwidth,
         pcie=gpu.pcie_bandwidth,
     )
     return published if gpu.measured is None else _with_measured(published, gpu.measured, precision)
@@ -119,3 +163,19 @@ def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
         return rates
     forward, backward = measured.attention or (rates.attention, None)
     return dataclasses.replace(rates, matmuls=measured.matmuls, attention=forward, attention_backward=backward)
+
+
+def spread(parallel: ParallelConfig, axis: str) -> int:
+    """Distance of neighbours along a mesh axis on the list of devices: the product of the axes inside it."""
+    inside = parallel.axis_order[parallel.axis_order.index(axis) + 1 :]
+    return math.prod(getattr(parallel, name) for name in inside)
+
+
+def devices_here(parallel: ParallelConfig, host_size: int, group: int, axis: str, apart: int = 1) -> int:
+    """Of a group of so many devices along a mesh axis, every `apart`-th, those in each host."""
+    return max(1, min(group, host_size // (apart * spread(parallel, axis))))
+
+
+def in_a_host(parallel: ParallelConfig, gpu: Gpu, ranks: int, axis: str) -> bool:
+    """Whether groups of so many neighbours along a mesh axis each lie within a host."""
+    return ranks * spread(parallel, axis) <= gpu.host_size

@@ -11,8 +11,10 @@ and drain: multiply by 1 + bubble for the step's time. No kernel was run; the ra
 """
 
 import dataclasses
+import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -31,14 +33,12 @@ from megajax.estimate.hlo_parser import (
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
-from megajax.estimate.op_costs import RAGGED_PEER, RAGGED_SHARE
 from megajax.estimate.rates import Rates
-
-__all__ = ["Account", "account", "seconds_by_name"]
 
 HOST_MEMORY, TRANSFER = "S(5)", "host transfer"
 COMBINED = 4  # conditionals of a computation; a tick that is not in a loop over ticks has its own
 GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
+_counter = functools.partial(dataclasses.field, default_factory=Counter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,41 +54,40 @@ class Account:
       hidden, exposed: seconds of collectives by kind, beside kernels and not.
     """
 
-    seconds: Counter
-    read: Counter
-    written: Counter
-    flops: Counter
-    kernels: Counter
-    synchronisations: float
-    hidden: Counter
-    exposed: Counter
+    seconds: Counter = _counter()
+    read: Counter = _counter()
+    written: Counter = _counter()
+    flops: Counter = _counter()
+    kernels: Counter = _counter()
+    synchronisations: float = 0.0
+    hidden: Counter = _counter()
+    exposed: Counter = _counter()
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
     def __add__(self, other: "Account") -> "Account":
-        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
+        return Account(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> "Account":
-        scaled = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Account(
-            *(Counter({k: times * v for k, v in x.items()}) if isinstance(x, Counter) else times * x for x in scaled)
-        )
-
-
-def _nothing() -> Account:
-    return Account(*(Counter() for _ in range(5)), 0.0, Counter(), Counter())
+        scaled = {
+            name: Counter({key: times * one for key, one in value.items()})
+            if isinstance(value, Counter)
+            else times * value
+            for name, value in vars(self).items()
+        }
+        return Account(**scaled)
 
 
 def _sum(parts: Sequence[Account]) -> Account:
     """As `sum`, which would make an account for each addition."""
-    total = _nothing()
+    total = Account(synchronisations=sum(part.synchronisations for part in parts))
     for part in parts:
-        for field in dataclasses.fields(Account):
-            if isinstance(value := getattr(part, field.name), Counter):
-                getattr(total, field.name).update(value)
-    return dataclasses.replace(total, synchronisations=sum(part.synchronisations for part in parts))
+        for name, value in vars(part).items():
+            if isinstance(value, Counter):
+                vars(total)[name].update(value)
+    return total
 
 
 def account(text: str, trip_counts: Mapping[str, float], rates: Rates, places: Sequence[int] | None = None) -> Account:
@@ -100,8 +99,8 @@ def account(text: str, trip_counts: Mapping[str, float], rates: Rates, places: S
       rates: of the GPU.
       places: of the module's devices on the list of the cluster's, of which a host has consecutive ones; None: in order.
     """
-    modules, entry = computations(text)
-    return _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates, places).computation(entry)
+    reader = _Reader(text, trip_counts, rates, places)
+    return reader.computation(reader.entry)
 
 
 def seconds_by_name(
@@ -111,22 +110,17 @@ def seconds_by_name(
 
     Arguments as for `account`.
     """
-    modules, entry = computations(text)
-    reader = _Reader(modules, average_trip_counts(modules, entry, trip_counts), rates, places)
-    return dict(itertools.chain.from_iterable(reader.by_name(lines) for lines in modules.values()))
+    reader = _Reader(text, trip_counts, rates, places)
+    return dict(itertools.chain.from_iterable(reader.by_name(lines) for lines in reader.modules.values()))
 
 
 class _Reader:
-    """Reads computations once each: what one execution takes does not depend on the caller."""
+    """Reads computations once each: what one execution takes does not depend on the caller. Arguments: see `account`."""
 
-    def __init__(
-        self,
-        modules: Mapping[str, list[Line]],
-        each: Mapping[str, float],
-        rates: Rates,
-        places: Sequence[int] | None = None,
-    ):
-        self.modules, self.each, self.rates, self.places = modules, each, rates, places
+    def __init__(self, text: str, trip_counts: Mapping[str, float], rates: Rates, places: Sequence[int] | None):
+        self.modules, self.entry = computations(text)
+        self.each = average_trip_counts(self.modules, self.entry, trip_counts)
+        self.rates, self.places = rates, places
         self._read: dict[str, Account] = {}
         # By the line's id, and whether its branch works.
         self._parts: dict[tuple[int, bool | None], Account | None] = {}
@@ -143,7 +137,7 @@ class _Reader:
                 share = working_share(line, self.each) if line.op == "conditional" else None
                 if share is not None and 0 < share < 1 and len(shares) < COMBINED:
                     shares[line.name] = share
-            total = _nothing()
+            total = Account()
             for works in itertools.product((True, False), repeat=len(shares)):
                 chance = math.prod(s if one else 1 - s for s, one in zip(shares.values(), works, strict=True))
                 total += self._execute(lines, dict(zip(shares, works, strict=True))) * chance
@@ -165,7 +159,7 @@ class _Reader:
     def _execute(self, lines: list[Line], works: Mapping[str, bool]) -> Account:
         """The account of an execution in which the named conditionals do something, or not."""
         types = {line.name: line.type for line in lines}
-        total, parts = _nothing(), []
+        total, parts = Account(), []
         now = free = 0.0  # `free`: when the collectives started so far will have ended
         ends, transferred = {}, 0.0  # of transfers to host memory, by the name of the start, and of the last one
         pending: dict[str, float] = {}  # by the name of the start: its end
@@ -232,7 +226,7 @@ class _Reader:
             rate = self.rates.attention_rate(kernel.backward)
         else:
             rate = self.rates.matmul_rate(flops) * (2 if kernel.fp8 else 1)
-        part = _nothing()
+        part = Account()
         part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
         part.seconds[GAPS] = self.rates.gap
         part.read[kernel.kind], part.written[kernel.kind] = kernel.read, kernel.written
@@ -261,12 +255,12 @@ class _Reader:
             working = [self.computation(name) for name in working_branches(line, self.modules)]
             if works is False or not working:
                 return self._synchronisation()
-            average = sum(working, _nothing()) * (1 / len(working))
+            average = sum(working, Account()) * (1 / len(working))
             return average * (1 if works else share) + self._synchronisation()
         return parts[0] if parts else None
 
     def _synchronisation(self) -> Account:
-        part = dataclasses.replace(_nothing(), synchronisations=1.0)
+        part = Account(synchronisations=1.0)
         part.seconds[SYNCS] = self.rates.synchronisation
         return part
 
@@ -274,28 +268,15 @@ class _Reader:
         size = collective_size(line, kind, types, self.rates.ragged_part)[1]
         groups = collective_groups(line.rest)
         if kind in ("all-to-all", "ragged-all-to-all"):
-            return self._all_to_all_seconds(size, groups, kind != "all-to-all") + self.rates.gap
+            part, ragged = size / len(groups[0]), kind != "all-to-all"
+            return max(self.rates.all_to_all(part, *spans, ragged) for spans in self._spans(kind, groups))
         sent = SENT[kind](len(groups[0])) * size
         return max(self.rates.collective(kind, sent, *spans) for spans in self._spans(kind, groups))
 
-    def _all_to_all_seconds(self, size: float, groups: Sequence[Sequence[int]], ragged: bool) -> float:
-        """Each device sends equal parts of `size` bytes to its peers: in its host, and by its own adapter to others."""
-        host, part = self.rates.host * (RAGGED_SHARE if ragged else 1), size / len(groups[0])
-        slowest = 0.0
-        for group in groups:
-            for here in self._by_host(group).values():
-                outside = part * (len(group) - here) / self.rates.network
-                slowest = max(slowest, part * (here - 1) / host, outside)
-        return slowest + len(groups[0]) * RAGGED_PEER * ragged
-
-    def _by_host(self, group: Sequence[int]) -> Counter:
-        """How many devices of a group each host has."""
-        places = group if self.places is None else (self.places[device] for device in group)
-        return Counter(place // self.rates.host_size for place in places)
-
     def _spans(self, kind: str, groups: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
         """(devices of a group, those of them in each host) of all groups; a pair of a permute has one adapter."""
-        hosts = [self._by_host(group) for group in groups]
+        place = lambda device: device if self.places is None else self.places[device]  # noqa: E731
+        hosts = [Counter(place(device) // self.rates.host_size for device in group) for group in groups]
         if kind == "collective-permute":
             return {(2, 2 if all(len(one) == 1 for one in hosts) else 1)}
         return {(len(group), min(one.values())) for group, one in zip(groups, hosts, strict=True)}

@@ -244,6 +244,22 @@ class ModelCosts:
         return sum(layers * kind.block.total for layers, kind in self.layers_of_kinds) + self.shared.total + tables
 
     @property
+    def routed_inner(self) -> int:
+        """Elements of a token before and after the activation in the experts that it passes."""
+        routed = (one for one in self.matmuls if one.name.startswith("experts"))
+        return sum(one.outputs if one.split == "column" else one.inputs for one in routed)
+
+    @property
+    def without_experts_traffic(self) -> "ModelCosts":
+        """The costs without the memory traffic of the experts' rows, for which arrays have more room than is routed."""
+        if self.experts is None:
+            return self
+        rows, one = 4 * self.experts.chosen * self.hidden, self.elementwise
+        return dataclasses.replace(
+            self, elementwise=dataclasses.replace(one, inner=one.inner - self.routed_inner, whole=one.whole - rows)
+        )
+
+    @property
     def matmul_pairs(self) -> int:
         """Column- then row-parallel pairs of matmuls in a block; each has one sum over the tensor group."""
         return sum(one.split == "row" for one in self.matmuls)

@@ -6,14 +6,14 @@ import pytest
 
 from benchmarks import compiled
 from benchmarks.compiled_cases import SETS
-from megajax.plan.compiler import CompilerError, run_from_json
+from megajax.plan.compiler import CompilerError
 
 
 @pytest.mark.parametrize("kind", ["time", "memory", "memory, held out"])
 def test_every_case_has_the_row_of_its_run(kind):
     rows = compiled.read()
     for name, words in SETS[kind].items():
-        assert [run_from_json(row["run"]) for row in rows[kind, name]] == [compiled.run_of(words)], name
+        assert [compiled.run_from_json(row["run"]) for row in rows[kind, name]] == [compiled.run_of(words)], name
 
 
 def test_names_are_those_of_one_case():
@@ -46,7 +46,7 @@ def test_a_case_that_is_compiled_replaces_its_row_alone(monkeypatch, tmp_path, c
     assert capsys.readouterr().out == "1t         1.  not compiled: the compiler aborted (signal 6)\n"
     after = compiled.read()
     ((row,), (known,)) = after.pop(("time", "1t")), before.pop(("time", "1t"))
-    assert after == before and run_from_json(row["run"]) == run_from_json(known["run"])
+    assert after == before and compiled.run_from_json(row["run"]) == compiled.run_from_json(known["run"])
 
 
 def test_a_name_of_another_set_is_refused(capsys):

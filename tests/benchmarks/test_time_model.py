@@ -7,7 +7,6 @@ from benchmarks.compiled_cases import SETS
 from megajax.estimate.program_time import Program
 from megajax.estimate.roofline import EXPOSED
 from megajax.ops.attention_choice import cudnn_installed
-from megajax.plan.compiler import run_from_json
 from megajax.runtime.compat import jaxlib_version
 
 ROWS = {name: rows[0] for (kind, name), rows in compiled.read().items() if kind == "time" and rows}
@@ -19,7 +18,7 @@ def compared():
 
 
 def test_the_layouts_are_of_every_kind():
-    runs = [run_from_json(one["run"]) for one in ROWS.values()]
+    runs = [compiled.run_from_json(one["run"]) for one in ROWS.values()]
     assert list(ROWS) == list(SETS["time"])
     assert len(runs) >= 34 and len({run.model.name for run in runs}) >= 6
     assert len({run.parallel.schedule for run in runs}) >= 5
@@ -48,7 +47,7 @@ def test_memory_is_that_of_the_compiled_programs(compared):
 def test_sharing_the_vocabulary_costs_what_the_programs_say():
     """GPT-3 175B: less matmul and memory traffic, more exposed communication, and about the same time."""
     shared, own = ROWS["175b"]["seconds"], ROWS["175b-vocab-tensor"]["seconds"]
-    runs = [run_from_json(ROWS[name]["run"]) for name in ("175b", "175b-vocab-tensor")]
+    runs = [compiled.run_from_json(ROWS[name]["run"]) for name in ("175b", "175b-vocab-tensor")]
     parts = [Program(run, compiled.GPU).parts for run in runs]
     exposed = [one.tensor + one.pipe + one.data for one in parts]
     assert parts[1].matmul - parts[0].matmul == pytest.approx(own["matmul"] - shared["matmul"], rel=0.05)

@@ -8,6 +8,7 @@ from benchmarks import communication
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate import hlo
 from megajax.estimate.communication import expected
+from megajax.pipeline.program import StepProgram
 from megajax.runtime.mesh import make_mesh
 
 
@@ -16,7 +17,7 @@ def bytes_by_axis(model, m, **parallel) -> dict[str, list[float]]:
     run = RunConfig(model, layout, TrainConfig(global_batch_size=m * layout.data))
     run.validate()
     lines: dict[str, list[float]] = {}
-    for line in expected(run):
+    for line in expected(StepProgram.of(run)):
         lines.setdefault(line.axis, []).append(line.bytes)
     return lines
 
@@ -57,6 +58,50 @@ def test_degrees_recompute_and_gradients():
     assert ring == 2 * 4 * (6 * 2 - 4) * 16 * 64 * 2 / 2
 
 
+def test_what_is_gathered_again_depends_on_what_is_kept_and_on_the_schedule():
+    """With recompute none nothing, except round a ring. W of a split backward gathers gradients; after full inputs, too."""
+    model = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=128, sequence_length=32)
+    one = 2 * 4 * 32 * 64 * 2 / 2  # two microbatches of four layers
+    assert bytes_by_axis(model, 2, tensor=2, recompute="none")["tensor"] == [8 * one, one]
+    ring = bytes_by_axis(model, 2, tensor=2, recompute="none", tensor_overlap="ring")["tensor"]
+    assert ring == [8 * one, 2 * one, one]
+    for recompute, again in {"none": [2], "selective": [4], "full": [6, 1]}.items():
+        split = bytes_by_axis(model, 2, tensor=2, recompute=recompute, schedule="zb_h1")["tensor"]
+        assert split == [8 * one, *(count * one for count in again), one]
+
+
+def test_stages_on_one_rank_send_nothing_to_each_other():
+    """zb_v's rank 0 has the first and the last of four stages: each microbatch is sent on and back once, each way."""
+    model = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=128, sequence_length=32)
+    activation = 32 * 64 * 2
+    sends = {
+        schedule: bytes_by_axis(model, 4, pipe=2, chunks=2, schedule=schedule)["pipe"][0]
+        for schedule in ("zb_v", "interleaved_1f1b")
+    }
+    assert sends == {"zb_v": 2 * 4 * activation, "interleaved_1f1b": 3 * 4 * activation}
+
+
+def test_a_tensor_group_gathers_the_tokens_of_all_replicas_whose_experts_it_has():
+    """Attention's pair is of a replica. Experts gather two replicas' tokens and all-reduce; the router gathers its own."""
+    model = ModelConfig(
+        layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64, feedforward=32, experts=4, biases=False
+    )
+    one = 2 * 4 * 64 * 64 * 2 / 2
+    pairs, again, _ = bytes_by_axis(model, 4, data=4, expert=2, tensor=2)["tensor"]
+    assert pairs == (4 + 2 * 2 + 1 + 2 * 2 * 2) * one and again == (1 + 2 + 1) * one
+    pairs, again, _ = bytes_by_axis(model, 4, data=4, tensor=2)["tensor"]
+    assert pairs == (4 + 4) * one and again == 2 * one
+
+
+def test_replicas_and_stages_sum_at_once_what_all_stages_hold():
+    """Without ZeRO: positions and the last norm are in one all-reduce of eight devices; with it replicas are first."""
+    model = ModelConfig(layers=4, hidden=64, heads=4, vocabulary=128, sequence_length=32)
+    held = 4 * (32 + 2) * 64
+    assert bytes_by_axis(model, 4, data=4, pipe=2)["data and pipe"] == [2 * 7 / 8 * held]
+    zero = bytes_by_axis(model, 4, data=4, pipe=2, zero=1)
+    assert "data and pipe" not in zero and zero["pipe"][-1] == held / 4
+
+
 def test_expert_groups_send_all_tokens():
     """By hand: 8 x 64 tokens' elements of 2 bytes for each of four collectives, and of one more; experts have 2 replicas."""
     model = ModelConfig(
@@ -86,7 +131,7 @@ def compiled(axis: str, kind: str = "", model: ModelConfig = DENSE, **parallel) 
     shape = tuple(layout.mesh_sizes.values())
     found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_trip_counts(run)).collectives
     sent = hlo.most_sent(one for one in found if one.axes(shape) == (axis,) and kind in one.kind)
-    return [line.bytes for line in expected(run) if line.axis == axis], sent
+    return [line.bytes for line in expected(StepProgram.of(run)) if line.axis == axis], sent
 
 
 @pytest.mark.slow

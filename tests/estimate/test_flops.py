@@ -4,18 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.published.rows import equation_3_flops
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.estimate.flops import (
-    equation_2_parameters,
-    equation_3_flops,
-    equation_4_days,
-    flops_per_step,
-    flops_per_token,
-    forward_flops,
-    hardware_flops_2205,
-    hardware_flops_per_step,
-    training_days,
-)
+from megajax.estimate.flops import flops_per_step, forward_flops, hardware_flops_per_step
+from megajax.models.costs import ModelCosts
 from megajax.models.transformer_costs import transformer_costs
 
 SHAPES = {
@@ -45,6 +37,40 @@ def gpt(layers, heads, head_size, vocabulary, sequence_length) -> ModelConfig:
     return ModelConfig(
         layers=layers, heads=heads, hidden=heads * head_size, vocabulary=vocabulary, sequence_length=sequence_length
     )
+
+
+def equation_2_parameters(layers: int, hidden: int, vocabulary: int, sequence_length: int) -> int:
+    """Parameters of a GPT by 2104.04473 equation 2: 12lh^2 (1 + 13/(12h) + (V+s)/(12lh)), in whole numbers.
+
+    The final layer norm's 2h are not included; `ModelConfig.parameters` includes them.
+    """
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence_length) * hidden
+
+
+def flops_per_token(model: ModelCosts) -> float:
+    """Model FLOPs of one token's forward and backward: for a GPT 72lh^2 (1 + s/(6h) + V/(12lh)), 2205.05198 eq. 8."""
+    return 3 * sum(forward_flops(model).values()) / model.sequence_length
+
+
+def equation_4_days(parameters: float, tokens: float, gpus: int, flops_per_gpu: float) -> float:
+    """Days to train on `tokens` tokens by 2104.04473 equation 4, 8TP/(nX), which counts recomputation too."""
+    return 8 * tokens * parameters / (gpus * flops_per_gpu) / 86400
+
+
+def training_days(model: ModelConfig, tokens: float, gpus: int, flops_per_gpu: float) -> float:
+    """Days to train on `tokens` tokens at `flops_per_gpu` FLOP/s, counted as in equation 3: table 2's last column."""
+    return equation_3_flops(model, 1) * tokens / model.sequence_length / (gpus * flops_per_gpu) / 86400
+
+
+def hardware_flops_2205(model: ModelConfig, batch: int) -> float:
+    """2205.05198 appendix A, selective recomputation: 72 B L s h^2 (1 + s/(3h) + v/(12hL)); its HFU is this over time.
+
+    The paper's model FLOPs have s/(6h), and are `flops_per_step`. (Recomputing both products of attention would add a
+    third of its share, s/(4.5h) in all; the paper prints s/(3h).)
+    """
+    layers, hidden, tokens = model.layers, model.hidden, model.sequence_length
+    relative = 1 + tokens / (3 * hidden) + model.vocabulary / (12 * hidden * layers)
+    return 72 * batch * layers * tokens * hidden**2 * relative
 
 
 @pytest.mark.parametrize("name,billions", [row[:2] for row in TABLE_1])
@@ -184,21 +210,11 @@ def test_recomputed_matmuls_are_counted(**shape):
     assert full == pytest.approx(equation_3_flops(model, 2), rel=1e-12)
 
 
-def test_attention_counted_in_half():
-    model = transformer_costs(preset("gpt3-175b"))
-    full, half = forward_flops(model), forward_flops(model, "half")
-    assert {name for name in full if half[name] != full[name]} == {"attention_scores", "attention_values"}
-    assert half["attention_scores"] == full["attention_scores"] // 2
-    # 12 s^2 h l of a sample's 72 s l h^2 (1 + s/6h + ...) are attention's; half of them
-    assert flops_per_token(model) - flops_per_token(model, "half") == 6 * model.layers * 2048 * model.hidden
-    # Mistral 7B: 8,192 tokens, each of which sees at most 4,096: 3/4 of the causal half
+def test_scores_that_masks_hide_are_counted():
+    """Mistral 7B: 8,192 tokens, each of which sees at most 4,096: 3/4 of the causal half."""
     windowed, whole = (transformer_costs(preset("mistral-7b")), transformer_costs(preset("llama3-8b")))
-    scores = [
-        forward_flops(costs, kind)["attention_scores"] for costs in (windowed, whole) for kind in ("half", "full")
-    ]
-    assert scores[0] == 3 * scores[2] // 4 and scores[1] == scores[3] == 2 * scores[2]
-    with pytest.raises(ValueError, match="full or half"):
-        forward_flops(model, "causal")
+    assert forward_flops(windowed)["attention_scores"] == forward_flops(whole)["attention_scores"]
+    assert windowed.attention.pairs(8192) == 3 / 4 * whole.attention.pairs(8192) == 3 / 8 * 8192**2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from benchmarks import compiled
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
-from megajax.config.run_schedule import schedule_arguments
 from megajax.estimate.memory import Sharding, bytes_per_device, kept_of_block
 from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
@@ -41,7 +40,7 @@ def test_closed_form_slots_are_those_counted_in_the_tables(name):
                 ):
                     continue
                 run = run_of("tiny", microbatches, pipe=pipe, chunks=chunks, schedule=name)
-                arguments = schedule_arguments(run)
+                arguments = StepProgram.of(run).schedule_arguments
                 closed = spec.slots(**arguments)
                 assert closed in (None, counted_slots(spec, **arguments)), (pipe, chunks, microbatches)
                 checked += closed is not None

@@ -1,15 +1,15 @@
-"""Exposed communication of a step between stages and over replicas, of published programs and of models with experts."""
+"""Exposed communication of a published program between stages and over replicas."""
 
+from benchmarks.published.operations import Operations
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.memory import Sharding, rank_parameters, rows_of
-from megajax.estimate.op_costs import RINGS_SHARE, OpCosts, spread
 
 __all__ = ["gathers_time", "reduction_time", "sends_time"]
 
 
-def sends_time(run: RunConfig, ops: OpCosts) -> float:
+def sends_time(run: RunConfig, ops: Operations) -> float:
     """Exposed sends: one per operation and direction, or, where sends overlap the next chunk, those of fill and drain.
 
     Each tick of the fill waits for one: they are the forwards before the first backward of the first rank in Megatron-LM's
@@ -23,18 +23,15 @@ def sends_time(run: RunConfig, ops: OpCosts) -> float:
     parts = software.scatter_gather and not parallel.sequence_parallel
     whole = rows_of(model, parallel) * model.hidden * ops.itemsize
     split = parallel.tensor if parallel.sequence_parallel or software.scatter_gather else 1
-    one = ops.send(whole / split, spread(parallel, "pipe"))
-    one += ops.collective(whole, parallel.tensor, spread(parallel, "tensor")) if parts else 0.0
+    one = ops.send(whole / split, "pipe") + (ops.collective(whole, parallel.tensor, "tensor") if parts else 0.0)
+    ticks = operations + pipe - 1
     if software.send_overlap and chunks > 1:
-        return (
-            2
-            * one
-            * (operations if run.microbatches == pipe else min(operations, 2 * (pipe - 1) + (chunks - 1) * pipe))
-        )
-    return 2 * one * (operations + pipe - 1)
+        fill = 2 * (pipe - 1) + (chunks - 1) * pipe
+        ticks = operations if run.microbatches == pipe else min(operations, fill)
+    return 2 * one * ticks
 
 
-def reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: float, backward: float) -> float:
+def reduction_time(run: RunConfig, ops: Operations, sharding: Sharding, forward: float, backward: float) -> float:
     """Exposed gradient reduction over replicas, once a step; `forward` and `backward` are those of one microbatch.
 
     With ZeRO-1 it is a reduce-scatter, and the new weights are gathered. Where the program overlaps them, gradients are
@@ -45,35 +42,33 @@ def reduction_time(run: RunConfig, ops: OpCosts, sharding: Sharding, forward: fl
     parallel, software = run.parallel, ops.software
     gradients = _over_replicas(run, ops, sharding, software.gradient_bytes)
     weights = _over_replicas(run, ops, sharding, ops.itemsize)
-    tied = _tied_table_time(run, ops, sharding)
+    tied = _tied_table_time(run, ops)
     if not software.data_overlap:
         return gradients + (weights if sharding.zero else gradients) + tied
     window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
-    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
-    table = lambda item: ops.collective(_table(run, sharding) * item, replicas, distance)  # noqa: E731
+    replicas = parallel.data * parallel.context
+    table = lambda item: ops.collective(_table(run) * item, replicas, "data")  # noqa: E731
     if not sharding.zero:
         return max(2 * table(software.gradient_bytes), 2 * gradients - window * backward) + tied
     reduced = max(table(software.gradient_bytes), gradients - window * backward)
     return reduced + max(table(ops.itemsize), weights - window * forward) + tied
 
 
-def _tied_table_time(run: RunConfig, ops: OpCosts, sharding: Sharding) -> float:
+def _tied_table_time(run: RunConfig, ops: Operations) -> float:
     """All-reduce of the gradient of a token table that the first and the last stage both have (2104.04473 section 4)."""
     model, parallel = model_costs(run.model), run.parallel
-    if parallel.pipe == 1 or sharding.vocabulary_over_pipe or model.vocabulary_width != model.hidden:
+    if parallel.pipe == 1 or model.vocabulary_width != model.hidden:
         return 0.0
-    distance = spread(parallel, "pipe") * (parallel.pipe - 1)
-    return 2 * ops.collective(_table(run, sharding) * ops.software.gradient_bytes, 2, distance)
+    return 2 * ops.collective(_table(run) * ops.software.gradient_bytes, 2, "pipe", apart=parallel.pipe - 1)
 
 
-def _table(run: RunConfig, sharding: Sharding) -> int:
+def _table(run: RunConfig) -> int:
     """Parameters of one token table on one device."""
-    model, parallel = model_costs(run.model), run.parallel
-    split = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
-    return padded_vocabulary(model.vocabulary, split) // split * model.hidden
+    model, tensor = model_costs(run.model), run.parallel.tensor
+    return padded_vocabulary(model.vocabulary, tensor) // tensor * model.hidden
 
 
-def gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | None) -> float:
+def gathers_time(run: RunConfig, ops: Operations, blocks: float, shards: int | None) -> float:
     """Exposed part of ZeRO-3's communication (1910.02054 section 5.3, 2104.07857), all microbatches.
 
     A block's weights are gathered for its forward and for its backward, and by some programs once more for recomputing the
@@ -81,28 +76,34 @@ def gathers_time(run: RunConfig, ops: OpCosts, blocks: float, shards: int | None
     seconds in all: for `gather_overlap` of the shorter of the two, or entirely. With fewer `shards` than replicas the
     shards' gradients are summed over the copies, once a step.
     """
-    parallel, software, fitted = run.parallel, ops.software, ops.fitted
-    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
+    parallel, software = run.parallel, ops.software
+    replicas = parallel.data * parallel.context
     local, experts = rank_parameters(run, Sharding(zero=3))
     shards = shards or replicas
     pieces = software.gathered_pieces * sum(kind.rank_slots for kind in layers_of_kinds(run))
-    share = fitted.gather_share if software.gathers_ahead else RINGS_SHARE if software.gathers_hidden else None
+    shared = software.gathers_ahead or software.gathers_hidden
 
     def one(bytes_each):
-        own = experts * bytes_each, replicas // parallel.expert, distance * parallel.expert
-        of_experts = ops.collective(*own, pieces, share) if experts else 0.0
-        return ops.collective(local * bytes_each, shards, distance, pieces, share) + of_experts
+        how = {"pieces": pieces, "zero_3": shared}
+        of_experts = 0.0
+        if experts:
+            group = replicas // parallel.expert
+            of_experts = ops.collective(experts * bytes_each, group, "data", apart=parallel.expert, **how)
+        return ops.collective(local * bytes_each, shards, "data", **how) + of_experts
 
     gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
-    overlap = fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
-    copies = 2 * ops.collective(local / shards * software.gradient_bytes, replicas // shards, distance * shards)
+    overlap = ops.fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
+    bytes_each = local / shards * software.gradient_bytes
+    copies = 2 * ops.collective(bytes_each, replicas // shards, "data", apart=shards)
     return times - overlap * min(times, blocks) + copies
 
 
-def _over_replicas(run: RunConfig, ops: OpCosts, sharding: Sharding, bytes_each: int) -> float:
+def _over_replicas(run: RunConfig, ops: Operations, sharding: Sharding, bytes_each: int) -> float:
     """A reduce-scatter or an all-gather of a rank's parameters over their replicas; experts have fewer of them."""
     parallel, (common, experts) = run.parallel, rank_parameters(run, sharding)
-    distance, replicas = spread(parallel, "data"), parallel.data * parallel.context
-    of_experts = ops.collective(experts * bytes_each, replicas // parallel.expert, distance * parallel.expert)
-    return ops.collective(common * bytes_each, replicas, distance) + (of_experts if experts else 0.0)
+    replicas = parallel.data * parallel.context
+    one = ops.collective(common * bytes_each, replicas, "data")
+    if not experts:
+        return one
+    return one + ops.collective(experts * bytes_each, replicas // parallel.expert, "data", apart=parallel.expert)

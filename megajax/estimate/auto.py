@@ -1,18 +1,35 @@
-"""Which devices share embedding and head, where the run leaves it to the time model (`--vocab-parallel auto`).
+"""What `auto` resolves to, of the options that a run may leave to the estimates: one order, and one place for it.
 
-Split over `pipe`, every stage has the same part of the tables, in memory and in work, and each microbatch costs five sums
-over `pipe`. Split over `tensor` alone, the last stage computes all logits while the others wait.
+`--expert-dispatch auto` is what `expert_dispatch.py` says is faster. `--vocab-parallel auto` depends on it, and is decided
+here. Split over `pipe`, every stage has the same part of embedding and head, in memory and in work, and each microbatch
+costs five sums over `pipe`. Split over `tensor` alone, the last stage computes all logits while the others wait.
+`--attention auto` is what the GPU supports (`ops/attention_choice.py`).
 """
 
 import dataclasses
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
+from megajax.estimate.expert_dispatch import with_expert_dispatch
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import step_time
 
-__all__ = ["placements", "with_vocabulary"]
+__all__ = ["placements", "resolved", "resolved_layout", "with_vocabulary"]
+
+
+def resolved(run: RunConfig, gpu: Gpu) -> RunConfig:
+    """The run without any `auto`, as it trains on a cluster of this GPU with cuDNN.
+
+    Raises:
+      ConfigError: a fused kernel of attention is requested, which is not supported there.
+    """
+    return with_attention(resolved_layout(run, gpu), gpu)
+
+
+def resolved_layout(run: RunConfig, gpu: Gpu) -> RunConfig:
+    """`resolved` but for the attention, which a run that trains chooses on its devices (`models.context`)."""
+    return with_vocabulary(with_expert_dispatch(run, gpu), gpu)
 
 
 def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:

@@ -6,18 +6,9 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate import model_costs
-from megajax.estimate.expert_time import dispatch_times, sent_share, with_expert_dispatch
+from megajax.estimate.expert_dispatch import dispatch_times, sent_share, with_expert_dispatch
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.op_costs import (
-    FITTED,
-    LINK_SHARE,
-    MEGAJAX,
-    NETWORK_HOP,
-    RAGGED_PEER,
-    RAGGED_SHARE,
-    START,
-    OpCosts,
-)
+from megajax.estimate.rates import NETWORK_HOP, NVLINK_SHARE, RAGGED_PEER, RAGGED_SHARE, START, rates_of
 from megajax.estimate.step_time import step_time
 
 H100 = find_gpu("h100-80gb")
@@ -49,11 +40,11 @@ def test_the_part_of_its_tokens_that_a_replica_sends_to_another_one(run, share, 
 
 def test_seconds_of_both_dispatches_by_hand():
     """Tokens of 4096 x 4096 elements. The group of eight is in a host, or in two: four and four."""
-    tokens, ops = 2 * 4096 * 4096, OpCosts(H100, "bf16", MEGAJAX, FITTED)
+    tokens, rates = 2 * 4096 * 4096, rates_of(H100, "bf16")
     times = lambda *args, **fields: dispatch_times(  # noqa: E731
-        model_costs(run_of(*args, **fields).model), run_of(*args, **fields).parallel, ops
+        model_costs(run_of(*args, **fields).model), run_of(*args, **fields).parallel, rates, 2
     )
-    host, adapter = LINK_SHARE * 450e9, 0.8 * 50e9
+    host, adapter = NVLINK_SHARE * 450e9, 0.8 * 50e9
     there, back = times("gather")
     assert there == pytest.approx(7 * tokens / host, rel=0.1) and back == pytest.approx(7 * tokens / host, rel=0.1)
     ragged = 7 * tokens / 4 / (RAGGED_SHARE * 450e9) + 8 * RAGGED_PEER

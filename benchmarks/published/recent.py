@@ -1,4 +1,4 @@
-"""Published throughputs of 2022 to 2025, as rows like those of `published.py`; no constant is fitted to them.
+"""Published throughputs of 2022 to 2025, as rows like those of `rows.py`; no constant is fitted to them.
 
 Sources, each read: NVIDIA's DGX Cloud benchmarking recipes (github.com/NVIDIA/dgxc-benchmarking, README files of
 nemo_megatron, nemotron, llama3.1 and maxtext, bf16 tables); MosaicML's LLM Foundry (github.com/mosaicml/llm-foundry,
@@ -14,54 +14,26 @@ and the printed seconds or tokens per second, where a table prints either.
 import dataclasses
 from collections.abc import Iterable
 
+from benchmarks.published.rows import A100, H100, Row, make_run, megatron_bytes
+from benchmarks.published.software import (
+    AUTOMODEL,
+    FSDP_PURE,
+    GPT_NEOX,
+    JAX_FSDP,
+    MEGATRON_2023,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_MOE,
+    META_2024,
+    MPT_FSDP,
+    NEMO_2024,
+    Software,
+)
 from megajax.config import ModelConfig, RunConfig, preset
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.memory import USABLE_SHARE, Sharding, bytes_per_device
-from megajax.estimate.op_costs import FLASH_1_SHARE, Software
-from megajax.estimate.published import (
-    A100,
-    H100,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    MEGATRON_2024,
-    Row,
-    make_run,
-    megatron_bytes,
-)
 
 __all__ = ["RECENT_ROWS"]
-
-# As Megatron-Core; the recipes' models train without dropout.
-NEMO_2024 = dataclasses.replace(MEGATRON_2024, name="NeMo 24.09", dropout=False, context_overlap=True)
-# MT-NLG and BLOOM in bf16. DeepSpeed's pipeline converts a microbatch's gradients to fp32 (2 bytes read, 4 written) and adds
-# them to the sum (8 read, 4 written: bf16_optimizer.py of v0.6.3), which is set to zero and divided, in three passes.
-MEGATRON_DEEPSPEED = dataclasses.replace(
-    MEGATRON_2021, name="Megatron-DeepSpeed", gradient_bytes=4, accumulation_bytes=18, buffer_bytes=12
-)
-GPT_NEOX = dataclasses.replace(MEGATRON_2021, name="GPT-NeoX", dropout=False)  # fp16
-# The commit that the paper names, 285068c8 of January 2023, which added the first FlashAttention.
-MEGATRON_2023 = dataclasses.replace(MEGATRON_2022, name="Megatron-LM, 2023", attention_share=FLASH_1_SHARE)
-# Meta's trainer (2407.21783 section 3.3.2) gathers the keys and values of context ranks before attention, and autograd's
-# kernels sum gradients in fp32. The paper says that sends and FSDP's collectives overlap, not those of tensor parallelism.
-META_2024 = dataclasses.replace(
-    NEMO_2024, name="Meta, 2024", context_overlap=False, tensor_overlap=0.0, accumulation_bytes=10, buffer_bytes=4
-)
-# PyTorch's FSDP gathers a block as one array, the next one ahead, and for the backward once, recomputation included.
-FSDP = Software(
-    "PyTorch FSDP", fused_attention=True, gathered_pieces=1, gathers_hidden=True, gathers_for_recompute=False
-)
-# In 2023, with the first FlashAttention, it joined a block's gradients in one array (4 bytes of traffic a parameter),
-# divided it by a part of the number of replicas and scattered it (torch/distributed/fsdp/_runtime_utils.py). Composer's
-# DEFAULT policy does so in fp32 (6 bytes to convert, 8 to divide), PURE in bf16.
-MPT_FSDP = dataclasses.replace(FSDP, attention_share=FLASH_1_SHARE, accumulation_bytes=18)
-FSDP_PURE = dataclasses.replace(MPT_FSDP, name="PyTorch FSDP, 16-bit gradients", gradient_bytes=2, accumulation_bytes=8)
-# XLA gathers each of a block's tensors, which its combiner joins, and reduces gradients in the type of the weights.
-JAX_FSDP = dataclasses.replace(FSDP, name="JAX FSDP", gradient_bytes=2)
-
-# Only routed tokens are sent, and a GPU has memory for those only.
-MEGATRON_MOE = dataclasses.replace(NEMO_2024, name="Megatron-Core v0.9", routed_dispatch=True)
-AUTOMODEL = dataclasses.replace(FSDP, name="NeMo AutoModel", routed_dispatch=True)
 
 A100_40GB = find_gpu("a100-40gb")
 # Jean Zay: four Omni-Path links of 100 Gb/s for the eight GPUs of a node (the notes' "Hardware").

@@ -1,4 +1,4 @@
-"""Published throughputs as runs that the time model can predict, and the training programs that they were measured with.
+"""Published throughputs, as runs that the time model of published programs can predict.
 
 Where a table does not print the microbatch size or the chunks, the row lists the possible values. The fastest of them by
 the time model that fits the GPU's memory is used, as its authors would have tuned the run.
@@ -7,60 +7,22 @@ the time model that fits the GPU's memory is used, as its authors would have tun
 import dataclasses
 from collections.abc import Iterable
 
+from benchmarks.published.software import (
+    DEEPSPEED_2021,
+    MEGATRON_2021,
+    MEGATRON_2021_DDP,
+    MEGATRON_2022,
+    MEGATRON_2024,
+    Software,
+)
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.error_bars import kind_of
-from megajax.estimate.flops import equation_3_flops, flops_per_step
+from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.memory import USABLE_SHARE, Sharding
-from megajax.estimate.op_costs import Software
 
 ZERO_3 = "2104 table 2, ZeRO-3"
 A100, H100 = find_gpu("a100-80gb"), find_gpu("h100-80gb")
-# 52 bytes a logit: the passes of Megatron-LM's vocab_parallel_cross_entropy, counted in tensor_parallel/cross_entropy.py:
-# to fp32, maximum, subtract, exponential, sum, divide; in the backward copy, scale, to 16 bit. Gradients are reduced in the
-# type of the weights for fp16 (accumulate_allreduce_grads_in_fp32 is set for bf16 only, arguments.py of v2.5). A hook adds
-# each microbatch's to a buffer: both read and the sum written, 6 bytes of fp16. The buffer is set to zero and divided by the
-# number of replicas, which are three passes over it (model/distributed.py of v2.5).
-MEGATRON_2021 = Software(
-    "Megatron-LM, 2021",
-    gradient_bytes=2,
-    accumulation_bytes=6,
-    buffer_bytes=6,
-    logit_bytes=52,
-    dropout=True,
-    scatter_gather=True,
-)
-# From February 2022 the matmuls of bf16 add gradients to the fp32 sum in place (gradient_accumulation_fusion, the default).
-MEGATRON_2022 = dataclasses.replace(
-    MEGATRON_2021, name="Megatron-LM, 2022", gradient_bytes=4, accumulation_bytes=0, buffer_bytes=12
-)
-# DeepSpeed, which 2104.04473 ran for ZeRO-3. By its defaults (deepspeed/runtime/zero/constants.py) stage 3 overlaps its
-# communication, and every GPU keeps whole tensors of under 100,000 elements: all of a block except the four matrices. A
-# gradient is copied into a bucket and divided, in fp16 (zero/stage3.py of v0.3.16).
-DEEPSPEED_2021 = dataclasses.replace(
-    MEGATRON_2021,
-    name="DeepSpeed, 2021",
-    accumulation_bytes=8,
-    buffer_bytes=0,
-    gathered_pieces=4,
-    gathers_ahead=True,
-)
-# Table 1's models on one pipeline stage ran under torch's DDP, which overlaps (examples/sc21/run_table_1.sh).
-MEGATRON_2021_DDP = dataclasses.replace(MEGATRON_2021, data_overlap=True)
-# Transformer Engine's attention, and overlap of all three kinds of communication, as the README says. The fraction of the
-# tensor-parallel communication that overlaps is not published: half is assumed. The fp32 buffer of gradients is set to zero,
-# its norm is checked for NaN, and it is scaled: four passes (core/distributed/param_and_grad_buffer.py).
-MEGATRON_2024 = Software(
-    "Megatron-Core r0.8",
-    fused_attention=True,
-    tensor_overlap=0.5,
-    data_overlap=True,
-    send_overlap=True,
-    scatter_gather=True,
-    buffer_bytes=16,
-    logit_bytes=52,
-    dropout=True,
-)
 MODEL_22B = ModelConfig(name="22b", layers=48, hidden=6144, heads=64, vocabulary=51200, sequence_length=2048)
 
 
@@ -104,6 +66,16 @@ class Row:
         return equation_3_flops(run.model, run.train.global_batch_size) if self.equation_3 else flops_per_step(run)
 
 
+def equation_3_flops(model: ModelConfig, batch: int) -> float:
+    """FLOPs of a step by 2104.04473 equation 3, which counts a second forward of the blocks (full recomputation).
+
+    96 B s l h^2 (1 + s/(6h) + V/(16lh)). The paper's TFLOP/s and its table 2's days are this over time.
+    """
+    layers, hidden, tokens = model.layers, model.hidden, model.sequence_length
+    relative = 1 + tokens / (6 * hidden) + model.vocabulary / (16 * layers * hidden)
+    return 96 * batch * tokens * layers * hidden**2 * relative
+
+
 def make_run(model: ModelConfig, mesh: tuple[int, int, int], batch: int, microbatch: int, chunks: int, **options):
     """A run on (tensor, pipe, data) = mesh."""
     tensor, pipe, data = mesh
@@ -118,21 +90,21 @@ def _tables_2104() -> Iterable[Row]:
     Full recomputation, no sequence parallelism. Table 2 prints microbatches of 1; the 530B's chunks are those of table 1.
     """
     old = {"recompute": "full", "sequence_parallel": False}
-    for name, tensor, pipe, data, batch, microbatch, chunks, teraflops, fitted in (
-        ("megatron-1.7b", 1, 1, 32, 512, 16, 1, 137, True),
-        ("megatron-3.6b", 2, 1, 32, 512, 16, 1, 138, False),
-        ("megatron-7.5b", 4, 1, 32, 512, 16, 1, 142, False),
-        ("megatron-18.4b", 8, 1, 32, 1024, 8, 1, 135, True),
-        ("megatron-39.1b", 8, 2, 32, 1536, 4, 1, 138, False),
-        ("megatron-76.1b", 8, 4, 32, 1792, 2, 3, 140, False),
-        ("megatron-145.6b", 8, 8, 24, 2304, 2, 2, 148, True),
-        ("megatron-310.1b", 8, 16, 15, 2160, 1, 2, 155, False),
-        ("megatron-529.6b", 8, 35, 9, 2520, 1, 3, 163, False),
-        ("megatron-1008b", 8, 64, 6, 3072, 1, 1, 163, True),
+    for name, tensor, pipe, data, batch, microbatch, chunks, teraflops in (
+        ("megatron-1.7b", 1, 1, 32, 512, 16, 1, 137),
+        ("megatron-3.6b", 2, 1, 32, 512, 16, 1, 138),
+        ("megatron-7.5b", 4, 1, 32, 512, 16, 1, 142),
+        ("megatron-18.4b", 8, 1, 32, 1024, 8, 1, 135),
+        ("megatron-39.1b", 8, 2, 32, 1536, 4, 1, 138),
+        ("megatron-76.1b", 8, 4, 32, 1792, 2, 3, 140),
+        ("megatron-145.6b", 8, 8, 24, 2304, 2, 2, 148),
+        ("megatron-310.1b", 8, 16, 15, 2160, 1, 2, 155),
+        ("megatron-529.6b", 8, 35, 9, 2520, 1, 3, 163),
+        ("megatron-1008b", 8, 64, 6, 3072, 1, 1, 163),
     ):
         run = make_run(preset(name), (tensor, pipe, data), batch, microbatch, chunks, **old)
         software = MEGATRON_2021_DDP if pipe == 1 else MEGATRON_2021
-        yield Row("2104 table 1", (run,), A100, software, teraflops, True, fitted=fitted)
+        yield Row("2104 table 1", (run,), A100, software, teraflops, True)
     for name, pipe, batch, choices, rows in (
         ("gpt3-175b", 12, 1536, (1, 2, 4, 8), ((4, 153), (8, 149), (16, 141))),
         ("megatron-529.6b", 35, 2240, (3,), ((2, 171), (4, 167), (8, 159))),

@@ -1,23 +1,24 @@
 """Predicted against published throughput, row by row.
 
-python -m megajax.estimate.validate          the table, with errors by kind, of fitted and of tested sources apart
-python -m megajax.estimate.validate --fit    finds the fitted constants again, from the marked rows only
+python -m benchmarks.published          the table, with errors by kind, of fitted and of tested sources apart
+python -m benchmarks.published --fit    finds the fitted constants again, from the marked rows only
 
-A source is fitted if a constant was fitted to any of its rows, which are marked; no constant has seen a tested source.
+The rates are those of `megajax.estimate.rates`, of which one, the memory's share, was chosen with all rows in view. A source
+is fitted if a constant of `operations.Fitted` was fitted to any of its rows, which are marked.
 """
 
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from benchmarks.published.model import PublishedTime, published_time
+from benchmarks.published.operations import FITTED, Fitted
+from benchmarks.published.recent import RECENT_ROWS
+from benchmarks.published.rows import ROWS_TO_2024, Row
 from megajax.config import RunConfig
 from megajax.config.options import Parser
 from megajax.estimate.error_bars import KINDS, ErrorBar
-from megajax.estimate.op_costs import CHIPS, FITTED, Fitted
-from megajax.estimate.published import ROWS_TO_2024, ZERO_3, Row
-from megajax.estimate.published_recent import RECENT_ROWS
-from megajax.estimate.step_time import StepTime, step_time
 from megajax.schedules.errors import exit_code
 
 ROWS = ROWS_TO_2024 + RECENT_ROWS
@@ -29,7 +30,7 @@ class Check:
 
     row: Row
     run: RunConfig
-    time: StepTime
+    time: PublishedTime
     teraflops: float
 
     @property
@@ -39,34 +40,18 @@ class Check:
 
 def check(row: Row, fitted: Fitted = FITTED) -> Check:
     """Predicts a row; of several candidate runs, the fastest."""
-    of = lambda run: step_time(run, row.gpu, row.software, sharding=row.sharding, fitted=fitted)  # noqa: E731
+    of = lambda run: published_time(run, row.gpu, row.software, row.sharding, fitted)  # noqa: E731
     run, time = min(((run, of(run)) for run in row.runs), key=lambda pair: pair[1].total)
     return Check(row, run, time, row.flops() / time.total / run.parallel.devices / 1e12)
 
 
 def fit() -> Fitted:
-    """The constants that minimise the sum of squared errors over the rows marked `fitted`.
-
-    First those that all runs depend on; then, with these fixed, those of ZeRO-3, on its rows.
-    """
-    whole = _least(
-        lambda a100, memory: dataclasses.replace(FITTED, matmul_share={"a100": a100, **CHIPS}, memory_share=memory),
-        (0.8, 0.8),
-        [row for row in ROWS if row.fitted and row.table != ZERO_3],
-    )
-    return _least(
-        lambda share, overlap: dataclasses.replace(whole, gather_share=share, gather_overlap=overlap),
-        (0.3, 0.5),
-        [row for row in ROWS if row.fitted and row.table == ZERO_3],
-    )
-
-
-def _least(constants: Callable[..., Fitted], start: Sequence[float], rows: Sequence[Row]) -> Fitted:
-    """`constants` of the numbers that predict `rows` best, by a search from `start`."""
+    """The constants that minimise the sum of squared errors over the rows marked `fitted`."""
     from scipy.optimize import minimize
 
-    squares = lambda values: sum(check(row, constants(*map(float, values))).error ** 2 for row in rows)  # noqa: E731
-    return constants(*map(float, minimize(squares, start, method="Nelder-Mead").x))
+    rows = [row for row in ROWS if row.fitted]
+    squares = lambda values: sum(check(row, Fitted(*map(float, values))).error ** 2 for row in rows)  # noqa: E731
+    return Fitted(*map(float, minimize(squares, (0.3, 0.5), method="Nelder-Mead").x))
 
 
 def is_tested(row: Row) -> bool:
@@ -127,14 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(
-        prog="python -m megajax.estimate.validate", description="predicted against published TFLOP/s per GPU"
-    )
+    parser = Parser(prog="python -m benchmarks.published", description="predicted against published TFLOP/s per GPU")
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
     if parser.parse_args(arguments).fit:
         found = fit()
-        shares = ", ".join(f"{chip} {share:.3f}" for chip, share in found.matmul_share.items())
-        print(f"matmul_share {shares}; memory_share {found.memory_share:.3f}")
         print(f"gather_share {found.gather_share:.3f}; gather_overlap {found.gather_overlap:.3f}")
         return
     print(report([check(row) for row in ROWS]))

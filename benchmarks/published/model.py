@@ -1,0 +1,216 @@
+"""Step time of published training programs: the sum of matmuls by shape, memory traffic, collectives and the bubble.
+
+It follows from the run, the model's costs, the program (`software.py`) and the rates of `megajax.estimate.rates`. With m
+microbatches, p ranks and v chunks a rank,
+
+    step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
+
+What is left out: launching kernels, loading data, stragglers, contention between communication and compute. megajax's own
+program is not priced here but kernel by kernel, as XLA compiles it (`megajax/estimate/program_time.py`).
+"""
+
+import operator
+from functools import reduce
+from typing import NamedTuple
+
+from benchmarks.published.exchange import gathers_time, reduction_time, sends_time
+from benchmarks.published.operations import FITTED, Fitted, Operations
+from benchmarks.published.software import Software
+from megajax.config import ParallelConfig, RunConfig
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import Gpu, is_fused
+from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
+from megajax.estimate.memory import ITEMSIZE, Sharding, rank_parameters, rows_of, sharded_parameters
+from megajax.estimate.rates import PALLAS_BACKWARD
+from megajax.models.costs import ModelCosts
+from megajax.pipeline.program import StepProgram
+from megajax.schedules.simulate import Costs
+
+__all__ = ["LayerTime", "PublishedTime", "layer_times", "published_time"]
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one block's forward or backward, or of several blocks', for one microbatch on one device.
+
+    `tensor`, `context` and `expert` are exposed communication, within tensor groups, round the rings of context parallelism
+    and within the groups that split experts.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def __add__(self, other: "LayerTime") -> "LayerTime":
+        return LayerTime(*map(operator.add, self, other))
+
+    def __mul__(self, times: float) -> "LayerTime":
+        return LayerTime(*(times * value for value in self))
+
+
+class PublishedTime(NamedTuple):
+    """Seconds of one optimizer step: of a rank's blocks, and of the parts of the formula above."""
+
+    blocks: LayerTime
+    accumulation: float
+    head: float
+    bubble: float
+    sends: float
+    data: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.blocks.total + sum(self[1:])
+
+
+def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> tuple[LayerTime, LayerTime]:
+    """(forward, backward) of one block for one microbatch; the backward includes what it recomputes."""
+    rows, item, software = rows_of(model, parallel), ops.itemsize, ops.software
+    tensor, mode = parallel.tensor, parallel.recompute
+    shapes = [one.on_device(tensor) for one in model.matmuls]
+    matmul = sum(ops.matmul(rows, k, n) for k, n in shapes)
+    matmul_backward = sum(ops.matmul(rows, n, k) + ops.matmul(k, rows, n) for k, n in shapes)
+    attention, attention_backward, again = _attention_times(model, parallel, ops)
+
+    # Outside the matmuls. A backward also reads the gradient: half as much traffic again.
+    sizes = {"itemsize": item, "tensor": tensor, "sequence_parallel": parallel.sequence_parallel}
+    elementwise = ops.traffic(model.elementwise_bytes(rows, dropout=software.dropout, **sizes))
+
+    # Each pair of matmuls is gathered before and summed after, as an all-reduce is both (1909.08053, 2205.05198 4.2).
+    one = ops.collective(rows * model.hidden * item, tensor, "tensor")
+    exchange = 2 * model.matmul_pairs * one * (1 - software.tensor_overlap)
+    rings = [_ring_time(model, parallel, ops, *ring) for ring in ((0, attention), (1, attention_backward))]
+    read, written, sent = _expert_times(model, parallel, ops)
+    forward = LayerTime(matmul, attention, elementwise + read, exchange, rings[0], sent)
+    backward = LayerTime(
+        matmul_backward, attention_backward, 1.5 * elementwise + read + written, exchange, rings[1], sent
+    )
+    if mode == "full":  # which sends no results again
+        return forward, backward + forward._replace(expert=0.0)
+    several = zip(model.matmuls, shapes, strict=True)
+    matmul_again = sum(ops.matmul(rows, k, n) for one, (k, n) in several if mode in one.recomputed)
+    return forward, backward + LayerTime(matmul=matmul_again, attention=again)
+
+
+def _ring_time(model: ModelCosts, parallel: ParallelConfig, ops: Operations, gradients: int, attention: float) -> float:
+    """Exposed sends of a rank's keys and values round a ring of C ranks, in one block.
+
+    They are sent C - 1 times in the forward and in the backward, and their gradients C times in the backward. Each send
+    overlaps the products of the pieces received before, a C-th of `attention`, the time of the pass.
+    """
+    ranks = parallel.context
+    if ranks == 1 or model.attention is None:
+        return 0.0
+    elements = 2 * rows_of(model, parallel) * model.attention.groups * model.attention.head_size / parallel.tensor
+    one = ops.send(elements * ops.itemsize, "data")
+    exposed = max(0.0, one - attention / ranks) if ops.software.context_overlap else one
+    return exposed * (ranks - 1 + gradients * ranks)
+
+
+def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> tuple[float, float, float]:
+    """Seconds of attention's forward, of its backward, and of what the backward recomputes in modes short of full."""
+    if model.attention is None:
+        return 0.0, 0.0, 0.0
+    item, software, head_size = ops.itemsize, ops.software, model.attention.head_size
+    tokens, heads = model.sequence_length, parallel.microbatch_size * model.attention.heads / parallel.tensor
+    queries = tokens // parallel.context  # of one device, an equal share of the work (2407.21783 section 3.3.2)
+    scores = heads * queries * tokens
+    if software.fused_attention or is_fused(parallel):
+        forward = ops.attention(4 * heads * model.attention.pairs(tokens) * head_size / parallel.context)
+        # A fused backward always computes the scores again.
+        return forward, (PALLAS_BACKWARD if parallel.attention == "pallas" else ops.fused_backward) * forward, 0.0
+    products = 2 * ops.matmul(queries, head_size, tokens, heads)
+    # softmax reads and writes the scores; dropout reads and writes them and a mask of one byte
+    passes = 2 * item + (2 * item + 1 if software.dropout else 0)
+    forward = products + ops.traffic(scores * passes)
+    again = forward if parallel.recompute in model.attention.scores_recomputed else 0.0
+    return forward, 2 * products + ops.traffic(scores * (passes + item)), again
+
+
+def _expert_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> tuple[float, float, float]:
+    """Seconds in which experts' weights are read and their gradients written, and of sending tokens there and back.
+
+    The matmuls count the weights of the k experts of a token; a program reads those of all experts that a device has, and
+    adds to as many fp32 gradients. Of tokens of other replicas only the routed ones are sent.
+    """
+    experts, tensor = model.experts, parallel.tensor
+    if experts is None:
+        return 0.0, 0.0, 0.0
+    held, counted = (
+        experts.on_device(tensor, parallel.expert),
+        experts.on_device(tensor, 1) * experts.chosen / experts.count,
+    )
+    split = tensor if parallel.sequence_parallel else 1
+    tokens = rows_of(model, parallel) * model.hidden * ops.itemsize / split
+    sent = ops.collective(tokens * experts.chosen, parallel.expert, "data")
+    return (
+        ops.traffic((held - counted) * ops.itemsize),
+        ops.traffic(held * 8 - counted * ops.itemsize),
+        2 * sent,
+    )
+
+
+def _head_time(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> float:
+    """Seconds of the logits and the loss of one microbatch, forward and backward, on the last rank."""
+    rows, columns = rows_of(model, parallel), model.vocabulary / parallel.tensor
+    split = parallel.tensor if parallel.sequence_parallel else 1
+    products = 3 * ops.matmul(rows, model.hidden, columns)
+    products += sum(3 * ops.matmul(rows / split, one.inputs, one.outputs) for one in model.head)
+    passes = ops.traffic(rows * columns * ops.software.logit_bytes)
+    return products + passes + 4 * ops.collective(rows * model.hidden * ops.itemsize, parallel.tensor, "tensor")
+
+
+def _chunk_times(run: RunConfig, ops: Operations) -> tuple[LayerTime, LayerTime]:
+    """(forward, backward) of the blocks of one chunk, of the slowest stage: the others wait for it, in each microbatch."""
+    kinds = [layer_times(model_costs(kind.run.model), run.parallel, ops) for kind in layers_of_kinds(run)]
+    stages = [
+        tuple(reduce(operator.add, (one[way] * n for one, n in zip(kinds, counts, strict=True))) for way in (0, 1))
+        for counts in stage_layer_counts(run)
+    ]
+    return max(stages, key=lambda stage: stage[0].total + stage[1].total)
+
+
+def published_time(
+    run: RunConfig, gpu: Gpu, software: Software, sharding: Sharding | None = None, fitted: Fitted = FITTED
+) -> PublishedTime:
+    """Predicted time of one optimizer step of `run` by a published program; `make_mesh` places the mesh on hosts.
+
+    Raises:
+      ConfigError: the GPU has no peak for the run's precision.
+    """
+    sharding, parallel, model = sharding or Sharding(run.parallel.zero), run.parallel, model_costs(run.model)
+    ops = Operations(run, gpu, software, fitted)
+    forward, backward = _chunk_times(run, ops)
+    both, batches = forward + backward, run.microbatches
+    # The matmuls of the weights' gradients are half of a backward's.
+    weight = (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
+    costs = Costs(forward.total, backward.total, backward.total - weight, weight)
+    blocks = both * (batches * parallel.chunks)
+    stages = parallel.stage_layers(model.layers)
+    # While the head runs the other ranks wait, less the layers that an uneven last stage lacks.
+    head = max(0.0, _head_time(model, parallel, ops) - (stages.slots - stages.counts[-1]) * both.total / stages.slots)
+    if sharding.zero == 3:
+        data = gathers_time(run, ops, blocks.total, sharding.shards)
+    else:
+        data = reduction_time(run, ops, sharding, forward.total * parallel.chunks, backward.total * parallel.chunks)
+    # Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written. And the
+    # passes over the sums of gradients before that, which ZeRO 1 does not shard.
+    state, sums = (
+        sharded_parameters(run, sharding, is_sharded) for is_sharded in (sharding.zero > 0, sharding.zero == 3)
+    )
+    return PublishedTime(
+        blocks=blocks,
+        accumulation=batches * ops.traffic(sum(rank_parameters(run, sharding)) * software.accumulation_bytes),
+        head=batches * head,
+        bubble=StepProgram.of(run).bubble(costs, lockstep=False),
+        sends=sends_time(run, ops),
+        data=data,
+        optimizer=ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]) + sums * software.buffer_bytes),
+    )

@@ -1,0 +1,137 @@
+"""Seconds of the kernels and collectives that megajax's own program consists of, by the rates of `rates.py`."""
+
+import functools
+import operator
+from typing import NamedTuple
+
+from megajax.config import RunConfig
+from megajax.estimate import model_costs
+from megajax.estimate.gpus import Gpu
+from megajax.estimate.memory import ITEMSIZE, Sharding, rows_of
+from megajax.estimate.rates import devices_here, in_a_host, rates_of
+from megajax.pipeline.program import StepProgram
+
+__all__ = ["Kernels", "Work"]
+
+# Of the collectives of activations, and of ZeRO's, half are of each of these kinds.
+RING = ("all-gather", "reduce-scatter")
+
+
+class Work(NamedTuple):
+    """Seconds of a part of the program, by what they are spent on; a sum adds them, a product multiplies each.
+
+    Attributes:
+      matmul, attention: of these kernels.
+      traffic: of all other kernels, which move memory.
+      tensor, context, expert, pipe, data: of exposed communication over these axes.
+      offload: of transfers to host memory and back.
+      gaps: between kernels.
+      waits: of the device for the host, which reads a loop's condition or a branch's index.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    pipe: float = 0.0
+    data: float = 0.0
+    offload: float = 0.0
+    gaps: float = 0.0
+    waits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def compute(self) -> float:
+        """Seconds of all kernels."""
+        return self.matmul + self.attention + self.traffic
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of exposed communication, transfers to host memory included."""
+        return self.tensor + self.context + self.expert + self.pipe + self.data + self.offload
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*map(operator.add, self, other))
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(*(times * value for value in self))
+
+
+class Kernels:
+    """Seconds of the kernels and collectives of a run's program.
+
+    Attributes:
+      rows: tokens of a microbatch on a device.
+      residual: bytes of their part of the residual stream.
+      program: what is compiled.
+    """
+
+    def __init__(self, run: RunConfig, gpu: Gpu, sharding: Sharding | None = None, program: StepProgram | None = None):
+        """Raises ConfigError if the GPU has no peak for the run's precision."""
+        self.run, self.gpu, self.parallel = run, gpu, run.parallel
+        self.model, self.sharding = model_costs(run.model), sharding or Sharding.from_config(run)
+        self.item, self.rates = ITEMSIZE[run.train.precision], rates_of(gpu, run.train.precision)
+        parallel, model = self.parallel, self.model
+        self.rows, self.split = rows_of(model, parallel), parallel.tensor if parallel.sequence_parallel else 1
+        self.residual = self.rows // self.split * model.hidden * self.item
+        self.program = program or StepProgram.of(run)
+        self.shards = self.sharding.shards or parallel.data * parallel.context
+
+    def kernels(self, count: float) -> Work:
+        return Work(gaps=count * self.rates.gap)
+
+    def traffic(self, count: float, kernels: float = 0) -> Work:
+        """Bytes read or written by kernels without matmuls."""
+        return Work(traffic=count / self.rates.memory, gaps=kernels * self.rates.gap)
+
+    def matmul(self, rows: float, inner: float, columns: float, *, sums: bool = False) -> Work:
+        """A product of [rows, inner] and [inner, columns]; `sums`: added to fp32 sums in memory."""
+        return Work(matmul=self._seconds(rows, inner, columns, 1, sums), gaps=self.rates.gap)
+
+    def _seconds(self, rows: float, inner: float, columns: float, faster: int, sums: bool) -> float:
+        operands = self.item // faster  # bytes of an element, 1 of fp8's
+        moved = operands * (rows * inner + inner * columns) + rows * columns * (8 if sums else self.item)
+        flops = 2 * rows * inner * columns
+        return max(flops / self.rates.matmul_rate(flops) / faster, moved / self.rates.memory)
+
+    def ring(self, count: float, group: int, axis: str, apart: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of `count` bytes in all, their mean; an all-reduce is both.
+
+        The group has every `apart`-th device along the axis.
+        """
+        if group == 1 or not count:
+            return 0.0
+        here = devices_here(self.parallel, self.gpu.host_size, group, axis, apart)
+        sent = count * (group - 1) / group
+        kinds = RING if self.rates.links else RING[:1]  # without measured links they are equal
+        return sum(self.rates.collective(kind, sent, group, here) for kind in kinds) / len(kinds)
+
+    def all_reduce(self, count: float, group: int, axis: str) -> float:
+        """Seconds of an all-reduce of `count` bytes."""
+        here = devices_here(self.parallel, self.gpu.host_size, group, axis)
+        sent = 2 * count * (group - 1) / group
+        return self.rates.collective("all-reduce", sent, group, here) if group > 1 and count else 0.0
+
+    def all_to_all(self, part: float, group: int, axis: str) -> float:
+        """Seconds of an all-to-all in which a device sends `part` bytes to each other one of its group."""
+        return self.rates.all_to_all(part, group, devices_here(self.parallel, self.gpu.host_size, group, axis))
+
+    def over_replicas(self, common: float, experts: float) -> float:
+        """Seconds of an all-gather or a reduce-scatter over the replicas that hold them: of experts there are fewer."""
+        degree, replicas = self.parallel.expert, self.parallel.data * self.parallel.context
+        return self.ring(common, self.shards, "data") + self.ring(experts, replicas // degree, "data", apart=degree)
+
+    def send(self, count: float, axis: str, ranks: int) -> float:
+        """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""
+        here = in_a_host(self.parallel, self.gpu, ranks, axis)
+        return self.rates.collective("collective-permute", count, 2, 2 if here else 1)
+
+    @functools.cached_property
+    def _collective(self) -> float:
+        """Seconds of one gather or scatter of a block's activations over `tensor`."""
+        return self.ring(self.rows * self.model.hidden * self.item, self.parallel.tensor, "tensor")
