@@ -28,12 +28,10 @@ from megajax.plan.as_json import answer
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
 from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
-from megajax.plan.html_report import write_page
-from megajax.plan.nearest import better_counts, nearest_counts
+from megajax.plan.html_report import page
 from megajax.plan.options import clusters_of, plan_parser, question_of
-from megajax.plan.report import LEGEND, accuracy, heading, plot, smallest, table
-from megajax.plan.search import Candidate, NoLayout, Question, best_by, search
-from megajax.plan.ties import simplest_first
+from megajax.plan.report import LEGEND, Answer, accuracy, heading, plot, smallest, table
+from megajax.plan.search import Candidate, NoLayout, Question, better_counts, nearest_counts, search
 from megajax.schedules.errors import exit_code
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
@@ -65,7 +63,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     if known.calibrate:
         from megajax.plan.calibrate import calibrate  # it alone runs something on devices
 
-        return calibrate(sys.argv[1:] if arguments is None else arguments)
+        return calibrate(arguments)
     import_user_files(known.imports)
     args = plan_parser(first, __doc__).parse_args(arguments)
     clusters = clusters_of(args)
@@ -77,9 +75,8 @@ def _command(arguments: Sequence[str] | None) -> int:
         print(rows)
         return 0 if fits else 1
     words = sys.argv[1:] if arguments is None else arguments
-    return _plan(
-        args, shlex.join(["python", "-m", "megajax.plan", *words]), clusters[0], *_goal(args, question, clusters[0])
-    )
+    command = shlex.join(["python", "-m", "megajax.plan", *words])
+    return _plan(args, command, clusters[0], *_goal(args, question, clusters[0]))
 
 
 def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tuple[Question, float, str]:
@@ -93,14 +90,7 @@ def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tup
         )
     if not args.budget:
         return question, args.tokens, ""
-    if args.model is None:
-        found, text = best_model(question, cluster, args.budget)
-    else:
-        found = tokens_for(question, cluster, args.budget)
-        text = (
-            f"budget {args.budget:,.0f} {cluster.currency}: {found.days:.1f} days of {question.gpus} GPUs train on\n"
-            f"  {found.describe()}\n  Chinchilla's rule is 20 a parameter: {20 * found.parameters / 1e9:,.0f}B tokens"
-        )
+    found, text = (tokens_for if args.model else best_model)(question, cluster, args.budget)
     return found.best.question, found.tokens, text
 
 
@@ -109,42 +99,38 @@ def _plan(
 ) -> int:
     start = time.perf_counter()
     try:
-        candidates = search(question)
+        found = Answer(cluster, tokens, search(question), args.top)
     except NoLayout as error:
         near = "" if error.narrowed else nearest_counts(question)
         raise (ConfigError(f"{str(error).partition(':')[0]}; {near}") if near else error) from None
-    fastest = [one for one in candidates if one.fits]
-    fitting = simplest_first(fastest)
+    best = next(iter(found.fitting), None)
     seconds = time.perf_counter() - start
-    shown = list(best_by(fitting, lambda one: one.mesh).values())[: args.top]
-    if args.html and fitting:
+    if args.html and best:
         tell_replaced(args.html)
-        content = {"cluster": cluster, "tokens": tokens, "candidates": candidates, "shown": shown, "fitting": fitting}
-        write_page(args.html, command=command, date=datetime.date.today().isoformat(), **content)
+        text = page(found, command, datetime.date.today().isoformat())
+        save_config(pathlib.Path(args.html), text, "pass --html with a writable path")
     if args.json:
-        remedy = "" if fitting else smallest(candidates).splitlines()[-1]
-        found = answer(question, cluster, tokens, len(candidates), shown, fastest[0] if fastest else None, remedy)
-        print(json.dumps(found, indent=1))
-        return _write(args, fitting[0], quiet=True) if fitting else 1
+        print(json.dumps(answer(found), indent=1))
+        return _write(args, best, quiet=True) if best else 1
     if goal:
         print(goal)
-    print(heading(question, tokens, len(candidates), len(fitting), seconds))
-    if not fitting:
-        print(smallest(candidates))
+    print(heading(found, seconds))
+    if not best:
+        print(smallest(found.candidates))
         return 1
-    print(table(shown, tokens, fastest[0]))
+    print(table(found))
     print(LEGEND)
-    if better := better_counts(fitting[0]):
+    if better := better_counts(best):
         print(better)
-    print(f"{tokens / 1e9:,.0f}B tokens take {cluster.describe(cluster.cost(question.gpus, fitting[0].days(tokens)))}")
-    print(accuracy(fitting[0]))
-    print(explain(fitting + candidates[len(fitting) :]))
+    print(f"{tokens / 1e9:,.0f}B tokens take {cluster.describe(cluster.cost(question.gpus, best.days(tokens)))}")
+    print(accuracy(best))
+    print(explain(found.ordered))
     if args.html:
         print(f"page: {args.html}")
     if args.plot:
-        plot(candidates, args.plot)
+        plot(found.candidates, args.plot)
         print(f"drawn: {args.plot}")
-    return _write(args, fitting[0])
+    return _write(args, best)
 
 
 def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> int:

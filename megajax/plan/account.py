@@ -7,8 +7,6 @@ from megajax.estimate.kernels import CLASSES
 from megajax.estimate.program_account import StepAccount
 from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS
 
-__all__ = ["account_table", "largest_wastes", "to_json"]
-
 # What a better program of the same schedule would not spend. Elementwise kernels are not waste: a model has them.
 WASTES: Mapping[str, str] = {
     "accumulation": "weight gradients accumulated by kernels of their own",
@@ -45,11 +43,11 @@ def account_table(found: StepAccount) -> str:
     return "\n".join(lines)
 
 
-def largest_wastes(found: StepAccount, count: int = 3) -> list[tuple[str, float, float]]:
+def largest_wastes(found: StepAccount) -> list[tuple[str, float, float]]:
     """The classes that cost most and that a better program would not have: description, seconds, share of the step."""
     lost = {text: found.account.seconds[name] for name, text in WASTES.items()}
     lost["the pipeline's bubble"] = found.seconds - found.account.total
-    ordered = sorted(lost.items(), key=lambda item: -item[1])[:count]
+    ordered = sorted(lost.items(), key=lambda item: -item[1])[:3]
     return [(text, seconds, seconds / found.seconds) for text, seconds in ordered if seconds > 0]
 
 

@@ -27,19 +27,19 @@ from megajax.config.options import Parser, add_options, option_names
 from megajax.config.toml import save_config
 from megajax.estimate.gpus import DTYPES, GPUS
 from megajax.estimate.measured import Links, Measured, fit_link, rates_by_size
+from megajax.estimate.rates import FUSED_BACKWARD, PALLAS_BACKWARD
 from megajax.ops.attention import CUDNN, PALLAS, XLA
 from megajax.ops.attention_choice import choose_attention
 from megajax.plan.cluster import load_cluster
 from megajax.plan.compiler import compiler_versions, installed_versions
-from megajax.plan.measure import attention_rates, backward_products, collective_times, copy_rate, matmul_rate
+from megajax.plan.measure import attention_rates, collective_times, copy_rate, matmul_rate
 from megajax.plan.measured_table import measured_text
 from megajax.runtime.distributed import start
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.paths import local_path
 
-__all__ = ["FULL", "SMALL", "Sizes", "calibrate"]
-
+DRIVER = pathlib.Path("/proc/driver/nvidia/version")  # NVIDIA's
 CPU_GPU = "h100-80gb"  # the file of CPU devices must name a GPU; gpu_of takes the same one for them
 
 
@@ -78,7 +78,7 @@ SMALL = Sizes(
 )
 
 
-def calibrate(arguments: Sequence[str]) -> int:
+def calibrate(arguments: Sequence[str] | None) -> int:
     """The command; returns 0.
 
     Raises:
@@ -183,21 +183,18 @@ def measure(devices: Sequence[jax.Device], host_size: int, precision: str, sizes
     memory = copy_rate(device, sizes.copied, seconds=5 * sizes.seconds)
     name = choose_attention("auto", head_size=sizes.attention[-1], dropout=0.0, precision=precision, device=device).name
     kernel = {"cudnn": CUDNN, "pallas": PALLAS, "xla": XLA}[name]
-    attention = attention_rates(device, dtype, kernel, backward_products(name), sizes.attention, sizes.seconds)
+    of_backward = PALLAS_BACKWARD if name == "pallas" else FUSED_BACKWARD
+    attention = attention_rates(device, dtype, kernel, of_backward, sizes.attention, sizes.seconds)
     links, comments = {}, []
     for axis, group in (("host", host_size), ("network", len(devices) // host_size)):
         times = collective_times(devices, host_size, axis, sizes.collectives) if group > 1 else {}
         links[axis] = Links(**{field: fit_link(points) for field, points in times.items()})
-        comments += [_comment(axis, group, field, points) for field, points in times.items()]
+        for field, points in times.items():  # that a latency and a bandwidth are fitted to
+            shown = ", ".join(f"{sent / 1e3:,.0f} kB {1e6 * seconds:,.1f}" for sent, seconds in points)
+            comments.append(f"# {axis}, groups of {group}, {field}: sent and microseconds: {shown}\n")
     rates = [(2.0 * rows * inner * columns, rate) for (rows, inner, columns), rate in products.items()]
     measured = Measured(precision, rates_by_size(rates), memory, attention, **links)
     return measured_text(measured, products, versions(devices, name, sizes)) + "".join(comments)
-
-
-def _comment(axis: str, group: int, field: str, points: Sequence[tuple[float, float]]) -> str:
-    """The times that a latency and a bandwidth are fitted to."""
-    shown = ", ".join(f"{sent / 1e3:,.0f} kB {1e6 * seconds:,.1f}" for sent, seconds in points)
-    return f"# {axis}, groups of {group}, {field}: sent and microseconds: {shown}\n"
 
 
 def versions(devices: Sequence[jax.Device], attention: str, sizes: Sizes) -> dict[str, str]:
@@ -208,16 +205,8 @@ def versions(devices: Sequence[jax.Device], attention: str, sizes: Sizes) -> dic
         "devices": f"{len(devices)} in {jax.process_count()} processes",
         "date": datetime.date.today().isoformat(),
         "attention": f"{attention}, {samples} samples of {tokens} tokens, {heads} heads of {size}",
-        "driver": _driver(),
+        "driver": DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "",
         "platform": devices[0].client.platform_version.splitlines()[0],
     }
     found |= compiler_versions() | installed_versions("nvidia-nccl-cu12", "nvidia-nccl-cu13")
     return {name: text for name, text in found.items() if text}
-
-
-def _driver() -> str:
-    """The version of NVIDIA's driver; empty without one."""
-    try:
-        return pathlib.Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except OSError:
-        return ""

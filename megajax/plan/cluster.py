@@ -1,25 +1,17 @@
 """A cluster from a TOML file: its GPU, hosts, links, price and power; and what a run on it costs.
 
-name = "ours"
-gpu = "h100-80gb"       # of `megajax.estimate.gpus.GPUS`; everything else is optional, by default the GPU's
-gpus = 1024             # in place of --gpus
-host_size = 8           # GPUs that share NVLink
-host_gbytes = 450       # GB/s of a GPU to the others of its host, one direction
-rails = 8               # network adapters of a host
-rail_gbits = 400        # Gb/s of each
-network_share = 0.8     # of that, what collectives reach with all GPUs
-oversubscription = 2    # of the network beyond the first switches: it has half the bandwidth
-memory_gbytes = 80      # 1e9 bytes of a GPU
-price = 2.5             # of a GPU for an hour
-currency = "USD"
-watts = 1300            # of a GPU with its share of host and network; by default the board's
-pue = 1.2               # power of the building over that of its computers; by default 1
+    gpu = "h100-80gb"
+    gpus = 1024
+    price = 2.5
 
-[measured]              # rates of its own GPUs, which --calibrate writes (`measured_table.py`)
+`FIELDS` has all fields; docs/planning.md has a whole file. The table [measured] has the rates of its own GPUs, which
+--calibrate writes (`measured_table.py`).
 """
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from megajax.config import ConfigError, near
@@ -28,24 +20,23 @@ from megajax.estimate.gpus import GIGA, Gpu, find_gpu
 from megajax.plan.measured_table import measured_of
 from megajax.schedules.errors import shown
 
-__all__ = ["Cluster", "Cost", "load_cluster"]
-
-# Fields of the file: their type, the smallest and the largest legal value (texts have neither).
+# Fields of the file: their type, the smallest and the largest legal value (texts have neither). All but the GPU's name are
+# optional, by default the GPU's.
 FIELDS: dict[str, tuple[type, float, float]] = {
     "name": (str, 0, 0),
-    "gpu": (str, 0, 0),
-    "gpus": (int, 1, 10**6),
-    "host_size": (int, 1, 10**4),
-    "host_gbytes": (float, 1e-3, 1e5),
-    "rails": (int, 1, 10**4),
-    "rail_gbits": (float, 1e-3, 1e5),
-    "network_share": (float, 1e-3, 1),
-    "oversubscription": (float, 1, 1000),
-    "memory_gbytes": (float, 1, 1e5),
-    "price": (float, 0, 1e6),
+    "gpu": (str, 0, 0),  # of `megajax.estimate.gpus.GPUS`
+    "gpus": (int, 1, 10**6),  # in place of --gpus
+    "host_size": (int, 1, 10**4),  # GPUs that share NVLink
+    "host_gbytes": (float, 1e-3, 1e5),  # GB/s of a GPU to the others of its host, one direction
+    "rails": (int, 1, 10**4),  # network adapters of a host
+    "rail_gbits": (float, 1e-3, 1e5),  # Gb/s of each
+    "network_share": (float, 1e-3, 1),  # of that, what collectives reach with all GPUs
+    "oversubscription": (float, 1, 1000),  # of the network beyond the first switches: 2 is half the bandwidth
+    "memory_gbytes": (float, 1, 1e5),  # 1e9 bytes of a GPU
+    "price": (float, 0, 1e6),  # of a GPU for an hour
     "currency": (str, 0, 0),
-    "watts": (float, 0, 1e5),
-    "pue": (float, 1, 10),
+    "watts": (float, 0, 1e5),  # of a GPU with its share of host and network; by default the board's
+    "pue": (float, 1, 10),  # power of the building over that of its computers; by default 1
 }
 
 
@@ -88,9 +79,9 @@ class Cluster:
     pue: float = 1.0
 
     @classmethod
-    def of_gpu(cls, gpu: Gpu, gpus: int | None = None) -> "Cluster":
+    def of_gpu(cls, gpu: Gpu) -> "Cluster":
         """The GPU in the machines that its vendor builds, without a price."""
-        return cls(gpu.name, gpu, gpus, watts=gpu.watts)
+        return cls(gpu.name, gpu, watts=gpu.watts)
 
     def cost(self, gpus: int, days: float) -> Cost:
         """The cost of a run that occupies `gpus` for `days`."""
@@ -118,52 +109,51 @@ def load_cluster(path: str) -> Cluster:
         ) from error
     except ValueError as error:
         raise ConfigError(f"cluster = {path} is not a TOML file: {error}.") from error
-    measured = measured_of(path, fields.pop("measured")) if "measured" in fields else None
-    for name, value in fields.items():
-        _check(path, name, value)
+    with _naming(path):
+        measured = measured_of(fields.pop("measured")) if "measured" in fields else None
+        for name, value in fields.items():
+            _check(name, value)
     if "gpu" not in fields:
         raise ConfigError(f'cluster = {path} has no gpu: write a line such as gpu = "h100-80gb".')
     if ("rails" in fields) != ("rail_gbits" in fields):
         raise ConfigError(
             f"cluster = {path} has one of rails and rail_gbits: write both, as rails = 8, rail_gbits = 400."
         )
-    gpu = dataclasses.replace(_gpu(path, fields), measured=measured)
-    return Cluster(
-        fields.get("name", pathlib.Path(path).stem),
-        gpu,
-        fields.get("gpus"),
-        fields.get("price"),
-        fields.get("currency", "USD"),
-        fields.get("watts", gpu.watts),
-        fields.get("pue", 1.0),
-    )
+    with _naming(path):
+        gpu = dataclasses.replace(_with_links(find_gpu(fields["gpu"]), fields), measured=measured)
+    given = {name: fields[name] for name in ("gpus", "price", "currency", "pue") if name in fields}
+    return Cluster(fields.get("name", pathlib.Path(path).stem), gpu, watts=fields.get("watts", gpu.watts), **given)
 
 
-def _gpu(path: str, fields: dict[str, Any]) -> Gpu:
-    """The file's GPU with its links."""
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors about what is in the file begin with its name."""
     try:
-        known = find_gpu(fields["gpu"])
+        yield
     except ConfigError as error:
         raise ConfigError(f"cluster = {path}: {error}") from None
-    host = fields.get("host_size", known.host_size)
-    network = known.network_bandwidth
+
+
+def _with_links(gpu: Gpu, fields: dict[str, Any]) -> Gpu:
+    """The GPU with the file's memory and links."""
+    host = fields.get("host_size", gpu.host_size)
+    network = gpu.network_bandwidth
     if "rails" in fields:
         network = fields["rails"] * fields["rail_gbits"] / 8 * GIGA / host
-    share = fields.get("network_share", known.network_share) / fields.get("oversubscription", 1)
     return dataclasses.replace(
-        known,
-        memory=int(fields["memory_gbytes"] * GIGA) if "memory_gbytes" in fields else known.memory,
+        gpu,
+        memory=int(fields["memory_gbytes"] * GIGA) if "memory_gbytes" in fields else gpu.memory,
         host_size=host,
-        host_bandwidth=fields["host_gbytes"] * GIGA if "host_gbytes" in fields else known.host_bandwidth,
+        host_bandwidth=fields["host_gbytes"] * GIGA if "host_gbytes" in fields else gpu.host_bandwidth,
         network_bandwidth=network,
-        network_share=share,
+        network_share=fields.get("network_share", gpu.network_share) / fields.get("oversubscription", 1),
     )
 
 
-def _check(path: str, name: str, value: Any) -> None:
+def _check(name: str, value: Any) -> None:
     """Raises ConfigError if a field is not legal."""
     if name not in FIELDS:
-        raise ConfigError(f"cluster = {path}: {name} is not a field: {near(name, [*FIELDS, 'measured'])}")
+        raise ConfigError(f"{name} is not a field: {near(name, [*FIELDS, 'measured'])}")
     kind, low, high = FIELDS[name]
     if kind is str:
         legal = isinstance(value, str) and value.strip() and value.isprintable()
@@ -172,4 +162,4 @@ def _check(path: str, name: str, value: Any) -> None:
         legal = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
         what = f"a {'whole number' if kind is int else 'number'} from {low:g} to {high:g}"
     if not legal:
-        raise ConfigError(f"cluster = {path}: {name} = {shown(value)} must be {what}.")
+        raise ConfigError(f"{name} = {shown(value)} must be {what}.")

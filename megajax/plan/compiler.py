@@ -13,6 +13,7 @@ import os
 import pathlib
 import pickle
 import pkgutil
+import re
 import runpy
 import subprocess
 import sys
@@ -20,22 +21,10 @@ import tempfile
 import time
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config import ConfigError, RunConfig
 from megajax.estimate.gpus import Gpu
 from megajax.runtime.xla_flags import gpu_flags
 from megajax.schedules.registry import import_user_files
-
-__all__ = [
-    "MISSING_PLUGIN",
-    "CompilerError",
-    "check_vendor",
-    "compile_for",
-    "compiler_versions",
-    "has_compiler",
-    "installed_versions",
-    "run_from_json",
-    "target_config",
-]
 
 MISSING_PLUGIN = (
     "XLA's CUDA compiler is not installed; it needs no GPU and no driver: pip install 'megajax[dryrun]' "
@@ -89,8 +78,6 @@ def compile_for(
     child process imports `run.imports` first, and the running script if the model's configuration is defined there.
 
     Args:
-      run: the run.
-      gpu: the GPU.
       timeout: seconds.
       training: the full name of a function (run, mesh) -> an object with `step_shapes`, `compile_train_step` and
         `state_sharding` as `megajax.train.step.Training` has them: to compare with another step.
@@ -110,7 +97,10 @@ def compile_for(
         raise ConfigError(MISSING_PLUGIN + ".")
     with tempfile.TemporaryDirectory() as folder:
         request = pathlib.Path(folder, "request.pickle")
-        fields = {"run": pickle.dumps(run), "gpu": gpu, "script": _script_of(run.model), "training": training}
+        # A child process finds a class that is defined in the running script only there.
+        in_script = type(run.model).__module__ == "__main__"
+        script = getattr(sys.modules["__main__"], "__file__", None) if in_script else None
+        fields = {"run": pickle.dumps(run), "gpu": gpu, "script": script, "training": training}
         request.write_bytes(pickle.dumps(fields))
         users_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
         flags = gpu_flags(" ".join(users_flags))[0] if training_flags else " ".join(users_flags)
@@ -149,9 +139,8 @@ def _largest_buffers(folder: pathlib.Path) -> list[tuple[int, str]]:
         fields = line.split(";")
         if len(fields) != 5:
             break
-        number = fields[1].strip()
-        unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if number.endswith(unit))
-        rows.append((int(float(number.removesuffix(unit)) * units[unit]), fields[4].strip()))
+        number, unit = re.match(r"\s*([\d.]+)(\w+)", fields[1]).groups()
+        rows.append((int(float(number) * units[unit]), fields[4].strip()))
     return rows
 
 
@@ -169,25 +158,7 @@ def target_config(gpu: Gpu) -> str:
       cuda_compute_capability {{ major: {major} minor: {minor} }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 9 }}
-    device_description_str: "{gpu.description}" """
-
-
-def run_from_json(fields: dict[str, Any]) -> RunConfig:
-    """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as benchmarks/results has them; without data."""
-    sections = {"model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig}
-    return RunConfig(
-        **{
-            name: kind(
-                **{key: tuple(value) if isinstance(value, list) else value for key, value in fields[name].items()}
-            )
-            for name, kind in sections.items()
-        }
-    )
-
-
-def _script_of(model: Any) -> str | None:
-    """The file that is run as a script, if it defines the class of `model`, which a child process finds only there."""
-    return getattr(sys.modules["__main__"], "__file__", None) if type(model).__module__ == "__main__" else None
+    device_description_str: "{gpu.device_kind}" """
 
 
 def compile_in_child(file: str, imports: list[str]) -> None:

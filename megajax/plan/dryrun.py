@@ -34,13 +34,12 @@ from megajax.config.cli import parse
 from megajax.config.layer_kinds import layer_kinds
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
-from megajax.estimate.expert_time import with_expert_dispatch
+from megajax.estimate.auto import resolved
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
-from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
+from megajax.estimate.gpus import GPUS, Gpu, find_gpu
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import account_of, ragged_part, routed_part
-from megajax.estimate.vocabulary import with_vocabulary
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_table, to_json
 from megajax.plan.cluster import load_cluster
@@ -70,7 +69,7 @@ def _command(words: Sequence[str]) -> int:
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
     gpu = load_cluster(own.cluster).gpu if own.cluster else find_gpu(own.gpu)
-    run = with_attention(with_vocabulary(with_expert_dispatch(run, gpu), gpu), gpu)
+    run = resolved(run, gpu)
     if own.json:
         return print_json(run, gpu, own.save_hlo, own.timeout)
     return dry_run(run, gpu, compiling=not own.model_only, timeout=own.timeout, save_hlo=own.save_hlo)
@@ -106,7 +105,7 @@ def _run_of_file(own: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 def dry_run(
     run: RunConfig, gpu: Gpu, *, compiling: bool = True, timeout: float = 900, save_hlo: str | None = None
 ) -> int:
-    """Compiles, prints the report, and returns the exit code; the run's attention is not auto (`with_attention`)."""
+    """Compiles, prints the report, and returns the exit code; no option of the run is auto (`resolved`)."""
     if compiling:
         check_vendor(gpu)
     modelled = bytes_per_device(run)  # raises for sizes that the schedule's generator refuses
@@ -114,10 +113,14 @@ def dry_run(
     for remark in run.parallel.stage_layers(run.model.layers, kinds=layer_kinds(run.model)).remarks:
         print(remark)
     compiling_here, keep = compiling and has_compiler(), ()
-    if compiling_here and run.parallel.attention == "cudnn" and not cudnn_installed():
-        run, cudnns, keep = _with_xlas_attention(run), sum(modelled.values()), ("attention",)
+    if compiling_here and (instead := _with_installed_attention(run)) is not run:
+        run, cudnns, keep = instead, sum(modelled.values()), ("attention",)
         modelled = bytes_per_device(run)
-        print(_NO_CUDNN.format(saved=(sum(modelled.values()) - cudnns) / 1e9))
+        print(
+            "attention: on GPUs with the cuDNN library its fused attention runs; cuDNN is not installed here (pip install "
+            "nvidia-cudnn-cu12, 700 MB), so the program is compiled with XLA's attention: "
+            f"{(sum(modelled.values()) - cudnns) / 1e9:.1f} GB more, by the memory model"
+        )
     if not compiling_here:
         if compiling:
             print(f"NOT COMPILED: {MISSING_PLUGIN}.")
@@ -126,16 +129,17 @@ def dry_run(
         print(_memory(modelled, peak, gpu))
         return _verdict(run, gpu, peak, 1.0, "model", 0, keep)
     try:
-        result = compile_for(run, gpu, timeout)
+        result = _compiled(run, gpu, timeout, save_hlo)
     except CompilerError as error:
         print(f"NOT COMPILED: {error}")
         print("The program would fail on the cluster in the same way. By the memory model:")
         print(_memory(modelled, sum(modelled.values()), gpu))
         return 1
-    _save_hlo(result, save_hlo)
     peak = result["memory"]["peak"]
     print(_memory(_parts(modelled, result), peak, gpu))
-    print(_buffers(result["buffers"]))
+    print("largest temporaries (XLA's shapes on one GPU; arrays on one line share memory at different times):")
+    for size, shapes in result["buffers"][:LARGEST]:
+        print(f"  {size / 1e9:7.3f} GB  {shapes[:100]}")
     print(_communication(run, result))
     account = account_of(run, gpu, result["hlo"])
     print(account_table(account))
@@ -152,13 +156,11 @@ def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -
     Raises:
       ConfigError: the compiler is not installed, or refuses the program.
     """
-    if run.parallel.attention == "cudnn" and not cudnn_installed():
-        run = _with_xlas_attention(run)
+    run = _with_installed_attention(run)
     try:
-        result = compile_for(run, gpu, timeout)
+        result = _compiled(run, gpu, timeout, save_hlo)
     except CompilerError as error:
         raise ConfigError(f"not compiled: {error}") from error
-    _save_hlo(result, save_hlo)
     figures = {
         "gpu": gpu.name,
         "attention": run.parallel.attention,
@@ -171,23 +173,22 @@ def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -
     return 0 if figures["fits"] else 1
 
 
-def _save_hlo(result: dict[str, Any], path: str | None) -> None:
-    if path is None:
-        return
-    try:
-        tell_replaced(path)
-        pathlib.Path(path).write_text(result["hlo"])
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; pass --save-hlo a writable path") from error
+def _compiled(run: RunConfig, gpu: Gpu, timeout: float, save_hlo: str | None) -> dict[str, Any]:
+    """What the compiler answers; its program is also written to a file."""
+    result = compile_for(run, gpu, timeout)
+    if save_hlo is not None:
+        try:
+            tell_replaced(save_hlo)
+            pathlib.Path(save_hlo).write_text(result["hlo"])
+        except OSError as error:
+            raise ConfigError(f"cannot write {save_hlo}: {error.strerror}; pass --save-hlo a writable path") from error
+    return result
 
 
-_NO_CUDNN = (
-    "attention: on GPUs with the cuDNN library its fused attention runs; cuDNN is not installed here (pip install "
-    "nvidia-cudnn-cu12, 700 MB), so the program is compiled with XLA's attention: {saved:.1f} GB more, by the memory model"
-)
-
-
-def _with_xlas_attention(run: RunConfig) -> RunConfig:
+def _with_installed_attention(run: RunConfig) -> RunConfig:
+    """The run with XLA's attention in place of cuDNN's, if cuDNN is not installed here."""
+    if run.parallel.attention != "cudnn" or cudnn_installed():
+        return run
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
 
 
@@ -241,13 +242,6 @@ def _memory(parts: dict[str, int], peak: int, gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def _buffers(buffers: Sequence[Sequence]) -> str:
-    rows = [f"  {size / 1e9:7.3f} GB  {shapes[:100]}" for size, shapes in buffers[:LARGEST]]
-    return "\n".join(
-        ["largest temporaries (XLA's shapes on one GPU; arrays on one line share memory at different times):", *rows]
-    )
-
-
 def _communication(run: RunConfig, result: dict[str, Any]) -> str:
     """Bytes sent by axis, and FLOPs."""
     parallel, module = run.parallel, read(result["hlo"], loop_trip_counts(run), ragged_part(run))
@@ -282,9 +276,7 @@ def _verdict(
     """Prints whether the run fits, and if not the smallest change that makes it fit; returns the exit code.
 
     Args:
-      run: the run.
-      gpu: its GPUs.
-      peak: bytes at the peak.
+      peak: bytes.
       correction: ratio of the compiled peak to the memory model's, a factor on the model's numbers for other runs.
       source: of the peak, "model" or "compiler".
       timeout: seconds, for compiling the changed run.
@@ -312,7 +304,6 @@ def _verdict(
 
 
 if __name__ == "__main__":
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # no GPU is used; without one, the CUDA plugin prints errors when jax starts
+    # No GPU is used; without one, the CUDA plugin prints errors when jax starts.
+    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

@@ -5,18 +5,12 @@ The planner's output has the reasons as text, and its HTML page as a list.
 """
 
 import dataclasses
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megajax.config.layer_kinds import layer_kinds
-from megajax.estimate import model_costs
-from megajax.estimate.gpus import is_fused
-from megajax.estimate.kinds import layers_of_kinds
-from megajax.estimate.memory import ITEMSIZE
-from megajax.estimate.op_costs import FITTED, OpCosts
-from megajax.estimate.step_time import StepTime, chunk_times
+from megajax.estimate.step_time import StepTime
 from megajax.plan.search import Candidate, best_by
 
 PARTS = tuple(field.name for field in dataclasses.fields(StepTime))
@@ -52,7 +46,7 @@ def reasons(candidates: Sequence[Candidate]) -> list[Reason]:
         ("expert parallelism", lambda one: f"expert size {one.run.parallel.expert}"),
     ):
         found += _alternatives(name, of, best, fitting, candidates)
-    return [*found, _equation_1(best), _checkpoints(best)]
+    return found
 
 
 def slower(one: Candidate, best: Candidate) -> str:
@@ -177,56 +171,3 @@ def _microbatch(best: Candidate, fitting: Sequence[Candidate]) -> list[Reason]:
             "the best size depends on the model and the layout."
         )
     return [Reason("microbatch size", text)]
-
-
-def _equation_1(best: Candidate) -> Reason:
-    """2104.04473 equation 1 with the winner's numbers."""
-    run, parallel = best.run, best.run.parallel
-    per_replica = run.train.global_batch_size // parallel.data
-    ops = OpCosts(best.question.gpu, run.train.precision, best.question.software, FITTED)
-    texts = []
-    for samples in best.question.microbatches:
-        if per_replica % samples:
-            continue
-        smaller = dataclasses.replace(run, parallel=dataclasses.replace(parallel, microbatch_size=samples))
-        one = sum(way.total for way in chunk_times(smaller, ops)) * parallel.chunks
-        total = (per_replica / samples + parallel.pipe - 1) * one
-        texts.append(
-            f"b={samples}: ({per_replica // samples} + {parallel.pipe - 1}) * {one * 1e3:.1f} ms = {seconds(total)}"
-        )
-    return Reason(
-        "equation 1",
-        f"By equation 1 of {PAPER}, a step without communication takes (b'/b + p - 1)(t_f(b) + t_b(b)), with "
-        f"b' = B/d = {per_replica} and one chunk on a rank: {'; '.join(texts)}.",
-    )
-
-
-def _checkpoints(best: Candidate) -> Reason:
-    """2104.04473 section 3.5: with c checkpoints of l layers c A_in + l/c A_int is least for c = sqrt(l A_int / A_in)."""
-    run, parallel = best.run, best.run.parallel
-    kinds = layers_of_kinds(run)
-    sizes = {
-        mode: sum(
-            kind.slots
-            * model_costs(kind.run.model).kept_bytes(
-                mode,
-                samples=parallel.microbatch_size,
-                tensor=parallel.tensor,
-                sequence_parallel=parallel.sequence_parallel,
-                itemsize=ITEMSIZE[run.train.precision],
-                fused_attention=is_fused(parallel),
-            )
-            for kind in kinds
-        )
-        / sum(kind.slots for kind in kinds)
-        for mode in ("full", "none")
-    }
-    layers = parallel.stage_layers(run.model.layers).rank_slots
-    optimum = math.sqrt(layers * sizes["none"] / sizes["full"])
-    text = (
-        f"By section 3.5 of {PAPER}, full recomputation needs the least memory with sqrt(l A_int / A_in) checkpoints: "
-        f"sqrt({layers} * {sizes['none'] / 1e6:.0f} / {sizes['full'] / 1e6:.1f} MB) = {optimum:.1f} for the {layers} layers "
-        "of a rank. The program keeps one for each layer"
-    )
-    text += "." if optimum >= layers else f"; one for {layers / optimum:.1f} layers would need less."
-    return Reason("checkpoints", text)

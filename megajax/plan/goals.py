@@ -6,30 +6,30 @@ parameters, so N = sqrt(C / 120).
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megajax.config import PRESETS, ConfigError, ModelConfig
 from megajax.estimate import model_costs
 from megajax.plan.cluster import Cluster
-from megajax.plan.report import smallest
-from megajax.plan.search import Candidate, NoLayout, Question, layouts_that_fit, search
-from megajax.plan.ties import simplest_first
-
-__all__ = ["TOKENS_PER_PARAMETER", "best_model", "compare", "gpus_for", "tokens_for"]
+from megajax.plan.options import MOST_GPUS
+from megajax.plan.report import remedy
+from megajax.plan.search import Candidate, NoLayout, Question, layouts_that_fit, search, simplest_first
 
 TOKENS_PER_PARAMETER = 20
 USUAL_MFU = 0.45  # to guess which models to search
 MODELS_TRIED, COUNTS_TRIED = 4, 24
-MOST_GPUS = 10**6
 
 
 @dataclasses.dataclass(frozen=True)
 class Purchase:
-    """A model and the tokens that a budget trains it on."""
+    """A layout of a model and the days that a budget trains it."""
 
     best: Candidate
     days: float
-    tokens: float
+
+    @property
+    def tokens(self) -> float:
+        return self.days / self.best.days(1.0)
 
     @property
     def parameters(self) -> int:
@@ -53,8 +53,8 @@ def fastest(question: Question) -> Candidate | None:
     return found[0] if found else None
 
 
-def tokens_for(question: Question, cluster: Cluster, money: float) -> Purchase:
-    """The tokens that a budget trains the question's model on.
+def tokens_for(question: Question, cluster: Cluster, money: float) -> tuple[Purchase, str]:
+    """The tokens that a budget trains the question's model on, and a text that says so.
 
     Raises:
       ConfigError: the cluster has no price, or no layout fits.
@@ -66,16 +66,18 @@ def tokens_for(question: Question, cluster: Cluster, money: float) -> Purchase:
             f"no layout of {question.model.name} fits on {question.gpus} {question.gpu.name}: pass more --gpus, or another "
             "--model; without --budget the planner says what is missing."
         )
-    return Purchase(best, days, days / best.days(1.0))
+    found = Purchase(best, days)
+    return found, (
+        f"budget {money:,.0f} {cluster.currency}: {days:.1f} days of {question.gpus} GPUs train on\n"
+        f"  {found.describe()}\n  Chinchilla's rule is {TOKENS_PER_PARAMETER} a parameter: "
+        f"{TOKENS_PER_PARAMETER * found.parameters / 1e9:,.0f}B tokens"
+    )
 
 
 def best_model(question: Question, cluster: Cluster, money: float) -> tuple[Purchase, str]:
     """The preset that a budget trains on nearest to 20 tokens a parameter, and a text with those that were compared.
 
-    Args:
-      question: the cluster and the choices; its model is not used.
-      cluster: with a price.
-      money: in the cluster's currency.
+    The question's model is not used; `money` is in the cluster's currency.
 
     Raises:
       ConfigError: the cluster has no price, or none of the presets of about the right size fits.
@@ -88,7 +90,7 @@ def best_model(question: Question, cluster: Cluster, money: float) -> tuple[Purc
     for model in sorted(_models(), key=lambda one: abs(math.log(model_costs(one).parameters / guess)))[:MODELS_TRIED]:
         best = fastest(dataclasses.replace(question, model=model))
         if best is not None:
-            found.append(Purchase(best, days, days / best.days(1.0)))
+            found.append(Purchase(best, days))
     if not found:
         raise ConfigError(
             f"by Chinchilla's rule the budget is for a model of {guess / 1e9:.1f}B parameters, and no preset of about this "
@@ -106,13 +108,10 @@ def best_model(question: Question, cluster: Cluster, money: float) -> tuple[Purc
     return best, "\n".join(lines)
 
 
-def _models() -> Iterator[ModelConfig]:
+def _models() -> Iterable[ModelConfig]:
     """The presets of decoders without experts, each once."""
-    seen = set()
-    for model in PRESETS.values():
-        if type(model) is ModelConfig and not model.experts and model.name not in seen:
-            seen.add(model.name)
-            yield model
+    decoders = (model for model in PRESETS.values() if type(model) is ModelConfig and not model.experts)
+    return {model.name: model for model in decoders}.values()
 
 
 def _days(question: Question, cluster: Cluster, money: float) -> float:
@@ -127,11 +126,7 @@ def _days(question: Question, cluster: Cluster, money: float) -> float:
 def gpus_for(question: Question, tokens: float, days: float, most: int | None) -> tuple[Candidate, str]:
     """The fewest GPUs, in whole hosts, that train on `tokens` in `days`; with a text that says which were tried.
 
-    Args:
-      question: its number of GPUs is not used.
-      tokens: to train on.
-      days: the deadline.
-      most: of GPUs.
+    The question's number of GPUs is not used; `most` is the largest number to try.
 
     Raises:
       ConfigError: even the most are too slow, or no layout fits.
@@ -143,9 +138,11 @@ def gpus_for(question: Question, tokens: float, days: float, most: int | None) -
     limit = min(most or MOST_GPUS, question.global_batch * model.layers * host)
     counts = [count for count in _counts(host) if least <= count <= limit][:COUNTS_TRIED]
     if not counts:
+        work = f"a global batch of {question.global_batch} has work for {limit:,} at most"
+        limited = f"--gpus allows {limit:,}" if most == limit else work
         raise ConfigError(
             f"deadline = {days:g} days for {tokens / 1e9:,.0f}B tokens needs {math.ceil(least):,} GPUs or more, even at "
-            f"their peak; {_limited(question, most, limit)}: pass a longer --deadline, fewer --tokens, or a faster --gpu."
+            f"their peak; {limited}: pass a longer --deadline, fewer --tokens, or a faster --gpu."
         )
     for count in counts:
         best = fastest(dataclasses.replace(question, gpus=count))
@@ -160,13 +157,6 @@ def gpus_for(question: Question, tokens: float, days: float, most: int | None) -
         f"deadline = {days:g} days is not met by any number of GPUs of up to {counts[-1]} ({reached}): pass a longer "
         "--deadline, fewer --tokens, a larger --global-batch-size, or a faster --gpu."
     )
-
-
-def _limited(question: Question, most: int | None, limit: int) -> str:
-    """Why no more GPUs than `limit` are tried."""
-    if most == limit:
-        return f"--gpus allows {limit:,}"
-    return f"a global batch of {question.global_batch} has work for {limit:,} at most"
 
 
 def _took(one: Candidate, tokens: float) -> str:
@@ -208,11 +198,10 @@ def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> t
             refused.append(error)
             lines.append(f"{head}  no layout takes a global batch of {question.global_batch}")
             continue
-        best = next(iter(simplest_first([one for one in candidates if one.fits])), None)
-        if best is None:
-            lines.append(f"{head}  nothing fits: {smallest(candidates).splitlines()[-1]}")
+        if not candidates[0].fits:
+            lines.append(f"{head}  nothing fits: {remedy(candidates[0])}")
             continue
-        fits = True
+        fits, best = True, simplest_first([one for one in candidates if one.fits])[0]
         parallel, cost = best.run.parallel, cluster.cost(gpus, best.days(tokens))
         money = "" if cost.money is None else f"{cost.money:,.0f} {cluster.currency}"
         lines.append(

@@ -7,10 +7,9 @@ from megajax.estimate.step_time import chunk_costs
 from megajax.pipeline.program import StepProgram
 from megajax.plan.search import Candidate, best_by
 from megajax.schedules.registry import make_schedule
+from megajax.schedules.schedule import Schedule
 from megajax.schedules.simulate import Simulation, simulate_lockstep
 from megajax.schedules.timeline import NAMES, SHADES
-
-__all__ = ["bar", "heat_map", "timeline"]
 
 WIDTH, ROW = 1000, 14  # of the timeline, and of a rank's row in it
 MOST_BOXES = 12_000  # of a timeline; of schedules with more operations fewer microbatches are shown
@@ -43,20 +42,21 @@ def timeline(one: Candidate) -> tuple[str, str]:
     part = "" if shown == microbatches else f"the first {shown} of {microbatches} microbatches as a step of their own; "
     caption = (
         f"{parallel.schedule}, {parallel.pipe} ranks, {parallel.chunks} chunks each: {part}{simulation.makespan:.2f} s of "
-        f"forwards and backwards, ranks idle for {1 - simulation.ideal / simulation.makespan:.1%} of it"
+        f"forwards and backwards, ranks idle for {1 - simulation.ideal / simulation.makespan:.1%} of it. One row for each "
+        "rank, time to the right" + "; later chunks are darker." * (parallel.chunks > 1)
     )
-    return caption, _timeline_svg(simulation, parallel.chunks, parallel.pipe, lambda span: schedule.does(span.work))
+    return caption, _timeline_svg(schedule, simulation)
 
 
-def _timeline_svg(simulation: Simulation, chunks: int, ranks: int, kind) -> str:
+def _timeline_svg(schedule: Schedule, simulation: Simulation) -> str:
     """One path for each kind of operation and chunk, which keeps the file small."""
-    scale = WIDTH / simulation.makespan
+    scale, chunks, height = WIDTH / simulation.makespan, schedule.chunks, schedule.stages * ROW
     paths: dict[tuple[str, int], list[str]] = {}
     for span in simulation.spans:
         shade = min(span.work.chunk, 2) if chunks > 1 else 0
         start, stop = span.start * scale, span.stop * scale
         gap = min(0.6, (stop - start) / 4)
-        paths.setdefault((kind(span), shade), []).append(
+        paths.setdefault((schedule.does(span.work), shade), []).append(
             f"M{start:.1f} {span.rank * ROW + 1}h{stop - start - gap:.1f}v{ROW - 2}h-{stop - start - gap:.1f}z"
         )
     drawn = "".join(
@@ -64,7 +64,6 @@ def _timeline_svg(simulation: Simulation, chunks: int, ranks: int, kind) -> str:
         f"{f', chunk {shade}' if chunks > 1 else ''}</title></path>"
         for (op, shade), boxes in sorted(paths.items())
     )
-    height = ranks * ROW
     return (
         f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" '
         f'style="height:{min(height, 480)}px" aria-label="timeline of the schedule">'
@@ -74,8 +73,8 @@ def _timeline_svg(simulation: Simulation, chunks: int, ranks: int, kind) -> str:
 
 def heat_map(candidates: Sequence[Candidate], best: Candidate) -> str:
     """TFLOP/s per GPU of the fastest layout of each tensor (rows) and pipe size (columns) as a table; data is the rest."""
-    of = lambda one: (one.run.parallel.tensor, one.run.parallel.pipe)  # noqa: E731
-    fitting = best_by(sorted((one for one in candidates if one.fits), key=lambda one: one.time.total), of)
+    of = lambda one: one.mesh[:2]  # noqa: E731
+    fitting = best_by((one for one in candidates if one.fits), of)  # candidates are the fastest first
     legal = {of(one) for one in candidates}
     rows, columns = (sorted({key[place] for key in legal}) for place in (0, 1))
     most = max(one.teraflops for one in fitting.values())

@@ -1,24 +1,18 @@
 """The planner's answer as one HTML file that needs nothing else: `python -m megajax.plan ... --html report.html`."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from html import escape
 
 import megajax
-from megajax.config.toml import save_config
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.step_time import StepTime
 from megajax.pipeline.program import StepProgram
-from megajax.plan.cluster import Cluster
 from megajax.plan.explain import Reason, reasons, seconds
 from megajax.plan.html_charts import bar, heat_map, timeline
-from megajax.plan.report import PARTS, accuracy, shown_parameters
-from megajax.plan.search import Candidate, usable_bytes
-from megajax.plan.ties import is_tie
+from megajax.plan.report import PARTS, Answer, accuracy, cells, shown_parameters
+from megajax.plan.search import Candidate, is_tie, usable_bytes
 from megajax.schedules.timeline import NAMES, SHADES
-
-__all__ = ["page", "write_page"]
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and greys.
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#8c8c8c", "#555555", "#b9a3e3")
@@ -78,44 +72,10 @@ pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8p
 """
 
 
-def write_page(path: str, **content) -> None:
-    """Writes `page(**content)`.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    save_config(pathlib.Path(path), page(**content), "pass --html with a writable path")
-
-
-def page(
-    command: str,
-    date: str,
-    cluster: Cluster,
-    tokens: float,
-    candidates: Sequence[Candidate],
-    shown: Sequence[Candidate],
-    fitting: Sequence[Candidate],
-) -> str:
-    """The page.
-
-    Args:
-      command: that made the page.
-      date: on which it ran.
-      cluster: with its price and power.
-      tokens: that are trained on.
-      candidates: all legal layouts.
-      shown: rows of the table, the chosen layout first.
-      fitting: those that fit, in the order of `simplest_first`.
-    """
-    best, question = fitting[0], fitting[0].question
-    fastest = min(fitting, key=lambda one: one.time.total)
+def page(found: Answer, command: str, date: str) -> str:
+    """The page of an answer in which something fits, which `command` gave on `date`."""
+    best, question = found.fitting[0], found.question
     title = f"{question.model.name} on {question.gpus} {question.gpu.name}"
-    facts = _facts(best, tokens, cluster)
-    caption, picture = timeline(best)
-    caption += ". One row for each rank, time to the right" + "; later chunks are darker." * (
-        best.run.parallel.chunks > 1
-    )
-    stages = best.run.parallel.pipe > 1
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -130,7 +90,7 @@ def page(
 <p>{escape(shown_parameters(question.model))}, global batch {question.global_batch}, {
         escape(question.precision)
     }, attention
-{escape(question.resolved_attention)}; {len(candidates):,} legal layouts, {len(fitting):,} fit.</p>
+{escape(question.resolved_attention)}; {len(found.candidates):,} legal layouts, {len(found.fitting):,} fit.</p>
 <p class="soft">All figures are predicted by megajax's time and memory models; nothing was run. {
         escape(accuracy(best))
     }</p>
@@ -141,35 +101,30 @@ def page(
 <p class="soft">{escape(_rates(question.gpu))}</p>
 </header>
 <dl class="facts">{
-        "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
+        "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(found).items())
     }</dl>
 <section id="layouts">
 <h2>Layouts</h2>
-{_table(shown, best, fastest, tokens)}
-{_key({name: MEMORY[name] for name in PARTS})}
+{_table(found)}
+{_key(MEMORY)}
 </section>
 <section id="time">
 <h2>Where the step's time goes</h2>
-{_times(shown[:5])}
+{_times(found.shown[:5])}
 </section>
 <section id="timeline">
 <h2>The schedule of the first layout</h2>
-{
-        f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
-        if stages
-        else "<p>The first layout has no pipeline.</p>"
-    }
-{_key({NAMES[op]: SHADES[op][0] for op in _operations(best)} | {"idle": "var(--idle)"}) if stages else ""}
+{_schedule(best)}
 </section>
 <section id="meshes">
 <h2>Throughput over mesh shapes</h2>
 <p class="soft">Model TFLOP/s per GPU of the fastest layout with this tensor and pipeline size; the remaining GPUs are data
 parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
-<div class="scroll">{heat_map(candidates, best)}</div>
+<div class="scroll">{heat_map(found.candidates, best)}</div>
 </section>
 <section id="why">
 <h2>Why</h2>
-{_reasons(reasons([*fitting, *(one for one in candidates if not one.fits)]))}
+{_reasons(reasons(found.ordered))}
 </section>
 <section id="terms">
 <h2>Terms</h2>
@@ -180,8 +135,9 @@ parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
 """
 
 
-def _facts(best: Candidate, tokens: float, cluster: Cluster) -> dict[str, str]:
+def _facts(found: Answer) -> dict[str, str]:
     """The figures of the chosen layout, by name."""
+    best, tokens, cluster = found.fitting[0], found.tokens, found.cluster
     cost = cluster.cost(best.question.gpus, best.days(tokens))
     facts = {
         "step": seconds(best.time.total),
@@ -213,27 +169,20 @@ def _reasons(found: Sequence[Reason]) -> str:
     return f'<ul class="why">{items}</ul>'
 
 
-def _operations(best: Candidate) -> list[str]:
-    """The kinds of operations of the schedule."""
-    return ["F", "I", "W"] if StepProgram.of(best.run).spec.split else ["F", "B"]
+def _schedule(best: Candidate) -> str:
+    """The timeline of a pipeline, with its key."""
+    if best.run.parallel.pipe == 1:
+        return "<p>The first layout has no pipeline.</p>\n"
+    caption, picture = timeline(best)
+    operations = "FIW" if StepProgram.of(best.run).spec.split else "FB"
+    key = _key({NAMES[op]: SHADES[op][0] for op in operations} | {"idle": "var(--idle)"})
+    return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>\n{key}"
 
 
-def _table(shown: Sequence[Candidate], best: Candidate, fastest: Candidate, tokens: float) -> str:
-    names = (
-        "tensor",
-        "pipe",
-        "data",
-        "chunks",
-        "microbatch",
-        "microbatches",
-        "schedule",
-        "recompute",
-        "ZeRO",
-        "step s",
-    )
-    names += ("TFLOP/s", "MFU", "days", "bubble", "comm", "GB", "memory", "tie")
-    head = "".join(f'<th scope="col"{_text(name)}>{name}</th>' for name in names)
-    rows = "".join(_row(one, one is best, is_tie(one, fastest), tokens) for one in shown)
+def _table(found: Answer) -> str:
+    names = (*cells(found.fitting[0], found.tokens), "memory", "tie")
+    head = "".join(f'<th scope="col"{_class(name)}>{name}</th>' for name in names)
+    rows = "".join(_row(one, found) for one in found.shown)
     return (
         '<p class="soft">Each mesh with its fastest schedule, the simplest of ties first; memory relative to what is '
         'usable.</p><div class="scroll"><table class="full">'
@@ -241,31 +190,18 @@ def _table(shown: Sequence[Candidate], best: Candidate, fastest: Candidate, toke
     )
 
 
-def _text(name: str) -> str:
-    return ' class="text"' if name in ("schedule", "recompute", "memory") else ""
+def _class(column: str) -> str:
+    return ' class="text"' if column in ("schedule", "recompute", "memory") else ""
 
 
-def _row(one: Candidate, chosen: bool, tie: bool, tokens: float) -> str:
-    parallel, time = one.run.parallel, one.time
-    numbers = (
-        *(
-            parallel.tensor,
-            parallel.pipe,
-            parallel.data,
-            parallel.chunks,
-            parallel.microbatch_size,
-            one.run.microbatches,
-        ),
-        *(parallel.schedule, parallel.recompute, parallel.zero, f"{time.total:.2f}", f"{one.teraflops:.0f}"),
-        *(f"{one.utilisation:.1%}", f"{one.days(tokens):.1f}", f"{time.bubble / time.total:.1%}"),
-        *(f"{time.communication / time.total:.0%}", f"{one.peak / 1e9:.1f}"),
-    )
-    texts = (parallel.schedule, parallel.recompute)
-    cells = "".join(f'<td class="text">{escape(one)}</td>' if one in texts else f"<td>{one}</td>" for one in numbers)
+def _row(one: Candidate, found: Answer) -> str:
+    texts = cells(one, found.tokens)
+    drawn = "".join(f"<td{_class(name)}>{escape(text)}</td>" for name, text in texts.items())
     gigabytes = {name: one.memory.get(name, 0) / 1e9 for name in PARTS}
     memory = bar(gigabytes, usable_bytes(one.question.gpu) / 1e9, MEMORY, "{:.2f} GB")
-    mark = ' class="chosen"' if chosen else ""
-    return f'<tr{mark}>{cells}<td class="wide">{memory}</td><td>{"=" if tie else ""}</td></tr>'
+    mark = ' class="chosen"' if one is found.fitting[0] else ""
+    tie = "=" if is_tie(one, found.fastest) else ""
+    return f'<tr{mark}>{drawn}<td class="wide">{memory}</td><td>{tie}</td></tr>'
 
 
 def _times(shown: Sequence[Candidate]) -> str:

@@ -5,6 +5,7 @@ long enough that its launch is negligible: it repeats small products and collect
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,10 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.estimate.hlo import SENT
 from megajax.estimate.measured import COLLECTIVES
-from megajax.estimate.op_costs import FUSED_BACKWARD, PALLAS_BACKWARD
 from megajax.ops.attention import Kernel
-
-__all__ = ["attention_rates", "collective_times", "copy_rate", "matmul_rate", "mean_seconds"]
 
 WORK = 2e12  # FLOPs of a call: 3 ms on an H100
 MOST_PRODUCTS = 64  # of a call
@@ -79,10 +77,7 @@ def attention_rates(
     """FLOP/s of causal attention's forward and of its backward, of the scores that are not hidden.
 
     Args:
-      device: where it runs.
-      dtype: of queries, keys and values.
-      kernel: of `megajax.ops.attention`.
-      products: matmuls of the backward, relative to the forward's two (`backward_products`).
+      products: matmuls of the backward, relative to the forward's two.
       shape: samples, tokens, heads and head dimension.
       seconds: how long each is measured.
     """
@@ -100,11 +95,6 @@ def attention_rates(
         flops / mean_seconds(lambda: forward(query, key, value), seconds),
         products * flops / mean_seconds(lambda: backward(*arrays), seconds),
     )
-
-
-def backward_products(kernel: str) -> float:
-    """Matmuls of the backward of "cudnn", "pallas" or "xla" attention, relative to those of its forward."""
-    return PALLAS_BACKWARD if kernel == "pallas" else FUSED_BACKWARD
 
 
 def collective_times(
@@ -182,4 +172,4 @@ def _median_seconds(call: Callable[[], jax.Array]) -> float:
         start = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)

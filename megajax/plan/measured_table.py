@@ -1,19 +1,8 @@
 """The table [measured] of a cluster's file, which `--calibrate` writes and `--cluster` reads.
 
-[measured]
-precision = "bf16"                     # of matmuls and attention
-matmuls = [[2048, 4096, 4096, 600.0]]  # rows, inner and columns of a product, TFLOP/s; by size, others are in between
-copy_gbytes = 2900.0                   # GB/s, read and written
-attention_teraflops = [450.0, 420.0]   # causal forward and backward, of the scores that are computed
-
-[measured.host]                        # between GPUs of a host: microseconds, and GB/s that a GPU sends
-all_gather = [20.0, 360.0]             # likewise reduce_scatter, all_reduce, ppermute
-
-[measured.network]                     # between GPUs that are each in another host
-all_gather = [30.0, 40.0]
-
-[measured.versions]                    # what it was measured on and with, as texts
-jax = "0.12.0"
+docs/planning.md has an example. A collective has microseconds and the GB/s that a GPU sends, in [measured.host] between GPUs
+of a host and in [measured.network] between GPUs that are each in another host. [measured.versions] has what the rates were
+measured on and with, as texts, which nothing reads.
 """
 
 from collections.abc import Mapping
@@ -24,41 +13,36 @@ from megajax.estimate.gpus import DTYPES
 from megajax.estimate.measured import COLLECTIVES, Link, Links, Measured, rates_by_size
 from megajax.schedules.errors import shown
 
-__all__ = ["measured_of", "measured_text"]
-
 FIELDS = ("precision", "matmuls", "copy_gbytes", "attention_teraflops", "host", "network", "versions")
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
 
-def measured_of(path: str, table: Any) -> Measured:
-    """The rates of the table [measured] of the file `path`.
+def measured_of(table: Any) -> Measured:
+    """The rates of the table [measured].
 
     Raises:
       ConfigError: a field is unknown or not legal: which, and what is legal.
     """
-    _check_table(path, "measured", table, FIELDS)
+    _check_table("measured", table, FIELDS)
     precision = table.get("precision", "bf16")
     if precision not in DTYPES:
-        raise ConfigError(
-            f"cluster = {path}: measured.precision = {shown(precision)} must be one of {', '.join(DTYPES)}."
-        )
+        raise ConfigError(f"measured.precision = {shown(precision)} must be one of {', '.join(DTYPES)}.")
     products = table.get("matmuls", [])
     if not isinstance(products, list):
-        raise ConfigError(f"cluster = {path}: measured.matmuls = {shown(products)} must be a list of lists.")
+        raise ConfigError(f"measured.matmuls = {shown(products)} must be a list of lists.")
     rates = []
     for product in products:
-        rows, inner, columns, rate = _numbers(path, "matmuls", product, "rows, inner, columns, TFLOP/s")
+        rows, inner, columns, rate = _numbers("matmuls", product, "rows, inner, columns, TFLOP/s")
         rates.append((2.0 * rows * inner * columns, rate * TERA))
-    _check_table(path, "measured.versions", table.get("versions", {}), None)
+    _check_table("measured.versions", table.get("versions", {}), None)
     copy, attention = table.get("copy_gbytes"), table.get("attention_teraflops")
     if copy is not None:
-        copy = _numbers(path, "copy_gbytes", [copy], "GB/s")[0] * GIGA
+        copy = _numbers("copy_gbytes", [copy], "GB/s")[0] * GIGA
     if attention is not None:
-        forward, backward = _numbers(
-            path, "attention_teraflops", attention, "TFLOP/s of the forward, TFLOP/s of the backward"
-        )
+        what = "TFLOP/s of the forward, TFLOP/s of the backward"
+        forward, backward = _numbers("attention_teraflops", attention, what)
         attention = (forward * TERA, backward * TERA)
-    links = (_links(path, name, table.get(name, {})) for name in ("host", "network"))
+    links = (_links(name, table.get(name, {})) for name in ("host", "network"))
     return Measured(precision, rates_by_size(rates), copy, attention, *links)
 
 
@@ -98,18 +82,18 @@ def _escaped(text: str) -> str:
     return "".join(letter for letter in text if letter.isprintable()).replace("\\", "\\\\").replace('"', '\\"')
 
 
-def _links(path: str, name: str, table: Any) -> Links:
-    _check_table(path, f"measured.{name}", table, COLLECTIVES)
+def _links(name: str, table: Any) -> Links:
+    _check_table(f"measured.{name}", table, COLLECTIVES)
     found = {}
     for field, value in table.items():
-        latency, bandwidth = _numbers(path, f"{name}.{field}", value, "microseconds, GB/s", low=0.0)
+        latency, bandwidth = _numbers(f"{name}.{field}", value, "microseconds, GB/s", low=0.0)
         if not bandwidth:
-            raise ConfigError(f"cluster = {path}: measured.{name}.{field} = {shown(value)} must have more than 0 GB/s.")
+            raise ConfigError(f"measured.{name}.{field} = {shown(value)} must have more than 0 GB/s.")
         found[field] = Link(latency * MICRO, bandwidth * GIGA)
     return Links(**found)
 
 
-def _numbers(path: str, name: str, value: Any, what: str, low: float | None = None) -> list[float]:
+def _numbers(name: str, value: Any, what: str, low: float | None = None) -> list[float]:
     """The numbers of a list, which must be as many as `what` names, and above 0, or at least `low`."""
     count = len(what.split(", "))
     legal = isinstance(value, list) and len(value) == count
@@ -118,13 +102,13 @@ def _numbers(path: str, name: str, value: Any, what: str, low: float | None = No
     if not legal or not all((one > 0 or one == low) and one < 1e15 for one in value):
         single = value[0] if count == 1 else value
         each = f"{what}, each a number {least}" if count > 1 else f"a number {least}"
-        raise ConfigError(f"cluster = {path}: measured.{name} = {shown(single)} must be {each}.")
+        raise ConfigError(f"measured.{name} = {shown(single)} must be {each}.")
     return [float(one) for one in value]
 
 
-def _check_table(path: str, name: str, table: Any, known: Any) -> None:
+def _check_table(name: str, table: Any, known: Any) -> None:
     if not isinstance(table, dict):
-        raise ConfigError(f"cluster = {path}: {name} = {shown(table)} must be a table: write [{name}] and its fields.")
+        raise ConfigError(f"{name} = {shown(table)} must be a table: write [{name}] and its fields.")
     for field in table:
         if known is not None and field not in known:
-            raise ConfigError(f"cluster = {path}: {name}.{field} is not a field: {near(field, known)}")
+            raise ConfigError(f"{name}.{field} is not a field: {near(field, known)}")

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from megajax.config.options import Parser, add_options, option_names
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
-from megajax.plan.search import MEMORY_MARGIN, Question
+from megajax.plan.layouts import FIELDS
+from megajax.plan.search import CHOICES, MEMORY_MARGIN, Question
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.paths import local_path
 from megajax.schedules.pictures import picture_file
@@ -63,21 +65,10 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             model.validate()
     if args.expert:
         _check_expert(model, args.expert)
-    return Question(
-        model,
-        args.gpus or cluster.gpus or 0,
-        cluster.gpu,
-        args.global_batch_size,
-        precision=args.precision,
-        schedules=tuple(args.schedule),
-        recomputes=tuple(args.recompute),
-        microbatches=tuple(args.microbatch_size),
-        zero=tuple(args.zero),
-        expert=tuple(args.expert) if args.expert else None,
-        vocab_parallel=args.vocab_parallel,
-        attention=args.attention,
-        memory_margin=args.memory_margin,
-    )
+    given = {name: getattr(args, name) for name in ("precision", "vocab_parallel", "attention", "memory_margin")}
+    choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
+    given |= {name: values and tuple(values) for name, values in choices.items()}
+    return Question(model, args.gpus or cluster.gpus or 0, cluster.gpu, args.global_batch_size, **given)
 
 
 def _check_expert(model: Any, degrees: Sequence[int]) -> None:
@@ -171,17 +162,11 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     """The options of a layout that the search chooses from."""
-    add, searched = parser.add_argument, search_order()
-    add(
-        "--schedule",
-        nargs="+",
-        default=searched,
-        choices=names(),
-        help=f"to choose from (default: {', '.join(searched)})",
-    )
+    choose, add, searched = functools.partial(parser.add_argument, nargs="+"), parser.add_argument, search_order()
+    choose("--schedule", default=searched, choices=names(), help=f"to choose from (default: {', '.join(searched)})")
     modes = ("none", "selective", "full")
-    add("--recompute", nargs="+", default=modes, choices=modes, help="modes to choose from (default: all)")
-    add("--microbatch-size", nargs="+", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
+    choose("--recompute", default=modes, choices=modes, help="modes to choose from (default: all)")
+    choose("--microbatch-size", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
     add(
         "--vocab-parallel",
         default="pipe",
@@ -189,20 +174,26 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group; auto: the better one "
         "for each layout (default: pipe)",
     )
-    add(
+    choose(
         "--zero",
-        nargs="+",
         type=int,
         default=(0,),
         choices=(0, 1, 3),
         help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
     )
-    add(
+    choose(
         "--expert",
-        nargs="+",
         type=whole(),
         metavar="COUNT",
         help="degrees of expert parallelism to choose from (default: all that divide the model's experts)",
+    )
+    own = ("tensor", "pipe", "data", "chunks", *CHOICES.values(), "vocab_parallel", "attention", "group_size")
+    choose(
+        "--search",
+        default=(),
+        choices=[name for name in FIELDS if name not in own],
+        metavar="FIELD",
+        help="further options of a layout to choose the values of: %(choices)s",
     )
     add(
         "--attention",

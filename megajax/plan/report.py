@@ -1,13 +1,23 @@
 """The planner's output, printed and drawn: the best layouts, with their memory and time part by part."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from megajax.estimate import model_costs
 from megajax.estimate.error_bars import bar_of, comparison_bar
-from megajax.plan.search import MEMORY_MARGIN, Candidate, Question, best_by, fitting, usable_bytes
-from megajax.plan.ties import is_tie
+from megajax.plan.cluster import Cluster
+from megajax.plan.search import (
+    MEMORY_MARGIN,
+    Candidate,
+    Question,
+    best_by,
+    fitting,
+    is_tie,
+    simplest_first,
+    usable_bytes,
+)
 from megajax.schedules.pictures import picture
 
 # The memory bar's letter for each part of `estimate.memory.bytes_per_device`.
@@ -29,11 +39,67 @@ EXPERTS = (
     "experts: FLOPs and times are those of balanced routing; memory has room for all rows that can be on a GPU. A layout's "
     "degree of expert parallelism, if above 1, is at the end of its line, with all_to_all where that is the faster dispatch"
 )
-SHORT = {
-    "interleaved_1f1b": "interleaved",
-    "zb_1p_interleaved": "zb_1p",
-    "eager_1f1b": "eager",
+# The table's columns by name: the heading, and its place in a row.
+COLUMNS = {
+    "tensor": ("t", "{:>4}"),
+    "pipe": ("p", "{:>4}"),
+    "data": ("d", "{:>5}"),
+    "chunks": ("v", "{:>3}"),
+    "microbatch": ("b", "{:>3}"),
+    "microbatches": ("m", "{:>5}  "),
+    "schedule": ("schedule", "{:<12}"),
+    "recompute": ("recompute", "{:<10}"),
+    "ZeRO": ("zero", "{:>4}"),
+    "step s": ("step s", "{:>9}"),
+    "TFLOP/s": ("TFLOP/s", "{:>8}"),
+    "MFU": ("MFU", "{:>7}"),
+    "days": ("days", "{:>7}"),
+    "bubble": ("bubble", "{:>8}"),
+    "comm": ("comm", "{:>6}"),
+    "GB": ("GB", "{:>7}"),
 }
+SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager_1f1b": "eager"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+      cluster: with its price and power.
+      tokens: to train on.
+      candidates: all legal layouts, in the order of `search`.
+      top: the number of layouts to show.
+    """
+
+    cluster: Cluster
+    tokens: float
+    candidates: Sequence[Candidate]
+    top: int
+
+    @property
+    def question(self) -> Question:
+        return self.candidates[0].question
+
+    @functools.cached_property
+    def fitting(self) -> list[Candidate]:
+        """The layouts that fit, the chosen one first: `simplest_first`."""
+        return simplest_first([one for one in self.candidates if one.fits])
+
+    @property
+    def fastest(self) -> Candidate:
+        """The fastest layout, by which ties are marked; something must fit."""
+        return self.candidates[0]
+
+    @property
+    def shown(self) -> list[Candidate]:
+        """The best layout of each mesh, as many as asked for."""
+        return list(best_by(self.fitting, lambda one: one.mesh).values())[: self.top]
+
+    @property
+    def ordered(self) -> list[Candidate]:
+        """All layouts: those that fit, the chosen one first, and then the others."""
+        return [*self.fitting, *self.candidates[len(self.fitting) :]]
 
 
 def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
@@ -45,33 +111,46 @@ def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
     return text.ljust(width, ".") if len(text) <= width else f"{text[:width]}|{text[width:][:width]}"
 
 
-def table(candidates: Sequence[Candidate], tokens: float, fastest: Candidate) -> str:
-    """The candidates as rows, with `_marks`; all must have been timed."""
-    head = (
-        f"{'':>3} {'t':>3} {'p':>3} {'d':>4} {'v':>2} {'b':>2} {'m':>4}  {'schedule':<12}{'recompute':<10}{'zero':>4}"
-        f"{'step s':>9}{'TFLOP/s':>8}{'MFU':>7}{'days':>7}{'bubble':>8}{'comm':>6}{'GB':>7}  memory"
-    )
-    return "\n".join(
-        [head, *(_row(number, one, tokens) + _marks(one, fastest) for number, one in enumerate(candidates, 1))]
-    )
+def table(found: Answer) -> str:
+    """The layouts that are shown, as rows with `_marks`."""
+    head = "   " + "".join(template.format(short) for short, template in COLUMNS.values()) + "  memory"
+    return "\n".join([head, *(_row(number, one, found) for number, one in enumerate(found.shown, 1))])
 
 
-def _marks(one: Candidate, fastest: Candidate) -> str:
-    """The marks behind a row: = for a tie of the fastest, ! for memory that may not suffice."""
-    return "  =" * is_tie(one, fastest) + "  !" * one.is_tight
-
-
-def _row(number: int, one: Candidate, tokens: float) -> str:
+def cells(one: Candidate, tokens: float) -> dict[str, str]:
+    """A timed layout's figures by the names of `COLUMNS`, and the fields that `Question.also` names."""
     parallel, time = one.run.parallel, one.time
-    bar = memory_bar(one.memory, usable_bytes(one.question.gpu))
+    return {
+        **{name: str(getattr(parallel, name)) for name in ("tensor", "pipe", "data", "chunks")},
+        "microbatch": str(parallel.microbatch_size),
+        "microbatches": str(one.run.microbatches),
+        "schedule": parallel.schedule,
+        "recompute": parallel.recompute,
+        "ZeRO": str(parallel.zero),
+        **{name: str(getattr(parallel, name)) for name in one.question.also},
+        "step s": f"{time.total:.2f}",
+        "TFLOP/s": f"{one.teraflops:.0f}",
+        "MFU": f"{one.utilisation:.1%}",
+        "days": f"{one.days(tokens):.1f}",
+        "bubble": f"{time.bubble / time.total:.1%}",
+        "comm": f"{time.communication / time.total:.0%}",
+        "GB": f"{one.peak / 1e9:.1f}",
+    }
+
+
+def _row(number: int, one: Candidate, found: Answer) -> str:
+    """A row, with = for a tie of the fastest, and ! for memory that may not suffice."""
+    parallel, texts = one.run.parallel, cells(one, found.tokens)
+    texts["schedule"] = SHORT.get(parallel.schedule, parallel.schedule)
     return (
-        f"{number:>2}. {parallel.tensor:>3} {parallel.pipe:>3} {parallel.data:>4} {parallel.chunks:>2} "
-        f"{parallel.microbatch_size:>2} {one.run.microbatches:>4}  "
-        f"{SHORT.get(parallel.schedule, parallel.schedule):<12}{parallel.recompute:<10}{parallel.zero:>4}"
-        f"{time.total:>9.2f}{one.teraflops:>8.0f}{one.utilisation:>7.1%}{one.days(tokens):>7.1f}"
-        f"{time.bubble / time.total:>8.1%}{time.communication / time.total:>6.0%}{one.peak / 1e9:>7.1f}  {bar}"
+        f"{number:>2}."
+        + "".join(template.format(texts[name]) for name, (_, template) in COLUMNS.items())
+        + f"  {memory_bar(one.memory, usable_bytes(one.question.gpu))}"
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
         + (", all_to_all" if parallel.expert > 1 and parallel.expert_dispatch == "all_to_all" else "")
+        + "".join(f"  {name} {texts[name]}" for name in one.question.also)
+        + "  =" * is_tie(one, found.fastest)
+        + "  !" * one.is_tight
     )
 
 
@@ -89,40 +168,41 @@ def accuracy(best: Candidate) -> str:
     return (tight if best.question.memory_margin < MEMORY_MARGIN else "") + (
         f"=: within {comparison_bar(best.run.parallel):.1%} of the fastest, which is what comparisons of compiled programs "
         "were off by (megajax bench standing-questions); such ties are sorted by simplicity.\n"
-        f"Predicted times of published runs were off by {bar.total:.0%} (megajax.estimate.validate)."
+        f"Predicted times of published runs were off by {bar.total:.0%} (megajax validate)."
     )
 
 
-def heading(question: Question, tokens: float, counted: int, fitting: int, seconds: float) -> str:
-    """The question, and the size of the search."""
-    gpu = question.gpu
+def heading(found: Answer, seconds: float) -> str:
+    """The question, and the size of the search, which took `seconds`."""
+    question, gpu = found.question, found.question.gpu
     experts = f"\n{EXPERTS}" if getattr(question.model, "experts", 0) else ""
     return (
         f"{question.model.name}: {shown_parameters(question.model)} on {question.gpus} {gpu.name} "
         f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable, "
         f"{question.memory_margin:.0%} of it left free), global batch {question.global_batch}, "
-        f"{question.precision}, attention {question.resolved_attention}, {tokens / 1e9:.0f}B tokens\n"
-        f"{counted} legal layouts, {fitting} fit; {seconds:.1f} s. Times are of {question.software.name}'s program, "
+        f"{question.precision}, attention {question.resolved_attention}, {found.tokens / 1e9:.0f}B tokens\n"
+        f"{len(found.candidates)} legal layouts, {len(found.fitting)} fit; {seconds:.1f} s. Times are of megajax's program, "
         f"predicted; each mesh with its fastest schedule, of ties the simplest:{experts}"
     )
 
 
-def smallest(candidates: Sequence[Candidate], count: int = 3) -> str:
-    """For a search in which no layout fits: the smallest ones, and what to pass for one that fits."""
+def smallest(candidates: Sequence[Candidate]) -> str:
+    """For a search in which no layout fits: the three smallest ones, and what to pass for one that fits."""
     lines = ["nothing fits; the smallest:"]
-    for one in candidates[:count]:
+    for one in candidates[:3]:
         parallel = one.run.parallel
         limit = one.question.memory_limit
         lines.append(
             f"  tensor {parallel.tensor} pipe {parallel.pipe} data {parallel.data}, {parallel.schedule}, recompute "
             f"{parallel.recompute}: {one.peak / 1e9:.1f} GB of {limit / 1e9:.1f}  {memory_bar(one.memory, limit)}"
         )
-    return "\n".join([*lines, _what_fits(candidates[0].question, candidates[0].peak)])
+    return "\n".join([*lines, remedy(candidates[0])])
 
 
-def _what_fits(question: Question, least: int) -> str:
-    """The options to change: no margin for `least` bytes, more of ZeRO, or more GPUs, for which lean layouts are tried."""
-    if least <= usable_bytes(question.gpu):
+def remedy(smallest: Candidate) -> str:
+    """What to pass where not even this fits: no margin, more of ZeRO, or more GPUs, for which lean layouts are tried."""
+    question = smallest.question
+    if smallest.peak <= usable_bytes(question.gpu):
         return "pass --memory-margin 0, if the prediction's error may be ignored"
     schedule = "1f1b" if "1f1b" in question.schedules else question.schedules[0]
     lean = {"microbatches": question.microbatches[:1], "recomputes": question.recomputes[-1:], "schedules": (schedule,)}

@@ -1,32 +1,45 @@
-"""Every layout of a model on a cluster, with its memory and time: which fit, and which is fastest.
+"""The layouts of a model on a cluster, with their memory and time: which fit, and which is fastest.
 
-The search is exhaustive: tensor, pipe and data sizes whose product is the number of GPUs, degrees of expert parallelism,
-chunks, microbatch sizes, schedules, recompute modes, and levels of ZeRO. Layouts that `RunConfig.validate` refuses are
-left out, memory is counted (`estimate/memory.py`), and layouts that fit are timed (`estimate/step_time.py`). There are no
-heuristics: 2104.04473's takeaways must follow from the estimates, and `explain.py` shows whether they do.
+The search is exhaustive: all combinations of the values that `layouts.FIELDS` declares and the question asks for. Layouts
+that `RunConfig.validate` refuses are left out, memory is counted (`estimate/memory.py`), and layouts that fit are timed
+(`estimate/step_time.py`). There are no heuristics: 2104.04473's takeaways must follow from the estimates, and `explain.py`
+shows whether they do.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
-from megajax.config.errors import divisors
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, option
 from megajax.estimate import model_costs
-from megajax.estimate.expert_time import with_expert_dispatch
+from megajax.estimate.auto import placements
+from megajax.estimate.error_bars import comparison_bar
+from megajax.estimate.expert_dispatch import with_expert_dispatch
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
-from megajax.estimate.op_costs import MEGAJAX, Software
 from megajax.estimate.step_time import StepTime, step_time
-from megajax.estimate.vocabulary import placements
-from megajax.schedules.registry import find, search_order
+from megajax.plan.layouts import layouts, passes
+from megajax.schedules.registry import search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
-# Share of the usable memory that predicted peaks leave free. The worst error of `benchmarks.compiled memory --show` is 4.3%.
+# Share of the usable memory that predicted peaks leave free. The worst error of `benchmarks.memory_model --show` is 4.3%.
 MEMORY_MARGIN = 0.05
-MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
+DIVISORS = "a --global-batch-size with more divisors in common"
+COUNTS_TRIED = 12  # below and above, of those up to a third larger: hosts, or GPUs for few of them
+GOOD = 0.9  # of the best throughput per GPU among them
+FEW = ("1f1b", "interleaved_1f1b")  # schedules that tell a good number of GPUs from a bad one, as a search of all does
+# The attributes of `Question` that hold the values to consider of a field, which is also an option of the command line.
+CHOICES = {
+    "microbatches": "microbatch_size",
+    "schedules": "schedule",
+    "recomputes": "recompute",
+    "zero": "zero",
+    "expert": "expert",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +58,7 @@ class Question:
         for each layout.
       attention: auto, xla, cudnn or pallas, as for a run.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
+      also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
     """
 
     model: Any
@@ -52,7 +66,6 @@ class Question:
     gpu: Gpu
     global_batch: int
     precision: str = "bf16"
-    software: Software = MEGAJAX
     schedules: Sequence[str] = dataclasses.field(default_factory=search_order)
     recomputes: Sequence[str] = ("none", "selective", "full")
     microbatches: Sequence[int] = (1, 2, 4, 8, 16)
@@ -63,6 +76,13 @@ class Question:
     vocab_parallel: str = "pipe"
     attention: str = "auto"
     memory_margin: float = MEMORY_MARGIN
+    also: Sequence[str] = ()
+
+    @property
+    def choices(self) -> Mapping[str, Sequence | None]:
+        """The fields of a layout that are searched, each with the values to consider; None: all that are declared."""
+        asked = {field: getattr(self, name) for name, field in CHOICES.items()}
+        return {"tensor": self.tensor_sizes, **asked, **dict.fromkeys(("pipe", "data", "chunks", *self.also))}
 
     @property
     def memory_limit(self) -> float:
@@ -76,9 +96,16 @@ class Question:
         Raises:
           ConfigError: a fused kernel is requested, which does not support this model on this GPU.
         """
+        return with_attention(self.base, self.gpu).parallel.attention
+
+    @property
+    def base(self) -> RunConfig:
+        """The run with the options that are not searched."""
+        parallel = ParallelConfig(
+            vocab_parallel=self.vocab_parallel, attention=self.attention, sequence_parallel=self.sequence_parallel
+        )
         train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision)
-        run = RunConfig(self.model, ParallelConfig(attention=self.attention), train)
-        return with_attention(run, self.gpu).parallel.attention
+        return RunConfig(self.model, parallel, train)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +124,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.question.memory_limit
+        return self.time is not None
 
     @property
     def is_tight(self) -> bool:
@@ -151,17 +178,12 @@ def search(question: Question) -> list[Candidate]:
     found = [_fastest_placement(question, run) for run in _runs(question)]
     if not found:
         raise _no_layout(question)
-    # Ties: less memory first, then the simpler schedule.
-    order = question.schedules
-    return sorted(
-        found,
-        key=lambda one: (
-            not one.fits,
-            one.time.total if one.time else one.peak,
-            one.peak,
-            order.index(one.run.parallel.schedule),
-        ),
-    )
+
+    def order(one: Candidate) -> tuple:  # of ties less memory first, then the simpler schedule
+        peak, schedule = one.peak, question.schedules.index(one.run.parallel.schedule)
+        return one.time is None, one.time.total if one.time else peak, peak, schedule
+
+    return sorted(found, key=order)
 
 
 def layouts_that_fit(question: Question) -> list[Candidate]:
@@ -172,43 +194,21 @@ def layouts_that_fit(question: Question) -> list[Candidate]:
         return []
 
 
-# Fields of `Question` that narrow the search, and the options that set them.
-NARROWING = {
-    "microbatches": "--microbatch-size",
-    "schedules": "--schedule",
-    "recomputes": "--recompute",
-    "zero": "--zero",
-    "expert": "--expert",
-    "precision": "--precision",
-}
-
-
 def _no_layout(question: Question) -> NoLayout:
     """Why no layout is legal, and what to pass instead: without a narrower choice, or for the nearest numbers of GPUs."""
-    text = (
-        f"no layout of {question.model.name} over {question.gpus} GPUs takes a global batch of {question.global_batch}"
-    )
-    defaults = {field.name: field for field in dataclasses.fields(Question)}
-    for name, option in NARROWING.items():
-        field = defaults[name]
-        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if getattr(question, name) != usual and _has_layout(dataclasses.replace(question, **{name: usual})):
-            value = getattr(question, name)
-            shown = value if isinstance(value, str) else " ".join(map(str, value))
-            return NoLayout(f"{text} with {option} {shown}: omit {option}, or pass it other values.", narrowed=True)
-    counts = (question.gpus + sign * away for away in range(1, NEAREST + 1) for sign in (-1, 1))
-    legal = (count for count in counts if count > 0 and _has_layout(dataclasses.replace(question, gpus=count)))
-    near = sorted(itertools.islice(legal, 2))
-    if near:
-        text += f": pass --gpus {' or '.join(map(str, near))}, or a --global-batch-size with more divisors in common."
-    else:
-        text += ": pass a --gpus and a --global-batch-size with more divisors in common."
-    return NoLayout(text, narrowed=False)
-
-
-def _has_layout(question: Question) -> bool:
-    """Whether there is any legal layout."""
-    return next(iter(_runs(question)), None) is not None
+    model, gpus, batch = question.model, question.gpus, question.global_batch
+    text = f"no layout of {model.name} over {gpus} GPUs takes a global batch of {batch}"
+    usual = Question(model, gpus, question.gpu, batch)
+    for name, field in (CHOICES | {"precision": "precision"}).items():
+        value, default = getattr(question, name), getattr(usual, name)
+        if value != default and next(_runs(dataclasses.replace(question, **{name: default})), None):
+            shown = f"{option(field)} {value if isinstance(value, str) else ' '.join(map(str, value))}"
+            return NoLayout(f"{text} with {shown}: omit {option(field)}, or pass it other values.", narrowed=True)
+    counts = (gpus + sign * away for away in range(1, NEAREST + 1) for sign in (-1, 1))
+    legal = (count for count in counts if count > 0 and next(_runs(dataclasses.replace(question, gpus=count)), None))
+    near = " or ".join(map(str, sorted(itertools.islice(legal, 2))))
+    remedy = f"--gpus {near}, or" if near else "a --gpus and"
+    return NoLayout(f"{text}: pass {remedy} {DIVISORS}.", narrowed=False)
 
 
 def fitting(question: Question) -> Iterable[RunConfig]:
@@ -223,118 +223,36 @@ def _fastest_placement(question: Question, run: RunConfig) -> Candidate:
     They take the least memory split over pipe and tensor: if that does not fit, the other placement does not either.
     """
     smallest, *others = placements(run)
-    best = evaluate(question, smallest)
+    best = _evaluate(question, smallest)
     for placed in others if best.time else ():
-        found = evaluate(question, placed)
-        best = found if found.time and found.time.total < best.time.total else best
+        best = min(best, _evaluate(question, placed), key=lambda one: one.time.total if one.time else math.inf)
     return best
 
 
-def evaluate(question: Question, run: RunConfig) -> Candidate:
+def _evaluate(question: Question, run: RunConfig) -> Candidate:
     """One layout; it is timed if it fits."""
     memory = bytes_per_device(run)
-    time = step_time(run, question.gpu, question.software) if sum(memory.values()) <= question.memory_limit else None
+    time = step_time(run, question.gpu) if sum(memory.values()) <= question.memory_limit else None
     return Candidate(question, run, memory, time)
 
 
-def _runs(question: Question) -> Iterable[RunConfig]:
+def _runs(question: Question) -> Iterator[RunConfig]:
     """Every legal run; `vocab_parallel` may be auto."""
-    attention = question.resolved_attention
-    model, train = question.model, TrainConfig(global_batch_size=question.global_batch, precision=question.precision)
-    for tensor in question.tensor_sizes:
-        alone = ParallelConfig(tensor=tensor, sequence_parallel=question.sequence_parallel)
-        if question.gpus % tensor or not _is_legal(RunConfig(model, alone, train)):
-            continue
-        for pipe in _pipe_sizes(question.gpus // tensor, model.layers):
-            data = question.gpus // tensor // pipe
-            for samples in question.microbatches:
-                if question.global_batch % (data * samples):
-                    continue
-                for schedule, chunks in _orders(question, pipe):
-                    for recompute, zero, expert in itertools.product(
-                        question.recomputes, question.zero, _expert_degrees(question, data)
-                    ):
-                        if zero and data == 1:
-                            continue  # no replicas to shard over
-                        parallel = ParallelConfig(
-                            data=data,
-                            pipe=pipe,
-                            tensor=tensor,
-                            chunks=chunks,
-                            schedule=schedule,
-                            microbatch_size=samples,
-                            recompute=recompute,
-                            zero=zero,
-                            expert=expert,
-                            expert_dispatch="auto" if expert > 1 else "gather",
-                            vocab_parallel=question.vocab_parallel,
-                            attention=attention,
-                            sequence_parallel=question.sequence_parallel,
-                        )
-                        run = RunConfig(model, parallel, train)
-                        if _is_legal_layout(run):
-                            yield with_expert_dispatch(run, question.gpu)
+    gpu, choices = question.gpu, question.choices
+    base = question.base if question.also else with_attention(question.base, gpu)
 
+    def asked(name: str, declared: Sequence) -> Sequence:
+        values = choices[name]
+        return declared if values is None else [value for value in values if value in declared]
 
-def _orders(question: Question, pipe: int) -> Iterable[tuple[str, int]]:
-    """(schedule, chunks) for this number of stages."""
-    specs = [find(name) for name in question.schedules]
-    if pipe == 1:  # without a pipeline all schedules are the same
-        yield from ((spec.name, 1) for spec in [spec for spec in specs if spec.chunks != "two"][:1])
-        return
-    for spec in specs:
-        choices = {"one": [1], "two": [2], "any": chunk_counts(pipe, question.model.layers)}[spec.chunks]
-        yield from ((spec.name, chunks) for chunks in choices if chunks > 1 or not spec.one_chunk)
-
-
-def _expert_degrees(question: Question, data: int) -> list[int]:
-    """The degrees of expert parallelism to consider with this many replicas; 1 for a model without experts."""
-    experts = model_costs(question.model).experts
-    degrees = divisors(experts.count if experts else 1)
-    return [size for size in degrees if data % size == 0 and (question.expert is None or size in question.expert)]
-
-
-def _pipe_sizes(gpus: int, layers: int) -> list[int]:
-    """The numbers of stages to consider: divisors of the GPUs, and the fewest for each size of the largest stage.
-
-    With more stages of that size, of which some have an empty slot, a microbatch would take as long, and fewer replicas
-    would share the batch.
-    """
-    return _fewest([pipe for pipe in divisors(gpus) if pipe <= layers], layers)
-
-
-def chunk_counts(pipe: int, layers: int) -> list[int]:
-    """The numbers of chunks to consider: the fewest for each size of the largest stage.
-
-    More chunks of that size have the same bubble, and a rank more slots, of which some are empty.
-    """
-    return _fewest(range(1, min(layers // pipe, MOST_CHUNKS) + 1), layers, pipe)
-
-
-def _fewest(counts: Iterable[int], layers: int, each: int = 1) -> list[int]:
-    """For each size that the largest of `count * each` parts of the layers can have, the smallest count."""
-    found: dict[int, int] = {}
-    for count in counts:
-        found.setdefault(-(-layers // (count * each)), count)
-    return list(found.values())
-
-
-def _is_legal(run: RunConfig) -> bool:
-    try:
-        run.validate()
-    except ConfigError:
-        return False
-    return True
-
-
-def _is_legal_layout(run: RunConfig) -> bool:
-    """The same for a run whose model and training are known to be legal."""
-    try:
-        run.parallel.validate()
-        run.validate_together()
-    except ConfigError:
-        return False
-    return True
+    for fields in layouts(base, question.gpus, {name: functools.partial(asked, name) for name in choices}):
+        fields["expert_dispatch"] = "auto" if fields["expert"] > 1 else "gather"
+        run = RunConfig(base.model, ParallelConfig(**fields), base.train)
+        if passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
+            if not question.also:
+                yield with_expert_dispatch(run, gpu)
+            elif passes(functools.partial(with_attention, run, gpu)):  # which context, say, may change
+                yield with_expert_dispatch(with_attention(run, gpu), gpu)
 
 
 def best_by(candidates: Iterable[Candidate], key) -> dict:
@@ -343,3 +261,65 @@ def best_by(candidates: Iterable[Candidate], key) -> dict:
     for candidate in candidates:
         groups.setdefault(key(candidate), candidate)
     return groups
+
+
+def is_tie(one: Candidate, fastest: Candidate) -> bool:
+    """Whether `one` is slower than `fastest` by no more than comparisons of two layouts are off by."""
+    bar = comparison_bar(one.run.parallel, fastest.run.parallel)
+    return one.time.total <= (1 + bar) * fastest.time.total
+
+
+def simplest_first(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """Timed candidates in the order of `search`, with the ties of the fastest sorted by simplicity."""
+    fastest = next(iter(fitting), None)
+    return sorted(fitting, key=lambda one: (0, *_complexity(one)) if is_tie(one, fastest) else (1,))
+
+
+def _complexity(one: Candidate) -> tuple:
+    """How many kinds of parallelism and other features a layout uses, its schedule's place, its chunks; then its time."""
+    parallel, order = one.run.parallel, search_order()
+    sizes = (parallel.pipe, parallel.tensor, parallel.context, parallel.expert, parallel.chunks)
+    used = sum(size > 1 for size in sizes) + (parallel.zero > 0) + parallel.offload_activations
+    schedule = order.index(parallel.schedule) if parallel.schedule in order else len(order)
+    return used, schedule * (parallel.pipe > 1), parallel.chunks, one.time.total
+
+
+def good_counts(question: Question) -> list[Candidate]:
+    """The fastest layouts on the nearest smaller and larger numbers of GPUs that have good ones, of those that have any."""
+    gpus, host = question.gpus, question.gpu.host_size
+    step = host if gpus > 4 * host else 1
+    start = gpus // step * step
+    schedules = tuple(name for name in question.schedules if name in FEW) or question.schedules
+    lean = dataclasses.replace(question, schedules=schedules, microbatches=tuple(question.microbatches)[:3])
+    sides = []
+    for counts in (range(start, 0, -step)[start == gpus :], range(start + step, 2 * gpus, step)):
+        near = [count for count in counts[:COUNTS_TRIED] if gpus * 3 // 4 <= count <= gpus * 4 // 3]
+        found = (layouts_that_fit(dataclasses.replace(lean, gpus=count)) for count in near)
+        sides.append([one[0] for one in found if one])
+    best = max((one.teraflops for side in sides for one in side), default=0.0)
+    return [good[0] for side in sides if (good := [one for one in side if one.teraflops >= GOOD * best])]
+
+
+def nearest_counts(question: Question) -> str:
+    """What `good_counts` found as part of a message; "" if it found nothing."""
+    found = good_counts(question)
+    return f"the nearest with good layouts: pass {_counts(found)}, or {DIVISORS}." if found else ""
+
+
+def better_counts(best: Candidate) -> str:
+    """For a number of GPUs that divides badly: a line with those nearby on which each GPU computes more; otherwise "".
+
+    Asked only where the best layout has stages of unequal size, or hosts are not full, since it searches again.
+    """
+    question, host = best.question, best.question.gpu.host_size
+    idle = best.run.parallel.stage_layers(best.run.model.layers).idle
+    if not idle and (question.gpus % host == 0 or question.gpus < host):
+        return ""
+    found = [one for one in good_counts(question) if best.teraflops < GOOD * one.teraflops]
+    return f"{question.gpus} GPUs divide badly; better near it: {_counts(found)}" if found else ""
+
+
+def _counts(found: Iterable[Candidate]) -> str:
+    """The numbers of GPUs, each with its mesh and MFU."""
+    meshes = ((one, "tensor {}, pipe {}, data {}".format(*one.mesh)) for one in found)
+    return " or ".join(f"--gpus {one.question.gpus} ({mesh}, {one.utilisation:.0%} MFU)" for one, mesh in meshes)

@@ -4,7 +4,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.estimate.gpus import GPUS, find_gpu, published_peak
-from megajax.estimate.op_costs import FITTED, MEGAJAX, OpCosts
+from megajax.estimate.rates import rates_of
 from megajax.plan import dryrun
 from megajax.plan.cluster import Cluster, load_cluster
 
@@ -26,7 +26,7 @@ def test_rails_and_oversubscription_are_the_networks_bandwidth(tmp_path):
     gpu = load_cluster(written(tmp_path, text)).gpu
     assert gpu.network_bandwidth == 12.5e9 and gpu.network_share == pytest.approx(0.4) and gpu.host_bandwidth == 64e9
     # an all-gather of 16 GB over 16 hosts with one GPU each in the group: 15 GB at 5 GB/s, and the latencies
-    seconds = OpCosts(gpu, "bf16", MEGAJAX, FITTED).collective(16e9, 16, 8)
+    seconds = rates_of(gpu, "bf16").collective("all-gather", 15e9, 16, 1)
     assert seconds == pytest.approx(3.0, rel=1e-3)
 
 
@@ -45,7 +45,7 @@ def test_every_gpu_of_the_table_can_be_priced(gpu):
     assert published_peak(gpu.device_kind, "bf16") == gpu.peak("bf16") and 60e12 < gpu.peak("bf16") < 3e15
     assert 20e9 < gpu.memory < 300e9 and 0.5e12 < gpu.memory_bandwidth < 1e13
     assert gpu.network_bandwidth < gpu.host_bandwidth < gpu.memory_bandwidth and 100 <= gpu.watts <= 1500
-    assert OpCosts(gpu, "bf16", MEGAJAX, FITTED).matmul(8192, 8192, 8192) > 0
+    assert rates_of(gpu, "bf16").matmul > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""The options of a layout that the planner chooses, each with its values, and the layouts that they make.
+
+`FIELDS` declares them once. A search takes all values that its question allows, a suggestion those layouts that differ least
+from a run: both are `layouts` with a filter for each field. A new field of `ParallelConfig` needs an entry in `FIELDS`, and
+what has none, such as the order of the mesh axes, is not searched.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megajax.config import ConfigError, ParallelConfig, RunConfig
+from megajax.config.errors import divisors
+from megajax.estimate import model_costs
+from megajax.schedules.registry import search_order, specs
+
+__all__ = ["ALIKE", "FIELDS", "Fields", "layouts", "passes"]
+
+Fields = dict[str, Any]  # of a ParallelConfig
+MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
+MOST_CONTEXT, MOST_BLOCKS = 16, 8  # ranks that share a sample; blocks that are recomputed together
+
+
+def layouts(run: RunConfig, gpus: int, filters: Mapping[str, Callable[[Sequence], Iterable]]) -> Iterator[Fields]:
+    """All combinations of the filtered values of `FIELDS` for a run's model and batch, legal or not, found one by one.
+
+    Args:
+      run: has the values of the fields that do not vary.
+      gpus: number of GPUs.
+      filters: of the fields that vary, each with a function from the declared values to those that are taken.
+    """
+
+    def extended(found: Iterable[Fields], name: str) -> Iterator[Fields]:
+        declared, wanted, alike = FIELDS[name], filters[name], ALIKE.get(name)
+        for layout in found:
+            values = wanted(declared(run, gpus, layout))
+            for value in [*values][:1] if alike and alike(layout) else values:
+                yield {**layout, name: value}
+
+    return functools.reduce(extended, sorted(filters, key=[*FIELDS].index), iter([vars(run.parallel)]))
+
+
+def passes(*checks: Callable[[], Any]) -> bool:
+    """Whether no check raises a ConfigError."""
+    try:
+        for check in checks:
+            check()
+    except ConfigError:
+        return False
+    return True
+
+
+def _tensor(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
+    """The degrees that split the model's layers."""
+    alone = {size: ParallelConfig(tensor=size, sequence_parallel=False) for size in divisors(gpus)}
+    return [size for size, parallel in alone.items() if passes(replace(run, parallel=parallel).validate)]
+
+
+def _pipe(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
+    """The fewest stages for each size of the largest one.
+
+    With more stages of that size, of which some have an empty slot, a microbatch would take as long, and fewer replicas
+    would share the batch.
+    """
+    sizes = divisors(gpus // (layout["tensor"] * layout["context"]))
+    return _fewest([size for size in sizes if size <= run.model.layers], run.model.layers)
+
+
+def _microbatch_size(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
+    return [size for samples in _quotient(run.train.global_batch_size, layout["data"]) for size in divisors(samples)]
+
+
+def _schedule(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
+    """The simplest first, and after them those that are searched by name only."""
+    trains = {spec.name: spec for spec in specs() if spec.trains}
+    names = dict.fromkeys([*search_order(), *trains])
+    return [name for name in names if layout["pipe"] > 1 or trains[name].chunks != "two"]
+
+
+def _chunks(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
+    """The fewest for each size of the largest stage.
+
+    More chunks of that size have the same bubble, and a rank more slots, of which some are empty.
+    """
+    spec = next((spec for spec in specs() if spec.name == layout["schedule"]), None)  # of a file there is none
+    if layout["pipe"] == 1 or spec is None or spec.chunks != "any":
+        return [2 if spec and spec.chunks == "two" else 1]
+    most = min(run.model.layers // layout["pipe"], MOST_CHUNKS)
+    counts = _fewest(range(1, most + 1), run.model.layers, layout["pipe"])
+    return [count for count in counts if count > 1 or not spec.one_chunk]
+
+
+def _live_chunks(run: RunConfig, gpus: int, layout: Fields) -> list[int | None]:
+    """All of a rank's, a half, a quarter, ..."""
+    if not any(spec.name == layout["schedule"] and "live_chunks" in spec.options for spec in specs()):
+        return [None]
+    every = run.train.global_batch_size // (layout["data"] * layout["microbatch_size"]) * layout["chunks"]
+    return [None, *(every >> halvings for halvings in range(1, every.bit_length()))]
+
+
+def _expert(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
+    """The degrees that split the experts, and that the replicas can be grouped by."""
+    experts = model_costs(run.model).experts
+    return [size for size in divisors(experts.count if experts else 1) if _replicas(layout) % size == 0]
+
+
+def _replicas(layout: Fields) -> int:
+    return layout["data"] * layout["context"]
+
+
+def _quotient(number: int, divisor: int) -> list[int]:
+    """Of whole numbers; none if it is not one."""
+    return [] if number % divisor else [number // divisor]
+
+
+def _fewest(counts: Sequence[int], layers: int, each: int = 1) -> list[int]:
+    """For each size that the largest of `count * each` parts of the layers can have, the smallest count."""
+    return sorted({-(-layers // (count * each)): count for count in reversed(counts)}.values())
+
+
+# The values of each field, the simplest first: a function of a run (its model and batch), the number of GPUs, and a layout
+# in which the fields above this one are known.
+FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
+    "tensor": _tensor,
+    "context": lambda run, gpus, layout: [n for n in divisors(gpus // layout["tensor"]) if n <= MOST_CONTEXT],
+    "pipe": _pipe,
+    "data": lambda run, gpus, layout: _quotient(gpus, layout["tensor"] * layout["context"] * layout["pipe"]),
+    "expert": _expert,
+    "microbatch_size": _microbatch_size,
+    "schedule": _schedule,
+    "chunks": _chunks,
+    "group_size": lambda run, gpus, layout: (None,),
+    "live_chunks": _live_chunks,
+    "recompute_blocks": lambda run, gpus, layout: [n for n in divisors(run.model.layers) if n <= MOST_BLOCKS],
+    "recompute": lambda run, gpus, layout: ("none", "selective", "full")[2 * (layout["recompute_blocks"] > 1) :],
+    "zero": lambda run, gpus, layout: (0, 1, 3) if _replicas(layout) > 1 else (0,),
+    "sequence_parallel": lambda run, gpus, layout: (True, False),
+    "vocab_parallel": lambda run, gpus, layout: ("pipe", "tensor"),
+    "attention": lambda run, gpus, layout: ("xla", "pallas", "cudnn"),
+    "offload_activations": lambda run, gpus, layout: (False, True),
+}
+# Where all values of a field make the same program, so that one is enough.
+ALIKE: dict[str, Callable[[Fields], bool]] = {
+    "schedule": lambda layout: layout["pipe"] == 1,
+    "sequence_parallel": lambda layout: layout["tensor"] == 1,
+    "vocab_parallel": lambda layout: layout["pipe"] == 1,
+}
