@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "check and measure": {
         "verify": Command("megajax.verify", "run two layouts or versions, and name the first tensor that differs"),
-        "validate": Command("megajax.estimate.validate", "the time model's predictions against published throughputs"),
+        "validate": Command("benchmarks.published", "the time model's predictions against published throughputs"),
         "papers": Command("experiments.papers", "the tables and figures of Megatron-LM's papers, predicted"),
         "bench": Command("", "measure: `megajax bench` lists the benchmarks"),
     },

@@ -48,7 +48,7 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     | _words(
         "--attention --budget --calibrate --cluster --compare --deadline --expert --global-batch-size --gpu "
         "--gpus --html --import --json --memory-margin --microbatch-size --model --out --plot --precision "
-        "--recompute --schedule --tokens --top --vocab-parallel --zero"
+        "--recompute --schedule --search --tokens --top --vocab-parallel --zero"
     ),
     "dryrun": _words("--cluster --gpu --import --json --model-only --run --save-hlo --timeout"),
     "calibrate": LAUNCH | _words("--calibrate --cluster --devices --gpu --host-size --import --precision"),

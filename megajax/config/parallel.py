@@ -99,9 +99,14 @@ class ParallelConfig:
     )
 
     @property
+    def vocabulary_over_pipe(self) -> bool:
+        """Whether token tables are split over pipe too, if there are any. "auto" counts as tensor until it is resolved."""
+        return self.vocab_parallel == "pipe" and self.pipe > 1
+
+    @property
     def vocabulary_shares(self) -> int:
-        """Devices that the token tables' rows are split over. "auto" counts as tensor until it is resolved."""
-        return self.tensor * (self.pipe if self.vocab_parallel == "pipe" else 1)
+        """Devices that the token tables' rows are split over."""
+        return self.tensor * (self.pipe if self.vocabulary_over_pipe else 1)
 
     @property
     def devices(self) -> int:

@@ -1,6 +1,7 @@
 """The samples and batches of a run, from its DataConfig: the bundled text, a text file, indexed datasets, or answers."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.config import BertConfig, ConfigError, DataConfig, RunConfig, option
@@ -13,10 +14,53 @@ from megajax.data.gpt_samples import GPTSamples, Samples, check_number
 from megajax.data.loader import Boundaries, Loader, RowLoader, TokenSamples
 from megajax.data.packing import PackedSamples
 from megajax.data.pair_sums import verify_pairs
+from megajax.data.ramp import RampedLoader
 from megajax.data.sft import load_answers
 from megajax.data.task_samples import TaskSamples, task_loader
 from megajax.data.text import load_documents, split_documents, tokenise
-from megajax.data.tokenizers import Tokenizer
+from megajax.data.tokenizers import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+      batches: of the training, as `Prefetch` reads them.
+      validation: the batches of each validation set, by its name.
+      description: lines of the log.
+      loaders: of the configuration's data, by name, which `train.same_run` compares; none if the batches are the user's.
+      tokenizer: of the configuration's text; None if the batches are the user's.
+    """
+
+    batches: Any
+    validation: Mapping[str, Any]
+    description: Sequence[str]
+    loaders: Mapping[str, Loader] = dataclasses.field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+
+def open_data(run: RunConfig) -> RunData:
+    """The data of a run's configuration.
+
+    Raises:
+      ConfigError: see `make_loaders`; or the tokenizer has ids beyond the model's vocabulary.
+    """
+    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
+    check_vocabulary(run, tokenizer)
+    training, validation = make_loaders(run, tokenizer)
+    lines = describe(training.samples, run.total_samples)
+    return RunData(RampedLoader(training, run), validation, lines, {"training": training, **validation}, tokenizer)
+
+
+def check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the tokenizer has ids beyond the model's vocabulary."""
+    known = getattr(run.model, "vocabulary", None)
+    if known is not None and tokenizer.vocabulary > known:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
+            f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
+        )
 
 
 def make_samples(

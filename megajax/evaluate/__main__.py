@@ -163,7 +163,7 @@ def describe_model(options: Options, source: Any, scorer: Any) -> dict[str, Any]
         "tokenizer": source.tokenizer.name,
         "tokenizer_hash": tokenizer_hash(source.tokenizer),
         "precision": scorer.run.train.precision,
-        "attention": scorer.training.attention.name,
+        "attention": scorer.training.program.attention.name,
         "layout": {name: getattr(parallel, name) for name in ("data", "context", "pipe", "tensor", "zero")},
         "batch": options.batch,
         "device": scorer.training.mesh.devices.flat[0].device_kind,

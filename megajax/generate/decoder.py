@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import StateLayout, without_pipe
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.layer_kinds import layer_kinds
-from megajax.config.run_schedule import run_schedule
 from megajax.config.sample import SampleConfig
 from megajax.generate.sampling import draw
 from megajax.models.context import model_context, model_rules
@@ -166,9 +165,7 @@ class Decoder:
         kind = model or model_class(run.model)
         rules = rules or model_rules(run, kind)
         dtype = compute_dtype(run.train.precision)
-        context = model_context(
-            run, rules, run_schedule(run), PLAIN_ATTENTION, mesh.devices.flat[0], dtype, training=False
-        )
+        context = model_context(run, rules, PLAIN_ATTENTION, mesh.devices.flat[0], dtype, training=False)
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed

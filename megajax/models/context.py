@@ -25,21 +25,17 @@ from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
 from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, ring_sum
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
-from megajax.runtime.compat import broken_host_offload
-from megajax.runtime.xla_flags import check_ring_flags
-from megajax.schedules.schedule import Schedule
 from megajax.sharding.rules import AxisRules, default_rules, only
 
-__all__ = ["attention_choice", "check_offload", "model_context", "model_rules", "model_shapes", "vocabulary_shares"]
+__all__ = ["attention_choice", "model_context", "model_rules", "model_shapes", "vocabulary_shares"]
 
 
 def model_rules(run: RunConfig, model: type[PipelineModel] | None = None) -> AxisRules:
     """The sharding rules of a run whose user gives none; `model`: by default the one of the config's type."""
     model = model or model_class(run.model)
-    over = model.vocabulary_over_pipe and run.parallel.vocab_parallel == "pipe" and run.parallel.pipe > 1
     return default_rules(
         sequence_parallel=run.parallel.sequence_parallel,
-        vocabulary_over_pipe=over,
+        vocabulary_over_pipe=model.vocabulary_over_pipe and run.parallel.vocabulary_over_pipe,
         expert_parallel=run.parallel.expert > 1,
     )
 
@@ -73,27 +69,6 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
     )
 
 
-def check_offload(run: RunConfig, device: jax.Device, drains: bool) -> None:
-    """Raises ConfigError if activations should be offloaded to host memory and devices like this one cannot.
-
-    `drains`: each step of the run's schedule ends with an empty pipeline.
-    """
-    kinds = [memory.kind for memory in device.addressable_memories()]  # empty for a device that is only compiled for
-    if not run.parallel.offload_activations:
-        return
-    if not drains:
-        problem = f"is not supported with schedule = {run.parallel.schedule}, whose stash is carried from step to step"
-        raise ConfigError(f"offload_activations = True {problem}: omit --offload-activations, or pass --schedule 1f1b.")
-    if broken_host_offload() and device.platform == "gpu":
-        problem = "gives wrong gradients on GPUs with jaxlib 0.11.0 (openxla/xla#46231)"
-        raise ConfigError(
-            f"offload_activations = True {problem}: install another jaxlib, or omit --offload-activations."
-        )
-    if kinds and "pinned_host" not in kinds:
-        problem = f"{device.device_kind} has no memory called pinned_host (it has {', '.join(kinds)})"
-        raise ConfigError(f"offload_activations = True, but {problem}: omit --offload-activations.")
-
-
 def vocabulary_shares(parallel: ParallelConfig, rules: AxisRules) -> int:
     """Devices that the token tables' rows are split over."""
     return rules.shares("vocabulary", parallel.mesh_sizes)
@@ -120,7 +95,6 @@ def model_shapes(
 def model_context(
     run: RunConfig,
     rules: AxisRules,
-    schedule: Schedule,
     attention: Choice,
     device: jax.Device,
     dtype: Any = jnp.float32,
@@ -131,15 +105,13 @@ def model_context(
     Args:
       run: validated.
       rules: how its arrays are sharded.
-      schedule: that runs the blocks.
       attention: see `attention_choice`.
       device: one of the mesh's; it may belong to a topology that is only compiled for.
       dtype: of activations and matmuls.
       training: False: no dropout.
 
     Raises:
-      ConfigError: a ring under a schedule in which not all ranks run a block at once, or under an XLA flag that breaks
-        it; or fp8 without its library.
+      ConfigError: the rules do not shard experts over a mesh that does; or fp8 without its library.
     """
     split_lookup, shares = (
         partial(lookup, sequence_parallel=rules.sequence_parallel),
@@ -152,7 +124,7 @@ def model_context(
         vocabulary = VocabularySharding(shares, plain_lookup)
     return ModelContext(
         constrain=rules.constrain,
-        operations=_operations(run, rules, schedule, attention),
+        operations=_operations(run, rules, attention),
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
@@ -186,15 +158,11 @@ def _expert_group(parallel: ParallelConfig, rules: AxisRules, device: jax.Device
     return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=device.platform != "cpu")
 
 
-def _operations(run: RunConfig, rules: AxisRules, schedule: Schedule, attention: Choice) -> Operations:
+def _operations(run: RunConfig, rules: AxisRules, attention: Choice) -> Operations:
     """The operations of the run's blocks."""
     parallel = run.parallel
     product = _fp8_product() if run.train.matmul_dtype == "fp8" else None
     operations = plain_operations(rules.constrain, product)
-    if parallel.chunks > 1:  # the executor's sends go round a ring
-        check_ring_flags("chunks")
-    for field in parallel.rings:
-        _check_ring(field, getattr(parallel, field), schedule)
     if "tensor_overlap" in parallel.rings:
 
         def column(y, kernel, axes):
@@ -232,13 +200,3 @@ def _fp8_product():
             "leave --matmul-dtype out."
         ) from error
     return fp8.tensordot
-
-
-def _check_ring(field: str, value, schedule: Schedule) -> None:
-    """In a mixed tick one rank runs a block while another does not: it would wait for a send that never comes."""
-    if not schedule.paired:
-        raise ConfigError(
-            f"{field} = {value} sends round a ring inside every block, which {schedule.name} does not run on all ranks "
-            "at once: pass --schedule interleaved_1f1b, eager_1f1b or gpipe."
-        )
-    check_ring_flags(field)

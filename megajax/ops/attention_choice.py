@@ -7,9 +7,10 @@ import jax
 from megajax.config import ConfigError
 from megajax.runtime.compat import cudnn_version
 
-__all__ = ["FUSED", "Choice", "choose_attention", "cudnn_installed"]
+__all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed"]
 
 FUSED = ("cudnn", "pallas")  # the values of --attention with a fused kernel
+AS_REQUESTED = "as requested"  # the reason of an implementation that `--attention` names
 LARGEST_HEAD = 256  # of the fused kernels
 
 
@@ -59,7 +60,7 @@ def choose_attention(
       ConfigError: a fused kernel was requested and cannot run: why, and which option to pass.
     """
     if requested == "xla":
-        return Choice("xla", "as requested", window)
+        return Choice("xla", AS_REQUESTED, window)
     neither = _kernel_problem(head_size, dropout, precision, device)
     problem = neither or _cudnn_problem(head_size, device, cudnn) or _mask_problem(mask, window, context)
     if requested == "pallas":
@@ -67,9 +68,9 @@ def choose_attention(
             return Choice("pallas", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
         if neither:
             raise ConfigError(f"attention = pallas, but {neither}: pass --attention xla or --attention auto.")
-        return Choice("pallas", "as requested", window)
+        return Choice("pallas", AS_REQUESTED, window)
     if problem is None:
-        reason = "as requested" if requested == "cudnn" else "the fastest that these devices have"
+        reason = AS_REQUESTED if requested == "cudnn" else "the fastest that these devices have"
         return Choice("cudnn", reason, window)
     if requested == "cudnn":
         raise ConfigError(f"attention = cudnn, but {problem}: pass --attention xla or --attention auto.")

@@ -1,21 +1,24 @@
 """What is compiled for a run's training step, as plain data: no arrays, no devices.
 
-`Training` executes it, and the memory and time models price it: whether ticks merge, how many buffers there are, and how
-many chunks a tick runs are decided here only. It is cheap to make, as a search does: what needs the schedule's table is
-computed when it is asked for, and by the closed forms of `schedules.registry` where it has them.
+`Training` executes it, the log describes it, and the memory and time models price it: whether ticks merge, how many buffers
+there are, and how many chunks a tick runs are decided here only. It is cheap to make, as a search does: what needs the
+schedule's table is computed when it is asked for, and by the closed forms of `schedules.registry` where it has them.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
-from megajax.config.run_schedule import run_schedule, schedule_arguments
-from megajax.ops.attention_choice import FUSED
-from megajax.pipeline.options import merged_schedule, stashes_nothing
-from megajax.pipeline.slots import slot_tables
-from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule
-from megajax.schedules.schedule import Schedule
+from megajax.config.schedule_rules import SCHEDULE_OPTIONS
+from megajax.ops.attention_choice import AS_REQUESTED, FUSED, Choice
+from megajax.pipeline.options import embeds_ahead, merged_schedule, stashes_nothing
+from megajax.pipeline.slots import send_routes, slot_tables, stage_edges
+from megajax.schedules.errors import counted
+from megajax.schedules.io import is_schedule_file, load
+from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule, with_option
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, Schedule, ScheduleError
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 from megajax.schedules.stages import StageLayers
 
@@ -30,24 +33,36 @@ class StepProgram:
 
     Attributes:
       run: the run.
-      attention: the implementation that runs, as `--attention` names it.
+      attention: the implementation that runs, and why.
       in_place: weights are read, and gradients accumulated, where they are (`options.ExecutorOptions`).
+      vocabulary_over_pipe: token tables are split over pipe too.
     """
 
     run: RunConfig
-    attention: str
+    attention: Choice
     in_place: bool
+    vocabulary_over_pipe: bool
 
     @classmethod
-    def of(cls, run: RunConfig, attention: str | None = None, updates_in_place: bool = True) -> "StepProgram":
+    def of(
+        cls,
+        run: RunConfig,
+        attention: Choice | None = None,
+        updates_in_place: bool = True,
+        vocabulary_over_pipe: bool | None = None,
+    ) -> "StepProgram":
         """The program of a run.
 
         Args:
           run: a valid one.
           attention: the implementation that runs; None: the run's, for one that names it (`gpus.with_attention`).
           updates_in_place: what `runtime.compat.updates_in_place` says of the devices; GPUs with jax 0.12 do.
+          vocabulary_over_pipe: what the sharding rules say; None: the layout, as the default rules of a model with tables.
         """
-        return cls(run, attention or run.parallel.attention, updates_in_place and not run.parallel.rings)
+        parallel = run.parallel
+        over_pipe = parallel.vocabulary_over_pipe if vocabulary_over_pipe is None else vocabulary_over_pipe
+        attention = attention or Choice(parallel.attention, AS_REQUESTED)
+        return cls(run, attention, updates_in_place and not parallel.rings, over_pipe)
 
     # The schedule.
 
@@ -57,9 +72,32 @@ class StepProgram:
         return find(self.run.parallel.schedule)
 
     @functools.cached_property
+    def schedule_arguments(self) -> dict[str, Any]:
+        """The arguments of `make_schedule`: sizes, and the options of the schedule that are set."""
+        parallel = self.run.parallel
+        options = {name: getattr(parallel, name) for name in SCHEDULE_OPTIONS}
+        given = {name: value for name, value in options.items() if value is not None}
+        if parallel.schedule in with_option(
+            "costs"
+        ):  # full recompute runs the forward again before the input's gradient
+            given["costs"] = Costs(1.0, 3.0, 2.0, 1.0) if parallel.recompute == "full" else Costs()
+        return {"stages": parallel.pipe, "microbatches": self.run.microbatches, "chunks": parallel.chunks, **given}
+
+    @functools.cached_property
     def schedule(self) -> Schedule:
-        """The schedule's table."""
-        return run_schedule(self.run)
+        """The schedule's table.
+
+        Raises:
+          ScheduleError: the sizes are illegal for this schedule, or a file's are not the run's.
+        """
+        return self.schedule_of(self.run.microbatches)
+
+    def schedule_of(self, microbatches: int) -> Schedule:
+        """The table of a step with so many microbatches: a smaller batch, as in a batch ramp, or the run's."""
+        sizes = self.schedule_arguments | {"microbatches": microbatches}
+        if is_schedule_file(self.run.parallel.schedule):
+            _check_sizes(self.run, load(self.run.parallel.schedule), microbatches)
+        return make_schedule(self.run.parallel.schedule, **sizes)
 
     @functools.cached_property
     def executed(self) -> Schedule:
@@ -78,8 +116,14 @@ class StepProgram:
 
     @functools.cached_property
     def layers(self) -> StageLayers:
-        """The layers of each stage, whatever their kind."""
-        return self.run.parallel.stage_layers(self.run.model.layers)
+        """The layers of each stage, with their kinds; the table is made where only it has the placement of the stages."""
+        placement = self.spec.placement or self.schedule.placement
+        return self.run.parallel.stage_layers(self.run.model.layers, placement, self.kinds)
+
+    @property
+    def kinds(self) -> tuple[str, ...] | None:
+        """The kind of each layer, of a model with several."""
+        return layer_kinds(self.run.model)
 
     @property
     def passes(self) -> int:
@@ -102,7 +146,7 @@ class StepProgram:
         """
         parallel = self.run.parallel
         collectives = parallel.tensor > 1 or parallel.expert > 1
-        return self.in_place and collectives and not layer_kinds(self.run.model) and self.drains
+        return self.in_place and collectives and not self.kinds and self.drains
 
     @functools.cached_property
     def unrolls(self) -> bool:
@@ -114,24 +158,74 @@ class StepProgram:
         blocks side by side in a loop. And compiling takes longer with each block.
         """
         parallel = self.run.parallel
-        saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and self.attention in FUSED)
+        saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and self.attention.name in FUSED)
         return (
             self.in_place
             and not self.merges
             and parallel.pipe == parallel.chunks == parallel.tensor == 1
-            and not (parallel.offload_activations or parallel.zero == 3 or layer_kinds(self.run.model))
+            and not (parallel.offload_activations or parallel.zero == 3 or self.kinds)
             and saves_all
             and self.run.model.layers <= UNROLLED_BLOCKS
             and self.drains
             and _one_stage_stashes_nothing(self.spec, self.run.microbatches)
         )
 
+    # Collectives.
+
+    @functools.cached_property
+    def placement(self) -> str:
+        """The stages of a rank, "loop" or "v" (`Schedule.placement`)."""
+        return self.spec.placement or self.schedule.placement
+
+    @functools.cached_property
+    def split_backwards(self) -> float:
+        """The part of a rank's backwards that run as I and W, a mean over ranks: not those that overlap a forward."""
+        if not (self.schedule.split if self.spec.split is None else self.spec.split):
+            return 0.0
+        overlapping = sum(self.schedule.overlaps(works) for tick in self.schedule.ticks for works in tick)
+        return 1 - overlapping / OVERLAP_PARTS / (self.schedule.stages * self.passes)
+
+    @functools.cached_property
+    def sends(self) -> tuple[int, int]:
+        """(activations and gradients that a rank sends another one, what it sends besides in ticks without any).
+
+        Of the rank that sends most. All ranks take part in each send of a tick (`rank.Rank.send`).
+        """
+        executed, microbatches = self.executed, self.run.microbatches
+        routes = {direction: send_routes(executed, direction) for direction in (FORWARD, BACKWARD)}
+        sent = {
+            rank: sum(rank == edge[0] != edge[1] for direction in routes for edge in stage_edges(executed, direction))
+            for rank in range(executed.stages)
+        }
+        work = microbatches * max(sent.values())
+        if not self.drains:
+            return work, 0  # every tick has a forward and a backward
+        ticks = self._ticks_that_send
+        every = max(
+            sum(ticks[way] * sum((rank == a != b) for route in routes[way] for a, b in route) for way in routes)
+            for rank in sent
+        )
+        return work, every - work
+
+    @property
+    def _ticks_that_send(self) -> dict[str, int]:
+        """In how many ticks ranks send activations (F) and gradients (B)."""
+        executed, ticks = self.executed, {FORWARD: 0, BACKWARD: 0}
+        for segment in executed.segments:
+            length = segment.stop - segment.start
+            if segment.overlaps and self.in_place:
+                length = int(slot_tables(executed).rows.sends[segment.start : segment.stop, 0].sum())
+            ticks[FORWARD] += length * (FORWARD in segment.ops)
+            ticks[BACKWARD] += length * (BACKWARD in segment.ops or INPUT in segment.ops)
+            ticks[BACKWARD] += executed.paired and embeds_ahead(executed, segment, self.merges)  # `Rank.prepare`
+        return ticks
+
     # Buffers and time.
 
     @functools.cached_property
     def schedule_slots(self) -> Slots:
         """Buffers of the schedule: by the closed form of its spec, or counted in its table where there is none."""
-        arguments = schedule_arguments(self.run)
+        arguments = self.schedule_arguments
         closed = self.spec.slots(**arguments) if self.spec.slots else None
         return closed or counted_slots(self.spec, **arguments)
 
@@ -168,11 +262,23 @@ class StepProgram:
             as soon as it can (`simulate_event`). They differ for ticks that hold one op on each rank, if ops differ in
             cost.
         """
-        arguments = schedule_arguments(self.run)
+        arguments = self.schedule_arguments
         if self.spec.bubble:
             return self.spec.bubble(costs=costs, lockstep=lockstep, **arguments)
         simulation = (simulate_lockstep if lockstep else simulate_event)(_table(self.spec, **arguments), costs)
         return simulation.makespan - simulation.ideal
+
+    def describe(self) -> list[str]:
+        """Attention, schedule and layers as lines of the log."""
+        run, parallel, schedule = self.run, self.run.parallel, self.schedule
+        return [
+            f"attention {self.attention.name}: {self.attention.reason}; tensor overlap {parallel.tensor_overlap}",
+            f"schedule  {schedule.name}, {counted(parallel.chunks, 'chunk')} a rank, "
+            f"{counted(run.microbatches, 'microbatch', 'microbatches')} of {parallel.microbatch_size}: "
+            f"bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "
+            f"{counted(len(schedule.ticks), 'tick')}",
+            *(f"layers    {line}" for line in self.layers.remarks),
+        ]
 
 
 @functools.lru_cache(maxsize=256)  # a search repeats the call for each recompute mode and microbatch size
@@ -190,3 +296,21 @@ def _table(spec: ScheduleSpec, **arguments) -> Schedule:
 @functools.lru_cache(maxsize=64)
 def _one_stage_stashes_nothing(spec: ScheduleSpec, microbatches: int) -> bool:
     return stashes_nothing(make_schedule(spec.name, stages=1, microbatches=microbatches, chunks=1))
+
+
+def _check_sizes(run: RunConfig, schedule: Schedule, microbatches: int) -> None:
+    parallel, batch = run.parallel, run.parallel.microbatch_size * run.parallel.data
+    if not schedule.has_backward:
+        raise ScheduleError(f"{parallel.schedule} has no backwards, so it cannot train")
+    for name, of_run, of_file, change in (
+        ("stages", parallel.pipe, schedule.stages, f"--pipe {schedule.stages}"),
+        ("chunks", parallel.chunks, schedule.chunks, f"--chunks {schedule.chunks}"),
+        (
+            "microbatches",
+            microbatches,
+            schedule.microbatches,
+            f"--global-batch-size {schedule.microbatches * batch}",
+        ),
+    ):
+        if of_run != of_file:
+            raise ScheduleError(f"{parallel.schedule} has {of_file} {name} and the run {of_run}: pass {change}")

@@ -167,7 +167,7 @@ def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
         start.setdefault((INPUT if op == BACKWARD else op, stage, work.microbatch), tick)
         for result in schedule.results(work):
             finish[result, stage, work.microbatch] = tick
-    routes = {direction: _routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
+    routes = {direction: send_routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
     stash_slots = _assign_stash(schedule, operations, (start, finish)) if schedule.has_backward else 0
     kept_slots = _assign_kept(schedule, operations, finish)
     times = start, finish
@@ -244,7 +244,13 @@ def _edge(schedule: Schedule, stage: int, after: int) -> tuple[int, int]:
     return schedule.home(stage)[1], schedule.home(after)[1]
 
 
-def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
+def stage_edges(schedule: Schedule, direction: str) -> list[tuple[int, int]]:
+    """(sender, receiver) ranks of the sends between stages in a direction."""
+    after = ((stage, _stage_after(schedule, direction, stage)) for stage in range(schedule.last_stage + 1))
+    return [_edge(schedule, stage, later) for stage, later in after if later is not None]
+
+
+def send_routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     """The (sender, receiver) pairs of a direction, in as few routes as a tick's sends need.
 
     On a route no rank sends or receives twice, so that it is one collective permute. Interleaving's edge from the last rank
@@ -252,11 +258,8 @@ def _routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     it decomposes the collective permute (openxla/xla#45222): `xla_flags.check_ring_flags` refuses the flag that does.
     """
     groups: dict[int, set[tuple[int, int]]] = {}
-    for stage in range(schedule.last_stage + 1):
-        after = _stage_after(schedule, direction, stage)
-        if after is not None:
-            sender, receiver = _edge(schedule, stage, after)
-            groups.setdefault(receiver - sender, set()).add((sender, receiver))
+    for sender, receiver in stage_edges(schedule, direction):
+        groups.setdefault(receiver - sender, set()).add((sender, receiver))
     routes: list[set[tuple[int, int]]] = []
     for distance in sorted(groups, key=abs):
         for route in routes:

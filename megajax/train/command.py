@@ -14,7 +14,6 @@ from typing import Any
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
-from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import VARIABLE, Heartbeat
@@ -139,6 +138,7 @@ def describe_shapes(run: RunConfig) -> str:
 
     from megajax.models.context import model_rules, model_shapes
     from megajax.pipeline.parameters import initial_params, parameter_specs
+    from megajax.pipeline.program import StepProgram
 
     parallel = run.parallel
     axes, sizes = zip(*parallel.mesh_sizes.items(), strict=True)
@@ -153,7 +153,6 @@ def describe_shapes(run: RunConfig) -> str:
         total += bytes_here
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_here:,}"))
-    where = parallel.stage_layers(run.model.layers, kinds=layer_kinds(run.model))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
@@ -166,7 +165,7 @@ def describe_shapes(run: RunConfig) -> str:
     return "\n".join(
         [
             f"{run.model.name}: {run.model.parameters:,} parameters{active} on {mesh_shown}",
-            *where.remarks,
+            *StepProgram.of(run).layers.remarks,
             *lines,
             f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "
             f"{total / 1e9:.3f} GB of gradients: {4 * total / 1e9:.3f} GB",

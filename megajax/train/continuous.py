@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.checkpoint.layout import StateLayout
-from megajax.config import RunConfig
 from megajax.pipeline.pipedream_2bw import InFlight, PipeDream2BW
+from megajax.pipeline.program import StepProgram
 
 __all__ = ["Continuous"]
 
@@ -34,9 +34,10 @@ class Continuous:
 
     takes_hold = False
 
-    def __init__(self, run: RunConfig, mesh: Mesh, *model_and_rules):
+    def __init__(self, program: StepProgram, mesh: Mesh, *model_and_rules):
         """As of `Training`."""
-        super().__init__(run, mesh, *model_and_rules)
+        super().__init__(program, mesh, *model_and_rules)
+        run = program.run
         self.pipeline = PipeDream2BW(self.functions, run.parallel.pipe, run.microbatches, mesh, self.executor_options)
         self._train = self._jit_step(dataclasses.replace(self.state_sharding, in_flight=None))  # XLA shards it
         self._start = lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2])

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from megajax.config import RunConfig
 from megajax.estimate.gpus import gpu_of
 from megajax.estimate.latency_profile import profile_of_program, profile_of_run
 from megajax.estimate.merged_ticks import has_latencies
 from megajax.models.interface import PipelineModel
+from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
 
 __all__ = ["ProfiledJit", "latency_options", "with_latencies"]
@@ -25,26 +25,26 @@ __all__ = ["ProfiledJit", "latency_options", "with_latencies"]
 NO_WARNINGS = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}
 
 
-def latency_options(run: RunConfig, device: jax.Device, model: PipelineModel) -> dict[str, bytes | str]:
-    """XLA's options for a run's step that is compiled once; none where it works by its own estimates.
+def latency_options(program: StepProgram, device: jax.Device, model: PipelineModel) -> dict[str, bytes | str]:
+    """XLA's options for a step that is compiled once; none where it works by its own estimates.
 
     Args:
-      run: a valid one.
+      program: the step's.
       device: one of the run's.
       model: the run's.
     """
     if not updates_in_place(device):
         return {}
-    gpu, costs = gpu_of(device), model.costs()
+    run, gpu, costs = program.run, gpu_of(device), model.costs()
     profile = profile_of_run(run, gpu, costs) if has_latencies(run, gpu, costs) else b""
     return {PROFILE_OPTION: profile, **NO_WARNINGS} if profile else {}
 
 
-def with_latencies(function: Any, run: RunConfig, device: jax.Device) -> Any:
-    """The jitted step `function` of a run, compiled twice if `latency_estimates` says so; `device` is one of the run's."""
-    if run.parallel.latency_estimates != "roofline" or device.platform != "gpu":
+def with_latencies(function: Any, program: StepProgram, device: jax.Device) -> Any:
+    """The program's jitted step, compiled twice if `latency_estimates` says so; `device` is one of the run's."""
+    if program.run.parallel.latency_estimates != "roofline" or device.platform != "gpu":
         return function
-    return ProfiledJit(function, functools.partial(profile_of_program, run, gpu_of(device)))
+    return ProfiledJit(function, functools.partial(profile_of_program, program.run, gpu_of(device)))
 
 
 class ProfiledJit:

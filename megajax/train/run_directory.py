@@ -31,7 +31,6 @@ from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.config.batch_ramp import batch_size, remaining_steps
 from megajax.config.cli import Request
-from megajax.config.compare import changed_options, library_defaults
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
 from megajax.config.trust import sign_imports
@@ -105,14 +104,11 @@ class RunDirectory:
           ConfigError: the directory cannot be written, another run writes into it, or it has checkpoints although `resume`
             is "no". All processes of a run raise it.
         """
-        self.run, self.output, self.meta, self.request = run, output, run_meta(run, tokenizer), request
+        self.run, self.output, self.request = run, output, request
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
         self._tokenizer_files = getattr(tokenizer, "files", ())
         self.jsonl = output.log_jsonl
-        changed = (
-            request.changed(run) if request else changed_options(run, output, library_defaults(run), OutputConfig())
-        )
-        self.messages = [f"config    {changed}"] if changed else []
+        self.messages: list[str] = []
         self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
         if self.directory is None:
             return
@@ -121,6 +117,7 @@ class RunDirectory:
         self._lock_directory()
         self._resumed_path, message = choose(self.directory / "checkpoints", output.resume)
         self.messages += [message] if message else []
+        self.meta = run_meta(run, tokenizer)
         self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta, self.lock)
         if self._resumed_path is None:
             self._save_config()  # else after the checkpoint has been found to be of this model and tokenizer

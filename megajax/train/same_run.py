@@ -36,7 +36,7 @@ def require_same_run(
       run, output: the configuration.
       loaders: by name, the run's `Loader`s; batches of the user's are not read.
       tokenizer: None: there is none.
-      kinds: of what the user has passed, by name: the classes of model and batches.
+      kinds: see `own_classes`.
 
     Raises:
       ConfigError: a process differs; all of them raise it.
@@ -53,6 +53,12 @@ def require_same_run(
         problem = str(error)
     if problems := gather_problems(f"{name}/problems", problem):
         raise ConfigError(problems[min(problems)])
+
+
+def own_classes(model: type | None, data: Any) -> dict[str, str]:
+    """The classes of a user's model and batches by name, for `require_same_run`; None: there is none."""
+    kinds = {"the model's class": model, "the batches' class": None if data is None else type(data)}
+    return {name: f"{kind.__module__}.{kind.__qualname__}" for name, kind in kinds.items() if kind}
 
 
 def configuration(run: RunConfig, output: OutputConfig) -> dict[str, str]:

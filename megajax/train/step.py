@@ -20,12 +20,11 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import StateLayout, arrange
 from megajax.config import RunConfig
 from megajax.config.batch_ramp import PADDING
-from megajax.config.layer_kinds import layer_kinds
-from megajax.config.run_schedule import run_schedule
-from megajax.models.context import attention_choice, check_offload, model_context, model_rules, model_shapes
+from megajax.models.context import attention_choice, model_context, model_rules, model_shapes
 from megajax.models.ids import checked_ids
 from megajax.models.interface import ExecutorFunctions, PipelineModel, batch_shapes, model_class
 from megajax.ops.ring_attention import split_batch
+from megajax.pipeline.device_checks import check_devices
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
@@ -56,32 +55,24 @@ class TrainState:
 
 
 class Training:
-    """The compiled programs of a run on a mesh.
+    """The compiled programs of a run on a mesh, as its `StepProgram` describes them.
 
     Batches are dicts of [microbatches, samples, ...], with one sample as the model's `batch_shapes` says. A step is compiled
     once for each batch size that it is given. With several processes each gives the whole batch, and only its own devices'
     part of it is used.
 
     Attributes:
+      program, run: what the step is, and the run that asked for it.
+      schedule, where: the program's table, and its layers of each pipeline stage.
       model: the run's model in training.
       rules: the sharding rules.
-      where: the layers of each pipeline stage.
-      attention: the attention that runs, and why.
     """
 
-    def __init__(
-        self, run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
-    ):
-        """Builds the programs; nothing is compiled before its first call. Arguments: see `make_training`."""
-        self.run, self.mesh = run, mesh
-        self.model_class = model or model_class(run.model)
-        self.rules = rules or model_rules(run, self.model_class)
-        self.attention = attention_choice(run, mesh.devices.flat[0], self.model_class)
-        device = mesh.devices.flat[0]
-        self.program = program = StepProgram.of(run, self.attention.name, updates_in_place(device))
-        self.schedule = program.schedule
-        check_offload(run, device, program.drains)
-        self.where = run.parallel.stage_layers(run.model.layers, self.schedule.placement, layer_kinds(run.model))
+    def __init__(self, program: StepProgram, mesh: Mesh, model: type[PipelineModel], rules: AxisRules):
+        """Builds the programs; nothing is compiled before its first call. For arguments see `make_training`."""
+        self.program, self.mesh, self.model_class, self.rules = program, mesh, model, rules
+        self.run, self.schedule, self.where = program.run, program.schedule, program.layers
+        run = self.run
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         self.optimizer = make_optimizer(run.train, self.model.decay_mask())
@@ -91,7 +82,7 @@ class Training:
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
             specs=self.specs.executor(run.parallel.recompute_blocks),
-            share_ends=self.rules.vocabulary_over_pipe,
+            share_ends=program.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
             in_place=program.in_place,
             merged=program.merges,
@@ -190,15 +181,15 @@ class Training:
 
     def _jit_step(self, state: TrainState, *more: NamedSharding) -> Any:
         """Jits `_train_step`; `state` and `more` are the shardings of its state and of its arguments after the batch."""
-        run, device = self.run, self.mesh.devices.flat[0]
+        program, device = self.program, self.mesh.devices.flat[0]
         step = jax.jit(
             self._train_step,
             in_shardings=(state, self.batch_sharding, *more),
             out_shardings=(state, NamedSharding(self.mesh, P())),
             donate_argnums=0,
-            compiler_options=step_options(run.parallel, device) | latency_options(run, device, self.model),
+            compiler_options=step_options(self.run.parallel, device) | latency_options(program, device, self.model),
         )
-        return self.checked(with_latencies(step, run, device))
+        return self.checked(with_latencies(step, program, device))
 
     def checked(self, function: Any, static: tuple[int, ...] = ()) -> Any:
         """The jitted function; before the first run of a program, it is checked for collectives that would hang."""
@@ -301,7 +292,7 @@ class Training:
     def _execute(self, params: Tree, batch: Tree, cotangent: jax.Array, **options):
         """(mean loss, gradients sharded as parameters, each microbatch's summed loss, records)."""
         options = dataclasses.replace(self.executor_options, **options)
-        run = gradient_function(self.functions, run_schedule(self.run, leading_sizes(batch)[0]), self.mesh, options)
+        run = gradient_function(self.functions, self.program.schedule_of(leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
         computed, inputs, before = self._inputs(params, batch, cotangent)
         losses, gradients, records = run(computed, inputs, cotangent / total, (before, total))
@@ -315,9 +306,8 @@ class Training:
 
     def _model(self, training: bool) -> PipelineModel:
         dtype = compute_dtype(self.run.train.precision)
-        context = model_context(
-            self.run, self.rules, self.schedule, self.attention, self.mesh.devices.flat[0], dtype, training
-        )
+        device, attention = self.mesh.devices.flat[0], self.program.attention
+        context = model_context(self.run, self.rules, attention, device, dtype, training)
         return self.model_class(self.run.model, context)
 
     def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
@@ -372,8 +362,16 @@ def make_training(
       mesh: its mesh.
       model: the class of its model; by default the one registered for the type of `run.model`.
       rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
+
+    Raises:
+      ConfigError: the mesh's devices cannot run it.
     """
-    return (Training if StepProgram.of(run).drains else ContinuousTraining)(run, mesh, model, rules)
+    device, model = mesh.devices.flat[0], model or model_class(run.model)
+    rules = rules or model_rules(run, model)
+    attention = attention_choice(run, device, model)
+    program = StepProgram.of(run, attention, updates_in_place(device), rules.vocabulary_over_pipe)
+    check_devices(program, device)
+    return (Training if program.drains else ContinuousTraining)(program, mesh, model, rules)
 
 
 class ContinuousTraining(Continuous, Training):

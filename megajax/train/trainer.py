@@ -17,27 +17,23 @@ import jax
 
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
 from megajax.config.cli import Request
-from megajax.config.validation_sets import DEFAULT_SET
+from megajax.config.compare import changed_options, library_defaults
 from megajax.data.prefetch import Prefetch
-from megajax.data.ramp import RampedLoader
-from megajax.data.source import describe, make_loaders
-from megajax.data.tokenizers import load_tokenizer
-from megajax.estimate.expert_time import with_expert_dispatch
+from megajax.data.source import open_data
+from megajax.estimate.auto import resolved_layout
 from megajax.estimate.gpus import Peak, device_peak, gpu_of
-from megajax.estimate.vocabulary import with_vocabulary
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog, is_peer_error
 from megajax.schedules.errors import counted
-from megajax.schedules.simulate import simulate_lockstep
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
-from megajax.train.same_run import require_same_run
+from megajax.train.same_run import own_classes, require_same_run
 from megajax.train.step import Training, TrainState, make_training
-from megajax.train.user_batches import UserBatches
+from megajax.train.user_batches import user_data
 from megajax.train.validation import Evaluation
 
 
@@ -61,8 +57,11 @@ class Trainer:
     """Trains a run's model on its devices.
 
     Attributes:
-      run, mesh, training: the configuration, the device mesh, and the compiled programs.
+      run, output, request: the configuration, and the command line that it is from.
+      data: of the run.
       tokenizer: of the run's text; None with batches of the user's.
+      directory: the files that the run writes.
+      mesh, training: the device mesh, and the compiled programs.
     """
 
     def __init__(
@@ -96,39 +95,17 @@ class Trainer:
         """
         devices = jax.devices() if devices is None else devices
         run.validate(len(devices))
-        gpu = gpu_of(devices[0])
-        run = with_expert_dispatch(with_vocabulary(run, gpu), gpu)
-        self.run, self.output = run, output
-        self.tokenizer, self._fitted = None, False
+        self.run = run = resolved_layout(run, gpu_of(devices[0]))
+        self.output, self.request, self._fitted = output, request, False
         if data is None:
-            self._open_data()
+            self.data = open_data(run)
         else:
-            checked = model_to_check(run, model, rules)
-            self._batches = UserBatches(data, run, checked)
-            sets = validation_data if isinstance(validation_data, Mapping) else {DEFAULT_SET: validation_data}
-            self._validation = {name: UserBatches(one, run, checked) for name, one in sets.items() if one is not None}
-            self._data_description = [f"batches of {type(data).__name__}"]
-        own = {"the model's class": model, "the batches' class": type(data) if data is not None else None}
-        require_same_run(
-            self.run,
-            output,
-            {"training": self._loader, **self._validation} if data is None else {},
-            self.tokenizer,
-            {name: f"{kind.__module__}.{kind.__qualname__}" for name, kind in own.items() if kind},
-        )
+            self.data = user_data(data, validation_data, run, model_to_check(run, model, rules))
+        self.tokenizer = self.data.tokenizer
+        require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data))
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
-        choices = {name: value for name, value in {"model": model, "rules": rules}.items() if value is not None}
-        self.training = make_training(run, self.mesh, **choices)
-
-    def _open_data(self) -> None:
-        """Tokenizer, training and validation batches of the configuration's data."""
-        settings = self.run.data
-        self.tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document)
-        check_vocabulary(self.run, self.tokenizer)
-        batches, self._validation = make_loaders(self.run, self.tokenizer)
-        self._loader, self._batches = batches, RampedLoader(batches, self.run)
-        self._data_description = describe(batches.samples, self.run.total_samples)
+        self.training = make_training(run, self.mesh, model, rules)
 
     def fit(
         self,
@@ -171,7 +148,7 @@ class Trainer:
         ):
             checks = Checks(self.output.check_every, self.training.state_layout) if self.output.check_every else None
             checked = [checks.describe()] if checks else []
-            for line in (*self.describe(peak), *checked, *self.directory.messages):
+            for line in (*self.describe(peak), *checked, *self._changed(), *self.directory.messages):
                 log.message(line)
             files = self.directory
             hooks = TrainerHooks(
@@ -179,8 +156,8 @@ class Trainer:
             )
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
-                with Prefetch(self._batches, self.training.batch_sharding) as batches:
-                    state, metrics = train(self.training, batches, self._validation, log, peak, **loop)
+                with Prefetch(self.data.batches, self.training.batch_sharding) as batches:
+                    state, metrics = train(self.training, batches, self.data.validation, log, peak, **loop)
                 log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
             except BaseException as error:
                 # A save in progress needs the other processes: without them nothing is waited for.
@@ -219,7 +196,7 @@ class Trainer:
     def describe(self, peak: Peak | None) -> list[str]:
         """The run in a few lines: model, mesh, attention, schedule, data, and the peak FLOP/s that MFU refers to, if any."""
         run, model, parallel = self.run, self.run.model, self.run.parallel
-        schedule, attention, devices = self.training.schedule, self.training.attention, self.mesh.devices
+        devices = self.mesh.devices
         size = ""
         if isinstance(model, ModelConfig):
             size = f", hidden {model.hidden}, {counted(model.heads, 'head')}, {model.sequence_length} tokens a sample"
@@ -235,16 +212,18 @@ class Trainer:
             f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on "
             f"{counted(devices.size, f'{devices.flat[0].device_kind} device')}, {run.train.precision}, "
             f"sequence parallel {sequence_parallel}, recompute {parallel.recompute}{groups}",
-            f"attention {attention.name}: {attention.reason}; tensor overlap {parallel.tensor_overlap}",
-            f"schedule  {schedule.name}, {counted(parallel.chunks, 'chunk')} a rank, "
-            f"{counted(run.microbatches, 'microbatch', 'microbatches')} of {parallel.microbatch_size}: "
-            f"bubble {simulate_lockstep(schedule).bubble:.1%} of the ideal time, "
-            f"{counted(len(schedule.ticks), 'tick')}",
-            *(f"layers    {line}" for line in self.training.where.remarks),
+            *self.training.program.describe(),
             f"steps     {run.train.steps} of {counted(run.train.global_batch_size, 'sample')}",
-            *(f"data      {line}" for line in self._data_description),
+            *(f"data      {line}" for line in self.data.description),
             *([f"peak      {reference}"] if peak else []),
         ]
+
+    def _changed(self) -> list[str]:
+        """A line with the options that differ from the defaults, if any do."""
+        run, output, request = self.run, self.output, self.request
+        defaults = library_defaults(run), OutputConfig()
+        changed = request.changed(run) if request else changed_options(run, output, *defaults)
+        return [f"config    {changed}"] if changed else []
 
 
 def count_parameters(training: Any) -> int:
@@ -252,13 +231,3 @@ def count_parameters(training: Any) -> int:
     if isinstance(training.run.model, ModelConfig):
         return training.run.model.parameters
     return sum(leaf.size for leaf in jax.tree.leaves(training.state_shapes.params))
-
-
-def check_vocabulary(run: RunConfig, tokenizer: Any) -> None:
-    """Raises ConfigError if the tokenizer has ids beyond the model's vocabulary."""
-    known = getattr(run.model, "vocabulary", None)
-    if known is not None and tokenizer.vocabulary > known:
-        raise ConfigError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
-            f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
-        )

@@ -1,15 +1,28 @@
 """Batches of the user's, checked as they are read: on the host, in the thread that reads ahead."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from megajax.config import ConfigError, RunConfig
 from megajax.config.batch_ramp import batch_size
+from megajax.config.validation_sets import DEFAULT_SET
+from megajax.data.source import RunData
 from megajax.models.ids import checked_ids
 from megajax.models.interface import PipelineModel
 from megajax.train.check import check_batch
 from megajax.train.loop import Batch, Batches
 
-__all__ = ["UserBatches"]
+__all__ = ["UserBatches", "user_data"]
+
+
+def user_data(
+    data: Batches, validation: Batches | Mapping[str, Batches] | None, run: RunConfig, model: PipelineModel
+) -> RunData:
+    """Batches of the user's as the data of a run; for arguments see `Trainer` and `UserBatches`."""
+    sets = validation if isinstance(validation, Mapping) else {DEFAULT_SET: validation}
+    checked = {name: UserBatches(one, run, model) for name, one in sets.items() if one is not None}
+    return RunData(UserBatches(data, run, model), checked, [f"batches of {type(data).__name__}"])
 
 
 class UserBatches:

@@ -80,19 +80,14 @@ def prepare(run: RunConfig, devices: Sequence, given: Options) -> tuple:
     """
     from megajax.checkpoint import reader
     from megajax.checkpoint.metadata import run_meta
-    from megajax.data.ramp import RampedLoader
-    from megajax.data.source import make_loaders
-    from megajax.data.tokenizers import load_tokenizer
-    from megajax.train.trainer import check_vocabulary
+    from megajax.data.source import open_data
     from megajax.verify.certify import Start
     from megajax.verify.replay import Replay
 
     replay, tokenizer, batches = Replay(run, devices), None, given.data
     if batches is None:
-        tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
-        check_vocabulary(run, tokenizer)
-        loader, _ = make_loaders(run, tokenizer)
-        batches = RampedLoader(loader, run)
+        opened = open_data(run)
+        batches, tokenizer = opened.batches, opened.tokenizer
     if given.resume is None:
         return replay, batches, Start()
     try:

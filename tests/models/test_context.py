@@ -61,7 +61,7 @@ def test_rings_change_no_loss_and_no_gradient(mesh, schedule, chunks, options, m
 def test_fused_attention_changes_no_loss_and_no_gradient(fused, mesh, schedule, recompute):
     """In every recompute mode, in mixed ticks, and with a split backward."""
     training = small.training_of(small.make_run(mesh, schedule=schedule, recompute=recompute, model=small.LLAMA))
-    assert training.attention.name == "cudnn"
+    assert training.program.attention.name == "cudnn"
     check(training, small.LLAMA)
 
 

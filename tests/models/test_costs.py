@@ -14,6 +14,7 @@ from megajax.estimate.step_time import step_time
 from megajax.models.costs import KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 from megajax.models.transformer_costs import transformer_costs
+from megajax.pipeline.program import StepProgram
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -58,7 +59,7 @@ MLP = ModelCosts(
 
 def test_costs_of_a_model_without_attention_by_hand(monkeypatch):
     costs = estimate.model_costs.__wrapped__
-    for module in ("flops", "gpus", "memory", "step_time", "program_blocks", "communication"):
+    for module in ("flops", "gpus", "memory", "program_kernels", "communication"):
         monkeypatch.setattr(
             f"megajax.estimate.{module}.model_costs", lambda model: MLP if isinstance(model, Mlp) else costs(model)
         )
@@ -76,7 +77,7 @@ def test_costs_of_a_model_without_attention_by_hand(monkeypatch):
     time = step_time(run, find_gpu("h100-80gb"))
     assert time.total > 0 and time.head == 0
     assert with_attention(run, find_gpu("h100-80gb")).parallel.attention == "xla"
-    lines = {line.what: line.bytes for line in expected(run)}
+    lines = {line.what: line.bytes for line in expected(StepProgram.of(run))}
     # one pair a layer: 4 bsh (t-1)/t, four layers, four microbatches of four samples, 2 bytes
     assert lines["pairs of matmuls"] == 4 * 4 * 4 * (4 * 32) * 2 / 2
     assert "embedding and head" not in lines and "shared embedding and head" not in lines

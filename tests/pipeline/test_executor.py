@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.attention_choice import Choice
 from megajax.pipeline import layout
 from megajax.pipeline.executor import ExecutorOptions, gradient_function
 from megajax.pipeline.options import stashes_nothing
@@ -237,7 +238,7 @@ def test_which_schedules_stash_nothing():
         ("interleaved_1f1b", 1, 2),
         ("interleaved_1f1b", 2, 1),
     ]
-    unrolls = lambda run: StepProgram.of(run, "cudnn").unrolls  # noqa: E731
+    unrolls = lambda run: StepProgram.of(run, Choice("cudnn", "for a test")).unrolls  # noqa: E731
     assert unrolls(small.make_run()) and not unrolls(small.make_run(schedule="pipedream_2bw"))
     for name, stages, chunks in later:
         assert not stashes_nothing(make_schedule(name, stages=stages, microbatches=4, chunks=chunks)), name

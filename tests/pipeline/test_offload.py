@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.models.context import check_offload
+from megajax.pipeline.device_checks import check_devices
 from megajax.pipeline.options import merged_schedule
+from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime import compat
 from megajax.schedules.registry import make_schedule
@@ -52,10 +53,10 @@ def test_unsupported_devices_and_schedules_are_refused():
 
     run = small.make_run(offload_activations=True)
     with pytest.raises(ConfigError, match="offload_activations = True, but toaster has no memory called pinned_host"):
-        check_offload(run, Device(), drains=True)
+        check_devices(StepProgram.of(run), Device())
     run = small.make_run((1, 2, 1), schedule="pipedream_2bw", offload_activations=True)
     with pytest.raises(ConfigError, match="offload_activations = True is not supported with schedule = pipedream_2bw"):
-        check_offload(run, jax.devices()[0], drains=False)
+        check_devices(StepProgram.of(run), jax.devices()[0])
 
 
 def test_the_jaxlib_that_computes_wrong_gradients_is_refused(monkeypatch):
@@ -68,7 +69,7 @@ def test_the_jaxlib_that_computes_wrong_gradients_is_refused(monkeypatch):
             return []
 
     run = small.make_run(offload_activations=True)
-    check_offload(run, Device(), drains=True)
+    check_devices(StepProgram.of(run), Device())
     monkeypatch.setattr(compat.jaxlib, "__version__", "0.11.0")
     with pytest.raises(ConfigError, match="wrong gradients on GPUs with jaxlib 0.11.0.*omit --offload-activations"):
-        check_offload(run, Device(), drains=True)
+        check_devices(StepProgram.of(run), Device())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import Counter
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.registry import SPECS
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT
 from megajax.train.step import Training, make_training
 
 MODEL = dataclasses.replace(preset("tiny"), layers=24)
@@ -70,6 +72,37 @@ def test_slots_and_merged_ticks_are_those_of_the_table_that_runs(number):
     assert not program.unrolls or stashes_nothing(program.executed)
 
 
+@pytest.mark.parametrize("number", range(COUNT))
+def test_sends_and_split_backwards_are_those_of_the_table_that_runs(number):
+    program = StepProgram.of(RUNS[number])
+    table, sent, split, whole = program.executed, Counter(), Counter(), Counter()
+    for works, rank in ((works, rank) for row in table.ticks for rank, works in enumerate(row)):
+        for work in works:
+            stage, op = table.stage(work.chunk, rank), table.does(work)
+            split[rank] += op == INPUT
+            whole[rank] += op == BACKWARD and work.part == 0
+            after = {FORWARD: stage + 1, BACKWARD: stage - 1, INPUT: stage - 1}.get(op, -1)
+            if (op == INPUT or work.part == work.parts - 1) and 0 <= after <= table.last_stage:
+                sent[rank] += table.home(after)[1] != rank
+    work, idle = program.sends
+    assert work == max(sent.values(), default=0) and idle >= 0
+    assert program.split_backwards == pytest.approx(split.total() / (split + whole).total())
+    assert {*(split + whole).values()} == {program.passes}
+
+
+def test_sends_by_hand():
+    """zb_v's rank 0 has the first stage and the last one; a rank sends in ticks without work, too."""
+    train = TrainConfig(global_batch_size=8, precision="fp32")
+    sends = {
+        name: StepProgram.of(
+            RunConfig(MODEL, ParallelConfig(pipe=2, schedule=name, **fields), train), None, False
+        ).sends
+        for name, fields in {"zb_v": {"chunks": 2}, "eager_1f1b": {}, "interleaved_1f1b": {"chunks": 2}}.items()
+    }
+    assert [work for work, _ in sends.values()] == [2 * 8, 8, (2 * 2 - 1) * 8]
+    assert sends["eager_1f1b"] == (8, 1)  # activations in all ticks but the last p - 1 of m + 2 (p - 1)
+
+
 @pytest.mark.parametrize("number", range(0, COUNT, 6))
 def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
     """The executor's options as on a GPU with jax 0.12, of a program that is built and not compiled."""
@@ -77,6 +110,7 @@ def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
     program, options = StepProgram.of(run), training.executor_options
     assert training.program == program and training.schedule.ticks == program.schedule.ticks
     assert (options.in_place, options.merged, options.unrolled) == (program.in_place, program.merges, program.unrolls)
+    assert training.where == program.layers and options.share_ends == program.vocabulary_over_pipe
     assert options.compute_bubbles == bool(run.parallel.rings) and not (options.compute_bubbles and options.in_place)
 
 
@@ -94,6 +128,21 @@ def test_the_traced_step_has_the_ticks_and_the_buffers_of_the_program(number, mo
     buffers = {x.aval.shape[:2] for x in scans[0].invars if x.aval.ndim > 2}
     blocks = program.layers.in_groups.slots
     assert {(count, blocks) for count in (program.slots.stash, program.slots.kept) if count} <= buffers
+
+
+def test_a_program_describes_itself():
+    model = dataclasses.replace(preset("tiny"), layers=7)
+    parallel = ParallelConfig(data=2, pipe=2, chunks=2, schedule="zb_v", attention="xla")
+    run = RunConfig(model, parallel, TrainConfig(global_batch_size=16))
+    assert StepProgram.of(run).describe() == [
+        "attention xla: as requested; tensor overlap none",
+        "schedule  zb_v, 2 chunks a rank, 8 microbatches of 1: bubble 2.1% of the ideal time, 49 ticks",
+        "layers    7 layers on 4 stages: 3 of 2 layers, 1 of 1 (the last); 1 of 8 slots idle (12.5%)",
+    ]
+    program = StepProgram.of(run)
+    assert program.layers.placement == "v" and program.vocabulary_over_pipe
+    assert not StepProgram.of(run, vocabulary_over_pipe=False).vocabulary_over_pipe  # of a user's rules
+    assert program.schedule_of(4).microbatches == 4
 
 
 def test_one_stage_of_experts_over_replicas_merges_ticks_and_does_not_unroll(monkeypatch):

@@ -12,6 +12,7 @@ from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate import hlo
 from megajax.estimate.gpus import find_gpu
 from megajax.models.gpt import GPT
+from megajax.pipeline.program import StepProgram
 from megajax.plan.compiler import compile_for
 from megajax.runtime import compat
 from megajax.runtime.compat import jaxlib_version
@@ -33,7 +34,7 @@ def test_each_set_of_shapes_is_compiled_twice_and_computes_the_same():
 def test_cpu_devices_are_compiled_for_once():
     run = small.make_run(latency_estimates="roofline")
     step = jax.jit(lambda x: x)
-    assert latency_estimates.with_latencies(step, run, jax.devices("cpu")[0]) is step
+    assert latency_estimates.with_latencies(step, StepProgram.of(run), jax.devices("cpu")[0]) is step
 
 
 @pytest.mark.parametrize("estimates", ["model", "roofline"])  # of roofline the first compilation
@@ -42,9 +43,11 @@ def test_blocks_with_collectives_have_a_profile_where_matmuls_work_in_place(esti
     run = small.make_run((1, 1, 2), latency_estimates=estimates)
     for version, in_place in (((0, 12, 0, 1), True), ((0, 10, 2), False)):
         monkeypatch.setattr(compat, "jaxlib_version", lambda version=version: version)
-        assert bool(latency_estimates.latency_options(run, device, GPT(run.model))) == in_place
-        assert latency_estimates.latency_options(small.make_run((1, 2, 1)), device, GPT(run.model)) == {}
-    assert latency_estimates.latency_options(run, jax.devices("cpu")[0], GPT(run.model)) == {}
+        assert bool(latency_estimates.latency_options(StepProgram.of(run), device, GPT(run.model))) == in_place
+        assert (
+            latency_estimates.latency_options(StepProgram.of(small.make_run((1, 2, 1))), device, GPT(run.model)) == {}
+        )
+    assert latency_estimates.latency_options(StepProgram.of(run), jax.devices("cpu")[0], GPT(run.model)) == {}
 
 
 @pytest.mark.slow

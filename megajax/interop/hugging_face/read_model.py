@@ -26,6 +26,7 @@ from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
+from megajax.data.source import check_vocabulary
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf.config import config_keys
 from megajax.interop.gguf.file import open_gguf
@@ -36,7 +37,6 @@ from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
-from megajax.train.trainer import check_vocabulary
 
 __all__ = ["FOLDER", "TOKENIZER_FILES", "Source", "import_run", "initial_params", "replace_directory", "write_run"]
 
