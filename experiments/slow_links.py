@@ -22,7 +22,8 @@ import numpy as np
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
-from megajax.estimate.gpus import GPUS, Gpu, find_gpu, with_attention
+from megajax.estimate.auto import resolved
+from megajax.estimate.gpus import GPUS, Gpu, find_gpu
 from megajax.estimate.memory import rows_of
 from megajax.estimate.step_time import chunk_costs
 from megajax.pipeline.program import StepProgram
@@ -187,7 +188,7 @@ def rows(run: RunConfig, gpu: Gpu, names: Sequence[str], latencies: Sequence[flo
     """A row for each schedule, with two chunks where it takes them, and for 1F1B made for the largest latency.
 
     Args:
-      run: with its attention resolved (`gpus.with_attention`).
+      run: without `auto` (`estimate.auto.resolved`).
 
     Raises:
       ConfigError: a schedule does not take the run's sizes, or does not train.
@@ -291,7 +292,7 @@ def _command(args: argparse.Namespace) -> int:
             "--pipe."
         )
     gpu = find_gpu(args.gpu)
-    run = with_attention(RunConfig(preset(args.model), parallel, train), gpu)
+    run = resolved(RunConfig(preset(args.model), parallel, train), gpu)
     sent = activation_bytes(run)
     sites = Sites(args.sites, transfer=sent / (args.gbps * GIGABIT), jitter=args.jitter * MILLI, seed=args.seed)
     latencies = [time * MILLI for time in sorted(args.latency)]

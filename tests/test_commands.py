@@ -34,7 +34,7 @@ COMMANDS = {  # command: (function that the Ctrl-C interrupts, the command line)
     "sites": ("experiments.slow_links._command", ""),
     "draw": ("megajax.schedules.draw.run", ""),
     "verify": ("megajax.verify.__main__.run", "--a= --b="),
-    "validate": ("megajax.estimate.validate.check", ""),
+    "validate": ("benchmarks.published.__main__.check", ""),
     "papers": ("experiments.papers._command", ""),
     "bench mfu": ("benchmarks.mfu.measure", ""),
     "bench communication": ("benchmarks.communication.comparison", ""),

@@ -18,8 +18,8 @@ from megajax.config import (
     preset,
 )
 from megajax.config.cli import Experiment, SampleConfig, mesh_for, parse
-from megajax.config.run_schedule import run_schedule
 from megajax.config.toml import config_tables, toml_text
+from megajax.pipeline.program import StepProgram
 from megajax.schedules import registry
 from megajax.schedules.io import save
 from megajax.schedules.registry import make_schedule
@@ -363,21 +363,21 @@ def test_stages_and_chunks_default_to_the_schedule_files(tmp_path):
     run = run_of(f"--schedule {path} --microbatch-size 4", device_count=2)
     run.validate(2)
     assert (run.parallel.pipe, run.parallel.chunks) == (2, 2)
-    assert run_schedule(run).placement == "v"
+    assert StepProgram.of(run).schedule.placement == "v"
     for words, message in [
         ("--chunks 1", "has 2 chunks and the run 1: pass --chunks 2"),
         ("--global-batch-size 16", "has 8 microbatches and the run 4: pass --global-batch-size 32"),
         ("--pipe 1", "has 2 stages and the run 1: pass --pipe 2"),
     ]:
         with pytest.raises(ScheduleError, match=message):
-            run_schedule(run_of(f"--schedule {path} --microbatch-size 4 {words}", device_count=2))
+            _ = StepProgram.of(run_of(f"--schedule {path} --microbatch-size 4 {words}", device_count=2)).schedule
 
 
 def test_auto_takes_full_recompute_into_account():
     """Full recompute makes the input gradient slower, and zb_h1 in lockstep is then not the fastest."""
     words = "--schedule auto --pipe 4 --chunks 1 --recompute"
-    assert run_schedule(run_of(f"{words} selective", device_count=4)).name == "auto:zb_h1"
-    assert run_schedule(run_of(f"{words} full", device_count=4)).name != "auto:zb_h1"
+    assert StepProgram.of(run_of(f"{words} selective", device_count=4)).schedule.name == "auto:zb_h1"
+    assert StepProgram.of(run_of(f"{words} full", device_count=4)).schedule.name != "auto:zb_h1"
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ ELSEWHERE = [  # commands whose parsers are not in COMMAND_OPTIONS, or do not re
     ("benchmarks.schedules", "--tensor-model-parallel-size 2", "it is --tensor of megajax train (Megatron-LM's"),
     ("benchmarks.loss_curve", "--outt x.svg", "did you mean --out"),
     ("benchmarks.compiled", "time --learning-rate 1", "it is one of megajax train"),
-    ("megajax.estimate.validate", "--lr 1", "this command has no such option"),
+    ("benchmarks.published.__main__", "--lr 1", "this command has no such option"),
 ]
 
 

@@ -9,9 +9,9 @@ from megajax.checkpoint import inspect
 from megajax.config import PRESETS
 from megajax.config.cli import Experiment, parse
 from megajax.config.options import Parser, make_parser
-from megajax.config.run_schedule import run_schedule
 from megajax.config.toml import config_tables, toml_text
 from megajax.data import preprocess
+from megajax.pipeline.program import StepProgram
 from megajax.plan import __main__ as plan
 from megajax.plan import dryrun, goals
 from megajax.plan.options import plan_parser
@@ -48,7 +48,7 @@ def read(words: list[str], experiment: Experiment) -> None:
     run.validate(run.parallel.devices)
     request.changed(run)
     if run.parallel.pipe * run.parallel.chunks * run.microbatches < 200 and run.parallel.schedule != "auto":
-        run_schedule(run)
+        _ = StepProgram.of(run).schedule
     pathlib.Path("config.toml").write_text(toml_text(config_tables(run, request.output, request.others), "A run."))
     again = parse(["--config", "config.toml"], experiment)
     assert again.run(run.parallel.devices, "fp32") == run

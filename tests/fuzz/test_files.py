@@ -12,9 +12,9 @@ from experiments import gpt3
 from megajax.checkpoint import inspect, metadata
 from megajax.config.cli import parse
 from megajax.config.compare import stored_differences
-from megajax.config.run_schedule import run_schedule
 from megajax.config.sections import SAVED
 from megajax.config.toml import MOVED
+from megajax.pipeline.program import StepProgram
 from megajax.schedules import draw, io
 from tests.checkpoint.test_metadata import FORMAT_1, TOKENIZER, make_run
 from tests.fuzz.values import error_of, fuzz, outcome_of, texts, values
@@ -125,7 +125,7 @@ def test_a_schedules_file_is_read_or_refused(example):
             layers = schedule[0].stages * schedule[0].chunks
             words = f"--schedule {path} --microbatch-size 1 --global-batch-size {batch} --layers {layers}"
             request = parse(words.split(), gpt3.EXPERIMENT)
-            error_of(lambda: run_schedule(request.run(schedule[0].stages, "fp32")))
+            error_of(lambda: StepProgram.of(request.run(schedule[0].stages, "fp32")).schedule)
 
 
 RAW = json.loads((FORMAT_1 / "meta" / "metadata").read_text())

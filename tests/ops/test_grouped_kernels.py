@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.gpu_day.kernels import grouped_in_numpy as in_numpy
 from megajax.estimate import communication, hlo
 from megajax.ops.grouped_matmul import INTERPRETED, XLA
+from megajax.pipeline.program import StepProgram
 from tests import gpu
 
 # Tiles have at most 64 rows and columns of fp32, and contract 32 elements in a step; no size here is a multiple of them.
@@ -120,7 +121,7 @@ def test_compiled_for_h100s_expert_groups_send_what_the_formula_says():
     found = hlo.read(text).collectives
     sent = hlo.most_sent(one for one in found if one.axes((2, 2, 1, 1)) == ("expert",))
     run = gpu.run_of(SPARSE, MICROBATCHES, **layout)
-    (line,) = (line for line in communication.expected(run) if line.axis == "expert")
+    (line,) = (line for line in communication.expected(StepProgram.of(run)) if line.axis == "expert")
     assert sent == pytest.approx(line.bytes, rel=0.05)
 
 
