@@ -58,7 +58,8 @@ def smallest_change(run: RunConfig, gpu: Gpu, correction: float = 1.0, keep: Col
             fits = _fitting(run, equally_many, made, gpu, usable_bytes(gpu) / correction)
             if fits:
                 timed = [(step_time(changed, gpu).total, peak, fields, changed) for peak, fields, changed in fits]
-                time, peak, fields, changed = min(timed, key=lambda found: found[:2])
+                # Rounded: where a schedule hides a difference, sums in another order must not decide.
+                time, peak, fields, changed = min(timed, key=lambda found: (float(f"{found[0]:.9g}"), found[1]))
                 cost = f"{time / step_time(run, gpu).total - 1:+.0%} time a step"
                 more = "" if growth == 1 else f" on {growth} times the GPUs"
                 options = " ".join(_option(name, value) for name, value in fields.items())
