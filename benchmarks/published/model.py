@@ -21,43 +21,19 @@ from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
 from megajax.estimate.memory import ITEMSIZE, Sharding, rank_parameters, rows_of, sharded_parameters
+from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import PALLAS_BACKWARD
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.simulate import Costs
 
-__all__ = ["LayerTime", "PublishedTime", "layer_times", "published_time"]
-
-
-class LayerTime(NamedTuple):
-    """Seconds of one block's forward or backward, or of several blocks', for one microbatch on one device.
-
-    `tensor`, `context` and `expert` are exposed communication, within tensor groups, round the rings of context parallelism
-    and within the groups that split experts.
-    """
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-    def __add__(self, other: "LayerTime") -> "LayerTime":
-        return LayerTime(*map(operator.add, self, other))
-
-    def __mul__(self, times: float) -> "LayerTime":
-        return LayerTime(*(times * value for value in self))
+__all__ = ["PublishedTime", "layer_times", "published_time"]
 
 
 class PublishedTime(NamedTuple):
     """Seconds of one optimizer step: of a rank's blocks, and of the parts of the formula above."""
 
-    blocks: LayerTime
+    blocks: Work
     accumulation: float
     head: float
     bubble: float
@@ -70,8 +46,8 @@ class PublishedTime(NamedTuple):
         return self.blocks.total + sum(self[1:])
 
 
-def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> tuple[LayerTime, LayerTime]:
-    """(forward, backward) of one block for one microbatch; the backward includes what it recomputes."""
+def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> tuple[Work, Work]:
+    """(forward, backward) of one block for one microbatch on one device; the backward includes what it recomputes."""
     rows, item, software = rows_of(model, parallel), ops.itemsize, ops.software
     tensor, mode = parallel.tensor, parallel.recompute
     shapes = [one.on_device(tensor) for one in model.matmuls]
@@ -88,15 +64,13 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) ->
     exchange = 2 * model.matmul_pairs * one * (1 - software.tensor_overlap)
     rings = [_ring_time(model, parallel, ops, *ring) for ring in ((0, attention), (1, attention_backward))]
     read, written, sent = _expert_times(model, parallel, ops)
-    forward = LayerTime(matmul, attention, elementwise + read, exchange, rings[0], sent)
-    backward = LayerTime(
-        matmul_backward, attention_backward, 1.5 * elementwise + read + written, exchange, rings[1], sent
-    )
+    forward = Work(matmul, attention, elementwise + read, exchange, rings[0], sent)
+    backward = Work(matmul_backward, attention_backward, 1.5 * elementwise + read + written, exchange, rings[1], sent)
     if mode == "full":  # which sends no results again
         return forward, backward + forward._replace(expert=0.0)
     several = zip(model.matmuls, shapes, strict=True)
     matmul_again = sum(ops.matmul(rows, k, n) for one, (k, n) in several if mode in one.recomputed)
-    return forward, backward + LayerTime(matmul=matmul_again, attention=again)
+    return forward, backward + Work(matmul=matmul_again, attention=again)
 
 
 def _ring_time(model: ModelCosts, parallel: ParallelConfig, ops: Operations, gradients: int, attention: float) -> float:
@@ -167,7 +141,7 @@ def _head_time(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> 
     return products + passes + 4 * ops.collective(rows * model.hidden * ops.itemsize, parallel.tensor, "tensor")
 
 
-def _chunk_times(run: RunConfig, ops: Operations) -> tuple[LayerTime, LayerTime]:
+def _chunk_times(run: RunConfig, ops: Operations) -> tuple[Work, Work]:
     """(forward, backward) of the blocks of one chunk, of the slowest stage: the others wait for it, in each microbatch."""
     kinds = [layer_times(model_costs(kind.run.model), run.parallel, ops) for kind in layers_of_kinds(run)]
     stages = [

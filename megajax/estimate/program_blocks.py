@@ -278,7 +278,7 @@ class Blocks(ExpertKernels):
                 arrays += self._pairs
             work += self.traffic(2 * arrays * self.rows * self.model.hidden * self.item, arrays)
         if self.sharding.zero == 3 and backward:
-            work += self.traffic(ACCUMULATION * weights / self.shards)
+            work += self.traffic(ACCUMULATION * weights / self.replicas)
         return work
 
     @functools.cached_property

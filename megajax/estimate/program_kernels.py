@@ -68,19 +68,20 @@ class Kernels:
     Attributes:
       rows: tokens of a microbatch on a device.
       residual: bytes of their part of the residual stream.
+      replicas: devices that have the same parameters outside experts.
       program: what is compiled.
     """
 
-    def __init__(self, run: RunConfig, gpu: Gpu, sharding: Sharding | None = None, program: StepProgram | None = None):
+    def __init__(self, run: RunConfig, gpu: Gpu, program: StepProgram | None = None):
         """Raises ConfigError if the GPU has no peak for the run's precision."""
         self.run, self.gpu, self.parallel = run, gpu, run.parallel
-        self.model, self.sharding = model_costs(run.model), sharding or Sharding.from_config(run)
+        self.model, self.sharding = model_costs(run.model), Sharding.from_config(run)
         self.item, self.rates = ITEMSIZE[run.train.precision], rates_of(gpu, run.train.precision)
         parallel, model = self.parallel, self.model
         self.rows, self.split = rows_of(model, parallel), parallel.tensor if parallel.sequence_parallel else 1
         self.residual = self.rows // self.split * model.hidden * self.item
         self.program = program or StepProgram.of(run)
-        self.shards = self.sharding.shards or parallel.data * parallel.context
+        self.replicas = parallel.data * parallel.context
 
     def kernels(self, count: float) -> Work:
         return Work(gaps=count * self.rates.gap)
@@ -123,8 +124,9 @@ class Kernels:
 
     def over_replicas(self, common: float, experts: float) -> float:
         """Seconds of an all-gather or a reduce-scatter over the replicas that hold them: of experts there are fewer."""
-        degree, replicas = self.parallel.expert, self.parallel.data * self.parallel.context
-        return self.ring(common, self.shards, "data") + self.ring(experts, replicas // degree, "data", apart=degree)
+        degree = self.parallel.expert
+        of_experts = self.ring(experts, self.replicas // degree, "data", apart=degree)
+        return self.ring(common, self.replicas, "data") + of_experts
 
     def send(self, count: float, axis: str, ranks: int) -> float:
         """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""

@@ -11,7 +11,7 @@ import operator
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import Sharding, rank_parameters, sharded_parameters, shared_parameters
+from megajax.estimate.memory import rank_parameters, sharded_parameters, shared_parameters
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.schedules.simulate import Costs
@@ -33,9 +33,9 @@ class Program(Kernels):
       kinds: of its layers, the blocks of each with the slots that a chunk has for them.
     """
 
-    def __init__(self, run: RunConfig, gpu: Gpu, sharding: Sharding | None = None):
-        super().__init__(run, gpu, sharding)
-        self.kinds = [(Blocks(kind.run, gpu, self.sharding, self.program), kind.slots) for kind in layers_of_kinds(run)]
+    def __init__(self, run: RunConfig, gpu: Gpu):
+        super().__init__(run, gpu)
+        self.kinds = [(Blocks(kind.run, gpu, self.program), kind.slots) for kind in layers_of_kinds(run)]
 
     @functools.cached_property
     def _counts(self) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class Program(Kernels):
         run, parallel, model = self.run, self.parallel, self.model
         shared = shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding)
         common, experts = rank_parameters(run, self.sharding)
-        replicas, zero = parallel.data * parallel.context, self.sharding.zero
+        zero = self.sharding.zero
         state, sums = (sharded_parameters(run, self.sharding, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.program.unrolls or parallel.offload_activations)
         kept = sum(kind.kept * slots for kind, slots in self.kinds)
@@ -168,7 +168,7 @@ class Program(Kernels):
         over_data = self.over_replicas(common * 4, experts * 4)
         over_data += self.over_replicas(common * self.item, experts * self.item) if zero else over_data
         rest = shared - (self._table * model.vocabulary_width if self.sharding.vocabulary_over_pipe else 0)
-        over_pipe = self.all_reduce(4 * rest / (replicas if zero else 1), parallel.pipe, "pipe")
+        over_pipe = self.all_reduce(4 * rest / (self.replicas if zero else 1), parallel.pipe, "pipe")
         return self.traffic(moved, STEP) + Work(data=over_data, pipe=over_pipe)
 
     @functools.cached_property

@@ -219,7 +219,7 @@ def test_context_parallelism_splits_the_work_and_sends_keys_and_values_by_hand()
     whole, split = (layer_times(model, one, operations(one, fused, llama, "bf16")) for one in layouts)
     for one, part in zip(whole, split, strict=True):
         assert part.attention == pytest.approx(one.attention / 4)
-        assert part.matmul < one.matmul / 2 and part.elementwise == pytest.approx(one.elementwise / 4)
+        assert part.matmul < one.matmul / 2 and part.traffic == pytest.approx(one.traffic / 4)
     one = 2 * 1024 * 4096 * 2 / NVLINK + 8.4e-6 + 3.4e-6  # keys and values of 1,024 tokens in 16 bit
     assert split[0].context == pytest.approx(3 * one) and split[1].context == pytest.approx(7 * one)
     overlapping = operations(layouts[1], dataclasses.replace(fused, context_overlap=True), llama, "bf16")
