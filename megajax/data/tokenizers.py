@@ -179,18 +179,14 @@ class HuggingFaceTokenizer:
                 return self.hugging_face.decode(list(map(int, ids)), skip_special_tokens=True)
             return self.inner.decode([int(one) for one in ids if one != self.end_of_document], skip_special_tokens=True)
 
-    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer":
-        """The tokenizer for a model that has fewer ids: added tokens beyond them, such as a <pad>, are refused in texts.
-
-        Raises:
-          ConfigError: other tokens than added ones, or the end of document, are beyond the vocabulary.
-        """
-        if self.vocabulary <= vocabulary:
-            return self
+    def fits(self, vocabulary: int) -> bool:
+        """Whether only added tokens, such as a <pad>, and not the end of document, are beyond a model's vocabulary."""
         added = self.inner.get_added_tokens_decoder()
-        beyond = set(self.inner.get_vocab(with_added_tokens=True).values()) - set(range(vocabulary))
-        if beyond - set(added) or self.end_of_document in beyond:
-            raise ConfigError(f"tokenizer {self.name} has {self.vocabulary} tokens, and the model {vocabulary}")
+        beyond = {token for token in self.inner.get_vocab(with_added_tokens=True).values() if token >= vocabulary}
+        return beyond <= set(added) and self.end_of_document not in beyond
+
+    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer":
+        """The tokenizer for a model that `fits`: ids beyond its vocabulary are refused in texts."""
         found = copy.copy(self)
         found.vocabulary, found._whole = vocabulary, False
         return found
@@ -373,7 +369,7 @@ def _read_directory(name: str, end_of_document: str | None) -> Tokenizer:
             "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) as tokenizer.json"
         )
     end = found.eos_token if end_of_document is None else end_of_document
-    return HuggingFaceTokenizer(name, inner, end, tokenizer_files(directory, found), found)
+    return HuggingFaceTokenizer(name, inner, end, tokenizer_files(directory), found)
 
 
 def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
