@@ -207,6 +207,7 @@ class HuggingFaceTokenizer:
 
         inner = copy.deepcopy(self.inner)
         inner.post_processor = processors.Sequence([])
+        inner.encode_special_tokens = self.inner.encode_special_tokens  # which a copy forgets
         return inner
 
 
