@@ -1,4 +1,4 @@
-"""The library `transformers`, which reads the files of Hugging Face: imported when it is needed, without its own messages."""
+"""The library `transformers`, which reads files of Hugging Face: imported where it is needed, without its messages."""
 
 import importlib
 import os

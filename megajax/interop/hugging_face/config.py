@@ -106,6 +106,8 @@ def _normalized(keys: Keys) -> Keys:
         found = transformers.AutoConfig.from_pretrained(
             str(path.parent), trust_remote_code=False, local_files_only=True
         )
+        if getattr(found, "rope_parameters", None):
+            found.standardize_rope_params()  # again, as its models do: now with original_max_position_embeddings
     except Exception as error:  # of many types: of a wrong type, of an unknown value, divisions by zero
         reason = " ".join(str(error).split())
         raise ConfigError(

@@ -64,7 +64,7 @@ class Keys:
         raise ConfigError(f"{self.path}: {key} = {shown(value)} is not supported by megajax's block; use another model")
 
     def rate(self, *names: str) -> float:
-        """The dropout of a model whose keys `names` have one rate; 0 with a note if they differ, which changes training only."""
+        """The dropout, if the keys `names` have one rate; else 0, with a note: this changes training only."""
         rates = [self.get(name, float, 0.0) for name in names]
         if len(set(rates)) == 1:
             return rates[0]

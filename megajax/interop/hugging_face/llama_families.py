@@ -82,12 +82,14 @@ def _read_rotary(keys: Keys) -> dict[str, Any]:
     The default kind does not read partial_rotary_factor in these families.
     """
     rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
-    kind = rope.values.get("rope_type")
+    if "rope_type" not in rope.values:  # but a dictionary for each type of layers
+        keys.refuse("rope_parameters")
+    kind = rope.get("rope_type", str)
     fields: dict[str, Any] = {"rotary_base": rope.get("rope_theta", float)}
     if kind == "default":
         return fields
-    if kind not in SCALINGS:  # or a dictionary for each type of layers
-        (rope.refuse if "rope_type" in rope.values else keys.refuse)("rope_type" if kind else "rope_parameters")
+    if kind not in SCALINGS:
+        rope.refuse("rope_type")
     rope.require("partial_rotary_factor", 1.0)
     for field, key in SCALINGS[kind].items():
         value = rope.get(key, int if field == "rotary_original_length" else float, None)
