@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.config import ConfigError, near
 from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
+from megajax.data.hub import local_directory
 from megajax.data.tokenizer_files import FILES, MERGES, find_file, read_settings, used_files, wrong_file
 from megajax.schedules.paths import hub_advice
 
@@ -202,7 +203,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     Raises:
       ConfigError: the name is unknown, the file cannot be read or used, or it has no such end of document.
     """
-    name = find_file(name) if name not in TOKENIZERS else name
+    name = find_file(local_directory(name, "--tokenizer")) if name not in TOKENIZERS else name
     ending = pathlib.Path(name).suffix
     if name in TOKENIZERS or ending not in FILES:
         if name not in TOKENIZERS:
