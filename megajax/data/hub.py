@@ -25,8 +25,7 @@ def local_directory(name: str, option: str) -> str:
       option: that has it, for messages; with --tokenizer no weights are downloaded.
 
     Raises:
-      ConfigError: there is no such path, and the Hub gives no such model: none of that name, offline and not in the cache, or
-        the library huggingface_hub is missing.
+      ConfigError: the Hub has no such model, it is not in the cache of an offline machine, or huggingface_hub is missing.
     """
     return name if os.path.exists(name) or not NAME.fullmatch(name) else _download(name, option)
 

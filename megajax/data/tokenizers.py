@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megajax.config import ConfigError, near
-from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
 from megajax.data.hub import local_directory
+from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
 from megajax.data.tokenizer_files import FILES, MERGES, find_file, read_settings, used_files, wrong_file
 from megajax.schedules.paths import hub_advice
 
