@@ -13,6 +13,7 @@ from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
+from megajax.data.hub import local_directory
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.runtime.exchange import broadcast
@@ -143,7 +144,7 @@ class HuggingFaceSource:
         Raises:
           ConfigError: the directory is damaged, of a model that megajax does not have, or without a tokenizer.
         """
-        self.path = pathlib.Path(directory)
+        self.path = pathlib.Path(local_directory(directory, "--init-from"))
         family, self.model = read_config(self.path)
         self.family, self._data = family.name, tokenizer_options(self.path)
         if not self._data:
