@@ -67,6 +67,15 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return self.encode_all([text])[0]
 
+    hugging_face = beginning = None
+    special = frozenset({256})
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return self.encode(text)
+
+    def text(self, ids) -> str:
+        return self.decode(ids)
+
     def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(dtype) for text in texts]
 
@@ -95,6 +104,33 @@ class HuggingFaceTokenizer:
         self.vocabulary = last + 1
         self.end_of_document = _end_of_document(name, end_of_document, inner.token_to_id)
         self._may_cut = splits_at_cuts(inner)
+
+    @functools.cached_property
+    def hugging_face(self):
+        path = pathlib.Path(self.name)
+        if path.name != "tokenizer.json":
+            return None
+        from megajax.data.hugging_face import load_directory, load_file
+
+        return load_directory(path.parent) if path.with_name("tokenizer_config.json").is_file() else load_file(path)
+
+    @property
+    def beginning(self):
+        return self.hugging_face.bos_token_id if self.hugging_face else None
+
+    @property
+    def special(self):
+        return frozenset({self.end_of_document, *(self.hugging_face.all_special_ids if self.hugging_face else ())})
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        if self.hugging_face is None:
+            return self.encode(text)
+        return np.array(self.hugging_face(text).input_ids, np.int32)
+
+    def text(self, ids) -> str:
+        if self.hugging_face is None:
+            return self.decode(ids)
+        return self.hugging_face.decode([int(token) for token in ids], skip_special_tokens=True)
 
     @property
     def longest(self) -> int | None:
@@ -158,6 +194,23 @@ class SentencePieceTokenizer:
     def decode(self, ids) -> str:
         with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
             return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
+
+    hugging_face = None
+
+    @property
+    def beginning(self):
+        return self.inner.bos_id() if self.inner.bos_id() >= 0 else None
+
+    @property
+    def special(self):
+        return frozenset({self.end_of_document})
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        start = [] if self.beginning is None else [self.beginning]
+        return np.array([*start, *self.encode(text)], np.int32)
+
+    def text(self, ids) -> str:
+        return self.decode(ids)
 
 
 def load_gpt2() -> HuggingFaceTokenizer:
