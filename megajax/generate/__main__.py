@@ -87,26 +87,26 @@ class Prompts:
         Raises:
           ConfigError: the prompt is empty or too long, or a template is missing or refuses the chat.
         """
-        from megajax.generate.prompts import messages_of
+        from megajax.generate.prompts import read_chat
         from megajax.generate.text import Ending, Sample, check_length, encode_prompt, most_new_tokens
 
-        messages = messages_of(row, self.options.apply_chat_template, self.options.system_prompt)
-        if messages is None:
+        chat = read_chat(place, row, self.options.apply_chat_template, self.options.system_prompt)
+        if chat is None:
             tokens = encode_prompt(row["prompt"], self.tokenizer, self.context, place)
         else:
-            tokens = self._encode(messages, row.get("tools"), place)
+            tokens = self._encode(chat, place)
             check_length(len(tokens), self.context, place)
         new = most_new_tokens(len(tokens), self.sampling, self.rules, place)
         ending = Ending(new, self.context, self.stops, self.ends)
-        return Sample(number, tokens, ending, self.tokenizer, is_message=messages is not None)
+        return Sample(number, tokens, ending, self.tokenizer, is_message=chat is not None)
 
-    def _encode(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str) -> Any:
+    def _encode(self, chat: Any, place: str) -> Any:
         from megajax.data.chat_template import load_template
 
         if self._template is None:
             self._template = load_template(self.tokenizer, self.options.chat_template)
         try:
-            return self._template.prompt(messages, tools)
+            return self._template.prompt(chat.messages, chat.tools, **chat.variables)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.data.sft_rows import Chat, read_question
 from megajax.data.text import numbered_lines
 
-__all__ = ["messages_of", "read_prompts"]
+__all__ = ["read_chat", "read_prompts"]
 
 FORMAT = 'one JSON object a line, {"prompt": TEXT}'
 CHAT = '{"messages": [{"role": "user", "content": TEXT}, ...]}'
@@ -32,29 +33,35 @@ def _read_line(place: str, line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or "it cannot be decoded"
         raise ConfigError(f"{place} is not JSON ({reason}): write {FORMAT}.") from None
-    if isinstance(row, dict) and "messages" in row:
-        messages = row["messages"]
-        if "prompt" in row:
-            raise ConfigError(f'{place} has "prompt" and "messages": write one of the two.')
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise ConfigError(f'{place}: "messages" is not a list of objects: write {CHAT}.')
-        return row
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} is no object: write {FORMAT}, or {CHAT}.")
+    if "prompt" in row and "messages" in row:
+        raise ConfigError(f'{place} has "prompt" and "messages": write one of the two.')
+    if "messages" in row or isinstance(row.get("prompt"), list):
+        read_chat(place, row, True, None)  # raises for messages that are wrong
+    elif not isinstance(row.get("prompt"), str):
         raise ConfigError(f'{place} has no text called "prompt": write {FORMAT}, or {CHAT}.')
     return row
 
 
-def messages_of(row: Mapping[str, Any], as_chat: bool, system: str | None) -> list[dict[str, Any]] | None:
-    """The messages of a row; None: its prompt is a text to continue.
+def read_chat(place: str, row: Mapping[str, Any], as_chat: bool, system: str | None) -> Chat | None:
+    """The chat of a row; None: its prompt is a text to continue.
 
     Args:
-      row: with "prompt" or "messages".
-      as_chat: whether a prompt is what the user of a chat says.
+      place: of the row, for messages.
+      row: with "prompt", a text or messages, or with "messages".
+      as_chat: whether a text is what the user of a chat says.
       system: the first message of chats that have no system message.
+
+    Raises:
+      ConfigError: a message is wrong.
     """
-    if "messages" not in row and not as_chat:
-        return None
-    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    if system is not None and messages[0].get("role") not in ("system", "developer"):
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+    found = row["messages"] if "messages" in row else row["prompt"]
+    if isinstance(found, str):
+        if not as_chat:
+            return None
+        found = [{"role": "user", "content": found}]
+    chat = read_question(place, row, found)
+    if system is None or chat.messages[0]["role"] in ("system", "developer"):
+        return chat
+    return chat._replace(messages=[{"role": "system", "content": system}, *chat.messages])

@@ -71,8 +71,8 @@ class Sample:
                 break
             if token in ending.tokens:
                 self.finish = "end"
-                if token not in self.tokenizer.special:  # transformers shows it
-                    self.tokens.append(token)
+                if token != self.tokenizer.end_of_document and self.tokenizer.text([token]):
+                    self.tokens.append(token)  # as transformers shows it
                 break
             self.tokens.append(token)
             if len(self.tokens) == ending.new_tokens:

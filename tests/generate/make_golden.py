@@ -23,7 +23,7 @@ ENDS = [5, 9]
 
 GREEDY = {
     "nothing": {},
-    "ends": {"eos_token_id": [17, 31, 40, 2, 60]},
+    "ends": {"eos_token_id": [60, 57, 2, 38]},
     "repetition_penalty": {"repetition_penalty": 1.3},
     "a penalty below 1": {"repetition_penalty": 0.7},
     "no_repeat_ngram_size 1": {"no_repeat_ngram_size": 1},
