@@ -126,8 +126,8 @@ def check_template(chat: Mapping[str, Any], tokenizer: Any) -> str | None:
     names = ", ".join(sorted(own)) if isinstance(own, dict) else "one without a name"
     if not isinstance(own, dict) or wanted not in own:
         raise ConfigError(
-            f"tokenizer {tokenizer.name} has no chat template {wanted!r}, but {names}: pass --apply-chat-template with one of "
-            "its names, or without."
+            f"tokenizer {tokenizer.name} has no chat template {wanted!r}, but {names}: pass --apply-chat-template with one "
+            "of its names, or without."
         )
     return wanted
 

@@ -35,7 +35,13 @@ __all__ = ["HarnessModel", "Generation", "read_generation"]
 Tree = Any
 USUAL_NEW_TOKENS = 256  # lm-eval's
 # Other generation_kwargs than the temperature and top_k.
-DRAWS = {"top_p": float, "min_p": float, "repetition_penalty": float, "no_repeat_ngram_size": int, "min_new_tokens": int}
+DRAWS = {
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "no_repeat_ngram_size": int,
+    "min_new_tokens": int,
+}
 NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
 
 

@@ -52,8 +52,8 @@ def run_connected(options: Options) -> None:
         if output:
             output.write("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
         else:
-            # The answers of a chat are texts of their own.
-            texts = (row["text"] if one.is_message else row["prompt"] + row["text"] for row, one in zip(results, samples))
+            pairs = zip(results, samples, strict=True)
+            texts = (("" if one.is_message else result["prompt"]) + result["text"] for result, one in pairs)
             print("\n\n".join(texts))
 
     generate(options, source, json.loads(prompts), write if is_first_process() else lambda samples: None)

@@ -81,7 +81,8 @@ class Options:
     def of_all_processes(self) -> dict[str, str]:
         """Values that must be equal in all processes, by option. Paths may differ, and process 0 reads the prompts."""
         own = {"run_dir", "init_from", "prompt", "prompts", "out", "chat_template", "devices", "launch", "draws"}
-        fields = {name: value for name, value in vars(self).items() if name not in own} | {name: self.draws.get(name) for name in DRAWS}
+        fields = {name: value for name, value in vars(self).items() if name not in own}
+        fields |= {name: self.draws.get(name) for name in DRAWS}
         return {option(name): repr(value) for name, value in fields.items()}
 
 
@@ -148,7 +149,8 @@ def _parser() -> argparse.ArgumentParser:
         help="write JSON Lines: each prompt's object with text, tokens and finish (default: print the texts)",
     )
     draws = parser.add_argument_group(
-        "new tokens", "What is not given is as in the model's generation_config.json, if it has one; see docs/generation.md."
+        "new tokens",
+        "What is not given is as in the model's generation_config.json, if it has one; see docs/generation.md.",
     )
     fields = SampleConfig.__dataclass_fields__
     for name, reader in DRAWS.items():

@@ -87,7 +87,10 @@ def apply_rules(logits: jax.Array, texts: Texts, sampling: SampleConfig, rules: 
         scores = without(scores, rules.ends, new < sampling.min_new_tokens)
     for tokens, where in (
         (() if rules.forced_bos is None else (rules.forced_bos,), length == 1),
-        (rules.forced_eos, new == sampling.new_tokens - 1 if rules.max_length is None else length == rules.max_length - 1),
+        (
+            rules.forced_eos,
+            new == sampling.new_tokens - 1 if rules.max_length is None else length == rules.max_length - 1,
+        ),
     ):
         if tokens:
             only = jnp.where(_members(tokens, vocabulary), 0.0, -jnp.inf)

@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from megajax.config import ParallelConfig
-from megajax.data.tokenizers import load_tokenizer
 from megajax.evaluate.__main__ import main
 from megajax.evaluate.scorer import evaluation_run, make_scorer
 from megajax.interop.weight_source import HuggingFaceSource

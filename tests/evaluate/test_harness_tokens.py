@@ -54,7 +54,9 @@ def test_a_context_of_spaces_is_the_token_before_texts(context, begins, tmp_path
 @pytest.mark.parametrize(("context", "continuation"), [("", ""), ("  ", ""), ("w1", ""), ("w1 ", " "), ("", START)])
 def test_a_continuation_without_tokens_is_refused(context, continuation, tmp_path):
     tokens = tokens_of(tmp_path, {"bos_token": START, "eos_token": "w61"})
-    with pytest.raises(ConfigError, match="of the task adds no token to its context .*it needs one or more; correct the"):
+    with pytest.raises(
+        ConfigError, match="of the task adds no token to its context .*it needs one or more; correct the"
+    ):
         tokens.encode_pair(context, continuation)
 
 

@@ -32,7 +32,9 @@ GREEDY = {
     "min_length": {"eos_token_id": list(range(0, 64, 3)), "min_length": 9},
     "suppress": {"suppress_tokens": list(range(0, 64, 2)), "begin_suppress_tokens": list(range(1, 40, 2))},
     "forced": {"forced_bos_token_id": 7, "forced_eos_token_id": 63, "begin_suppress_tokens": list(range(32))},
-    "bad words": {"bad_words_ids": [*([token] for token in range(20)), [54, 40], [33, 21], *([a, a] for a in range(64))]},
+    "bad words": {
+        "bad_words_ids": [*([token] for token in range(20)), [54, 40], [33, 21], *([a, a] for a in range(64))]
+    },
     "bias": {"sequence_bias": [[[3], 2.5], [[4], -3.0], [[33, 5], 9.0], [[19, 2, 4, 6], 20.0], [[6, 6], -5.0]]},
     "decay": {"eos_token_id": [5, 9], "exponential_decay_length_penalty": [4, 1.4]},
     "all": {
@@ -97,7 +99,9 @@ def main() -> None:
     """Writes both files."""
     found = {family: {name: greedy(family, settings) for name, settings in GREEDY.items()} for family in FAMILIES}
     lines = ",\n".join(
-        f' "{family}": {{\n' + ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in cases.items()) + "}"
+        f' "{family}": {{\n'
+        + ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in cases.items())
+        + "}"
         for family, cases in found.items()
     )
     (FOLDER / "golden.json").write_text("{\n" + lines + "\n}\n")
