@@ -23,7 +23,7 @@ from megajax.config import ConfigError
 from megajax.data.hugging_face import load_file
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
-__all__ = ["ChatTemplate", "Sample", "has_template", "load_template"]
+__all__ = ["ChatTemplate", "Sample", "has_template", "load_template", "template_text"]
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 GUIDE = "pass --chat-template with a template that has {% generation %} ... {% endgeneration %} around what it says"
@@ -185,16 +185,21 @@ def load_template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
             "--tokenizer with a directory of Hugging Face, or data with prompt and completion"
         )
     hugging_face = tokenizer.hugging_face or load_file(pathlib.Path(tokenizer.name))
-    own = hugging_face.chat_template
-    source, name = given, given or f"the chat template of {tokenizer.name}"
-    if given is not None and not (isinstance(own, dict) and given in own):
-        source = _read(pathlib.Path(given))
-    if source is None and not own:
+    source = template_text(tokenizer, given)
+    if source is None and not hugging_face.chat_template:
         raise ConfigError(
             f"{tokenizer.name} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): pass "
             "--chat-template FILE, or data with prompt and completion"
         )
-    return ChatTemplate(tokenizer, hugging_face, source, name)
+    return ChatTemplate(tokenizer, hugging_face, source, given or f"the chat template of {tokenizer.name}")
+
+
+def template_text(tokenizer: Tokenizer, given: str | None) -> str | None:
+    """The template that is given in place of the tokenizer's (`load_template`); None: none is."""
+    own = getattr(tokenizer.hugging_face, "chat_template", None)
+    if given is None or (isinstance(own, dict) and given in own):
+        return given and own[given]
+    return _read(pathlib.Path(given))
 
 
 def _read(path: pathlib.Path) -> str:

@@ -8,13 +8,12 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from megajax.config import ConfigError
 
-__all__ = ["SETTINGS", "has_settings", "library", "load_directory", "load_file", "tokenizer_files"]
+__all__ = ["SETTINGS", "has_settings", "library", "load_directory", "load_file", "model_files", "tokenizer_files"]
 
 # Files beside a tokenizer's own which change what transformers makes of it; config.json has the model's type.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
@@ -22,7 +21,11 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "processor_config.json
 # The classes of vocabularies whose settings name neither a class nor a model, as old directories have them.
 USUAL_CLASSES = {"vocab.txt": "BertTokenizer", "vocab.json": "GPT2Tokenizer"}
 MORE_TEMPLATES = "additional_chat_templates"
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+MODEL = ("config.json", "generation_config.json")  # what a directory says of its model
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.txt", "vocab.json", "merges.txt"),
+)
 
 
 def library(what: str) -> ModuleType:
@@ -73,12 +76,16 @@ def load_file(path: pathlib.Path) -> Any:
     return library(f"the chat template of {path}").PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def tokenizer_files(directory: pathlib.Path, tokenizer: Any) -> Sequence[pathlib.Path]:
-    """The files of a directory that its tokenizer is made from."""
-    names = dict.fromkeys([*VOCABULARIES, *tokenizer.vocab_files_names.values(), *SETTINGS, *TEMPLATES])
-    files = [directory / name for name in names]
+def tokenizer_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a directory that its tokenizer is made from; config.json has the model's type."""
+    files = [directory / name for name in (*VOCABULARIES, *SETTINGS, *TEMPLATES)]
     files += sorted((directory / MORE_TEMPLATES).glob("*.jinja"))
     return [file.absolute() for file in files if file.is_file()]
+
+
+def model_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a directory with its model's configuration and the settings of its generation."""
+    return [path for path in (directory / name for name in MODEL) if path.is_file()]
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:

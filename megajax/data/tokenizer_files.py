@@ -8,7 +8,7 @@ from megajax.config import ConfigError
 from megajax.config.toml_file import read_toml
 from megajax.data.hugging_face import SETTINGS, has_settings
 
-__all__ = ["FILES", "MERGES", "find_file", "used_files", "wrong_file"]
+__all__ = ["FILES", "MERGES", "find_file", "has_tokenizer", "used_files", "wrong_file"]
 
 FILES = {
     ".json": "a tokenizer.json of Hugging Face",
@@ -40,9 +40,8 @@ def find_file(name: str) -> str:
         whole = path.name in IN_DIRECTORY and path.suffix != ".model" and path.is_file() and has_settings(path.parent)
         return str(path.parent) if whole else name
     directory = pathlib.Path(name)
-    for file in IN_DIRECTORY:
-        if (directory / file).is_file() and (file != "vocab.json" or (directory / MERGES).is_file()):
-            return name if has_settings(directory) else str(directory / file)
+    if file := _first_file(directory):
+        return name if has_settings(directory) else str(directory / file)
     if (directory / "config.toml").is_file():
         return _of_run(directory)
     found = ", ".join(sorted(os.listdir(directory))[:5]) or "no file"
@@ -51,6 +50,16 @@ def find_file(name: str) -> str:
         f"tokenizer {name}: the directory has {found}, but none of {legal}: pass a directory or file with one; "
         "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(DIR) writes tokenizer.json"
     )
+
+
+def has_tokenizer(directory: pathlib.Path) -> bool:
+    """Whether a directory has the vocabulary of a tokenizer."""
+    return _first_file(directory) is not None
+
+
+def _first_file(directory: pathlib.Path) -> str | None:
+    found = (file for file in IN_DIRECTORY if (directory / file).is_file())
+    return next((file for file in found if file != "vocab.json" or (directory / MERGES).is_file()), None)
 
 
 def _of_run(run: pathlib.Path) -> str:

@@ -4,7 +4,6 @@ A file is read as Megatron-LM reads it: by the libraries `tokenizers` and `sente
 Hugging Face is read by `transformers` (data/hugging_face.py).
 """
 
-import contextlib
 import copy
 import functools
 import gzip
@@ -13,7 +12,6 @@ import importlib.resources
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +20,7 @@ import numpy as np
 from megajax.config import ConfigError, near
 from megajax.data.hugging_face import load_directory, tokenizer_files
 from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
+from megajax.data.tokenizer_errors import library_errors, panics_hidden
 from megajax.data.tokenizer_files import FILES, MERGES, find_file, used_files, wrong_file
 from megajax.schedules.paths import hub_advice
 
@@ -147,7 +146,7 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str) -> np.ndarray:
         check_length(self, [text])
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+        with library_errors(f"tokenizer {self.name} cannot encode a text"):
             encode = self.hugging_face or (lambda text: {"input_ids": self.inner.encode(text).ids})
             return self.checked(np.array(encode(text)["input_ids"], np.int32))
 
@@ -155,7 +154,7 @@ class HuggingFaceTokenizer:
         check_length(self, texts)
         parts: list[list[np.ndarray]] = [[] for _ in texts]
         for numbers, batch in batches(texts, self._may_cut):
-            with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            with library_errors(f"tokenizer {self.name} cannot encode a text"):
                 encoded = self.inner.encode_batch_fast(batch, add_special_tokens=False)  # without character offsets
             for number, one in zip(numbers, encoded, strict=True):
                 parts[number].append(self.checked(np.array(one.ids, dtype)))
@@ -163,34 +162,30 @@ class HuggingFaceTokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """For each text its ids, int32 [tokens], and each token's first character and last + 1 in it, int [tokens, 2]."""
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+        with library_errors(f"tokenizer {self.name} cannot encode a text"):
             encoded = self._with_spaces.encode_batch(list(texts), add_special_tokens=False)
         for one in encoded:
             yield self.checked(np.array(one.ids, np.int32)), np.array(one.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids) -> str:
         ids = [int(token) for token in ids if token != self.end_of_document]
-        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+        with library_errors(f"tokenizer {self.name} cannot decode its ids"):
             return self.inner.decode(ids, skip_special_tokens=False)
 
     def text(self, ids) -> str:
-        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+        with library_errors(f"tokenizer {self.name} cannot decode its ids"):
             if self.hugging_face is not None:
                 return self.hugging_face.decode(list(map(int, ids)), skip_special_tokens=True)
             return self.inner.decode([int(one) for one in ids if one != self.end_of_document], skip_special_tokens=True)
 
-    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer":
-        """The tokenizer for a model that has fewer ids: added tokens beyond them, such as a <pad>, are refused in texts.
-
-        Raises:
-          ConfigError: other tokens than added ones, or the end of document, are beyond the vocabulary.
-        """
-        if self.vocabulary <= vocabulary:
-            return self
+    def fits(self, vocabulary: int) -> bool:
+        """Whether only added tokens, such as a <pad>, and not the end of document, are beyond a model's vocabulary."""
         added = self.inner.get_added_tokens_decoder()
-        beyond = set(self.inner.get_vocab(with_added_tokens=True).values()) - set(range(vocabulary))
-        if beyond - set(added) or self.end_of_document in beyond:
-            raise ConfigError(f"tokenizer {self.name} has {self.vocabulary} tokens, and the model {vocabulary}")
+        beyond = {token for token in self.inner.get_vocab(with_added_tokens=True).values() if token >= vocabulary}
+        return beyond <= set(added) and self.end_of_document not in beyond
+
+    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer":
+        """The tokenizer for a model that `fits`: ids beyond its vocabulary are refused in texts."""
         found = copy.copy(self)
         found.vocabulary, found._whole = vocabulary, False
         return found
@@ -212,6 +207,7 @@ class HuggingFaceTokenizer:
 
         inner = copy.deepcopy(self.inner)
         inner.post_processor = processors.Sequence([])
+        inner.encode_special_tokens = self.inner.encode_special_tokens  # which a copy forgets
         return inner
 
 
@@ -245,12 +241,12 @@ class SentencePieceTokenizer:
         check_length(self, texts)
         found: list[np.ndarray] = []
         for _, batch in batches(texts, may_cut=False):
-            with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            with library_errors(f"tokenizer {self.name} cannot encode a text"):
                 found += [np.array(ids, dtype) for ids in self.inner.encode(batch, num_threads=1)]
         return found
 
     def decode(self, ids) -> str:
-        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+        with library_errors(f"tokenizer {self.name} cannot decode its ids"):
             return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
 
     def text(self, ids) -> str:
@@ -316,7 +312,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     if not is_directory and (problem := wrong_file(name)):
         raise ConfigError(problem)
     kind = "a tokenizer that transformers reads" if is_directory else FILES[ending]
-    with _panics_hidden(), _library_errors(f"tokenizer {name} is not {kind}"):
+    with panics_hidden(), library_errors(f"tokenizer {name} is not {kind}"):
         tokenizer = _read_directory(name, end_of_document) if is_directory else _read(name, ending, end_of_document)
         tokenizer.decode(tokenizer.encode(PROBE))  # some damaged files fail only when they are used
     return tokenizer
@@ -332,36 +328,6 @@ def check_length(tokenizer: Tokenizer, texts: Sequence[str], place: str = "") ->
         )
 
 
-@contextlib.contextmanager
-def _library_errors(message: str) -> Iterator[None]:
-    """Raises ConfigError with `message` and the reason if a tokenizer's library fails."""
-    try:
-        yield
-    except (ConfigError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # Exception, RuntimeError and others; a Rust panic is a BaseException
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{message}: {reason}; pass another --tokenizer") from None
-
-
-@contextlib.contextmanager
-def _panics_hidden() -> Iterator[None]:
-    """Withholds standard error if a ConfigError is raised: a Rust panic writes a backtrace there."""
-    with tempfile.TemporaryFile() as held:
-        original = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            os.dup2(original, 2)
-            os.close(original)
-            held.seek(0)
-            if not failed:
-                os.write(2, held.read())
-
-
 def _read_directory(name: str, end_of_document: str | None) -> Tokenizer:
     directory = pathlib.Path(name)
     found = load_directory(directory)
@@ -373,7 +339,7 @@ def _read_directory(name: str, end_of_document: str | None) -> Tokenizer:
             "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) as tokenizer.json"
         )
     end = found.eos_token if end_of_document is None else end_of_document
-    return HuggingFaceTokenizer(name, inner, end, tokenizer_files(directory, found), found)
+    return HuggingFaceTokenizer(name, inner, end, tokenizer_files(directory), found)
 
 
 def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
