@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["Chat", "Pair", "read_row"]
+__all__ = ["Chat", "Pair", "read_question", "read_row"]
 
 COMPLETIONS = ("completion", "answer", "response")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment", "observation")
@@ -94,6 +94,19 @@ def read_row(place: str, row: Mapping[str, Any], has_template: Callable[[], bool
     found = ", ".join(map(shown, row)) or "nothing"
     hint = next((f" ({hint})" for keys, hint in OTHER_FORMATS.items() if set(keys.split()) <= set(row)), "")
     raise ConfigError(f"{place} has {found}: give messages, or a prompt and one of {', '.join(COMPLETIONS)}{hint}")
+
+
+def read_question(place: str, row: Mapping[str, Any], messages: Any) -> Chat:
+    """The messages of a row as a chat whose next message the model is to say.
+
+    Raises:
+      ConfigError: a message is wrong, or the last one is the assistant's; with the row's place.
+    """
+    _check_messages(place, messages)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(f"{place}: the last message is the assistant's, which the model is to generate: remove it")
+    plain = [{key: value for key, value in one.items() if key not in FLAGS} for one in messages]
+    return Chat(plain, [False] * len(plain), _tools(place, row), _object(place, row, "chat_template_kwargs"))
 
 
 def _prompt_and_completion(place: str, row: Mapping[str, Any], name: str) -> Chat | Pair:

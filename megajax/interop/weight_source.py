@@ -47,10 +47,13 @@ class WeightSource(Protocol):
     Attributes:
       path: of the weights.
       tokenizer: the model's.
+      hugging_face: the directory with the model's other files of Hugging Face, such as its generation settings; None: the
+        model has none.
     """
 
     path: pathlib.Path
     tokenizer: Tokenizer
+    hugging_face: pathlib.Path | None
 
     def run(self, precision: str) -> RunConfig:
         """The configuration: its model, the precision to compute in, and what the model reads of the rest."""
@@ -85,6 +88,7 @@ class RunDirectorySource:
       path: of the checkpoint.
       request: the training's command line.
       tokenizer: the training's.
+      hugging_face: what a run that began with a model of Hugging Face keeps of it.
     """
 
     def __init__(self, run_dir: str, step: int | None, trust: bool = False):
@@ -109,6 +113,7 @@ class RunDirectorySource:
             remedy = "pass another --step" if steps else "train with --save-every, or give another --run-dir"
             raise ConfigError(f"no {wanted} in {directory / 'checkpoints'}: {there}; {remedy}.")
         self.path = directory / "checkpoints" / NAME.format(step)
+        self.hugging_face = directory / "hugging_face" if (directory / "hugging_face").is_dir() else None
         words = ["--config", str(config), *(["--trust"] if trust else [])]
         self.request: Request = parse(words, "", {"model": "tiny"})  # the file has all fields
         data = self.run("fp32").data
@@ -136,6 +141,7 @@ class HuggingFaceSource:
       family: model_type.
       model: its configuration.
       tokenizer: its own.
+      hugging_face: the directory.
     """
 
     def __init__(self, directory: str):
@@ -144,7 +150,7 @@ class HuggingFaceSource:
         Raises:
           ConfigError: the directory is damaged, of a model that megajax does not have, or without a tokenizer.
         """
-        self.path = pathlib.Path(local_directory(directory, "--init-from"))
+        self.path = self.hugging_face = pathlib.Path(local_directory(directory, "--init-from"))
         family, self.model = read_config(self.path)
         self.family, self._data = family.name, tokenizer_options(self.path)
         if not self._data:
