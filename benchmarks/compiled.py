@@ -7,7 +7,7 @@ python -m benchmarks.compiled questions    what the planner answers to nine ques
 python -m benchmarks.compiled account      prints the dry run's account of a few runs, and of a step of one GPU that is
                                            written by hand in plain JAX (`benchmarks.plain_step`)
 
-The first three compile the cases of `benchmarks.compiled_cases` (each set half an hour or more on one core), replace their
+The first three compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace their
 rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step is
 of a rank that computes all of its microbatches. Needs pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
 """
@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 
-from benchmarks.compiled_cases import SETS
 from megajax.config import BertConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
@@ -44,11 +43,29 @@ from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, 
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import exit_code
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "compiled.json"
+FOLDER = pathlib.Path(__file__).parent
+RESULTS = FOLDER / "results" / "compiled.json"
 GPU = find_gpu("h100-80gb")
 PLAIN_STEP = "benchmarks.plain_step.PlainStep"
 NEAR = 0.1  # comparisons are made of layouts whose predicted times exceed the fastest by no more
 Row = Mapping[str, Any]
+
+
+def _sets() -> dict[str, dict[str, str]]:
+    """The command lines of compiled_cases.txt, by set and name."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (FOLDER / "compiled_cases.txt").read_text().splitlines():
+        if line[0] == "[":
+            name, _, more = line[1:].partition("]")
+            table = found.setdefault(name, {})
+        elif line[0] != "#":
+            name, model, batch, own = line.split(maxsplit=3)
+            table[name] = f"--model {model} --global-batch-size {batch}{more} {own}"
+    return found
+
+
+SETS = _sets()
+SETS["account"] |= {name: SETS["time"][name] for name in ("175b", "175b-1f1b", "175b-zb_v", "llama2-7b", "one-gpu")}
 
 
 def read() -> dict[tuple[str, str], list[Row]]:
