@@ -14,14 +14,11 @@ from collections.abc import Sequence
 
 from benchmarks.published.model import PublishedTime, published_time
 from benchmarks.published.operations import FITTED, Fitted
-from benchmarks.published.recent import RECENT_ROWS
-from benchmarks.published.rows import ROWS_TO_2024, Row
+from benchmarks.published.rows import ROWS, Row
 from megajax.config import RunConfig
 from megajax.config.options import Parser
 from megajax.estimate.error_bars import KINDS, ErrorBar
 from megajax.schedules.errors import exit_code
-
-ROWS = ROWS_TO_2024 + RECENT_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
