@@ -10,7 +10,6 @@ differences are of the output and of the gradients, relative to their largest el
 On a device that is not an NVIDIA GPU, Pallas's kernel runs in its interpreter, and its times mean nothing.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -23,18 +22,15 @@ from megajax.config.options import Parser
 from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_kernel, with_window
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.schedules.arguments import number, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 CHECKED = 2048  # tokens of the comparison with XLA's attention in fp32, which stores all scores
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one line for each mask and kernel; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Prints one line for each mask and kernel."""
+    parser = Parser(description=__doc__)
     sizes = {"samples": 1, "sequence-length": 8192, "heads": 32, "kv-heads": 8, "head-size": 128, "documents": 8}
     for name, size in (sizes | {"sliding-window": 1024}).items():
         parser.add_argument(f"--{name}", type=whole(), default=size, metavar="COUNT", help=f"(default: {size})")

@@ -8,7 +8,6 @@ first save, which compiles the copies, is shown separately. "read" restores the 
 may be in the system's memory. `experiments.failures` takes "waited" as --save, "save" as --write and "read" in --restart.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import shutil
@@ -23,7 +22,7 @@ from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig,
 from megajax.config.options import Parser
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 # Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
@@ -91,13 +90,10 @@ def _busy(state):
     return dataclasses.replace(state, optimizer_state=jax.tree.unflatten(structure, made))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--megabytes", type=whole(), nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state"
     )

@@ -19,23 +19,20 @@ from collections.abc import Sequence
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
 ON_CPU = 8
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the process's exit code: 0, or 2 for invalid options."""
-    own = Parser(add_help=False, allow_abbrev=False)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Prints the table."""
+    own = Parser(add_help=False)
     own.add_argument("--hlo", default=None, type=local_path)
-
-    def command() -> None:
-        args, rest = own.parse_known_args(arguments)
-        print("\n".join(comparison(rest, args.hlo)))
-
-    return exit_code(command)
+    args, rest = own.parse_known_args(arguments)
+    print("\n".join(comparison(rest, args.hlo)))
 
 
 def read_file(path: str) -> str:

@@ -12,7 +12,6 @@ rows in benchmarks/results/compiled.json, and compare them with the models. The 
 of a rank that computes all of its microbatches. Needs pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -41,7 +40,7 @@ from megajax.plan.compiler import CompilerError, compile_for, compiler_versions
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, simplest_first, usable_bytes
 from megajax.schedules.arguments import number, plain_text, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = FOLDER / "results" / "compiled.json"
@@ -318,9 +317,10 @@ def account(name: str, gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if a program of a row does not compile, or 2 for invalid options."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Returns 1 if a program of a row does not compile."""
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("table", choices=(*TABLES, "account"), help="what to compile and compare")
     add("--case", "--question", action="append", type=plain_text, metavar="NAME", help="one case (default: all)")
@@ -329,10 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--best", type=whole(), default=1, metavar="COUNT", help="layouts of a question (default: the winner)")
     add("--timeout", type=number(below=10**8), default=900, metavar="COUNT", help="seconds for each (default: 900)")
     add("--gpu", default=GPU.name, help="of the accounts (default: %(default)s)")
-    return exit_code(lambda: _command(parser.parse_args(arguments)))
-
-
-def _command(options: argparse.Namespace) -> int:
+    options = parser.parse_args(arguments)
     sets = {kind: table for kind, table in SETS.items() if kind.startswith(options.table)}
     names = [name for table in sets.values() for name in table]
     if unknown := set(options.case or ()) - set(names):

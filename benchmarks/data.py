@@ -11,7 +11,6 @@ printed. Writers take one document at a time; MB of ids. Times of the index are 
 disk.
 """
 
-import argparse
 import gzip
 import importlib.resources
 import json
@@ -31,7 +30,7 @@ import numpy as np
 from megajax.config.options import Parser
 from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
 from megajax.schedules.arguments import number, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 SEQUENCE_LENGTH = 2048
@@ -290,13 +289,10 @@ def _print(rows: list[dict]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.renamed = {"--folder": "--directory"}
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     parser.add_argument("--megabytes", type=whole(), default=60, help="of text to preprocess (%(default)s)")

@@ -6,7 +6,6 @@
 Steps are timed with and without replications, in turns, because the machine's speed varies; the median of each is taken.
 """
 
-import argparse
 import os
 import pathlib
 import shutil
@@ -24,7 +23,7 @@ from megajax.config.options import Parser
 from megajax.config.output import MEMORY_VARIABLE
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 
 def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds: int) -> dict[str, float]:
@@ -61,13 +60,10 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
     return {name: statistics.median(values[1:]) for name, values in seconds.items()} | {"bytes": size}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.add_argument("--megabytes", type=whole(), choices=MODELS, default=100, help="of state (default: 100)")
     parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
     parser.add_argument("--every", type=whole(), default=5, help="steps between two replications (default: 5)")

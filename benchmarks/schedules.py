@@ -10,7 +10,6 @@ that a pipeline adds: idle time, sends, embedding and head. Steps of all schedul
 fastest of each is used, so that a slow phase of the machine affects all of them.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from megajax.config.options import Parser
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.pictures import label_ends, picture, wrapped
 from megajax.schedules.registry import make_schedule, microbatch_rule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
@@ -211,13 +210,10 @@ def _print(rows: list[dict]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.renamed = {"--repeats": "--timed-steps"}
     parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
     parser.add_argument(

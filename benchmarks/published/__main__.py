@@ -18,7 +18,7 @@ from benchmarks.published.rows import ROWS, Row
 from megajax.config import RunConfig
 from megajax.config.options import Parser
 from megajax.estimate.error_bars import KINDS, ErrorBar
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +103,9 @@ def summary(name: str, checks: Sequence[Check]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table, or the constants; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Prints the table, or the constants."""
     parser = Parser(prog="python -m benchmarks.published", description="predicted against published TFLOP/s per GPU")
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
     if parser.parse_args(arguments).fit:

@@ -32,18 +32,15 @@ from megajax.plan.html_report import page
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.report import LEGEND, Answer, accuracy, heading, plot, smallest, table
 from megajax.plan.search import Candidate, NoLayout, Question, better_counts, nearest_counts, search
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans; returns the process's exit code: 0, 1 if nothing fits, 2 for invalid options."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> int:
-    first = Parser(add_help=False, allow_abbrev=False)
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Plans; returns 1 if nothing fits."""
+    first = Parser(add_help=False)
     first.add_argument(
         "--import",
         action="append",
@@ -75,8 +72,8 @@ def _command(arguments: Sequence[str] | None) -> int:
         print(rows)
         return 0 if fits else 1
     words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "megajax.plan", *words])
-    return _plan(args, command, clusters[0], *_goal(args, question, clusters[0]))
+    repeated = shlex.join(["python", "-m", "megajax.plan", *words])
+    return _plan(args, repeated, clusters[0], *_goal(args, question, clusters[0]))
 
 
 def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tuple[Question, float, str]:

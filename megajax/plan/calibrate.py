@@ -9,7 +9,6 @@ ppermute by size, within a host and between hosts, with a latency and a bandwidt
 On CPU devices it measures the machine's cores, which says nothing about a GPU.
 """
 
-import argparse
 import dataclasses
 import datetime
 import pathlib
@@ -85,7 +84,6 @@ def calibrate(arguments: Sequence[str] | None) -> int:
       ConfigError: an option, the devices or the file are not valid.
     """
     parser = Parser(prog="python -m megajax.plan --calibrate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--calibrate", action="store_true", help="measure the devices there are")
     parser.add_argument(
         "--cluster",

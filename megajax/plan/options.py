@@ -86,12 +86,7 @@ def _check_expert(model: Any, degrees: Sequence[int]) -> None:
 
 def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.ArgumentParser:
     """The parser of `python -m megajax.plan`; `parent` has the options that are read first."""
-    parser = Parser(
-        prog="python -m megajax.plan",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[parent],
-    )
+    parser = Parser(prog="python -m megajax.plan", description=description, parents=[parent])
     parser.renamed |= {
         "--global-batch": "--global-batch-size",
         "--schedules": "--schedule",

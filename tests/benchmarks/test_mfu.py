@@ -164,7 +164,7 @@ def test_the_parameters_that_a_peer_gets():
 
 
 def test_the_command_has_no_paths_of_this_machine():
-    assert mfu.command(["--blocks", "--out", "/a/b", "--peer-python", "/c/python", "--rounds", "2"]) == (
+    assert mfu.repeatable(["--blocks", "--out", "/a/b", "--peer-python", "/c/python", "--rounds", "2"]) == (
         "python -m benchmarks.mfu --blocks --peer-python PYTHON --rounds 2"
     )
 
