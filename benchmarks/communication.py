@@ -45,7 +45,7 @@ def read_file(path: str) -> str:
 
 def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
-    from megajax.estimate.communication import Formula, expected
+    from megajax.estimate.communication import Sent, expected
     from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
     from megajax.pipeline.program import StepProgram
 
@@ -60,7 +60,7 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     for collective in module.collectives:
         axes.setdefault(collective.axes(shape), []).append(collective)
     lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
-    formulas: dict[str, list[Formula]] = {}
+    formulas: dict[str, list[Sent]] = {}
     for line in expected(StepProgram.of(run)):  # replicas that split experts are neighbours on the data axis
         formulas.setdefault("data" if line.axis == "expert" else line.axis, []).append(line)
     for axis in ("tensor", "pipe", "data"):

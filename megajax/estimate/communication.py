@@ -26,18 +26,13 @@ from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, s
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
-__all__ = ["Formula", "Sent", "collectives", "expected"]
+__all__ = ["Sent", "collectives", "expected"]
 
 GRADIENT = 4  # bytes: gradients are summed in fp32
 CHOICE = 4  # bytes: an expert's number, its weight
 BLOCKS, ENDS, TICKS, STEP = "blocks", "embedding and head", "ticks", "step"
-PERMUTE, GATHER, SCATTER, REDUCE, ALL_TO_ALL = (
-    "collective-permute",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-)
+PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 # Of the tensor group: of pairs of matmuls that may be sent round a ring, and of experts'.
 PAIRS = tuple((dense, kind) for dense in (True, False) for kind in (GATHER, SCATTER, REDUCE))
 
@@ -72,28 +67,13 @@ class Sent:
         return self.times * self.each
 
 
-@dataclasses.dataclass(frozen=True)
-class Formula:
-    """A line of the table.
-
-    Attributes:
-      axis, what, formula: as of `Sent`.
-      bytes: on the rank that sends most.
-    """
-
-    axis: str
-    what: str
-    formula: str
-    bytes: float
-
-
-def expected(program: StepProgram) -> list[Formula]:
-    """Bytes that a step sends, by the papers' formulas; each line is the sum of the collectives of one name."""
-    lines: dict[tuple[str, str], Formula] = {}
+def expected(program: StepProgram) -> list[Sent]:
+    """Bytes that a step sends, by the papers' formulas; each line is the sum of the collectives of one name, sent once."""
+    lines: dict[tuple[str, str], Sent] = {}
     for one in collectives(program):
         if one.in_papers:
-            before = lines.get((one.axis, one.what), Formula(one.axis, one.what, one.formula, 0.0))
-            lines[one.axis, one.what] = dataclasses.replace(before, bytes=before.bytes + one.bytes)
+            first = lines.get((one.axis, one.what), dataclasses.replace(one, times=0))
+            lines[one.axis, one.what] = dataclasses.replace(first, times=1, each=first.bytes + one.bytes)
     return list(lines.values())
 
 
