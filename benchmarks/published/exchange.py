@@ -40,13 +40,12 @@ def reduction_time(run: RunConfig, ops: Operations, sharding: Sharding, forward:
     token table overlaps nothing: its gradient is complete last, and its weights are needed first.
     """
     parallel, software = run.parallel, ops.software
-    gradients = _over_replicas(run, ops, sharding, software.gradient_bytes)
-    weights = _over_replicas(run, ops, sharding, ops.itemsize)
+    held, replicas = rank_parameters(run, sharding), parallel.data * parallel.context
+    gradients, weights = (_gather(held, run, ops, item, replicas) for item in (software.gradient_bytes, ops.itemsize))
     tied = _tied_table_time(run, ops)
     if not software.data_overlap:
         return gradients + (weights if sharding.zero else gradients) + tied
     window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
-    replicas = parallel.data * parallel.context
     table = lambda item: ops.collective(_table(run) * item, replicas, "data")  # noqa: E731
     if not sharding.zero:
         return max(2 * table(software.gradient_bytes), 2 * gradients - window * backward) + tied
@@ -78,32 +77,24 @@ def gathers_time(run: RunConfig, ops: Operations, blocks: float, shards: int | N
     """
     parallel, software = run.parallel, ops.software
     replicas = parallel.data * parallel.context
-    local, experts = rank_parameters(run, Sharding(zero=3))
+    held = rank_parameters(run, Sharding(zero=3))
     shards = shards or replicas
     pieces = software.gathered_pieces * sum(kind.rank_slots for kind in layers_of_kinds(run))
-    shared = software.gathers_ahead or software.gathers_hidden
-
-    def one(bytes_each):
-        how = {"pieces": pieces, "zero_3": shared}
-        of_experts = 0.0
-        if experts:
-            group = replicas // parallel.expert
-            of_experts = ops.collective(experts * bytes_each, group, "data", apart=parallel.expert, **how)
-        return ops.collective(local * bytes_each, shards, "data", **how) + of_experts
-
+    how = {"pieces": pieces, "zero_3": software.gathers_ahead or software.gathers_hidden}
+    one = lambda item: _gather(held, run, ops, item, shards, **how)  # noqa: E731
     gathers = 3 if parallel.recompute == "full" and software.gathers_for_recompute else 2
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
     overlap = ops.fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
-    bytes_each = local / shards * software.gradient_bytes
+    bytes_each = held[0] / shards * software.gradient_bytes
     copies = 2 * ops.collective(bytes_each, replicas // shards, "data", apart=shards)
     return times - overlap * min(times, blocks) + copies
 
 
-def _over_replicas(run: RunConfig, ops: Operations, sharding: Sharding, bytes_each: int) -> float:
-    """A reduce-scatter or an all-gather of a rank's parameters over their replicas; experts have fewer of them."""
-    parallel, (common, experts) = run.parallel, rank_parameters(run, sharding)
-    replicas = parallel.data * parallel.context
-    one = ops.collective(common * bytes_each, replicas, "data")
+def _gather(held: tuple[int, int], run: RunConfig, ops: Operations, item: int, shards: int, **how) -> float:
+    """A reduce-scatter or an all-gather of `rank_parameters`, `item` bytes each, over their replicas: of experts fewer."""
+    (common, experts), parallel = held, run.parallel
+    one = ops.collective(common * item, shards, "data", **how)
     if not experts:
         return one
-    return one + ops.collective(experts * bytes_each, replicas // parallel.expert, "data", apart=parallel.expert)
+    group = parallel.data * parallel.context // parallel.expert
+    return one + ops.collective(experts * item, group, "data", apart=parallel.expert, **how)
