@@ -176,12 +176,11 @@ def published_time(
         data = reduction_time(run, ops, sharding, forward.total * parallel.chunks, backward.total * parallel.chunks)
     # Gradient (twice, once for its norm), weight and two moments are read, the last three and a 16-bit copy written. And the
     # passes over the sums of gradients before that, which ZeRO 1 does not shard.
-    state, sums = (
-        sharded_parameters(run, sharding, is_sharded) for is_sharded in (sharding.zero > 0, sharding.zero == 3)
-    )
+    held = rank_parameters(run, sharding)
+    state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (sharding.zero > 0, sharding.zero == 3))
     return PublishedTime(
         blocks=blocks,
-        accumulation=batches * ops.traffic(sum(rank_parameters(run, sharding)) * software.accumulation_bytes),
+        accumulation=batches * ops.traffic(sum(held) * software.accumulation_bytes),
         head=batches * head,
         bubble=StepProgram.of(run).bubble(costs, lockstep=False),
         sends=sends_time(run, ops),

@@ -82,13 +82,8 @@ def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
     return sum(slots * common for slots, (common, _) in held), sum(slots * experts for slots, (_, experts) in held)
 
 
-def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
-    """Parameters of a rank on one device, sharded over their replicas or not."""
-    return _sharded_or_not(run, rank_parameters(run, sharding), is_sharded)
-
-
-def _sharded_or_not(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
-    """The same from what `rank_parameters` returns."""
+def sharded_parameters(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
+    """Parameters of a rank on one device (`rank_parameters`), sharded over their replicas or not."""
     (common, experts), replicas = of_rank, run.parallel.data * run.parallel.context
     if not is_sharded:
         return common + experts
@@ -113,7 +108,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(program)
     slots = slots or program.slots
     of_rank = rank_parameters(run, sharding)
-    state, work = (_sharded_or_not(run, of_rank, sharding.zero >= level) for level in (1, 3))
+    state, work = (sharded_parameters(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if program.drains else 2  # of weights, and of the gradients of each
     residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
     mode = "none" if program.unrolls else None
@@ -125,10 +120,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     # ZeRO-3 gathers the weights of the current block and of the next one.
     largest = max(sum(block_parameters(kind.run)) for kind in kinds)
     gathered = 2 * largest * item if sharding.zero >= 3 else 0
+    # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
+    # hoists the transposition of the blocks' weights out of the loops.
+    transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
     during = {
-        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0)
-        + gathered
-        + _transposed(run, item),
+        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered + transposed,
         "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
         "copies": max(0, copies - beside) + max(0, swapped - workspace),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
@@ -150,17 +146,6 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         **during,
         "workspace": max(workspace, copied - sum(during.values()), summed),
     }
-
-
-def _transposed(run: RunConfig, item: int) -> int:
-    """Bytes of a second copy of the blocks' 16-bit weights.
-
-    Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
-    hoists the transposition of the weights out of the loops.
-    """
-    if run.train.matmul_dtype != "fp8":
-        return 0
-    return item * sum(rank_block_parameters(run))
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
@@ -187,14 +172,10 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
         expert=parallel.expert,
     )
     if (mode or parallel.recompute) == "none":
-        kept += _gathered_bytes(run, item)
+        # What the column-parallel matmuls read is stored gathered.
+        values = [value for value in model.kept if value.name in ("attention_input", "feedforward_input")]
+        kept += _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
     return kept // parallel.recompute_blocks
-
-
-def _gathered_bytes(run: RunConfig, item: int) -> int:
-    """Bytes by which what the column-parallel matmuls read is larger gathered, as recompute none stores it."""
-    values = [value for value in model_costs(run.model).kept if value.name in ("attention_input", "feedforward_input")]
-    return _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
 
 
 def kept_for_weights(run: RunConfig, item: int) -> int:

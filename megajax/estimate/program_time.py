@@ -157,14 +157,13 @@ class Program(Kernels):
         """The work done once in a step, after the last tick."""
         run, parallel, model = self.run, self.parallel, self.model
         shared = shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding)
-        common, experts = rank_parameters(run, self.sharding)
-        zero = self.sharding.zero
-        state, sums = (sharded_parameters(run, self.sharding, is_sharded) for is_sharded in (zero > 0, zero == 3))
+        held, zero = rank_parameters(run, self.sharding), self.sharding.zero
+        state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.program.unrolls or parallel.offload_activations)
         kept = sum(kind.kept * slots for kind, slots in self.kinds)
         stash = self.program.slots.stash * kept if in_memory else 0
         moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
-        common, experts = (shared, 0) if zero == 3 else (common, experts)  # it has scattered the blocks' gradients
+        common, experts = (shared, 0) if zero == 3 else held  # it has scattered the blocks' gradients
         over_data = self.over_replicas(common * 4, experts * 4)
         over_data += self.over_replicas(common * self.item, experts * self.item) if zero else over_data
         rest = shared - (self._table * model.vocabulary_width if self.sharding.vocabulary_over_pipe else 0)
