@@ -16,8 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.options import Parser
 from megajax.runtime.mesh import make_mesh, start_devices
@@ -32,6 +30,18 @@ MODELS = {
 }
 
 
+def training_of(model: ModelConfig, devices, samples: int):
+    """The training of a model in fp32, with a replica on each device, and a batch of so many samples for each."""
+    from benchmarks.mfu_cases import batch_of
+    from megajax.train.step import make_training
+
+    train = TrainConfig(precision="fp32", global_batch_size=samples * len(devices), steps=10, warmup_steps=1)
+    run = RunConfig(model, ParallelConfig(data=len(devices)), train)
+    run.validate()
+    training = make_training(run, make_mesh(run.parallel, devices))
+    return training, batch_of(training)
+
+
 def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, steps: bool) -> dict:
     """Seconds of `saves` saves of a model's state, until it is on disk and until `save` returned; of reading the last."""
     import jax
@@ -40,21 +50,12 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
     from megajax.checkpoint.directory import NAME
     from megajax.checkpoint.manager import Checkpoints, Progress
     from megajax.checkpoint.metadata import run_meta
-    from megajax.train.step import make_training
 
-    parallel = ParallelConfig(data=len(devices))
-    batch_size = len(devices) * parallel.microbatch_size
-    train = TrainConfig(precision="fp32", global_batch_size=batch_size, steps=10, warmup_steps=1)
-    run = RunConfig(model, parallel, train)
-    run.validate()
-    training = make_training(run, make_mesh(parallel, devices))
+    training, batch = training_of(model, devices, 1)
     state = jax.block_until_ready(_busy(training.init_state()))
-    tokens = np.zeros((1, batch_size, model.sequence_length), np.int32)
-    sample = np.zeros((1, batch_size), np.uint32)
-    batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32), "sample": sample}
     if steps:
         state, _ = training.train_step(state, batch)  # compiles
-    meta = run_meta(run, None)
+    run, meta = training.run, run_meta(training.run, None)
     keep = Checkpoints(directory, OutputConfig(max_to_keep=1), meta)
     rows = []
     for step in range(1, saves + 1):

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.tables import print_table
 from megajax.config.options import Parser
 from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
 from megajax.schedules.arguments import number, whole
@@ -71,14 +72,10 @@ def preprocess_rows(folder: pathlib.Path, options) -> list[dict]:
         {"what": name, "MB/s of a core": rate, "share of tokenizers alone": rate / median["tokenizers alone"]}
         for name, rate in median.items()
     ]
-    rows.append(
-        {"what": "megajax writer", "MB/s of a core": _writer_rate(folder, options), "share of tokenizers alone": ""}
-    )
+    rows.append({"what": "megajax writer", "MB/s of a core": _writer_rate(folder)})
     if options.megatron_python:
         rate = _peer(options, "writer", str(folder / "out"), str(folder / "peer"))["seconds"]
-        rows.append(
-            {"what": "megatron-core's writer", "MB/s of a core": _ids(folder) / rate, "share of tokenizers alone": ""}
-        )
+        rows.append({"what": "megatron-core's writer", "MB/s of a core": _ids(folder) / rate})
     return rows
 
 
@@ -105,7 +102,7 @@ def _ids(folder: pathlib.Path) -> float:
     return pair_paths(folder / "out")[0].stat().st_size / 1e6
 
 
-def _writer_rate(folder: pathlib.Path, options) -> float:
+def _writer_rate(folder: pathlib.Path) -> float:
     """MB of ids per second through IndexedWriter, one document at a time, as for megatron-core's builder."""
     from megajax.data.indexed import IndexedWriter
 
@@ -278,17 +275,6 @@ def _json(command: list[str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _print(rows: list[dict]) -> None:
-    def text(value):
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    names = list(rows[0])
-    table = [names] + [[text(row.get(name, "")) for name in names] for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(names))]
-    for row in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
 @command
 def main(arguments: Sequence[str] | None) -> None:
     """Measures."""
@@ -315,7 +301,7 @@ def main(arguments: Sequence[str] | None) -> None:
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             results[part] = globals()[f"{part}_rows"](pathlib.Path(folder), options)
         print(f"\n{part}")
-        _print(results[part])
+        print_table(results[part], ".3g")
         results |= {
             "command": "python -m benchmarks.data",
             "versions": {"numpy": np.__version__, "cores": os.cpu_count()},

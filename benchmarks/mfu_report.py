@@ -1,5 +1,6 @@
 """The results of benchmarks/mfu.py as a table, a plot and JSON."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -67,10 +68,11 @@ def table(results: dict) -> str:
         best = max((one["tokens_per_second"] or 0 for one in rows), default=0)
         for one in rows:
             lines.append(_line(one, bool(peak), best))
-            lines += [_line(peer, bool(peak), best) for peer in results.get("peers", []) if same_shape(peer, one)]
-    if found := sorted(
-        {name: version for peer in results.get("peers", []) for name, version in versions(peer)}.items()
-    ):
+            lines += [
+                _line(peer, bool(peak), best) for peer in results.get("peers", []) if peer["label"] == one["label"]
+            ]
+    several = [peer.get("versions", {}).items() for peer in results.get("peers", [])]
+    if found := sorted(dict(itertools.chain.from_iterable(several)).items()):
         lines += ["", "peers: " + ", ".join(f"{name} {version}" for name, version in found)]
     return "\n".join(lines)
 
@@ -109,16 +111,6 @@ def by_sweep(rows: Sequence[dict]) -> dict[str, list[dict]]:
     return groups
 
 
-def same_shape(peer: dict, one: dict) -> bool:
-    """Whether the peer measured the shape of this row."""
-    return peer["label"] == one["label"]
-
-
-def versions(peer: dict) -> list[tuple[str, str]]:
-    """Versions of the packages that a peer uses."""
-    return list(peer.get("versions", {}).items())
-
-
 def plot(results: dict, path: pathlib.Path) -> None:
     """A panel of bars for each sweep: MFU, or on a CPU the throughput as a share of the sweep's best."""
     sweeps = by_sweep(results["rows"])
@@ -146,7 +138,7 @@ def _bars(rows: Sequence[dict], results: dict) -> list[tuple[str, float, bool]]:
     length = lambda one: one["mfu"] if results["peak"] else one["tokens_per_second"] / best  # noqa: E731
     bars = []
     for one in rows:
-        peers = [peer for peer in results.get("peers", []) if same_shape(peer, one)]
+        peers = [peer for peer in results.get("peers", []) if peer["label"] == one["label"]]
         several = [(one["label"], one, False), *((f"{peer['peer']}, {peer['label']}", peer, True) for peer in peers)]
         bars += [(name, length(each), peer) for name, each, peer in several if each.get("tokens_per_second")]
     return bars

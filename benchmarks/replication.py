@@ -15,13 +15,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
-from benchmarks.checkpoints import MODELS
-from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from benchmarks.checkpoints import MODELS, training_of
 from megajax.config.options import Parser
 from megajax.config.output import MEMORY_VARIABLE
-from megajax.runtime.mesh import make_mesh, start_devices
+from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import whole
 from megajax.schedules.errors import command
 
@@ -31,17 +28,8 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
     import jax
 
     from megajax.checkpoint.replicated import Progress, ReplicatedState
-    from megajax.train.step import make_training
 
-    model, parallel = MODELS[megabytes], ParallelConfig(data=len(devices))
-    samples = 8 * len(devices)
-    run = RunConfig(model, parallel, TrainConfig(precision="fp32", global_batch_size=samples, steps=10, warmup_steps=1))
-    run.validate()
-    training = make_training(run, make_mesh(parallel, devices))
-    rows = (run.microbatches, parallel.microbatch_size * parallel.data)
-    tokens = np.zeros((*rows, model.sequence_length), np.int32)
-    batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32)}
-    batch["sample"] = np.zeros(rows, np.uint32)
+    training, batch = training_of(MODELS[megabytes], devices, 8)
     state, replicas = training.init_state(), ReplicatedState(directory, every, {})
     seconds: dict[str, list[float]] = {"without": [], "with": [], "waited": []}
     for number in range(2 * rounds + 2):

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.tables import print_table
 from megajax.config.options import Parser
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.arguments import whole
@@ -199,17 +200,6 @@ def lines_of(rows: list[dict], value: str) -> dict[tuple[float, ...], list[str]]
     return lines
 
 
-def _print(rows: list[dict]) -> None:
-    def text(value):
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-    names = list(rows[0])
-    table = [names] + [[text(row[name]) for name in names] for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(names))]
-    for row in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
 @command
 def main(arguments: Sequence[str] | None) -> None:
     """Measures."""
@@ -227,7 +217,7 @@ def main(arguments: Sequence[str] | None) -> None:
     print("simulated, m = 4p, F = I = W")
     on_file = json.loads(file.read_text()) if file.exists() else {}
     results = on_file | {"command": "python -m benchmarks.schedules", "simulated": simulated_rows()}
-    _print(results["simulated"])
+    print_table(results["simulated"], ".3f")
     plot(results["simulated"], folder / "schedules.svg")
     if not options.simulate:
         print(f"\nmeasured on {TIMED_STAGES} CPU devices of one thread each, p = {TIMED_STAGES}")
@@ -235,7 +225,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
         results["measured"] = measured_rows(options.timed_steps)
         results["machine"] = {"jax": jax.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
-        _print(results["measured"])
+        print_table(results["measured"], ".3f")
     file.write_text(json.dumps(results, indent=1) + "\n")
 
 
