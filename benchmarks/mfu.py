@@ -124,8 +124,7 @@ def measure(args: argparse.Namespace) -> dict:
     if not on_cpu:
         request = parse(args.words, "", ON_GPU)
     run = request.run(1 if args.blocks else request.devices_needed or len(devices), "fp32" if on_cpu else "bf16")
-    attention = attention_choice(run, devices[0]).name
-    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
+    run = run.with_layout(attention=attention_choice(run, devices[0]).name)
     if args.blocks:
         if run.parallel.devices != 1:
             raise ConfigError(

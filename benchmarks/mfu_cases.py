@@ -51,8 +51,10 @@ def sweeps(
     if base.parallel.pipe > 1:
         found += _legal(_schedule_cases(base, schedules or SCHEDULES), schedules)
     sizes, modes = microbatch_sizes or MICROBATCH_SIZES, recomputes or RECOMPUTES
-    found += _legal([Case("microbatch size", f"b{n}", _with(base, microbatch_size=n)) for n in sizes], microbatch_sizes)
-    found += _legal([Case("recompute", mode, _with(base, recompute=mode)) for mode in modes], recomputes)
+    found += _legal(
+        [Case("microbatch size", f"b{n}", base.with_layout(microbatch_size=n)) for n in sizes], microbatch_sizes
+    )
+    found += _legal([Case("recompute", mode, base.with_layout(recompute=mode)) for mode in modes], recomputes)
     return found
 
 
@@ -98,10 +100,6 @@ def blocks(
     ]
 
 
-def _with(run: RunConfig, **fields) -> RunConfig:
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **fields))
-
-
 def _legal(cases: Iterable[Case], given: Sequence | None) -> Iterable[Case]:
     """The legal cases; if the values were given, all must be legal."""
     for case in cases:
@@ -135,7 +133,7 @@ def _mesh_cases(base: RunConfig, meshes: Iterable[str]) -> Iterable[Case]:
         chunks = base.parallel.chunks
         if pipe < 2 or base.model.layers % (pipe * chunks):
             chunks = 1
-        run = _with(base, data=data, pipe=pipe, tensor=tensor, chunks=chunks)
+        run = base.with_layout(data=data, pipe=pipe, tensor=tensor, chunks=chunks)
         yield Case("mesh shape", f"d{data} p{pipe} t{tensor}", run)
 
 
@@ -145,7 +143,7 @@ def _schedule_cases(base: RunConfig, schedules: Iterable[str]) -> Iterable[Case]
         if chunks and not chunks.isdecimal():
             raise ConfigError(f"schedules = {text!r} is not NAME or NAME:CHUNKS: pass --schedules 1f1b zb_v:2.")
         label = f"{name} v{chunks}" if chunks else name
-        yield Case("schedule", label, _with(base, schedule=name, chunks=int(chunks or 1)))
+        yield Case("schedule", label, base.with_layout(schedule=name, chunks=int(chunks or 1)))
 
 
 class Step:

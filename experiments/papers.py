@@ -84,15 +84,14 @@ def compiled(point: Point) -> Result:
     """
     run = modelled(point).run
     if run.parallel.attention == "cudnn" and not cudnn_installed():
-        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+        run = run.with_layout(attention="xla")
     found = compile_for(run, point.gpu)
     seconds = account_of(run, point.gpu, found["hlo"]).seconds
     return Result(point, run, seconds, found["memory"]["peak"], "compiled")
 
 
 def _resolved(run: RunConfig, point: Point) -> RunConfig:
-    auto = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="auto"))
-    return resolved(auto, point.gpu)
+    return resolved(run.with_layout(attention="auto"), point.gpu)
 
 
 def table(exhibit: Exhibit, results: Sequence[Result]) -> str:

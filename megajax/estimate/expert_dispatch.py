@@ -3,7 +3,6 @@
 `--expert-dispatch auto` is the faster of the two by these.
 """
 
-import dataclasses
 import math
 
 from megajax.config import ParallelConfig, RunConfig
@@ -56,9 +55,7 @@ def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
     if run.parallel.expert_dispatch != "auto":
         return run
     names = ("gather", "all_to_all") if run.parallel.expert > 1 else ("gather",)
-    choices = [
-        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, expert_dispatch=name)) for name in names
-    ]
+    choices = [run.with_layout(expert_dispatch=name) for name in names]
     if len(choices) == 1:
         return choices[0]
     rates, item = rates_of(gpu, run.train.precision), ITEMSIZE[run.train.precision]

@@ -189,7 +189,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     """
     attention = model_costs(run.model).attention
     if attention is None:
-        return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+        return run.with_layout(attention="xla")
     device = SimpleNamespace(
         platform="gpu",
         device_kind=gpu.device_kind,
@@ -206,7 +206,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         device=device,
         cudnn=True,
     )
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=choice.name))
+    return run.with_layout(attention=choice.name)
 
 
 def is_fused(parallel: ParallelConfig) -> bool:

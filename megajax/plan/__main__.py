@@ -139,11 +139,8 @@ def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> in
         f"{command}"
     )
     # auto stays auto, so that the file is valid on any machine
-    parallel = dataclasses.replace(best.run.parallel, attention=args.attention)
-    tables = config_sections(
-        dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model or best.run.model.name
-    )
-    text = toml_text(tables, header)
+    run = dataclasses.replace(best.run.with_layout(attention=args.attention), imports=tuple(args.imports))
+    text = toml_text(config_sections(run, args.model or run.model.name), header)
     _keep_older(pathlib.Path(args.out), text)
     save_config(pathlib.Path(args.out), text, "pass --out with a writable path")
     if not quiet:

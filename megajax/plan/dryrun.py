@@ -186,7 +186,7 @@ def _with_installed_attention(run: RunConfig) -> RunConfig:
     """The run with XLA's attention in place of cuDNN's, if cuDNN is not installed here."""
     if run.parallel.attention != "cudnn" or cudnn_installed():
         return run
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+    return run.with_layout(attention="xla")
 
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
