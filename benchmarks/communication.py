@@ -55,7 +55,7 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     run.validate()
     program, source = (read_file(hlo), hlo) if hlo else compiled(run, request.devices)
     module = read(program, loop_trip_counts(run))
-    shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
+    shape = (run.parallel.replicas, run.parallel.pipe, run.parallel.tensor)
     axes: dict[tuple[str, ...], list[Collective]] = {}
     for collective in module.collectives:
         axes.setdefault(collective.axes(shape), []).append(collective)

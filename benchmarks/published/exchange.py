@@ -40,13 +40,15 @@ def reduction_time(run: RunConfig, ops: Operations, sharding: Sharding, forward:
     token table overlaps nothing: its gradient is complete last, and its weights are needed first.
     """
     parallel, software = run.parallel, ops.software
-    held, replicas = rank_parameters(run, sharding), parallel.data * parallel.context
-    gradients, weights = (_gather(held, run, ops, item, replicas) for item in (software.gradient_bytes, ops.itemsize))
+    held = rank_parameters(run, sharding)
+    gradients, weights = (
+        _gather(held, run, ops, item, parallel.replicas) for item in (software.gradient_bytes, ops.itemsize)
+    )
     tied = _tied_table_time(run, ops)
     if not software.data_overlap:
         return gradients + (weights if sharding.zero else gradients) + tied
     window = parallel.pipe * (parallel.chunks - 1) / parallel.chunks if parallel.chunks > 1 else 1.0
-    table = lambda item: ops.collective(_table(run) * item, replicas, "data")  # noqa: E731
+    table = lambda item: ops.collective(_table(run) * item, parallel.replicas, "data")  # noqa: E731
     if not sharding.zero:
         return max(2 * table(software.gradient_bytes), 2 * gradients - window * backward) + tied
     reduced = max(table(software.gradient_bytes), gradients - window * backward)
@@ -76,9 +78,8 @@ def gathers_time(run: RunConfig, ops: Operations, blocks: float, shards: int | N
     shards' gradients are summed over the copies, once a step.
     """
     parallel, software = run.parallel, ops.software
-    replicas = parallel.data * parallel.context
     held = rank_parameters(run, Sharding(zero=3))
-    shards = shards or replicas
+    shards = shards or parallel.replicas
     pieces = software.gathered_pieces * sum(kind.rank_slots for kind in layers_of_kinds(run))
     how = {"pieces": pieces, "zero_3": software.gathers_ahead or software.gathers_hidden}
     one = lambda item: _gather(held, run, ops, item, shards, **how)  # noqa: E731
@@ -86,7 +87,7 @@ def gathers_time(run: RunConfig, ops: Operations, blocks: float, shards: int | N
     times = run.microbatches * (gathers * one(ops.itemsize) + one(software.gradient_bytes))
     overlap = ops.fitted.gather_overlap if software.gathers_ahead else float(software.gathers_hidden)
     bytes_each = held[0] / shards * software.gradient_bytes
-    copies = 2 * ops.collective(bytes_each, replicas // shards, "data", apart=shards)
+    copies = 2 * ops.collective(bytes_each, parallel.replicas // shards, "data", apart=shards)
     return times - overlap * min(times, blocks) + copies
 
 
@@ -96,5 +97,5 @@ def _gather(held: tuple[int, int], run: RunConfig, ops: Operations, item: int, s
     one = ops.collective(common * item, shards, "data", **how)
     if not experts:
         return one
-    group = parallel.data * parallel.context // parallel.expert
+    group = parallel.replicas // parallel.expert
     return one + ops.collective(experts * item, group, "data", apart=parallel.expert, **how)

@@ -121,8 +121,7 @@ def _expert_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) 
         experts.on_device(tensor, parallel.expert),
         experts.on_device(tensor, 1) * experts.chosen / experts.count,
     )
-    split = tensor if parallel.sequence_parallel else 1
-    tokens = rows_of(model, parallel) * model.hidden * ops.itemsize / split
+    tokens = rows_of(model, parallel) * model.hidden * ops.itemsize / parallel.sequence_shares
     sent = ops.collective(tokens * experts.chosen, parallel.expert, "data")
     return (
         ops.traffic((held - counted) * ops.itemsize),
@@ -134,9 +133,8 @@ def _expert_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) 
 def _head_time(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> float:
     """Seconds of the logits and the loss of one microbatch, forward and backward, on the last rank."""
     rows, columns = rows_of(model, parallel), model.vocabulary / parallel.tensor
-    split = parallel.tensor if parallel.sequence_parallel else 1
     products = 3 * ops.matmul(rows, model.hidden, columns)
-    products += sum(3 * ops.matmul(rows / split, one.inputs, one.outputs) for one in model.head)
+    products += sum(3 * ops.matmul(rows / parallel.sequence_shares, one.inputs, one.outputs) for one in model.head)
     passes = ops.traffic(rows * columns * ops.software.logit_bytes)
     return products + passes + 4 * ops.collective(rows * model.hidden * ops.itemsize, parallel.tensor, "tensor")
 

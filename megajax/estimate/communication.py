@@ -86,7 +86,7 @@ def collectives(program: StepProgram) -> list[Sent]:
     found = _tensor(program) if parallel.tensor > 1 else []
     found += _pipe(program) if parallel.pipe > 1 else []
     found += _expert(program) if parallel.expert > 1 else []
-    return found + (_data(program.run) if parallel.data * parallel.context > 1 else [])
+    return found + (_data(program.run) if parallel.replicas > 1 else [])
 
 
 def _activation(run: RunConfig) -> int:
@@ -185,7 +185,7 @@ def _gathered_again(program: StepProgram, kind: ModelCosts) -> np.ndarray:
 
 def _pipe(program: StepProgram) -> list[Sent]:
     run, parallel, p = program.run, program.run.parallel, program.run.parallel.pipe
-    part = _activation(run) // (parallel.tensor if parallel.sequence_parallel else 1)
+    part = _activation(run) // parallel.sequence_shares
     work, idle = program.sends
     placed = "" if program.placement == "loop" else ", but those of a rank to itself"
     lines = [
@@ -198,7 +198,7 @@ def _pipe(program: StepProgram) -> list[Sent]:
         lines.append(Sent("pipe", REDUCE, what, ENDS, formula, 4 * run.microbatches, ring * part))
     if _together(run):
         return lines  # see `_data`
-    cut = _replicas(run) if parallel.zero else 1  # with ZeRO they are reduced over the replicas first
+    cut = parallel.replicas if parallel.zero else 1  # with ZeRO they are reduced over the replicas first
     rest = ring * _on_all_stages(run) * GRADIENT / cut
     what = "gradients of what all stages hold"
     return [*lines, Sent("pipe", REDUCE, what, STEP, "2 (p-1)/p of them, once", 1, rest)]
@@ -212,7 +212,7 @@ def _expert(program: StepProgram) -> list[Sent]:
     """
     run, parallel, degree = program.run, program.run.parallel, program.run.parallel.expert
     experts, again = model_costs(run.model).experts, parallel.recompute != "none"
-    part = _activation(run) / (parallel.tensor if parallel.sequence_parallel else 1) * (degree - 1)
+    part = _activation(run) / parallel.sequence_shares * (degree - 1)
     passes = run.microbatches * _of_blocks(run, _experts_pairs)
     share, each = 1.0, f"{4 + again} (N-1) bsh/t per layer with experts and microbatch"
     counts = ((GATHER, 2 + again), (ALL_TO_ALL, 2))
@@ -237,7 +237,7 @@ def _data(run: RunConfig) -> list[Sent]:
 
     Without ZeRO one all-reduce sums what all stages hold over replicas and stages.
     """
-    parallel, replicas, (common, experts) = run.parallel, _replicas(run), rank_block_parameters(run)
+    parallel, replicas, (common, experts) = run.parallel, run.parallel.replicas, rank_block_parameters(run)
     ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
     # The number of a block's parameters that the ring's factor applies to. Experts have dC/N replicas, which are on the
     # data axis alone.
@@ -275,16 +275,12 @@ def _data(run: RunConfig) -> list[Sent]:
 
 def _together(run: RunConfig) -> bool:
     """Whether gradients of what all stages hold are summed over replicas and stages at once."""
-    return run.parallel.zero == 0 and _replicas(run) > 1 and run.parallel.pipe > 1
+    return run.parallel.zero == 0 and run.parallel.replicas > 1 and run.parallel.pipe > 1
 
 
 def _on_all_stages(run: RunConfig) -> int:
     """Parameters outside the blocks that all stages of a pipeline hold, on a device."""
     return _shared(run) - (_tables(run) if Sharding.from_config(run).vocabulary_over_pipe else 0)
-
-
-def _replicas(run: RunConfig) -> int:
-    return run.parallel.data * run.parallel.context
 
 
 def _shared(run: RunConfig) -> int:

@@ -23,8 +23,8 @@ def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
     degree = parallel.expert
     if degree == 1 or model.experts is None:
         return 0.0, 0.0
-    split = parallel.tensor if parallel.sequence_parallel else 1
-    part = rows_of(model, parallel) * model.hidden * item / split  # bytes of the tokens that a device has
+    # bytes of the tokens that a device has
+    part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares
     here = devices_here(parallel, rates.host_size, degree, "data")
     if parallel.expert_dispatch == "all_to_all":
         share, ragged = sent_share(model.experts, parallel)
@@ -40,8 +40,7 @@ def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]
     With capacity all places are sent. Without, of balanced routing, those tokens that chose any of the replica's experts.
     """
     here = experts.count // parallel.expert
-    shards = parallel.tensor if parallel.sequence_parallel else 1
-    places = here * experts.share * shards
+    places = here * experts.share * parallel.sequence_shares
     if places < 1:
         return places, False
     return 1 - math.comb(experts.count - here, experts.chosen) / math.comb(experts.count, experts.chosen), True

@@ -84,7 +84,7 @@ def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
 
 def sharded_parameters(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
     """Parameters of a rank on one device (`rank_parameters`), sharded over their replicas or not."""
-    (common, experts), replicas = of_rank, run.parallel.data * run.parallel.context
+    (common, experts), replicas = of_rank, run.parallel.replicas
     if not is_sharded:
         return common + experts
     return common // replicas + experts // (replicas // run.parallel.expert)
@@ -110,7 +110,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     of_rank = rank_parameters(run, sharding)
     state, work = (sharded_parameters(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if program.drains else 2  # of weights, and of the gradients of each
-    residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
+    residual = rows_of(model, parallel) * model.hidden * item // parallel.sequence_shares
     mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
@@ -131,14 +131,13 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "inboxes": slots.inbox * residual,
     }
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
-    replicas = parallel.data * parallel.context
     uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
-    copied = 4 * work if sharding.zero == 1 and replicas > 1 and uneven else 0
+    copied = 4 * work if sharding.zero == 1 and parallel.replicas > 1 and uneven else 0
     # Replicas sum a copy of the previous batch's gradients while the state in flight is allocated. ZeRO-1 scatters the sum.
-    summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and replicas > 1 else 0
+    summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and parallel.replicas > 1 else 0
     # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
-    unscattered = 4 * (shared - shared // replicas)
+    unscattered = 4 * (shared - shared // parallel.replicas)
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
@@ -228,7 +227,7 @@ def _swapped_sums(program: StepProgram) -> int:
     """
     parallel, model = program.run.parallel, model_costs(program.run.model)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
-    apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
+    apart = parallel.pipe > 2 and parallel.replicas > 1
     merged = parallel.pipe > 1 and program.merges and program.paired
     if apart or not merged or program.layers.slots == 1 or "mlp_in" not in shapes:
         return 0
@@ -277,7 +276,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls)
     inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
     whole = item * rows * model.hidden
-    residual = whole // (tensor if parallel.sequence_parallel else 1)
+    residual = whole // parallel.sequence_shares
     program = StepProgram.of(run)
     merged = program.merges and program.paired
     full = parallel.recompute == "full"
