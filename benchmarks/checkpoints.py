@@ -102,9 +102,7 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--saves", type=whole(), default=5, help="of each size, after the first (default: %(default)s)")
     parser.add_argument("--steps", action="store_true", help="train during the saves")
     parser.add_argument(
-        "--directory",
-        type=local_path,
-        help="where to write, and delete after it (default: the temporary directory)",
+        "--directory", type=local_path, help="where to write, and delete after it (default: the temporary directory)"
     )
     options = parser.parse_args(arguments)
     devices = start_devices(options.devices)

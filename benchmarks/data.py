@@ -289,9 +289,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--steps", type=whole(), default=30, help="of training (%(default)s)")
     parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
     parser.add_argument(
-        "--directory",
-        type=local_path,
-        help="where files go, 6 GB for 100 M documents (the temporary directory)",
+        "--directory", type=local_path, help="where files go, 6 GB for 100 M documents (the temporary directory)"
     )
     parser.add_argument("--out", type=local_path, default="benchmarks/results/data.json", help="(%(default)s)")
     options = parser.parse_args(arguments)

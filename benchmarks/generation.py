@@ -75,12 +75,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--samples", type=whole(), default=32, help="prompts, all together (default: %(default)s)")
     parser.add_argument("--prompt", type=whole(), default=64, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=whole(), default=32, help="tokens to decode (default: %(default)s)")
-    parser.add_argument(
-        "--prefill-chunk",
-        type=whole(),
-        default=64,
-        help="tokens run at once (default: %(default)s)",
-    )
+    parser.add_argument("--prefill-chunk", type=whole(), default=64, help="tokens run at once (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", choices=("bf16", "fp32"), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=whole(), default=3, help="after the first (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -123,11 +123,7 @@ def _expert_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) 
     )
     tokens = rows_of(model, parallel) * model.hidden * ops.itemsize / parallel.sequence_shares
     sent = ops.collective(tokens * experts.chosen, parallel.expert, "data")
-    return (
-        ops.traffic((held - counted) * ops.itemsize),
-        ops.traffic(held * 8 - counted * ops.itemsize),
-        2 * sent,
-    )
+    return (ops.traffic((held - counted) * ops.itemsize), ops.traffic(held * 8 - counted * ops.itemsize), 2 * sent)
 
 
 def _head_time(model: ModelCosts, parallel: ParallelConfig, ops: Operations) -> float:

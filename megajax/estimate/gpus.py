@@ -191,9 +191,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     if attention is None:
         return run.with_layout(attention="xla")
     device = SimpleNamespace(
-        platform="gpu",
-        device_kind=gpu.device_kind,
-        compute_capability=".".join(map(str, gpu.compute_capability or ())),
+        platform="gpu", device_kind=gpu.device_kind, compute_capability=".".join(map(str, gpu.compute_capability or ()))
     )
     choice = choose_attention(
         run.parallel.attention,
