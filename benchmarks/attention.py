@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.ceilings import mean_seconds
 from megajax.config.options import Parser
 from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_kernel, with_window
 from megajax.ops.attention_choice import cudnn_installed
+from megajax.plan.measure import mean_seconds
 from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import command
 

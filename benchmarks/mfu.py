@@ -140,8 +140,7 @@ def measure(args: argparse.Namespace) -> dict:
         raise ConfigError("peers run on one device, and no run here does: pass --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
-        from benchmarks.ceilings import matmul_ceiling
-        from megajax.plan.measure import copy_rate
+        from megajax.plan.measure import copy_rate, matmul_ceiling
 
         peak = device_peak(devices, run.train.precision)
         results["peak"] = {"flops": peak.flops, "source": peak.source}

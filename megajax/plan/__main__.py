@@ -24,13 +24,12 @@ import jax
 from megajax.config import ConfigError, RunConfig, preset
 from megajax.config.options import Parser
 from megajax.config.toml import save_config, toml_text
-from megajax.plan.as_json import answer
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
 from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
 from megajax.plan.html_report import page
 from megajax.plan.options import clusters_of, plan_parser, question_of
-from megajax.plan.report import LEGEND, Answer, accuracy, heading, plot, smallest, table
+from megajax.plan.report import LEGEND, Answer, accuracy, answer, heading, plot, smallest, table
 from megajax.plan.search import Candidate, NoLayout, Question, better_counts, nearest_counts, search
 from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced
