@@ -5,6 +5,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from benchmarks.tables import grouped
 from megajax.schedules.errors import UserError
 from megajax.schedules.pictures import COLOURS, picture
 
@@ -56,7 +57,7 @@ def table(results: dict) -> str:
         )
     else:
         lines.append(ON_CPU)
-    for sweep, rows in by_sweep(results["rows"]).items():
+    for sweep, rows in grouped(results["rows"], lambda one: one["sweep"]).items():
         model = rows[0]["run"]["model"]
         lines += [
             "",
@@ -103,17 +104,9 @@ def _line(one: dict, on_gpu: bool, best: float) -> str:
     return line + f"{one['teraflops_per_device']:>10.1f}{one['mfu']:>8.1%}{one['share_of_ceiling']:>12.1%}"
 
 
-def by_sweep(rows: Sequence[dict]) -> dict[str, list[dict]]:
-    """The rows of each sweep."""
-    groups: dict[str, list[dict]] = {}
-    for one in rows:
-        groups.setdefault(one["sweep"], []).append(one)
-    return groups
-
-
 def plot(results: dict, path: pathlib.Path) -> None:
     """A panel of bars for each sweep: MFU, or on a CPU the throughput as a share of the sweep's best."""
-    sweeps = by_sweep(results["rows"])
+    sweeps = grouped(results["rows"], lambda one: one["sweep"])
     heights = [len(_bars(rows, results)) + 1 for rows in sweeps.values()]
     with picture(path, 470, 40 + 26 * len(sweeps) + 15 * sum(heights)) as figure:
         panels = figure.subplots(len(sweeps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]

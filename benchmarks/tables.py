@@ -1,7 +1,15 @@
-"""Results as a table of text."""
+"""Results in groups, and as a table of text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+
+def grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """The rows of each group, in the order of their first ones; `key`: of a row's group."""
+    groups: dict[Any, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], digits: str) -> None:

@@ -40,13 +40,8 @@ def run_peer(file: pathlib.Path, python: str, runs: Sequence[RunConfig], platfor
 
 def shape_of(run: RunConfig) -> dict:
     """The parameters of a run that a peer gets."""
-    model = run.model
-    return {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "vocabulary": model.vocabulary,
-        "sequence_length": model.sequence_length,
+    model = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
+    return {name: getattr(run.model, name) for name in model} | {
         "microbatch_size": run.parallel.microbatch_size,
         "microbatches": run.microbatches,
         "precision": run.train.precision,
