@@ -121,11 +121,7 @@ def compiled(run: RunConfig, gpu: Gpu, **options) -> tuple[dict[str, Any], StepA
 
 
 def measure(run: RunConfig, gpu: Gpu, timeout: float = 900) -> Row:
-    """Compiles a run; its row without the case, with "failed" instead of figures if the compiler refuses the program.
-
-    Raises:
-      ConfigError: the compiler is not installed.
-    """
+    """Compiles a run; its row without the case, with "failed" instead of figures if the compiler refuses the program."""
     figures: dict[str, Any] = {"gpu": gpu.name, "versions": compiler_versions()}
     try:
         result, found = compiled(run, gpu, timeout=timeout)
@@ -272,8 +268,7 @@ def errors_of_the_best(found: Sequence[Comparison]) -> list[float]:
 def comparison_error(errors: Iterable[Sequence[float]]) -> float:
     """The root mean square, over all pairs of layouts of one question, of what their predicted ratio is off by.
 
-    Args:
-      errors: of the predicted times of each question's layouts, relative to the compiled programs'.
+    `errors`: of the predicted times of each question's layouts, relative to the compiled programs'.
     """
     off = [math.log1p(a) - math.log1p(b) for some in errors for a, b in itertools.combinations(some, 2)]
     return math.sqrt(sum(one**2 for one in off) / len(off))
@@ -295,9 +290,6 @@ def account(name: str, gpu: Gpu) -> str:
     """The account of a case, seconds of compilation and peak; of one-gpu also the plain step's.
 
     That one is compiled with XLA's default flags, as one that is written by hand is, and with those that megajax sets.
-
-    Raises:
-      ConfigError: a step does not compile.
     """
     words = SETS["account"][name]
     run, lines, seconds = run_of(words, gpu), [f"{name}: {words}"], []

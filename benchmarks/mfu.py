@@ -76,11 +76,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
-    """The options described above, and those of a training run as `words`.
-
-    Raises:
-      ConfigError: an invalid value.
-    """
+    """The options described above, and those of a training run as `words`; raises ConfigError for an invalid value."""
     parser = Parser(add_help=False)
     add = parser.add_argument
     kinds = {"meshes": plain_text, "schedules": plain_text, "microbatch-sizes": whole(), "recomputes": plain_text}

@@ -20,12 +20,7 @@ SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b:2", "zb_h1", "zb_1
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run to time.
-
-    Attributes:
-      sweep: the option that is varied.
-      label: its value.
-    """
+    """A run to time: the option that is varied, its value, and the run."""
 
     sweep: str
     label: str
@@ -150,11 +145,7 @@ class Step:
     """The compiled and warmed-up training step of a run. Calling it runs it once and returns the seconds."""
 
     def __init__(self, run: RunConfig, devices):
-        """Compiles and warms up.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the devices do not have enough memory.
-        """
+        """Compiles and warms up; raises jax.errors.JaxRuntimeError if the devices do not have enough memory."""
         import jax
 
         from megajax.runtime.mesh import make_mesh

@@ -16,11 +16,7 @@ ON_CPU = (
 
 
 def read(path: pathlib.Path) -> dict:
-    """The results of a .json file that `write` has written.
-
-    Raises:
-      UserError: there is no such file, or it has something else.
-    """
+    """The results of a .json file that `write` has written; raises UserError for another file, or none."""
     try:
         results = json.loads(path.read_text())
         results["device"], results["rows"]

@@ -241,8 +241,7 @@ def published_time(
 ) -> PublishedTime:
     """Predicted time of one optimizer step of `run` by a published program; `make_mesh` places the mesh on hosts.
 
-    Raises:
-      ConfigError: the GPU has no peak for the run's precision.
+    Raises ConfigError if the GPU has no peak for the run's precision.
     """
     sharding, parallel, model = sharding or Sharding(run.parallel.zero), run.parallel, model_costs(run.model)
     ops = Operations(run, gpu, software, fitted)

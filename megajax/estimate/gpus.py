@@ -79,11 +79,7 @@ class Gpu:
         return chip if chip in ("a100", "h100", "h200") else "a100" if chip in ("v100", "a10g") else "h100"
 
     def peak(self, precision: str) -> float:
-        """Dense FLOP/s in "bf16", "fp16" or "fp32".
-
-        Raises:
-          ConfigError: the GPU has no tensor cores for that type.
-        """
+        """Dense FLOP/s in "bf16", "fp16" or "fp32"; raises ConfigError if the GPU has no tensor cores for that type."""
         peak = published_peak(self.device_kind, precision)
         if peak is None:
             raise ConfigError(f"gpu = {self.name} has no peak for precision = {precision}: pass --precision fp16|fp32.")
@@ -107,11 +103,7 @@ GPUS = _read()
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`.
-
-    Raises:
-      ConfigError: there is none; the message lists the known ones.
-    """
+    """The GPU called `name`; raises ConfigError, which lists the known ones, if there is none."""
     if name not in GPUS:
         raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu NAME.")
     return GPUS[name]
@@ -125,12 +117,7 @@ def gpu_of(device: jax.Device) -> Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of a device, which MFU is relative to.
-
-    Attributes:
-        flops: FLOP/s of one device when all of them work.
-        source: "published" or "measured", to be printed with any utilisation derived from it.
-    """
+    """FLOP/s of one device when all of them work, which MFU is relative to; "published" or "measured", to print with it."""
 
     flops: float
     source: str

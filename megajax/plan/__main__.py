@@ -148,11 +148,7 @@ def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> in
 
 
 def _keep_older(path: pathlib.Path, text: str) -> None:
-    """Renames a file that has another text to FILE.old, with a line on stderr: people edit their plans.
-
-    Raises:
-      ConfigError: it cannot be renamed.
-    """
+    """Renames a file that has another text to FILE.old, with a line on stderr: people edit their plans."""
     older = path.with_name(path.name + ".old")
     try:
         if path.is_file() and path.read_bytes() != text.encode():

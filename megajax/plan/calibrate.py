@@ -78,11 +78,7 @@ SMALL = Sizes(
 
 
 def calibrate(arguments: Sequence[str] | None) -> int:
-    """The command; returns 0.
-
-    Raises:
-      ConfigError: an option, the devices or the file are not valid.
-    """
+    """The command; returns 0. Raises ConfigError if an option, the devices or the file are not valid."""
     parser = Parser(prog="python -m megajax.plan --calibrate", description=__doc__)
     parser.add_argument("--calibrate", action="store_true", help="measure the devices there are")
     parser.add_argument(
@@ -120,11 +116,7 @@ def calibrate(arguments: Sequence[str] | None) -> int:
 
 
 def _kept(path: pathlib.Path) -> str:
-    """The lines of an existing file before its table [measured], which is replaced.
-
-    Raises:
-      ConfigError: it is not a cluster's file, or its measured rates are in no table of that name.
-    """
+    """The lines of an existing file of a cluster before its table [measured], which is replaced."""
     if not path.exists():
         return ""
     load_cluster(str(path))
@@ -138,11 +130,7 @@ def _kept(path: pathlib.Path) -> str:
 
 
 def _gpu_name(path: pathlib.Path, given: str | None, device: jax.Device) -> str:
-    """The name in `GPUS` of the devices, or of an existing file.
-
-    Raises:
-      ConfigError: the devices are GPUs that the table does not have, or the file names others.
-    """
+    """The name in `GPUS` of the devices, or of an existing file, which must not name others."""
     known = next((gpu.name for gpu in GPUS.values() if gpu.device_kind == device.device_kind), None)
     if path.exists():
         name = load_cluster(str(path)).gpu.name
@@ -159,11 +147,7 @@ def _gpu_name(path: pathlib.Path, given: str | None, device: jax.Device) -> str:
 
 
 def _host_size(given: int | None, devices: Sequence[jax.Device]) -> int:
-    """Devices of a host: of the processes on the machine of process 0.
-
-    Raises:
-      ConfigError: they do not divide the devices.
-    """
+    """Devices of a host: of the processes on the machine of process 0."""
     size = given
     if size is None:
         name = np.array([zlib.crc32(socket.gethostname().encode())], np.uint32)

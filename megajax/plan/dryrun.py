@@ -148,11 +148,7 @@ def dry_run(
 
 
 def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -> int:
-    """Compiles and prints memory, times and traffic as one JSON object; returns the exit code.
-
-    Raises:
-      ConfigError: the compiler is not installed, or refuses the program.
-    """
+    """Compiles and prints memory, times and traffic as one JSON object; returns the exit code."""
     run = _with_installed_attention(run)
     try:
         result = _compiled(run, gpu, timeout, save_hlo)

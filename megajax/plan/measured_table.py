@@ -18,11 +18,7 @@ GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
 
 def measured_of(table: Any) -> Measured:
-    """The rates of the table [measured].
-
-    Raises:
-      ConfigError: a field is unknown or not legal: which, and what is legal.
-    """
+    """The rates of the table [measured]; raises ConfigError if a field is unknown or not legal: which, and what is."""
     _check_table("measured", table, FIELDS)
     precision = table.get("precision", "bf16")
     if precision not in DTYPES:

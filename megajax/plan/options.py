@@ -24,11 +24,7 @@ MOST_GPUS, MOST_LAYERS = 10**6, 1024
 
 
 def clusters_of(args: argparse.Namespace) -> list[Cluster]:
-    """The clusters that the command line names: one, or those to compare.
-
-    Raises:
-      ConfigError: none is named, the GPU is not known, or a file is not valid.
-    """
+    """The clusters that the command line names: one, or those to compare; raises ConfigError if there is none."""
     if args.compare:
         return [load_cluster(path) for path in args.compare]
     if args.cluster:

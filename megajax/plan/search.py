@@ -91,11 +91,7 @@ class Question:
 
     @property
     def resolved_attention(self) -> str:
-        """The attention that runs on this GPU: "xla", "cudnn" or "pallas".
-
-        Raises:
-          ConfigError: a fused kernel is requested, which does not support this model on this GPU.
-        """
+        """The attention that runs on this GPU: "xla", "cudnn" or "pallas"; raises as `with_attention`."""
         return with_attention(self.base, self.gpu).parallel.attention
 
     @property
