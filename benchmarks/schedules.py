@@ -103,8 +103,7 @@ def measured_rows(repeats: int) -> list[dict]:
     low, high = MICROBATCHES[-2:]
     slope = (best.pop((APART, 1, high)) - best.pop((APART, 1, low))) / (high - low)
     rows = []
-    for name, chunks, microbatches in best:
-        seconds = best[name, chunks, microbatches]
+    for (name, chunks, microbatches), seconds in best.items():
         schedule = make_schedule(name, stages=TIMED_STAGES, microbatches=microbatches, chunks=chunks)
         rows.append(
             {

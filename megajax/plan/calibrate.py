@@ -29,10 +29,9 @@ from megajax.estimate.measured import Links, Measured, fit_link, rates_by_size
 from megajax.estimate.rates import FUSED_BACKWARD, PALLAS_BACKWARD
 from megajax.ops.attention import CUDNN, PALLAS, XLA
 from megajax.ops.attention_choice import choose_attention
-from megajax.plan.cluster import load_cluster
+from megajax.plan.cluster import load_cluster, measured_text
 from megajax.plan.compiler import compiler_versions, installed_versions
 from megajax.plan.measure import attention_rates, collective_times, copy_rate, matmul_rate
-from megajax.plan.measured_table import measured_text
 from megajax.runtime.distributed import start
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import plain_text, whole
