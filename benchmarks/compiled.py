@@ -78,15 +78,9 @@ def read() -> dict[tuple[str, str], list[Row]]:
 def run_from_json(fields: dict[str, Any]) -> RunConfig:
     """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as files of results have it; without data."""
     model = BertConfig if "post_norm" in fields["model"] else ModelConfig
+    tuples = lambda section: {key: tuple(x) if isinstance(x, list) else x for key, x in fields[section].items()}  # noqa: E731
     sections = {"model": model, "parallel": ParallelConfig, "train": TrainConfig}
-    return RunConfig(
-        **{
-            name: kind(
-                **{key: tuple(value) if isinstance(value, list) else value for key, value in fields[name].items()}
-            )
-            for name, kind in sections.items()
-        }
-    )
+    return RunConfig(**{name: kind(**tuples(name)) for name, kind in sections.items()})
 
 
 def write(rows: Mapping[tuple[str, str], Iterable[Row]]) -> None:

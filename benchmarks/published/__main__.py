@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from benchmarks.published.model import PublishedTime, published_time
+from benchmarks.published.model import published_time
 from benchmarks.published.operations import FITTED, Fitted
 from benchmarks.published.rows import ROWS, Row
 from megajax.config import RunConfig
@@ -27,7 +27,6 @@ class Check:
 
     row: Row
     run: RunConfig
-    time: PublishedTime
     teraflops: float
 
     @property
@@ -39,7 +38,7 @@ def check(row: Row, fitted: Fitted = FITTED) -> Check:
     """Predicts a row; of several candidate runs, the fastest."""
     of = lambda run: published_time(run, row.gpu, row.software, row.sharding, fitted)  # noqa: E731
     run, time = min(((run, of(run)) for run in row.runs), key=lambda pair: pair[1].total)
-    return Check(row, run, time, row.flops() / time.total / run.parallel.devices / 1e12)
+    return Check(row, run, row.flops() / time.total / run.parallel.devices / 1e12)
 
 
 def fit() -> Fitted:

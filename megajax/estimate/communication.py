@@ -22,7 +22,7 @@ from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import sent_share
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, shared_parameters
+from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, rows_of, shared_parameters
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
@@ -92,12 +92,7 @@ def collectives(program: StepProgram) -> list[Sent]:
 def _activation(run: RunConfig) -> int:
     """Bytes of bsh."""
     model = model_costs(run.model)
-    return _rows(run) * model.hidden * ITEMSIZE[run.train.precision]
-
-
-def _rows(run: RunConfig) -> int:
-    """Tokens of a microbatch on a device."""
-    return run.parallel.microbatch_size * model_costs(run.model).sequence_length // run.parallel.context
+    return rows_of(model, run.parallel) * model.hidden * ITEMSIZE[run.train.precision]
 
 
 def _of_blocks(run: RunConfig, count: Callable[[ModelCosts], Any], most: Callable[[Any], float] = float) -> Any:
@@ -224,7 +219,7 @@ def _expert(program: StepProgram) -> list[Sent]:
         for kind, count in counts
     ]
     # Of each token: its experts' numbers and weights, in the forward and where it is repeated, and the weights' gradients.
-    choices = (degree - 1) * _rows(run) * experts.chosen * CHOICE
+    choices = (degree - 1) * rows_of(model_costs(run.model), parallel) * experts.chosen * CHOICE
     formula = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes per layer with experts and microbatch"
     return lines + [
         Sent("expert", kind, "choices of experts", BLOCKS, formula, count * passes, choices, in_papers=False)
@@ -300,6 +295,6 @@ def _context_sends(run: RunConfig) -> tuple[float, float]:
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0, 0.0
-    one = _rows(run) * model.attention.groups * model.attention.head_size / parallel.tensor
+    one = rows_of(model, parallel) * model.attention.groups * model.attention.head_size / parallel.tensor
     ranks = parallel.context
     return 2 * (2 * (ranks - 1) + ranks) * run.microbatches * _of_blocks(run, lambda kind: 1), one

@@ -53,9 +53,8 @@ def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
     """
     if run.parallel.expert_dispatch != "auto":
         return run
-    names = ("gather", "all_to_all") if run.parallel.expert > 1 else ("gather",)
-    choices = [run.with_layout(expert_dispatch=name) for name in names]
-    if len(choices) == 1:
-        return choices[0]
+    if run.parallel.expert == 1:
+        return run.with_layout(expert_dispatch="gather")
+    choices = [run.with_layout(expert_dispatch=name) for name in ("gather", "all_to_all")]
     rates, item = rates_of(gpu, run.train.precision), ITEMSIZE[run.train.precision]
     return min(choices, key=lambda one: sum(dispatch_times(model_costs(one.model), one.parallel, rates, item)))

@@ -61,9 +61,8 @@ def block_parameters(run: RunConfig) -> tuple[int, int]:
     block = model.block.on_device(parallel.tensor)
     if model.experts is None:
         return block, 0
-    return block - model.experts.on_device(parallel.tensor, 1), model.experts.on_device(
-        parallel.tensor, parallel.expert
-    )
+    every, own = (model.experts.on_device(parallel.tensor, degree) for degree in (1, parallel.expert))
+    return block - every, own
 
 
 def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
