@@ -60,12 +60,9 @@ def blocks(
     limit: int | None,
     layers: int | None,
 ) -> list[Case]:
-    """One-device models of each width, for each microbatch size.
+    """One-device models of each width, for each microbatch size; `base` has all other options.
 
     Args:
-      base: all other options.
-      widths: hidden sizes.
-      microbatch_sizes: in samples.
       limit: bytes that a program may use; None, on a CPU, means two layers.
       layers: of all models; None: as many as fit by the memory model, the same for all microbatch sizes.
     """

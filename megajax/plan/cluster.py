@@ -47,14 +47,7 @@ MICRO = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a run costs.
-
-    Attributes:
-      hours: from start to end.
-      gpu_hours: of all GPUs together.
-      money: in the cluster's currency; None without a price.
-      megawatt_hours: of energy, the building's included.
-    """
+    """What a run costs: money in the cluster's currency, None without a price; energy with the building's."""
 
     hours: float
     gpu_hours: float

@@ -68,14 +68,7 @@ SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a search found.
-
-    Attributes:
-      cluster: with its price and power.
-      tokens: to train on.
-      candidates: all legal layouts, in the order of `search`.
-      top: the number of layouts to show.
-    """
+    """What a search found: all legal layouts in its order, of which `top` are shown, for a training on so many tokens."""
 
     cluster: Cluster
     tokens: float

@@ -48,8 +48,6 @@ class Question:
 
     Attributes:
       model: configuration of any model with an estimate of its costs.
-      gpus: number of GPUs.
-      gpu: the kind of GPU.
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
