@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from benchmarks.published.model import published_time
 from benchmarks.published.operations import FITTED, Fitted
 from benchmarks.published.rows import ROWS, Row
+from benchmarks.tables import grouped
 from megajax.config import RunConfig
 from megajax.config.options import Parser
 from megajax.estimate.error_bars import KINDS, ErrorBar
@@ -57,14 +58,10 @@ def is_tested(row: Row) -> bool:
 
 def error_bar(checks: Sequence[Check]) -> ErrorBar:
     """Of rows of one kind: the rms error, and the spread within a source around the source's mean error."""
-    within = []
-    for source in {one.row.source for one in checks}:
-        errors = [one.error for one in checks if one.row.source == source]
-        within += [(error - sum(errors) / len(errors)) ** 2 for error in errors]
-    square = sum(one.error**2 for one in checks)
-    sources = len({one.row.source for one in checks})
-    spread = math.sqrt(sum(within) / (len(checks) - sources)) if len(checks) > sources else math.nan
-    return ErrorBar(math.sqrt(square / len(checks)), spread)
+    errors = [[one.error for one in some] for some in grouped(checks, lambda one: one.row.source).values()]
+    within = sum((error - sum(some) / len(some)) ** 2 for some in errors for error in some)
+    spread = math.sqrt(within / (len(checks) - len(errors))) if len(checks) > len(errors) else math.nan
+    return ErrorBar(math.sqrt(sum(one.error**2 for one in checks) / len(checks)), spread)
 
 
 def report(checks: Sequence[Check]) -> str:
