@@ -29,7 +29,8 @@ import numpy as np
 
 from benchmarks.tables import print_table
 from megajax.config.options import Parser
-from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
+from megajax.data.blending import Blend, blend_order
+from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter, pair_paths
 from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
@@ -104,8 +105,6 @@ def _ids(folder: pathlib.Path) -> float:
 
 def _writer_rate(folder: pathlib.Path) -> float:
     """MB of ids per second through IndexedWriter, one document at a time, as for megatron-core's builder."""
-    from megajax.data.indexed import IndexedWriter
-
     source = IndexedDataset(folder / "out")
     start = time.perf_counter()
     with IndexedWriter(folder / "again", source.dtype, overwrite=True) as writer:
@@ -127,24 +126,29 @@ def sparse_pair(prefix: pathlib.Path, documents: int) -> None:
         stream.truncate(int(ends[-1]))
 
 
+def _samples(prefix: pathlib.Path, length: int = SEQUENCE_LENGTH):
+    """The samples of a pair, whose indices are built and stored, or found again."""
+    return Blend.parse([str(prefix)]).samples((0.0, 1.0), None, length, 1234)
+
+
+def _build_twice(prefix: pathlib.Path) -> dict:
+    """Seconds of building the indices, and of finding them again; called in a process of its own."""
+    row = {}
+    for names in (("seconds", "processor"), ("found again", "found processor")):
+        start, begun = time.perf_counter(), time.process_time()
+        row["samples"] = _samples(prefix).count
+        row |= zip(names, (time.perf_counter() - start, time.process_time() - begun), strict=True)
+    return row
+
+
 def index_rows(folder: pathlib.Path, options) -> list[dict]:
     """Building the three indices; with --megatron-python they are compared with megatron-core's."""
     rows = []
     for millions in options.documents:
         prefix = folder / f"{millions}m"
         sparse_pair(prefix, round(millions * 1e6))
-        code = (
-            "import json, sys, time\nfrom megajax.data.blending import Blend\n"
-            f"build = lambda: Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
-            "start, begun = time.perf_counter(), time.process_time()\n"
-            "samples = build()\n"
-            "seconds, spent = time.perf_counter() - start, time.process_time() - begun\n"
-            "start, begun = time.perf_counter(), time.process_time()\nbuild()\n"
-            "row = {'samples': samples.count, 'seconds': seconds, 'processor': spent}\n"
-            "row |= {'found again': time.perf_counter() - start, 'found processor': time.process_time() - begun}\n"
-            "print(json.dumps(row))"
-        )
-        row = {"M documents": millions} | _json([sys.executable, "-c", code, str(prefix)])
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            row = {"M documents": millions} | pool.apply(_build_twice, (prefix,))
         if options.megatron_python:
             theirs = _peer(options, "index", str(prefix), str(SEQUENCE_LENGTH))
             row |= {f"megatron-core {name}": theirs[name] for name in ("seconds", "processor")}
@@ -157,14 +161,12 @@ def index_rows(folder: pathlib.Path, options) -> list[dict]:
 
 def _same_index(folder: pathlib.Path, prefix: pathlib.Path) -> bool:
     theirs = {name: next(prefix.glob(f"cache/*/*{name}_index.npy")) for name in ("document", "sample", "shuffle")}
-    ours = {name: next(path for path in folder.glob(f"index_cache/*/{name}.npy")) for name in theirs}
+    ours = {name: next(folder.glob(f"index_cache/*/{name}.npy")) for name in theirs}
     return all(ours[name].read_bytes() == theirs[name].read_bytes() for name in theirs)
 
 
 def blend_rows(folder: pathlib.Path, options) -> list[dict]:
     """The order of 10 M samples."""
-    from megajax.data.blending import blend_order
-
     rows = []
     for datasets in (2, 10, 100):
         weights = np.random.RandomState(0).dirichlet(np.ones(datasets))
@@ -181,12 +183,11 @@ def blend_rows(folder: pathlib.Path, options) -> list[dict]:
 
 def loader_rows(folder: pathlib.Path, options) -> list[dict]:
     """Batches of 64 samples of 2048 tokens, from documents of 600 tokens on average, files in memory."""
-    from megajax.data.blending import Blend
     from megajax.data.loader import Loader
 
     prefix = folder / "loaded"
     sparse_pair(prefix, 200_000)
-    samples = Blend.parse([str(prefix)]).samples((0.0, 1.0), None, SEQUENCE_LENGTH, 1234)
+    samples = _samples(prefix)
     loader, batches = Loader(samples, 64, 8, vocabulary=50257), 800
     rates = {"megajax Loader, one thread": _rate(loader.batch, batches)}
     try:
@@ -224,7 +225,6 @@ def _rate(batch, count: int) -> float:
 def step_rows(folder: pathlib.Path, options) -> list[dict]:
     """Time that training steps wait for their batches, with and without prefetching."""
     from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-    from megajax.data.blending import Blend
     from megajax.data.loader import Loader
     from megajax.data.prefetch import Prefetch, place_batch
     from megajax.runtime.mesh import make_mesh, start_devices
@@ -240,7 +240,7 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
     run = RunConfig(
         model, ParallelConfig(data=2, microbatch_size=4), TrainConfig(global_batch_size=16, steps=options.steps)
     )
-    samples = Blend.parse([str(prefix)]).samples((0.0, 1.0), None, model.sequence_length, 1234)
+    samples = _samples(prefix, model.sequence_length)
     training = make_training(run, make_mesh(run.parallel, devices))
     loader, size, rows = Loader(samples, 16, run.microbatches), 16, []
     state = training.init_state()
