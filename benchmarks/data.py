@@ -205,13 +205,11 @@ def loader_rows(folder: pathlib.Path, options) -> list[dict]:
         rates["the same windows through grain, its 16 threads"] = _rate(lambda _: next(found), batches)
     except ImportError:
         pass
-    rows = [
-        {"what": name, "samples/s": rate, "M tokens/s": rate * SEQUENCE_LENGTH / 1e6} for name, rate in rates.items()
-    ]
     if options.megatron_python:
-        rate = _peer(options, "loader", str(prefix), str(SEQUENCE_LENGTH), str(batches))["rate"]
-        rows.append({"what": "megatron-core GPTDataset", "samples/s": rate, "M tokens/s": rate * SEQUENCE_LENGTH / 1e6})
-    return rows
+        peer = _peer(options, "loader", str(prefix), str(SEQUENCE_LENGTH), str(batches))
+        rates["megatron-core GPTDataset"] = peer["rate"]
+    tokens = SEQUENCE_LENGTH / 1e6
+    return [{"what": name, "samples/s": rate, "M tokens/s": rate * tokens} for name, rate in rates.items()]
 
 
 def _rate(batch, count: int) -> float:
@@ -264,11 +262,9 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
 
 
 def _peer(options, *words: str) -> dict:
+    """What megatron-core's part of the benchmark answers."""
     script = pathlib.Path(__file__).with_name("data_peer.py")
-    return _json([options.megatron_python, "-W", "ignore", str(script), *words])
-
-
-def _json(command: list[str]) -> dict:
+    command = [options.megatron_python, "-W", "ignore", str(script), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[:4]} failed:\n{done.stderr[-3000:]}")
@@ -300,10 +296,8 @@ def main(arguments: Sequence[str] | None) -> None:
             results[part] = globals()[f"{part}_rows"](pathlib.Path(folder), options)
         print(f"\n{part}")
         print_table(results[part], ".3g")
-        results |= {
-            "command": "python -m benchmarks.data",
-            "versions": {"numpy": np.__version__, "cores": os.cpu_count()},
-        }
+        results |= {"command": "python -m benchmarks.data"}
+        results |= {"versions": {"numpy": np.__version__, "cores": os.cpu_count()}}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")
 
