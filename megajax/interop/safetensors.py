@@ -77,18 +77,18 @@ def has_tensors(directory: pathlib.Path) -> bool:
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory with model.safetensors, or with shards and their index. Reads headers only.
+    """All tensors of a directory with model.safetensors, or else with shards and their index. Reads headers only.
 
     Raises:
       ConfigError: a file is missing, truncated, or not in the format; or the index does not fit its files.
     """
-    if not (directory / INDEX).exists():
-        if not (directory / SINGLE).exists():
-            others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
-            remedy = "import that file" if others[:1] and others[0].endswith("gguf") else CONVERT
-            instead = f" (but {others[0]}: {remedy})" if others else ""
-            raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{instead}; give a directory that has one")
+    if (directory / SINGLE).exists():
         return _read_header(directory / SINGLE)
+    if not (directory / INDEX).exists():
+        others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
+        remedy = "import that file" if others[:1] and others[0].endswith("gguf") else CONVERT
+        instead = f" (but {others[0]}: {remedy})" if others else ""
+        raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{instead}; give a directory that has one")
     names = _read_index(directory / INDEX)
     files = {file: _read_header(directory / file) for file in sorted(set(names.values()))}
     for name, file in names.items():

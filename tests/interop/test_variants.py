@@ -65,6 +65,20 @@ def test_what_is_not_computed_is_one_line(name, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_adapter_beside_a_model_is_one_line(tmp_path, capsys):
+    directory = variant(("llama", {}, None), tmp_path)
+    (directory / "adapter_config.json").write_text("{}")
+    assert convert("import", directory, "--run-dir", tmp_path / "run") == 2
+    assert "has an adapter of PEFT: merge it" in capsys.readouterr().err
+
+
+def test_one_file_goes_before_shards_as_in_transformers(tmp_path):
+    """A directory that was written twice, in two ways."""
+    directory = variant(("llama", {}, None), tmp_path)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "old.safetensors"}}')
+    assert len(open_tensors(directory)) == 39
+
+
 @pytest.mark.parametrize("name", ["unequal rates", "dropout of attention", "noise of the router"])
 def test_what_changes_training_only_is_a_note(name, tmp_path, capsys):
     directory = variant(CONFIGS[name], tmp_path)

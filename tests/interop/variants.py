@@ -372,6 +372,18 @@ REFUSED = {
         None,
         "layer_types = .* is not supported",
     ),
+    "types of layers of a family without windows": (
+        "llama",
+        {"sliding_window": 4, "layer_types": ["sliding_attention"] * LAYERS},
+        None,
+        "layer_types = .* is not supported",
+    ),
+    "types of layers without a window": (
+        "mixtral",
+        {"layer_types": ["sliding_attention"] * LAYERS},
+        None,
+        "layer_types = .* is not supported",
+    ),
     "some layers with a window": (
         "qwen2",
         {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "layer_types": REMOVED},
@@ -383,6 +395,18 @@ REFUSED = {
         {"per_layer_config": {"0": {"hidden_act": "gelu"}}},
         None,
         "per_layer_config",
+    ),
+    "more layers than can be listed": (
+        "qwen2",
+        {"num_hidden_layers": 10**9},
+        None,
+        "num_hidden_layers = 1000000000 is not",
+    ),
+    "weights of another name": (
+        "llama",
+        {"transformers_weights": "b.safetensors"},
+        None,
+        "transformers_weights = 'b.saf",
     ),
     "biases of attention alone": ("llama", {"attention_bias": True}, None, "attention_bias = True is not supported"),
     "biases of the MLP alone": ("llama", {"mlp_bias": True}, None, "mlp_bias = True is not supported"),
