@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["DTYPES", "EIGHT_BITS", "FLOATS", "INDEX", "Shards", "StoredTensor", "has_tensors", "open_tensors"]
+__all__ = ["DTYPES", "EIGHT_BITS", "FLOATS", "INDEX", "Shards", "StoredTensor", "Tensor", "has_tensors", "open_tensors"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -31,6 +32,19 @@ OTHERS |= {"BOOL": np.dtype(np.bool_), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CONVERT = "convert it with transformers' save_pretrained"
 LONGEST_HEADER = 100 * 2**20
+
+
+class Tensor(Protocol):
+    """A tensor in a file: `StoredTensor`, one of `hugging_face.quantized`, `gguf.file.GGUFTensor`, or one of Megatron-LM's.
+
+    Attributes:
+      shape: of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Elements start to stop of the first axis."""
 
 
 @dataclasses.dataclass(frozen=True)

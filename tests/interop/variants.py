@@ -265,6 +265,7 @@ def cast(**dtypes) -> Callable[[dict], None]:
 
 
 EMBEDDING, HEAD, WTE = "model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight"
+WORDS, DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder."
 TIED = {"tie_word_embeddings": True}
 BUFFERS = {
     "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
@@ -464,6 +465,18 @@ REFUSED = {
         {"quantization_config": {"load_in_8bit": True}},
         None,
         "quantised by 'load_in_8bit' are not read.*model.dequantize",
+    ),
+    "two tables of BERT": (
+        "bert",
+        {},
+        lambda arrays: arrays.update({DECODER + "weight": draw(arrays[WORDS].shape)}),
+        "cls.predictions.decoder.weight is not tied to the embedding, but has other values",
+    ),
+    "two biases of BERT": (
+        "bert",
+        {},
+        lambda arrays: arrays.update({DECODER + "bias": 1 + arrays["cls.predictions.bias"]}),
+        "cls.predictions.decoder.bias is not tied",
     ),
     "gpt-oss": ("llama", {"model_type": "gpt_oss"}, None, "model_type = 'gpt_oss' has attention sinks, which"),
 }

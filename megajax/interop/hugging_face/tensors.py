@@ -23,31 +23,18 @@ The first letter of a tensor is the axis along which a leaf is read and written 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megajax.config import ModelConfig
 from megajax.config.layer_kinds import DENSE
 
-__all__ = ["TABLES", "Piece", "Table", "Tensor", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
+__all__ = ["TABLES", "Piece", "Table", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
 
 QUERIES, KEY, VALUE = (0, -2), (-2, -1), (-1, None)  # parts of the leaf's last but one axis
 GATE, UP = (0, 1), (1, 2)
 STACKED = "lx"  # the letters of a name's "{}"
-
-
-class Tensor(Protocol):
-    """A tensor in a file: `safetensors.StoredTensor`, one of `quantized`, `gguf.file.GGUFTensor`, or one of Megatron-LM's.
-
-    Attributes:
-      shape: of the whole tensor.
-    """
-
-    shape: tuple[int, ...]
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Elements start to stop of the first axis."""
 
 
 class Piece(NamedTuple):
