@@ -66,8 +66,7 @@ class Table:
     Attributes:
       leaves: by the name of the leaf, "blocks/..." or "shared/..."; without a piece, it is in no file and zero.
       prefix: of all tensors' names but the head's; files of a model without its head leave it out.
-      ignored: ends of the names of tensors that a model may not have: buffers of old versions, the second name of a tied
-        parameter, and heads that the configuration leaves out.
+      ignored: ends of names of tensors that are no parameters: old buffers, second names, heads that are left out.
       renamed: ends of names in old files -> those of today.
       tied: second names of parameters -> their first ones. A file may have either, or both.
     """
@@ -272,10 +271,7 @@ def _bert(norms: Mapping[str, str]) -> Table:
             *(f"{name}.{kind}" for name in BERT_HEADS for kind in ("weight", "bias")),
         ),
         renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        tied={
-            head + "decoder.weight": "bert.embeddings.word_embeddings.weight",
-            head + "decoder.bias": head + "bias",
-        },
+        tied={head + "decoder.weight": "bert.embeddings.word_embeddings.weight", head + "decoder.bias": head + "bias"},
     )
 
 
