@@ -34,14 +34,16 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "export": LAUNCH | _words("--dtype --max-shard-size --out --step"),
     "generate": LAUNCH
     | _words(
-        "--batch --data --devices --ignore-end --init-from --interactive --new-tokens --out --pipe --precision "
-        "--prefill-chunk --prompt --prompts --run-dir --seed --step --stop --temperature --trust --tensor --top-k --top-p"
+        "--apply-chat-template --batch --chat-template --data --devices --generation-config --ignore-end --init-from "
+        "--interactive --min-new-tokens --min-p --new-tokens --no-repeat-ngram-size --out --pipe --precision "
+        "--prefill-chunk --prompt --prompts --repetition-penalty --run-dir --seed --step --stop --system-prompt "
+        "--temperature --trust --tensor --top-k --top-p"
     ),
     "evaluate": LAUNCH
     | _words(
-        "--batch --context --data --devices --harness --include-path --init-from --last-token --limit "
-        "--num-fewshot --out --pipe --precision --run-dir --step --stride --task --task-data --tensor --trust --window "
-        "--zero"
+        "--apply-chat-template --batch --context --data --devices --fewshot-as-multiturn --harness --include-path "
+        "--init-from --last-token --limit --num-fewshot --out --pipe --precision --run-dir --step "
+        "--stride --system-instruction --task --task-data --tensor --trust --window --zero"
     ),
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),
     "plan": MODEL

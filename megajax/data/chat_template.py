@@ -1,199 +1,205 @@
-"""Chats as text: the Jinja template of a Hugging Face tokenizer, and which part of the text the assistant says.
+"""Chats as tokens: what transformers' `apply_chat_template` makes of them, and which tokens the assistant says.
 
-A template is found and rendered as transformers does (sandboxed, with its options, variables and functions), so that the
-text is that of `tokenizer.apply_chat_template(messages, tokenize=False)`. The assistant's part is
+The assistant's part is
 
-* the text inside {% generation %} ... {% endgeneration %}, if the template has such blocks: transformers' assistant mask;
+* what stands in {% generation %} ... {% endgeneration %}, if the template has such blocks: transformers' assistant mask;
 * if not, the text that follows the prompt of a generation: for each turn of the assistant, the text of the chat up to this
   turn without that of the chat before it, rendered with add_generation_prompt. So the end of the turn (<|im_end|>) is
   included, and its header (<|im_start|>assistant) is not, as when the model generates.
 
-Some templates change earlier turns when others follow (Qwen3 removes their thoughts). The texts of such a chat are one for
-each turn of the assistant: what the model sees when it generates that turn.
+Some templates change earlier turns when others follow (Qwen3 removes their thoughts). Such a chat is one sample for each
+turn of the assistant: what the model sees when it generates that turn.
 """
 
-import datetime
-import json
+import contextlib
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megajax.config import ConfigError
-from megajax.data.bounded_jinja import bounded_environment
+from megajax.data.hugging_face import load_file
+from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
-__all__ = ["ChatTemplate", "ChatText", "load_template"]
+__all__ = ["ChatTemplate", "Sample", "has_template", "load_template", "template_text"]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Unicode's noncharacters, for use inside programs: they mark where the template generates.
-BEGIN, END = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 GUIDE = "pass --chat-template with a template that has {% generation %} ... {% endgeneration %} around what it says"
+Messages = Sequence[Mapping[str, Any]]
+Sample = tuple[np.ndarray, np.ndarray]
 
 
-class ChatText(NamedTuple):
-    """A rendered chat.
+class Turn(NamedTuple):
+    """A message of the assistant.
 
     Attributes:
-      text: the whole of it.
-      answers: first character and last + 1 of each part that the assistant says.
+      number: of the message, from 0.
+      text: of the chat up to its end.
+      begin: first character that the assistant says.
     """
 
+    number: int
     text: str
-    answers: tuple[tuple[int, int], ...]
+    begin: int
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """The chat template of a tokenizer."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], name: str):
-        """Compiles a template.
+    def __init__(self, tokenizer: HuggingFaceTokenizer, hugging_face: Any, given: str | None, name: str):
+        """A template that `load_template` has found.
 
         Args:
-          source: its text.
-          variables: the special tokens, by their names in tokenizer_config.json.
+          tokenizer: encodes the texts.
+          hugging_face: the same tokenizer, of transformers.
+          given: the template's text, in place of the tokenizer's; None: the tokenizer's.
           name: where it is from, for messages.
-
-        Raises:
-          ConfigError: it is not a Jinja template, or jinja2 is not installed.
         """
-        jinja2 = _library(name)
-        self.name, self._variables = name, dict(variables)
-        self._marks = bool(GENERATION.search(source))
-        try:
-            self._template = _environment(jinja2).from_string(source)
-        except Exception as error:  # jinja2's compiler, and Python's, on texts that nobody foresaw
-            reason = str(error) or type(error).__name__
-            raise ConfigError(f"{name} is not a Jinja template ({reason}): pass another --chat-template") from None
+        self.name, self._tokenizer, self._hugging_face, self._given = name, tokenizer, hugging_face, given
 
-    def texts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[ChatText]:
-        """The texts of a chat: one, or one for each turn of the assistant.
+    def prompt(self, messages: Messages, tools: Sequence[Any] | None = None, **variables: Any) -> np.ndarray:
+        """The ids of a chat whose next message the model generates, int32 [tokens]; see `samples`."""
+        found = self._apply(messages, tools, add_generation_prompt=True, return_dict=True, **variables)
+        return self._tokenizer.checked(np.array(found["input_ids"], np.int32))
+
+    def samples(
+        self, messages: Messages, tools: Sequence[Any] | None = None, trained: Sequence[bool] = (), **variables: Any
+    ) -> list[Sample]:
+        """The samples of a chat: one, or one for each turn of the assistant.
 
         Args:
-          messages: with "role" and "content".
+          messages: in the form of transformers, with "role" and "content".
           tools: descriptions of functions, for templates that list them.
+          trained: for each message whether it is trained on, if it is the assistant's; empty: all are.
+          variables: of the template, such as enable_thinking.
+
+        Returns:
+          For each sample its ids, int32 [tokens], and whether each is said by the assistant, bool [tokens].
 
         Raises:
-          ConfigError: the template refuses the chat, or does not show where the assistant speaks; without the chat's place.
+          ConfigError: the template refuses the chat, or does not show where the assistant speaks.
         """
-        if self._marks:
-            return [_without_marks(self.render(messages, tools), self.name)]
-        whole = self.render(messages, tools)
-        turns = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:number], tools, generation=True)
-            after = whole if number + 1 == len(messages) else self.render(messages[: number + 1], tools)
-            if not after.startswith(before) or len(after) == len(before):
-                raise ConfigError(
-                    f"{self.name} does not continue its own prompt of a generation with message {number + 1}: {GUIDE}"
-                )
-            turns.append(ChatText(after, ((len(before), len(after)),)))
+        answers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+        kept = [number for number in answers if not trained or trained[number]]
+        with self._refusals():
+            source = self._hugging_face.get_chat_template(self._given, tools)
+        if GENERATION.search(source):
+            return [self._marked(messages, tools, answers, kept, variables)]
+        whole = self.render(messages, tools, **variables)
+        turns = [self._turn(messages, tools, number, whole, variables) for number in answers]
         if all(whole.startswith(turn.text) for turn in turns):
-            return [ChatText(whole, tuple(span for turn in turns for span in turn.answers))]
-        return turns
+            spans = [(turn.begin, len(turn.text)) for turn in turns if turn.number in kept]
+            return [self._encoded(whole, spans)]
+        return [self._encoded(turn.text, [(turn.begin, len(turn.text))]) for turn in turns if turn.number in kept]
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, generation: bool = False
+        self, messages: Messages, tools: Sequence[Any] | None = None, generation: bool = False, **variables: Any
     ) -> str:
-        """The text, with marks if the template has generation blocks."""
-        given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": generation}
-        self._template.environment.begin()
+        """The text of a chat; `generation`: that the model is to continue."""
+        return self._apply(messages, tools, tokenize=False, add_generation_prompt=generation, **variables)
+
+    def _turn(self, messages: Messages, tools: Any, number: int, whole: str, variables: Mapping[str, Any]) -> Turn:
+        before = self.render(messages[:number], tools, generation=True, **variables)
+        last = number + 1 == len(messages)
+        after = whole if last else self.render(messages[: number + 1], tools, **variables)
+        if not after.startswith(before) or len(after) == len(before):
+            raise ConfigError(
+                f"{self.name} does not continue its own prompt of a generation with message {number + 1}: {GUIDE}"
+            )
+        return Turn(number, after, len(before))
+
+    def _encoded(self, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
+        [(ids, offsets)] = self._tokenizer.encode_with_offsets([text])
+        said = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            said |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+        return ids, said
+
+    def _marked(self, messages: Messages, tools: Any, answers: list[int], kept: list[int], variables) -> Sample:
+        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True, **variables)
+        ids, said = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+        if kept != answers:
+            runs = np.cumsum(np.diff(said, prepend=False) & said)  # the number of the block that a token is in, from 1
+            if runs[-1] != len(answers):
+                raise ConfigError(
+                    f"{self.name} generates {runs[-1]} parts for {len(answers)} messages of the assistant, so that none can "
+                    "be left out: remove weight and train, or pass another --chat-template"
+                )
+            said &= np.isin(runs, [answers.index(number) + 1 for number in kept])
+        return self._tokenizer.checked(ids), said
+
+    def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
+        """apply_chat_template, whose errors are of people's chats and templates."""
+        hugging_face = self._hugging_face
+        parts = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+        with self._refusals("; a content has several parts: give it as one text" if parts else ""):
+            if not messages:  # the prompt of a chat that the assistant begins, which apply_chat_template refuses
+                source = hugging_face.get_chat_template(self._given, tools)
+                options.pop("tokenize")
+                return _renderer()([[]], tools, None, source, **hugging_face.special_tokens_map, **options)[0][0]
+            if parts:
+                text = hugging_face.apply_chat_template(messages, tools, chat_template=self._given, tokenize=False)
+                if any(str(one) in text for one in parts):
+                    raise ValueError("it writes a list as Python does")
+            return hugging_face.apply_chat_template(messages, tools, chat_template=self._given, **options)
+
+    @contextlib.contextmanager
+    def _refusals(self, advice: str = "") -> Iterator[None]:
         try:
-            return self._template.render(**self._variables | given)
+            yield
         except Exception as error:  # whatever a template raises: it may divide by zero, or recurse for ever
-            raise ConfigError(f"{self.name} refuses the chat: {str(error) or type(error).__name__}") from None
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise ConfigError(
+                    f"{self.name} is not a Jinja template ({reason}): pass another --chat-template"
+                ) from None
+            raise ConfigError(f"{self.name} refuses the chat: {reason}{advice}") from None
 
 
-def load_template(tokenizer: str, given: str | None) -> ChatTemplate:
-    """The template of a tokenizer's directory.
+def _renderer() -> Any:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
+def has_template(tokenizer: Tokenizer, given: str | None) -> bool:
+    """Whether chats have a template: `given`, or the tokenizer's own."""
+    return given is not None or bool(getattr(tokenizer.hugging_face, "chat_template", None))
+
+
+def load_template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
+    """The chat template of a tokenizer.
 
     Args:
-      tokenizer: path of its tokenizer.json; next to it chat_template.jinja, chat_template.json or tokenizer_config.json
-        has the template, and the last one the special tokens.
-      given: a file with another template; None: the directory's.
+      tokenizer: of a directory of Hugging Face, or, with `given`, of a tokenizer.json.
+      given: a file with a template in place of the tokenizer's, or the name of one of its several; None: the tokenizer's.
 
     Raises:
-      ConfigError: there is none, or it cannot be read.
+      ConfigError: there is none, it cannot be read, or a library is missing.
     """
-    directory = pathlib.Path(tokenizer).parent
-    settings = _read_json(directory / "tokenizer_config.json")
-    tokens = {name: settings[name] for name in TOKENS if settings.get(name) is not None}
-    variables = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    if given is not None:
-        return ChatTemplate(_read(pathlib.Path(given)), variables, given)
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return ChatTemplate(_read(path), variables, str(path))
-    for path in (directory / "chat_template.json", directory / "tokenizer_config.json"):
-        found = _read_json(path).get("chat_template")
-        if isinstance(found, list):  # several, by name
-            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
-        if isinstance(found, str):
-            return ChatTemplate(found, variables, f"chat_template in {path}")
-    raise ConfigError(
-        f"{directory} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): pass "
-        "--chat-template FILE, or data with prompt and completion"
-    )
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.files:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name} cannot be used for chats (messages), whose special tokens are text: pass "
+            "--tokenizer with a directory of Hugging Face, or data with prompt and completion"
+        )
+    hugging_face = tokenizer.hugging_face or load_file(pathlib.Path(tokenizer.name))
+    source = template_text(tokenizer, given)
+    if source is None and not hugging_face.chat_template:
+        raise ConfigError(
+            f"{tokenizer.name} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): pass "
+            "--chat-template FILE, or data with prompt and completion"
+        )
+    return ChatTemplate(tokenizer, hugging_face, source, given or f"the chat template of {tokenizer.name}")
 
 
-def _library(name: str) -> ModuleType:
-    try:
-        import jinja2.compiler
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError:
-        raise ConfigError(f"{name} needs the library jinja2: pip install 'megajax[finetune]'") from None
-    return jinja2
-
-
-def _environment(jinja2: ModuleType) -> Any:
-    """What transformers gives to templates; the generation blocks put marks around their text."""
-
-    class Generation(jinja2.ext.Extension):
-        tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller):
-            return f"{BEGIN}{caller()}{END}"
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = bounded_environment(jinja2)(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _without_marks(marked: str, name: str) -> ChatText:
-    parts = re.split(f"([{BEGIN}{END}])", marked)
-    text, answers, start = "", [], None
-    for part in parts:
-        if part == BEGIN and start is None:
-            start = len(text)
-        elif part == END and start is not None:
-            answers.append((start, len(text)))
-            start = None
-        elif part in (BEGIN, END):
-            raise ConfigError(f"{name} has a generation block inside another, or the chat has the character U+FDD0")
-        else:
-            text += part
-    return ChatText(text, tuple(answers))
+def template_text(tokenizer: Tokenizer, given: str | None) -> str | None:
+    """The template that is given in place of the tokenizer's (`load_template`); None: none is."""
+    own = getattr(tokenizer.hugging_face, "chat_template", None)
+    if given is None or (isinstance(own, dict) and given in own):
+        return given and own[given]
+    return _read(pathlib.Path(given))
 
 
 def _read(path: pathlib.Path) -> str:
@@ -202,16 +208,3 @@ def _read(path: pathlib.Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"cannot read the chat template {path}: {reason}; pass --chat-template FILE") from None
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is not JSON: download it again, or pass --chat-template FILE") from None
-    return found if isinstance(found, dict) else {}

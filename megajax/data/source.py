@@ -18,7 +18,7 @@ from megajax.data.ramp import RampedLoader
 from megajax.data.sft import load_answers
 from megajax.data.task_samples import TaskSamples, task_loader
 from megajax.data.text import load_documents, split_documents, tokenise
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +46,27 @@ def open_data(run: RunConfig) -> RunData:
     Raises:
       ConfigError: see `make_loaders`; or the tokenizer has ids beyond the model's vocabulary.
     """
-    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
-    check_vocabulary(run, tokenizer)
+    tokenizer = tokenizer_of_model(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document))
     training, validation = make_loaders(run, tokenizer)
     lines = describe(training.samples, run.total_samples)
     return RunData(RampedLoader(training, run), validation, lines, {"training": training, **validation}, tokenizer)
 
 
-def check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the tokenizer has ids beyond the model's vocabulary."""
+def tokenizer_of_model(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer for a run's model; added tokens that the model has no row for are refused in texts.
+
+    Raises:
+      ConfigError: others are beyond the model's vocabulary.
+    """
     known = getattr(run.model, "vocabulary", None)
-    if known is not None and tokenizer.vocabulary > known:
-        raise ConfigError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
-            f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
-        )
+    if known is None or tokenizer.vocabulary <= known:
+        return tokenizer
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.fits(known):
+        return tokenizer.of_model(known)
+    raise ConfigError(
+        f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
+        f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"
+    )
 
 
 def make_samples(

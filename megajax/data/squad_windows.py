@@ -73,7 +73,7 @@ class SpanSamples:
         """
         self.found, self.sizes, self.seed, self.name = found, sizes, seed, name
         self.pieces = WordPieces.from_tokenizer(tokenizer)
-        encoded = tokenizer.encode_with_offsets(found.contexts)
+        encoded = list(tokenizer.encode_with_offsets(found.contexts))
         self._contexts, self.spans = [ids for ids, _ in encoded], [spans for _, spans in encoded]
         asked = tokenizer.encode_all([question.text for question in found.questions])
         self._questions, self._cut = (

@@ -1,15 +1,14 @@
-"""The files of a tokenizer: those in a directory of Hugging Face or in a run directory, and the settings beside them."""
+"""The files of a tokenizer: which one of a directory or of a run directory it is read from."""
 
-import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 from megajax.config import ConfigError
 from megajax.config.toml_file import read_toml
+from megajax.data.hugging_face import SETTINGS, has_settings
 
-__all__ = ["FILES", "MERGES", "Settings", "find_file", "read_settings", "used_files", "wrong_file"]
+__all__ = ["FILES", "MERGES", "find_file", "has_tokenizer", "used_files", "wrong_file"]
 
 FILES = {
     ".json": "a tokenizer.json of Hugging Face",
@@ -26,38 +25,23 @@ IN_DIRECTORY = (
     "vocab.json",
 )
 MERGES = "merges.txt"
-BYTE_LEVEL = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer")  # whose vocab.json and merges.txt are GPT-2's kind
-# Files beside a tokenizer's own that Hugging Face stores with it: special tokens and the template of chats.
-COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", MERGES),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
-
-
-class Settings(NamedTuple):
-    """What tokenizer_config.json and special_tokens_map.json beside a tokenizer's file say.
-
-    Attributes:
-      end: the text of eos_token; None: there is none.
-      lower_case: do_lower_case, of WordPieces.
-    """
-
-    end: str | None
-    lower_case: bool
 
 
 def find_file(name: str) -> str:
-    """The tokenizer's file of a directory; any other name as it is.
+    """The directory of a tokenizer with settings of Hugging Face; the tokenizer's file of another one; others as they are.
+
+    A .model is a file as it is: Megatron-LM's users pass the one in a directory of Hugging Face.
 
     Raises:
       ConfigError: the directory has no tokenizer that megajax reads.
     """
     if not os.path.isdir(name):
-        return name
+        path = pathlib.Path(name)
+        whole = path.name in IN_DIRECTORY and path.suffix != ".model" and path.is_file() and has_settings(path.parent)
+        return str(path.parent) if whole else name
     directory = pathlib.Path(name)
-    for file in IN_DIRECTORY:
-        if (directory / file).is_file() and (file != "vocab.json" or (directory / MERGES).is_file()):
-            return str(directory / file)
+    if file := _first_file(directory):
+        return name if has_settings(directory) else str(directory / file)
     if (directory / "config.toml").is_file():
         return _of_run(directory)
     found = ", ".join(sorted(os.listdir(directory))[:5]) or "no file"
@@ -66,6 +50,16 @@ def find_file(name: str) -> str:
         f"tokenizer {name}: the directory has {found}, but none of {legal}: pass a directory or file with one; "
         "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(DIR) writes tokenizer.json"
     )
+
+
+def has_tokenizer(directory: pathlib.Path) -> bool:
+    """Whether a directory has the vocabulary of a tokenizer."""
+    return _first_file(directory) is not None
+
+
+def _first_file(directory: pathlib.Path) -> str | None:
+    found = (file for file in IN_DIRECTORY if (directory / file).is_file())
+    return next((file for file in found if file != "vocab.json" or (directory / MERGES).is_file()), None)
 
 
 def _of_run(run: pathlib.Path) -> str:
@@ -79,40 +73,10 @@ def _of_run(run: pathlib.Path) -> str:
     return find_file(str(inside)) if inside.exists() and not inside.samefile(run) else found
 
 
-def read_settings(file: str) -> Settings:
-    """The settings of a tokenizer's file; Hugging Face's are read, others have none.
-
-    Raises:
-      ConfigError: a file of settings cannot be read or is not JSON.
-    """
-    folder = pathlib.Path(file).parent
-    config, special = (_object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    ends = [
-        one.get("content") if isinstance(one, dict) else one
-        for one in (config.get("eos_token"), special.get("eos_token"))
-    ]
-    end = next((end for end in ends if isinstance(end, str) and end), None)
-    return Settings(end, config.get("do_lower_case") is not False)
-
-
-def _object(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not JSON"
-        raise ConfigError(
-            f"cannot read {path} beside the tokenizer: {reason}; download it again, or remove it"
-        ) from None
-    return found if isinstance(found, dict) else {}
-
-
 def used_files(file: str) -> list[pathlib.Path]:
-    """A tokenizer's file, and the files beside it that belong to it, such as its chat template."""
+    """A tokenizer's file, and the merges of a vocab.json."""
     path = pathlib.Path(file).absolute()
-    return [path, *(path.parent / name for name in COMPANIONS if (path.parent / name).is_file())]
+    return [path, path.with_name(MERGES)] if path.name == "vocab.json" else [path]
 
 
 def wrong_file(name: str) -> str:
@@ -127,21 +91,12 @@ def _problems(path: pathlib.Path, name: str) -> Iterator[str]:
         yield f"tokenizer {name}: no such file; pass {FILES[path.suffix]}"
     if not path.is_file():
         yield f"tokenizer {name} is no file: pass {FILES[path.suffix]}"
-    if path.name in (*COMPANIONS, "config.json") and path.name != MERGES:
+    if path.name in SETTINGS:
         yield f"tokenizer {name} has settings, not a tokenizer: pass the directory, --tokenizer {path.parent}"
     if path.name == MERGES:
         yield f"tokenizer {name} has the merges of a tokenizer alone: pass the directory, --tokenizer {path.parent}"
-    if path.name == "vocab.json":
-        kind = str(_object(path.parent / "tokenizer_config.json").get("tokenizer_class", BYTE_LEVEL[0])).removesuffix(
-            "Fast"
-        )
-        if not (path.parent / MERGES).is_file():
-            yield f"tokenizer {name} needs {MERGES} beside it: download it too, or pass a tokenizer.json"
-        if kind not in BYTE_LEVEL:
-            yield (
-                f"tokenizer {name} is of a {kind}, which is read from a tokenizer.json only: write it with transformers' "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(DIR)"
-            )
+    if path.name == "vocab.json" and not (path.parent / MERGES).is_file():
+        yield f"tokenizer {name} needs {MERGES} beside it: download it too, or pass a tokenizer.json"
     if path.suffix == ".model" and _is_tiktoken(path):
         yield (
             f"tokenizer {name} is tiktoken's, as Meta publishes Llama 3's: pass the tokenizer.json of the same model in "

@@ -1,6 +1,10 @@
-"""Tokenizers: bytes, GPT-2's byte-pair encoding, small WordPieces, or files of Hugging Face, sentencepiece or BERT."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, small WordPieces, a file, or a directory of Hugging Face.
 
-import contextlib
+A file is read as Megatron-LM reads it: by the libraries `tokenizers` and `sentencepiece`. A directory with settings of
+Hugging Face is read by `transformers` (data/hugging_face.py).
+"""
+
+import copy
 import functools
 import gzip
 import hashlib
@@ -8,7 +12,6 @@ import importlib.resources
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +19,10 @@ import numpy as np
 
 from megajax.config import ConfigError, near
 from megajax.data.hub import local_directory
+from megajax.data.hugging_face import load_directory, tokenizer_files
 from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
-from megajax.data.tokenizer_files import FILES, MERGES, find_file, read_settings, used_files, wrong_file
+from megajax.data.tokenizer_errors import library_errors, panics_hidden
+from megajax.data.tokenizer_files import FILES, MERGES, find_file, used_files, wrong_file
 from megajax.schedules.paths import hub_advice
 
 # End-of-document tokens of well-known vocabularies: GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
@@ -41,6 +46,9 @@ class Tokenizer(Protocol):
       end_of_document: id appended to every document.
       longest: characters of the longest text that is encoded; None: any.
       files: that it was read from, and those beside them that belong to it, which a run directory keeps a copy of.
+      hugging_face: the tokenizer of transformers that it is; None: it is none.
+      start: ids that stand before a text's own where the tokenizer's files say so, such as <s>.
+      beginning: id of the token that begins texts (bos_token); None: there is none.
     """
 
     name: str
@@ -48,25 +56,36 @@ class Tokenizer(Protocol):
     end_of_document: int
     longest: int | None
     files: Sequence[pathlib.Path]
+    hugging_face: Any
+    start: tuple[int, ...]
+    beginning: int | None
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32 [tokens], without an end of document."""
+        """Ids of a text, int32 [tokens], without special tokens and without an end of document, as for pretraining."""
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Ids of a text for a model to continue, int32 [tokens], with the special tokens that the tokenizer's files add."""
 
     def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
         """`encode` for many texts, faster than one by one; `dtype`: of the ids."""
 
     def decode(self, ids) -> str:
-        """The text of ids; invalid UTF-8 becomes the replacement character."""
+        """The text of ids, special tokens but the end of document included; invalid UTF-8 becomes U+FFFD."""
+
+    def text(self, ids) -> str:
+        """The text of ids without special tokens, for people to read."""
 
 
 class ByteTokenizer:
     """One token per byte of UTF-8."""
 
     name, vocabulary, end_of_document, longest = "byte", 257, 256, None
-    files = ()
+    files, hugging_face, start, beginning = (), None, (), None
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_all([text])[0]
+
+    encode_prompt = encode
 
     def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(dtype) for text in texts]
@@ -74,63 +93,134 @@ class ByteTokenizer:
     def decode(self, ids) -> str:
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", "replace")
 
+    text = decode
+
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` library, without added special tokens, truncation or padding."""
+    """A tokenizer of the `tokenizers` library, of transformers or from a file.
 
-    def __init__(self, name: str, inner, end_of_document: str | None = None, files: Sequence[pathlib.Path] = ()):
-        """Wraps a tokenizers.Tokenizer; `end_of_document` None searches for one of ENDS.
+    `encode` and `encode_all` add no special tokens, do not truncate and do not pad.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inner: Any,
+        end_of_document: str | None = None,
+        files: Sequence[pathlib.Path] = (),
+        hugging_face: Any = None,
+    ):
+        """Wraps a tokenizers.Tokenizer, which `hugging_face` has if it is given.
+
+        Args:
+          end_of_document: token that ends documents; None: the first of ENDS that there is.
+          files: see `Tokenizer`.
 
         Raises:
           ConfigError: the vocabulary has no such token, or an id that does not fit int32.
         """
-        from tokenizers import processors
-
         inner.no_truncation()
         inner.no_padding()
-        inner.post_processor = processors.Sequence([])  # it adds special tokens, and cuts spaces off the offsets
-        self.name, self.inner, self.files = name, inner, files
+        self.name, self.inner, self.files, self.hugging_face = name, inner, files, hugging_face
         last = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 0 <= last < MAX_VOCABULARY:
             raise ConfigError(f"tokenizer {name} has {last + 1} token ids; pass one with 1 to {MAX_VOCABULARY}")
-        self.vocabulary = last + 1
+        self.vocabulary, self._whole = last + 1, True
         self.end_of_document = _end_of_document(name, end_of_document, inner.token_to_id)
         self._may_cut = splits_at_cuts(inner)
+        self.beginning = getattr(hugging_face, "bos_token_id", None)
 
     @property
     def longest(self) -> int | None:
         """Characters of the longest text that `encode_all` takes; None: any."""
         return None if self._may_cut else LONGEST_WHOLE
 
+    @property
+    def splits_special_tokens(self) -> bool:
+        """Whether special tokens in a text are text, which a copy and a file of the tokenizer forget."""
+        return self.inner.encode_special_tokens
+
+    @functools.cached_property
+    def start(self) -> tuple[int, ...]:
+        """What the post-processor puts in front of a text."""
+        plain, special = self.encode("a").tolist(), self.encode_prompt("a").tolist()
+        before = next((at for at in range(len(special)) if special[at : at + len(plain)] == plain), 0)
+        return tuple(special[:before])
+
     def encode(self, text: str) -> np.ndarray:
         return self.encode_all([text])[0]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        check_length(self, [text])
+        with library_errors(f"tokenizer {self.name} cannot encode a text"):
+            encode = self.hugging_face or (lambda text: {"input_ids": self.inner.encode(text).ids})
+            return self.checked(np.array(encode(text)["input_ids"], np.int32))
 
     def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
         check_length(self, texts)
         parts: list[list[np.ndarray]] = [[] for _ in texts]
         for numbers, batch in batches(texts, self._may_cut):
-            with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            with library_errors(f"tokenizer {self.name} cannot encode a text"):
                 encoded = self.inner.encode_batch_fast(batch, add_special_tokens=False)  # without character offsets
             for number, one in zip(numbers, encoded, strict=True):
-                parts[number].append(np.array(one.ids, dtype))
+                parts[number].append(self.checked(np.array(one.ids, dtype)))
         return [np.concatenate(part) if len(part) > 1 else part[0] for part in parts]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """For each text its ids, int32 [tokens], and each token's first character and last + 1 in it, int [tokens, 2]."""
-        with _library_errors(f"tokenizer {self.name} cannot encode a text"):
-            encoded = self.inner.encode_batch(list(texts), add_special_tokens=False)
-        return [(np.array(one.ids, np.int32), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in encoded]
+        with library_errors(f"tokenizer {self.name} cannot encode a text"):
+            encoded = self._with_spaces.encode_batch(list(texts), add_special_tokens=False)
+        for one in encoded:
+            yield self.checked(np.array(one.ids, np.int32)), np.array(one.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids) -> str:
         ids = [int(token) for token in ids if token != self.end_of_document]
-        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+        with library_errors(f"tokenizer {self.name} cannot decode its ids"):
             return self.inner.decode(ids, skip_special_tokens=False)
+
+    def text(self, ids) -> str:
+        with library_errors(f"tokenizer {self.name} cannot decode its ids"):
+            if self.hugging_face is not None:
+                return self.hugging_face.decode(list(map(int, ids)), skip_special_tokens=True)
+            return self.inner.decode([int(one) for one in ids if one != self.end_of_document], skip_special_tokens=True)
+
+    def fits(self, vocabulary: int) -> bool:
+        """Whether only added tokens, such as a <pad>, and not the end of document, are beyond a model's vocabulary."""
+        added = self.inner.get_added_tokens_decoder()
+        beyond = {token for token in self.inner.get_vocab(with_added_tokens=True).values() if token >= vocabulary}
+        return beyond <= set(added) and self.end_of_document not in beyond
+
+    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer":
+        """The tokenizer for a model that `fits`: ids beyond its vocabulary are refused in texts."""
+        found = copy.copy(self)
+        found.vocabulary, found._whole = vocabulary, False
+        return found
+
+    def checked(self, ids: np.ndarray) -> np.ndarray:
+        """The ids; raises ConfigError if the model has none of one (`of_model`)."""
+        if not self._whole and len(ids) and ids.max() >= self.vocabulary:
+            token = int(ids.max())
+            raise ConfigError(
+                f"a text has {self.inner.id_to_token(token)!r}, id {token} of tokenizer {self.name}, and the model has ids "
+                f"0 to {self.vocabulary - 1}: remove it from the text"
+            )
+        return ids
+
+    @functools.cached_property
+    def _with_spaces(self) -> Any:
+        """A copy without post-processor, which cuts spaces off the offsets."""
+        from tokenizers import processors
+
+        inner = copy.deepcopy(self.inner)
+        inner.post_processor = processors.Sequence([])
+        inner.encode_special_tokens = self.splits_special_tokens
+        return inner
 
 
 class SentencePieceTokenizer:
-    """A model of the `sentencepiece` library, without added begin or end of sentence."""
+    """A model of the `sentencepiece` library; `encode` and `encode_all` add no begin or end of sentence."""
 
-    longest = LONGEST_WHOLE
+    longest, hugging_face = LONGEST_WHOLE, None
 
     def __init__(self, name: str, end_of_document: str | None = None):
         """Loads the file `name`; `end_of_document` as in HuggingFaceTokenizer."""
@@ -144,21 +234,30 @@ class SentencePieceTokenizer:
             self.end_of_document = self.inner.eos_id()
         else:
             self.end_of_document = _end_of_document(name, end_of_document, pieces.get)
+        self.beginning = self.inner.bos_id() if self.inner.bos_id() >= 0 else None
+        self.start = () if self.beginning is None else (self.beginning,)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_all([text])[0]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return np.concatenate([np.array(self.start, np.int32), self.encode(text)])
 
     def encode_all(self, texts: Sequence[str], dtype: Any = np.int32) -> list[np.ndarray]:
         check_length(self, texts)
         found: list[np.ndarray] = []
         for _, batch in batches(texts, may_cut=False):
-            with _library_errors(f"tokenizer {self.name} cannot encode a text"):
+            with library_errors(f"tokenizer {self.name} cannot encode a text"):
                 found += [np.array(ids, dtype) for ids in self.inner.encode(batch, num_threads=1)]
         return found
 
     def decode(self, ids) -> str:
-        with _library_errors(f"tokenizer {self.name} cannot decode its ids"):
+        with library_errors(f"tokenizer {self.name} cannot decode its ids"):
             return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
+
+    def text(self, ids) -> str:
+        inner = self.inner
+        return self.decode([token for token in map(int, ids) if not inner.is_control(token)])
 
 
 def load_gpt2() -> HuggingFaceTokenizer:
@@ -193,19 +292,21 @@ TOKENIZERS = {"byte": ByteTokenizer, "gpt2": load_gpt2, "wordpiece": load_wordpi
 
 @functools.cache
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """Loads a tokenizer by name or from a file.
+    """Loads a tokenizer by name, from a file or from a directory.
 
     Args:
-      name: one of TOKENIZERS, a path with an ending of FILES, or a directory of Hugging Face or of a run.
-      end_of_document: token that ends documents, for files only; None: eos_token of tokenizer_config.json or
-        special_tokens_map.json beside the file, or one of ENDS.
+      name: one of TOKENIZERS, a path with an ending of FILES, or a directory of Hugging Face or of a run. A tokenizer.json
+        or vocab.txt with settings of Hugging Face beside it is its directory's.
+      end_of_document: token that ends documents, not for a name; None: transformers' eos_token, or one of ENDS.
 
     Raises:
-      ConfigError: the name is unknown, the file cannot be read or used, or it has no such end of document.
+      ConfigError: the name is unknown, the file cannot be read or used, or it has no such end of document; or the library
+        transformers is needed and missing.
     """
     name = find_file(local_directory(name, "--tokenizer")) if name not in TOKENIZERS else name
     ending = pathlib.Path(name).suffix
-    if name in TOKENIZERS or ending not in FILES:
+    is_directory = os.path.isdir(name)
+    if name in TOKENIZERS or (ending not in FILES and not is_directory):
         if name not in TOKENIZERS:
             raise ConfigError(
                 f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Pass --tokenizer NAME, a directory of Hugging "
@@ -214,10 +315,11 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
         if end_of_document is not None:
             raise ConfigError(f"tokenizer {name} has a fixed end of document: omit --end-of-document")
         return TOKENIZERS[name]()
-    if problem := wrong_file(name):
+    if not is_directory and (problem := wrong_file(name)):
         raise ConfigError(problem)
-    with _panics_hidden(), _library_errors(f"tokenizer {name} is not {FILES[ending]}"):
-        tokenizer = _read(name, ending, end_of_document)
+    kind = "a tokenizer that transformers reads" if is_directory else FILES[ending]
+    with panics_hidden(), library_errors(f"tokenizer {name} is not {kind}"):
+        tokenizer = _read_directory(name, end_of_document) if is_directory else _read(name, ending, end_of_document)
         tokenizer.decode(tokenizer.encode(PROBE))  # some damaged files fail only when they are used
     return tokenizer
 
@@ -232,34 +334,18 @@ def check_length(tokenizer: Tokenizer, texts: Sequence[str], place: str = "") ->
         )
 
 
-@contextlib.contextmanager
-def _library_errors(message: str) -> Iterator[None]:
-    """Raises ConfigError with `message` and the reason if a tokenizer's library fails."""
-    try:
-        yield
-    except (ConfigError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # Exception, RuntimeError and others; a Rust panic is a BaseException
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{message}: {reason}; pass another --tokenizer") from None
-
-
-@contextlib.contextmanager
-def _panics_hidden() -> Iterator[None]:
-    """Withholds standard error if a ConfigError is raised: a Rust panic writes a backtrace there."""
-    with tempfile.TemporaryFile() as held:
-        original = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            os.dup2(original, 2)
-            os.close(original)
-            held.seek(0)
-            if not failed:
-                os.write(2, held.read())
+def _read_directory(name: str, end_of_document: str | None) -> Tokenizer:
+    directory = pathlib.Path(name)
+    found = load_directory(directory)
+    inner = getattr(found, "backend_tokenizer", None)
+    if inner is None:
+        kind = type(found).__name__
+        raise ConfigError(
+            f"tokenizer {name} is a {kind}, which is not of the library tokenizers: write it with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(DIR) as tokenizer.json"
+        )
+    end = found.eos_token if end_of_document is None else end_of_document
+    return HuggingFaceTokenizer(name, inner, end, tokenizer_files(directory), found)
 
 
 def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
@@ -267,16 +353,14 @@ def _read(name: str, ending: str, end_of_document: str | None) -> Tokenizer:
         return SentencePieceTokenizer(name, end_of_document)
     from tokenizers import BertWordPieceTokenizer, Tokenizer
 
-    settings, path = read_settings(name), pathlib.Path(name)
+    path = pathlib.Path(name)
     if ending == ".txt":
-        inner = BertWordPieceTokenizer(name, lowercase=settings.lower_case)._tokenizer
+        inner = BertWordPieceTokenizer(name, lowercase=True)._tokenizer
     elif path.name == "vocab.json":
         merges = (path.parent / MERGES).read_text(encoding="utf-8")
         inner = _byte_level(json.loads(path.read_text(encoding="utf-8")), merges)
     else:
         inner = Tokenizer.from_file(name)
-    if end_of_document is None and settings.end is not None and inner.token_to_id(settings.end) is not None:
-        end_of_document = settings.end
     return HuggingFaceTokenizer(name, inner, end_of_document, used_files(name))
 
 

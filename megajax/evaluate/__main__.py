@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
@@ -95,16 +95,41 @@ def run_harness(options: Options, source: Any) -> None:
         ) from None
     from megajax.interop.output_file import OutputFile
 
+    chat = options.chat
+    template = check_template(chat, source.tokenizer)
     loaded = load_tasks(options.harness, options.include_path)
     output = OutputFile(options.out) if options.out else None
     scorer = open_scorer(options, source)
     start = time.perf_counter()
-    model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
-    results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit)
+    model = HarnessModel(scorer, source.load(scorer), source.tokenizer, source.hugging_face, template)
+    results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit, chat)
     settings = {"harness": options.harness, **chosen, **describe_model(options, source, scorer)}
     counts = {"truncated": model.truncated}
     seconds = time.perf_counter() - start
     report(options, output, {**results, "counts": counts, "settings": settings, "seconds": seconds})
+
+
+def check_template(chat: Mapping[str, Any], tokenizer: Any) -> str | None:
+    """The name of the chat template to use; None: the default, or there are no chats.
+
+    Raises:
+      ConfigError: the tokenizer has no chat template, or none of that name.
+    """
+    wanted = chat.get("apply_chat_template")
+    if not wanted:
+        return None
+    own = getattr(tokenizer.hugging_face, "chat_template", None)
+    if not own:
+        raise ConfigError(f"tokenizer {tokenizer.name} has no chat template: omit --apply-chat-template.")
+    if wanted is True:
+        return None
+    names = ", ".join(sorted(own)) if isinstance(own, dict) else "one without a name"
+    if not isinstance(own, dict) or wanted not in own:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name} has no chat template {wanted!r}, but {names}: pass --apply-chat-template with one "
+            "of its names, or without."
+        )
+    return wanted
 
 
 def open_scorer(options: Options, source: Any) -> Any:

@@ -8,6 +8,8 @@ This file imports lm-eval (extra `eval`), so only the command's --harness import
 """
 
 import dataclasses
+import functools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,19 +19,29 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
 from megajax.config import ConfigError
-from megajax.config.sample import SampleConfig
+from megajax.config.sample import LogitsRules, SampleConfig
 from megajax.data.tokenizers import Tokenizer
+from megajax.evaluate.harness_tokens import HarnessTokens
 from megajax.evaluate.scorer import Request, Score, Scorer
-from megajax.evaluate.special_tokens import read_special_tokens
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.generate.options import MOST_TOGETHER
 from megajax.generate.text import Ending, Sample, Speed, continue_prompts
-from megajax.schedules.errors import shown
+from megajax.interop.hugging_face.generation import GenerationSettings
+from megajax.interop.hugging_face.generation import read_generation as read_settings
+from megajax.schedules.errors import one_line, shown
 
 __all__ = ["HarnessModel", "Generation", "read_generation"]
 
 Tree = Any
 USUAL_NEW_TOKENS = 256  # lm-eval's
+# Other generation_kwargs than the temperature and top_k.
+DRAWS = {
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "no_repeat_ngram_size": int,
+    "min_new_tokens": int,
+}
 NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
 
 
@@ -39,15 +51,16 @@ class Generation:
 
     Attributes:
       stops: texts that end it.
-      sampling: new tokens and how they are drawn.
+      sampling, rules: new tokens and how they are drawn.
     """
 
     stops: tuple[str, ...]
     sampling: SampleConfig
+    rules: LogitsRules
 
 
-def read_generation(options: Mapping[str, Any]) -> Generation:
-    """The meaning of a request's generation_kwargs.
+def read_generation(options: Mapping[str, Any], settings: GenerationSettings) -> Generation:
+    """The meaning of a request's generation_kwargs, before which the model's own settings are, as in lm-eval's `hf`.
 
     Raises:
       ConfigError: one of them is unknown, or has an illegal value.
@@ -57,19 +70,23 @@ def read_generation(options: Mapping[str, Any]) -> Generation:
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     lengths = [given.pop(name, None) for name in NAMES_OF_LENGTH]
     new_tokens = next((int(length) for length in lengths if length is not None), USUAL_NEW_TOKENS)
-    draws = given.pop("do_sample", None)
-    temperature = float(given.pop("temperature", None) or (1.0 if draws else 0.0))
-    top_k, top_p = given.pop("top_k", None), float(given.pop("top_p", None) or 1.0)
+    samples = given.pop("do_sample", None)
+    temperature = float(given.pop("temperature", None) or (1.0 if samples else 0.0))
+    draws = {"new_tokens": new_tokens, "temperature": 0.0 if samples is False else temperature}
+    if (top_k := given.pop("top_k", None)) is not None:
+        draws["top_k"] = top_k or None
+    for name, kind in DRAWS.items():
+        if (value := given.pop(name, None)) is not None:
+            draws[name] = kind(value)
     if given:
         name = next(iter(given))
         raise ConfigError(
             f"generation_kwargs has {name} = {shown(given[name])}, which megajax does not have: remove it from the task."
         )
-    sampling = SampleConfig("", new_tokens, 0.0 if draws is False else temperature, top_k or None, top_p)
-    sampling.validate()
+    sampling, rules = settings.sampling(draws)
     if new_tokens < 1:
         raise ConfigError(f"generation_kwargs has {new_tokens} new tokens: set max_gen_toks of the task to 1 or more.")
-    return Generation(tuple(stop for stop in stops if stop), sampling)
+    return Generation(tuple(filter(None, [*stops, *settings.stops])), sampling, rules)
 
 
 class HarnessModel(TemplateLM):
@@ -80,28 +97,43 @@ class HarnessModel(TemplateLM):
       truncated: requests that were longer than the model's context, so far; they keep their last tokens.
     """
 
-    def __init__(self, scorer: Scorer, weights: Tree, tokens: Tokenizer):
+    def __init__(
+        self,
+        scorer: Scorer,
+        weights: Tree,
+        tokens: Tokenizer,
+        folder: pathlib.Path | None = None,
+        template: str | None = None,
+    ):
         """Compiles nothing.
 
         Args:
           scorer: the programs of log-likelihoods.
           weights: of `Scorer.weights`.
           tokens: the model's tokenizer.
+          folder: with the model's generation settings; None: it has none.
+          template: the name of one of the tokenizer's chat templates; None: its default.
         """
         super().__init__()
-        self.scorer, self._weights, self._tokens = scorer, weights, tokens
+        self.scorer, self._weights, self._tokens = scorer, weights, HarnessTokens(tokens)
+        self.tokenizer = tokens.hugging_face  # of `TemplateLM.chat_template`
         self.truncated = 0
-        self._special = read_special_tokens(tokens)
+        self._folder, self._template = folder, template
+
+    @functools.cached_property
+    def _settings(self) -> GenerationSettings:
+        """Those of the model; a task of log-likelihoods needs none."""
+        return read_settings(self._folder, self.eot_token_id)
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends documents."""
-        return self._tokens.end_of_document
+        return self._tokens.end
 
     @property
     def prefix_token_id(self) -> int:
         """The token before an empty context, and before the first token of a document."""
-        return self._special.prefix
+        return self._tokens.prefix
 
     @property
     def max_length(self) -> int:
@@ -111,14 +143,47 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Of the request cache."""
-        return self._tokens.name.replace("/", "__")
+        name = self._tokens.tokenizer.name if self.tokenizer is None else self.tokenizer.name_or_path
+        return name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, after the tokens that the tokenizer itself puts in front unless the text has them already."""
-        tokens = self._tokens.encode(string).tolist()
-        prefix = self._special.prefix_text
-        add = not (prefix and string.startswith(prefix)) if add_special_tokens is None else add_special_tokens
-        return [*self._special.start, *tokens] if add else tokens
+        return self._tokens.encode(string, add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat; without its system messages if the template refuses these, as lm-eval's `hf` does.
+
+        Raises:
+          ConfigError: the template refuses the chat.
+        """
+        import jinja2
+
+        def render(messages: list[dict[str, str]]) -> str:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        try:
+            try:
+                return render(chat_history)
+            except jinja2.TemplateError:
+                return render([one for one in chat_history if one["role"] != "system"])
+        except Exception as error:  # whatever a template raises
+            reason = one_line(str(error)) or type(error).__name__
+            raise ConfigError(f"the chat template refuses a document of the task: {reason}") from None
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether greedy decoding returns it.
+
+        Raises:
+          ConfigError: a continuation is without tokens, or longer than the model's context.
+        """
+        pairs = [(request.args, *self._tokens.encode_pair(*request.args)) for request in requests]
+        return self._loglikelihood_tokens(pairs)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
@@ -180,12 +245,13 @@ class HarnessModel(TemplateLM):
         """
         groups: dict[Generation, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(read_generation(request.args[1]), []).append(number)
+            groups.setdefault(read_generation(request.args[1], self._settings), []).append(number)
         texts: dict[int, str] = {}
         for generation, numbers in groups.items():
             samples = [self._sample(number, requests[number].args[0], generation) for number in numbers]
             self._continue(samples, generation)
-            texts |= {sample.number: self._shown(sample) for sample in samples}
+            stops = self._stops(generation)
+            texts |= {sample.number: self._tokens.text(sample.tokens, stops) for sample in samples}
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[number])
         return [texts[number] for number in range(len(requests))]
@@ -197,15 +263,15 @@ class HarnessModel(TemplateLM):
                 f"the task generates {new} tokens, and the model's context is {self.max_length} tokens: set max_gen_toks "
                 f"of its generation_kwargs to at most {self.max_length - 1}."
             )
-        tokens = self.tok_encode(context) or [self.prefix_token_id]
+        tokens = self._tokens.encode_context(context)
         self.truncated += len(tokens) > self.max_length - new
         prompt = np.array(tokens[new - self.max_length :], np.int32)
-        return Sample(number, prompt, Ending(new, self.max_length, generation.stops, self.eot_token_id), self._tokens)
+        ends = frozenset({self.eot_token_id, *self._settings.ends})
+        ending = Ending(new, self.max_length, self._stops(generation), ends)
+        return Sample(number, prompt, ending, self._tokens.tokenizer, is_message=True)  # decoded alone, as lm-eval does
 
-    def _shown(self, sample: Sample) -> str:
-        """The text of a sample that has ended, without special tokens, up to the first of its stops."""
-        text = self._tokens.decode([token for token in sample.tokens if token not in self._special.hidden])
-        return text[: min((text.index(stop) for stop in sample.ending.stops if stop in text), default=len(text))]
+    def _stops(self, generation: Generation) -> tuple[str, ...]:
+        return tuple(filter(None, dict.fromkeys([*generation.stops, self._tokens.end_text])))
 
     def _continue(self, samples: Sequence[Sample], generation: Generation) -> None:
         training = self.scorer.training
@@ -215,6 +281,7 @@ class HarnessModel(TemplateLM):
             training.mesh,
             DecodeSizes(min(MOST_TOGETHER, len(samples)), longest, generation.sampling.new_tokens),
             generation.sampling,
+            logits_rules=generation.rules,
             model=training.model_class,
             rules=training.rules.replace(sequence=None),
         )

@@ -1,6 +1,6 @@
 """Loads tasks of lm-evaluation-harness, built-in or of the user's own YAML files, and runs them with a `HarnessModel`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lm_eval
@@ -57,7 +57,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def run_tasks(
-    model: Any, tasks: LoadedTasks, num_fewshot: int | None, limit: int | None
+    model: Any, tasks: LoadedTasks, num_fewshot: int | None, limit: int | None, chat: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the tasks.
 
@@ -66,6 +66,7 @@ def run_tasks(
       tasks: of `load_tasks`.
       num_fewshot: examples before each document; None: as each task says.
       limit: most documents of each task; None: all.
+      chat: `simple_evaluate`'s apply_chat_template, fewshot_as_multiturn and system_instruction, those that are given.
 
     Returns:
       The results: by task its metrics, versions and numbers of documents; and the settings they depend on.
@@ -77,6 +78,7 @@ def run_tasks(
         num_fewshot=num_fewshot,
         limit=limit,
         log_samples=False,
+        **chat,
     )
     assert found is not None  # None on other processes than the first
     names = list(found["results"])
@@ -85,7 +87,7 @@ def run_tasks(
         "documents": {name: count["effective"] for name, count in found["n-samples"].items()},
         "versions": {name: found["versions"].get(name) for name in names},
     }
-    settings = {"num_fewshot": {name: found["n-shot"].get(name) for name in names}, "limit": limit}
+    settings = {"num_fewshot": {name: found["n-shot"].get(name) for name in names}, "limit": limit, **chat}
     return results, settings | {"lm_eval": lm_eval.__version__}
 
 

@@ -26,6 +26,8 @@ data; process 0 writes the results.
 
 Exit codes: 0; 2 wrong options, or data that the model cannot take; 3 another process ended the run; 130 Ctrl-C."""
 
+CHAT = ("apply_chat_template", "fewshot_as_multiturn", "system_instruction")  # of `simple_evaluate`
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -39,6 +41,9 @@ class Options:
       harness: tasks of lm-evaluation-harness: these, or `task` and `data`, are given.
       include_path: directory of more of them.
       limit: most documents of each.
+      apply_chat_template: whether their documents are turns of a chat, or the name of its template; None: they are not.
+      fewshot_as_multiturn: whether their examples are turns too; None: lm-eval's default.
+      system_instruction: the first message of such chats, or the beginning of texts.
       data: data-parallel replicas.
       launch: the processes.
     """
@@ -57,6 +62,9 @@ class Options:
     include_path: str | None
     num_fewshot: int | None
     limit: int | None
+    apply_chat_template: bool | str | None
+    fewshot_as_multiturn: bool | None
+    system_instruction: str | None
     out: str | None
     batch: int
     data: int
@@ -66,6 +74,11 @@ class Options:
     zero: int
     devices: str | None
     launch: LaunchConfig
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """What lm-eval is told about chats: what is given."""
+        return {name: value for name in CHAT if (value := getattr(self, name)) is not None}
 
     @property
     def of_all_processes(self) -> dict[str, str]:
@@ -104,8 +117,10 @@ def _check_task(given: dict[str, Any]) -> None:
         for name in ("task", "task_data", "window", "stride", "last_token"):
             if given[name]:
                 raise ConfigError(f"{option(name)} is of the papers' tasks, and --harness has its own: omit it.")
+        if given["fewshot_as_multiturn"] is not None and given["apply_chat_template"] is None:
+            raise ConfigError("--fewshot-as-multiturn is of chats: pass --apply-chat-template, or omit it.")
         return
-    for name in ("include_path", "num_fewshot", "limit"):
+    for name in ("include_path", "num_fewshot", "limit", *CHAT):
         if given[name] is not None:
             raise ConfigError(f"{option(name)} is of --harness: pass --harness TASKS, or omit it.")
     if given["task"] is None:
@@ -153,6 +168,20 @@ def _parser() -> argparse.ArgumentParser:
         "--num-fewshot", type=whole(0), help="examples before each of its documents (default: the task's)"
     )
     task.add_argument("--limit", type=whole(), help="most documents of each of its tasks, for a trial (default: all)")
+    task.add_argument(
+        "--apply-chat-template",
+        nargs="?",
+        const=True,
+        type=plain_text,
+        metavar="NAME",
+        help="its documents are turns of a chat; NAME: of one of the tokenizer's templates",
+    )
+    task.add_argument(
+        "--fewshot-as-multiturn",
+        action=argparse.BooleanOptionalAction,
+        help="the examples are turns too, not one message (default: lm-eval's)",
+    )
+    task.add_argument("--system-instruction", metavar="TEXT", help="first message of these chats")
     task.add_argument("--out", type=local_path, metavar="FILE", help="write the results as JSON (default: print them)")
     layout = parser.add_argument_group("layout")
     add_mesh_options(layout, "data-parallel replicas, each with its own samples")

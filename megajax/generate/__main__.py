@@ -1,9 +1,10 @@
 """The command `python -m megajax.generate`; `options.DESCRIPTION` says what it does."""
 
+import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig
@@ -39,7 +40,7 @@ def run_connected(options: Options) -> None:
     rows = [(f"--prompt {index}", {"prompt": text}) for index, text in enumerate(options.prompt, 1)]
     if options.prompts and is_first_process():
         rows = read_prompts(options.prompts)
-    prompts = broadcast("generate/prompts", lambda: json.dumps([(place, row["prompt"]) for place, row in rows]))
+    prompts = broadcast("generate/prompts", lambda: json.dumps(rows))
     source = open_source(options.run_dir, options.init_from, options.step, options.trust)
     output = OutputFile(options.out) if options.out and is_first_process() else None
 
@@ -51,19 +52,75 @@ def run_connected(options: Options) -> None:
         if output:
             output.write("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
         else:
-            print("\n\n".join(result["prompt"] + result["text"] for result in results))
+            pairs = zip(results, samples, strict=True)
+            texts = (("" if one.is_message else result["prompt"]) + result["text"] for result, one in pairs)
+            print("\n\n".join(texts))
 
     generate(options, source, json.loads(prompts), write if is_first_process() else lambda samples: None)
     broadcast("generate/written", str)  # the others do not end before the texts are written
 
 
+class Prompts:
+    """Makes samples of prompts, which are texts or chats."""
+
+    def __init__(self, options: Options, source: Any, context: int):
+        """Reads the model's generation settings, and a template when the first chat comes.
+
+        Raises:
+          ConfigError: the settings cannot be read, or have one that is not implemented.
+        """
+        from megajax.interop.hugging_face.generation import read_generation
+
+        self.options, self.tokenizer, self.context = options, source.tokenizer, context
+        settings = read_generation(source.hugging_face, self.tokenizer.end_of_document)
+        settings = settings if options.generation_config == "auto" else settings.without_draws()
+        self.sampling, rules = settings.sampling(options.draws)
+        self.ends = frozenset() if options.ignore_end else frozenset(settings.ends)
+        self.rules = dataclasses.replace(rules, ends=()) if options.ignore_end else rules
+        self.stops = options.stop or settings.stops
+        self.description = settings.describe(options.draws)
+        self._template: Any = None
+
+    def sample(self, number: int, place: str, row: Mapping[str, Any]) -> Any:
+        """The `Sample` of a row with "prompt", or with "messages" and perhaps "tools".
+
+        Raises:
+          ConfigError: the prompt is empty or too long, or a template is missing or refuses the chat.
+        """
+        from megajax.generate.prompts import read_chat
+        from megajax.generate.text import Ending, Sample, check_length, encode_prompt, most_new_tokens
+
+        chat = read_chat(place, row, self.options.apply_chat_template, self.options.system_prompt)
+        if chat is None:
+            tokens = encode_prompt(row["prompt"], self.tokenizer, self.context, place)
+        else:
+            tokens = self._encode(chat, place)
+            check_length(len(tokens), self.context, place)
+        new = most_new_tokens(len(tokens), self.sampling, self.rules, place)
+        ending = Ending(new, self.context, self.stops, self.ends)
+        return Sample(number, tokens, ending, self.tokenizer, is_message=chat is not None)
+
+    def _encode(self, chat: Any, place: str) -> Any:
+        from megajax.data.chat_template import load_template
+
+        if self._template is None:
+            self._template = load_template(self.tokenizer, self.options.chat_template)
+        try:
+            return self._template.prompt(chat.messages, chat.tools, **chat.variables)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+
+
 def generate(
-    options: Options, source: Any, prompts: Sequence[tuple[str, str]], write: Callable[[Sequence[Any]], None]
+    options: Options,
+    source: Any,
+    rows: Sequence[tuple[str, Mapping[str, Any]]],
+    write: Callable[[Sequence[Any]], None],
 ) -> None:
-    """Continues (place, prompt) pairs and writes the `Sample`s; or continues the lines that are typed."""
+    """Continues the prompts of (place, row) pairs and writes the `Sample`s; or continues the lines that are typed."""
     from megajax.data.tokenizers import tokenizer_hash
     from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
-    from megajax.generate.text import Ending, Sample, Speed, continue_prompts, encode_prompt
+    from megajax.generate.text import Speed, continue_prompts
     from megajax.runtime.exchange import require_same
     from megajax.runtime.mesh import choose_devices, make_mesh
 
@@ -73,26 +130,26 @@ def generate(
     config = decoding_run(source.run(precision), parallel)
     config.validate()
     context, tokenizer = config.model.sequence_length, source.tokenizer
+    prompts = Prompts(options, source, context)
+    sampling = prompts.sampling
     model = {"the model": repr(config.model), "the tokenizer's hash": tokenizer_hash(tokenizer)}
-    require_same("generate/options", options.of_all_processes | model)
-    ending = Ending(
-        options.sampling.new_tokens, context, options.stop, None if options.ignore_end else tokenizer.end_of_document
-    )
-
-    def sample(number: int, place: str, prompt: str) -> Sample:
-        return Sample(number, encode_prompt(prompt, tokenizer, context, place), ending, tokenizer)
-
-    samples = [sample(number, place, prompt) for number, (place, prompt) in enumerate(prompts)]
+    settings = {"the generation settings": repr((sampling, prompts.rules, sorted(prompts.ends), prompts.stops))}
+    require_same("generate/options", options.of_all_processes | model | settings)
+    samples = [prompts.sample(number, place, row) for number, (place, row) in enumerate(rows)]
     longest = max((len(one.prompt) for one in samples), default=context - 1)
-    new = min(options.sampling.new_tokens, context - min((len(one.prompt) for one in samples), default=1))
+    new = max((min(one.ending.new_tokens, context - len(one.prompt)) for one in samples), default=0)
+    new = new or min(sampling.new_tokens, context - 1)
     together = min(options.batch or MOST_TOGETHER, max(1, len(samples)))
     sizes = DecodeSizes(together, longest, new, options.prefill_chunk)
-    decoder = Decoder(config, make_mesh(config.parallel, devices), sizes, options.sampling, seed=options.seed)
+    mesh = make_mesh(config.parallel, devices)
+    decoder = Decoder(config, mesh, sizes, sampling, logits_rules=prompts.rules, seed=options.seed)
     weights = source.load(decoder)
     seconds = decoder.compile(weights)
     tell(f"{describe(decoder)}; compiled in {seconds:.1f} s")
+    if prompts.description:
+        tell(prompts.description)
     if options.interactive:
-        converse(decoder, weights, sample, options.stop)
+        converse(decoder, weights, prompts)
         return
     speed = Speed()
     continue_prompts(decoder, weights, samples, speed)
@@ -102,13 +159,18 @@ def generate(
     tell(speed.describe())
 
 
-def converse(decoder: Any, weights: Any, sample: Any, stops: Sequence[str]) -> None:
-    """Continues each line of process 0's standard input by itself; process 0 prints the text as it grows."""
+def converse(decoder: Any, weights: Any, prompts: Prompts) -> None:
+    """Continues each line of process 0's standard input by itself, or as the next turn of a chat.
+
+    Process 0 prints the text as it grows.
+    """
     from megajax.generate.text import Speed, continue_prompts
     from megajax.runtime.processes import is_first_process
 
-    held = max(map(len, stops), default=1) - 1  # characters at the end that may be the start of a stop
+    held = max(map(len, prompts.stops), default=1) - 1  # characters at the end that may be the start of a stop
     show = print if is_first_process() else (lambda *words, **settings: None)
+    chat = prompts.options.apply_chat_template
+    turns: list[dict[str, Any]] = []
     for number, line in enumerate(prompt_lines()):
         shown, speed = 0, Speed()
 
@@ -119,14 +181,16 @@ def converse(decoder: Any, weights: Any, sample: Any, stops: Sequence[str]) -> N
             show(one.text[shown:ready], end="", flush=True)  # noqa: B023
             shown = max(shown, ready)
 
+        said = [*turns, {"role": "user", "content": line}]
         try:
-            one = sample(number, "the line", line)
+            one = prompts.sample(number, "the line", {"messages": said} if chat else {"prompt": line})
         except ConfigError as error:
             tell(f"error: {error}")
             continue
-        show(line, end="", flush=True)
+        show("" if chat else line, end="", flush=True)
         continue_prompts(decoder, weights, [one], speed, progress)
         show(flush=True)
+        turns = [*said, {"role": "assistant", "content": one.text}]
         tell(f"[{one.finish}; {speed.describe()}]")
 
 

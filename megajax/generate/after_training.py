@@ -25,7 +25,7 @@ class TextSample:
           ConfigError: the prompt is as long as the model's context, or the model generates no text.
         """
         self.trainer, self.sample, training = trainer, sample, trainer.training
-        tokens = trainer.tokenizer.encode(sample.prompt)
+        tokens = trainer.tokenizer.encode_prompt(sample.prompt)
         self.prompt = tokens if len(tokens) else np.array([trainer.tokenizer.end_of_document], np.int32)
         self.context = trainer.run.model.sequence_length
         check_length(len(self.prompt), self.context, "--prompt")
@@ -46,6 +46,6 @@ class TextSample:
         ending = Ending(self.sample.new_tokens, self.context)
         sample = Sample(0, self.prompt, ending, self.trainer.tokenizer)
         continue_prompts(self.decoder, weights, [sample], Speed())
-        text = self.trainer.tokenizer.decode([*self.prompt, *sample.tokens])
+        text = self.trainer.tokenizer.text([*self.prompt, *sample.tokens])
         full = f"\n(stopped after {len(sample.tokens)} tokens: the context of {self.context} tokens is full)"
         return text + full * (sample.finish == "context")

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.layout import StateLayout, without_pipe
 from megajax.config import ParallelConfig, RunConfig, TrainConfig
 from megajax.config.layer_kinds import layer_kinds
-from megajax.config.sample import SampleConfig
-from megajax.generate.sampling import draw
+from megajax.config.sample import LogitsRules, SampleConfig
+from megajax.generate.sampling import NO_RULES, Texts, next_token, reads_texts
 from megajax.models.context import model_context, model_rules
 from megajax.models.interface import PipelineModel, model_class
 from megajax.ops.attention_choice import Choice
@@ -113,12 +113,14 @@ class Decoding:
     Attributes:
       cache: of all layers, on the devices.
       tokens: the newest ones, int32 [groups, samples]; they are not in the cache.
+      texts: int32 [samples, slots], prompts and the tokens that followed, without `tokens`; no slots if no rule reads them.
       rows: the samples.
       slot: the slot of `tokens`.
     """
 
     cache: Tree
     tokens: jax.Array
+    texts: np.ndarray
     rows: Rows
     slot: int
 
@@ -141,6 +143,7 @@ class Decoder:
         sizes: DecodeSizes,
         sampling: SampleConfig,
         *,
+        logits_rules: LogitsRules = NO_RULES,
         seed: int = 0,
         model: type[PipelineModel] | None = None,
         rules: AxisRules | None = None,
@@ -151,13 +154,14 @@ class Decoder:
           run: as `decoding_run` returns it.
           mesh: its mesh.
           sizes: of the programs.
-          sampling: temperature, top_k and top_p.
+          sampling: how tokens are drawn.
+          logits_rules: of the model's generation settings.
           seed: of the draws.
           model: the model's class; None: the one registered for the type of `run.model`.
           rules: sharding rules; None: the model's.
 
         Raises:
-          ConfigError: the model does not generate text.
+          ConfigError: the model does not generate text, or a rule names a token that it does not have.
         """
         self.run, self.mesh, self.groups = run, mesh, run.parallel.pipe
         together = run.parallel.data * self.groups
@@ -168,22 +172,28 @@ class Decoder:
         context = model_context(run, rules, PLAIN_ATTENTION, mesh.devices.flat[0], dtype, training=False)
         self.model = kind(run.model, context)
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
+        logits_rules.validate(self.model.vocabulary)
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed
         kinds = layer_kinds(run.model)
         self.where = run.parallel.stage_layers(run.model.layers, kinds=kinds)
         of_layer = jax.tree.map(lambda spec: P("pipe", *spec[3:]), specs["blocks"], is_leaf=is_spec)
         blocks = layout.map_kinds(lambda where, of_layer: (of_layer,) * where.slots, self.where, of_layer)
         self.specs = {"blocks": blocks, "shared": specs["shared"]}
-        sample = partial(draw, sampling=sampling, seed=seed)
+
+        def sample(logits: jax.Array, of: Rows, tokens: jax.Array, slot: jax.Array) -> jax.Array:
+            texts = Texts(tokens, of.start, slot, of.prompt)
+            return next_token(logits, of.number, texts, sampling, logits_rules, seed)
+
         stages = {"stage_kinds": self.where} if kinds else {"layer_counts": self.where.unequal_counts}
-        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots, **stages)
+        reads = reads_texts(sampling, logits_rules)
+        self.program = DecodeProgram(self.model, sample, mesh, rules, self.specs, self.sizes.slots, reads, **stages)
         self._prefill, self._decode = self._jitted()
         self._compiled: dict[str, jax.stages.Compiled] = {}
 
     def _jitted(self) -> tuple:
         named = lambda specs: jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)  # noqa: E731
         replicated, cache = NamedSharding(self.mesh, P()), named(self.program.cache_specs(self.where.slots))
-        weights, rows = named(self.specs), Rows(replicated, replicated)
+        weights, rows = named(self.specs), Rows(replicated, replicated, replicated)
         prefill = jax.jit(
             partial(self.program.prefill, width=self.sizes.width),
             in_shardings=(weights, replicated, rows, replicated),
@@ -191,7 +201,7 @@ class Decoder:
         )
         decode = jax.jit(
             partial(self.program.decode, count=self.sizes.block),
-            in_shardings=(weights, cache, replicated, rows, replicated),
+            in_shardings=(weights, cache, replicated, replicated, rows, replicated),
             out_shardings=(cache, replicated),
             donate_argnums=1,
         )
@@ -260,15 +270,21 @@ class Decoder:
         """Compiles both programs; returns the seconds that it took."""
         start, sizes = time.perf_counter(), self.sizes
         of = lambda *shape: jax.ShapeDtypeStruct((self.groups, sizes.samples // self.groups, *shape), np.int32)  # noqa: E731
-        rows = Rows(of(), jax.ShapeDtypeStruct(of().shape, np.uint32))
+        rows = Rows(of(), jax.ShapeDtypeStruct(of().shape, np.uint32), of())
         scalar = jax.ShapeDtypeStruct((), np.int32)
         with jax.set_mesh(self.mesh):
             prefill = self._prefill.lower(weights, of(sizes.chunks * sizes.width), rows, scalar)
             cache = jax.eval_shape(self._prefill, weights, of(sizes.chunks * sizes.width), rows, scalar)[0]
             self._compiled = {"prefill": prefill.compile()}
             if sizes.blocks:
-                self._compiled["decode"] = self._decode.lower(weights, cache, of(), rows, scalar).compile()
+                texts = of(self._text_slots)
+                self._compiled["decode"] = self._decode.lower(weights, cache, of(), texts, rows, scalar).compile()
         return time.perf_counter() - start
+
+    @property
+    def _text_slots(self) -> int:
+        """Slots of `Decoding.texts`."""
+        return self.sizes.slots if self.program.reads_texts else 0
 
     def compiled(self, name: str) -> jax.stages.Compiled:
         """The compiled "prefill" or "decode", to read its memory, loops and communication; `compile` first."""
@@ -288,23 +304,30 @@ class Decoder:
         chunks = -(-max(map(len, prompts)) // width)
         tokens = np.zeros((samples, self.sizes.chunks * width), np.int32)
         start = np.full(samples, chunks * width - 1, np.int32)  # samples that fill up the batch have one token
-        seeds = np.zeros(samples, np.uint32)
+        seeds, lengths = np.zeros(samples, np.uint32), np.ones(samples, np.int32)
         for row, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
-            start[row], seeds[row] = chunks * width - len(prompt), number
+            start[row], seeds[row], lengths[row] = chunks * width - len(prompt), number, len(prompt)
             tokens[row, start[row] : chunks * width] = prompt
         grouped = lambda a: self._place(a.reshape(self.groups, -1, *a.shape[1:]))  # noqa: E731
-        rows = Rows(grouped(start), grouped(seeds))
+        rows = Rows(grouped(start), grouped(seeds), grouped(lengths))
         call = self._compiled["prefill"]
         cache, first = call(weights, grouped(tokens), rows, self._place(np.int32(chunks)))
-        return Decoding(cache, first, rows, chunks * width)
+        texts = np.zeros((samples, self._text_slots), np.int32)
+        texts[:, : tokens.shape[1]] = tokens[:, : self._text_slots]
+        return Decoding(cache, first, texts, rows, chunks * width)
 
     def decode(self, weights: Tree, batch: Decoding) -> tuple[Decoding, np.ndarray]:
         """`sizes.block` more tokens of every sample, int32 [samples, block]; `batch` is used up."""
-        call = self._compiled["decode"]
-        cache, drawn = call(weights, batch.cache, batch.tokens, batch.rows, self._place(np.int32(batch.slot)))
+        call, texts, slot = self._compiled["decode"], batch.texts.copy(), self._place(np.int32(batch.slot))
+        if self._text_slots:
+            texts[:, batch.slot] = self.first_tokens(batch)
+        grouped = self._place(texts.reshape(self.groups, len(texts) // self.groups, self._text_slots))
+        cache, drawn = call(weights, batch.cache, batch.tokens, grouped, batch.rows, slot)
         drawn = np.asarray(drawn)  # [block, groups, samples of a group]
-        after = Decoding(cache, self._place(drawn[-1]), batch.rows, batch.slot + len(drawn))
-        return after, drawn.reshape(len(drawn), -1).T
+        of_samples = drawn.reshape(len(drawn), -1).T
+        if self._text_slots:
+            texts[:, batch.slot + 1 : batch.slot + len(drawn)] = of_samples[:, :-1]
+        return Decoding(cache, self._place(drawn[-1]), texts, batch.rows, batch.slot + len(drawn)), of_samples
 
     def first_tokens(self, batch: Decoding) -> np.ndarray:
         """The tokens that follow the prompts, int32 [samples]."""

@@ -2,7 +2,8 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megajax.config import ConfigError, LaunchConfig, option
 from megajax.config.options import Parser, add_options, option_names, read_words
@@ -23,6 +24,17 @@ A model that needs several hosts: the same command in every process, under srun 
 Exit codes: 0; 2 wrong options, or prompts that the model cannot take; 3 another process ended the run; 130 Ctrl-C."""
 
 MOST_TOGETHER = 64  # prompts, by default
+# Fields of SampleConfig with an option, and what reads it.
+DRAWS = {
+    "new_tokens": whole(),
+    "temperature": number(0),
+    "top_k": whole(),
+    "top_p": number(),
+    "min_p": number(0),
+    "repetition_penalty": number(),
+    "no_repeat_ngram_size": whole(0),
+    "min_new_tokens": whole(0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +44,10 @@ class Options:
     Attributes:
       run_dir, init_from: a run's directory, or one of Hugging Face: exactly one of the two is given.
       prompts: texts, a path of JSON Lines, or "" for those that are typed: exactly one of the three is given.
-      sampling: the number of new tokens, and how they are drawn.
+      apply_chat_template: whether prompts are turns of a chat.
+      chat_template: a file; None: the model's.
+      draws: fields of `SampleConfig` that are given; the others are the model's, or the defaults.
+      generation_config: whether the model's own generation settings are used: "auto" or "none".
       batch: most prompts that are continued together; None: all, up to 64.
       launch: the processes.
     """
@@ -45,7 +60,11 @@ class Options:
     prompts: str | None
     interactive: bool
     out: str | None
-    sampling: SampleConfig
+    apply_chat_template: bool
+    chat_template: str | None
+    system_prompt: str | None
+    draws: Mapping[str, Any]
+    generation_config: str
     seed: int
     stop: tuple[str, ...]
     ignore_end: bool
@@ -61,8 +80,9 @@ class Options:
     @property
     def of_all_processes(self) -> dict[str, str]:
         """Values that must be equal in all processes, by option. Paths may differ, and process 0 reads the prompts."""
-        own = {"run_dir", "init_from", "prompt", "prompts", "out", "devices", "launch", "sampling"}
-        fields = {name: value for name, value in vars(self).items() if name not in own} | vars(self.sampling)
+        own = {"run_dir", "init_from", "prompt", "prompts", "out", "chat_template", "devices", "launch", "draws"}
+        fields = {name: value for name, value in vars(self).items() if name not in own}
+        fields |= {name: self.draws.get(name) for name in DRAWS}
         return {option(name): repr(value) for name, value in fields.items()}
 
 
@@ -82,14 +102,17 @@ def read_options(arguments: Sequence[str] | None) -> Options:
         raise ConfigError("--interactive prints its texts: omit --out.")
     if "" in (given["stop"] or ()):
         raise ConfigError("--stop is an empty text, which every text has: pass another, or omit it.")
-    drawn = {name: given.pop(name) for name in ("new_tokens", "temperature", "top_k", "top_p")}
-    sampling = SampleConfig(**drawn)
-    sampling.validate()
+    if not given["prompts"] and not given["apply_chat_template"]:
+        for name in ("chat_template", "system_prompt"):
+            if given[name] is not None:
+                raise ConfigError(f"{option(name)} is of chats: pass --apply-chat-template, or omit it.")
+    draws = {name: value for name in DRAWS if (value := given.pop(name)) is not None}
+    SampleConfig(**draws).validate()
     for name in ("prompt", "stop"):
         given[name] = tuple(given[name] or ())
     launch = LaunchConfig(**{name: given.pop(name) for name in option_names(LaunchConfig) if name in given})
     launch.validate()
-    return Options(sampling=sampling, launch=launch, **given)
+    return Options(draws=draws, launch=launch, **given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,29 +126,51 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     text = parser.add_argument_group("the text")
     text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
-    text.add_argument("--prompts", type=local_path, metavar="FILE", help='JSON Lines with {"prompt": TEXT, ...}')
+    text.add_argument(
+        "--prompts",
+        type=local_path,
+        metavar="FILE",
+        help='JSON Lines with {"prompt": TEXT, ...}, or chats, {"messages": [...], "tools": [...], ...}',
+    )
     text.add_argument("--interactive", action="store_true", help="continue each line that is typed")
+    text.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        help="prompts are what the user of a chat says; with --interactive, lines are turns of one chat",
+    )
+    text.add_argument(
+        "--chat-template", type=local_path, metavar="FILE", help="Jinja template of chats (default: the tokenizer's)"
+    )
+    text.add_argument("--system-prompt", metavar="TEXT", help="first message of chats that have no system message")
     text.add_argument(
         "--out",
         type=local_path,
         metavar="FILE",
         help="write JSON Lines: each prompt's object with text, tokens and finish (default: print the texts)",
     )
-    text.add_argument("--new-tokens", type=whole(), default=128, help="most tokens to generate (default: %(default)s)")
+    draws = parser.add_argument_group(
+        "new tokens",
+        "What is not given is as in the model's generation_config.json, if it has one; see docs/generation.md.",
+    )
     fields = SampleConfig.__dataclass_fields__
-    for name, reader in (("temperature", number(0)), ("top_k", whole()), ("top_p", number())):
-        shown = fields[name].metadata["shown_default"] or fields[name].default
-        text.add_argument(
-            "--" + name.replace("_", "-"),
-            type=reader,
-            default=fields[name].default,
-            help=f"{fields[name].metadata['help']} (default: {shown})",
-        )
-    text.add_argument(
+    for name, reader in DRAWS.items():
+        field = fields[name]
+        shown = 128 if name == "new_tokens" else field.metadata["shown_default"] or field.default
+        meaning = "most tokens to generate" if name == "new_tokens" else field.metadata["help"]
+        draws.add_argument(option(name), type=reader, help=f"{meaning} (default: the model's, or {shown})")
+    draws.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="none: of the model's generation_config.json use the end tokens alone (default: auto)",
+    )
+    draws.add_argument(
         "--seed", type=whole(0), default=0, help="of the draws; a text depends on nothing else (default: 0)"
     )
-    text.add_argument("--stop", action="append", metavar="TEXT", help="text that ends a text; can be repeated")
-    text.add_argument("--ignore-end", action="store_true", help="do not stop at the end of a document")
+    draws.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends a text; can be repeated (default: the model's)"
+    )
+    draws.add_argument("--ignore-end", action="store_true", help="do not stop at the tokens that end a text")
     layout = parser.add_argument_group("layout")
     add_mesh_options(layout, "replicas, each with its own prompts")
     layout.add_argument(

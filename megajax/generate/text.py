@@ -9,10 +9,14 @@ import jax
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.config.sample import LogitsRules, SampleConfig
 from megajax.data.tokenizers import Tokenizer
 from megajax.generate.decoder import Decoder
 
-__all__ = ["Ending", "Sample", "Speed", "check_length", "continue_prompts", "encode_prompt"]
+__all__ = [
+    *("Ending", "Sample", "Speed", "check_length", "continue_prompts", "decode_after", "encode_prompt"),
+    "most_new_tokens",
+]
 
 Tree = Any
 
@@ -24,14 +28,14 @@ class Ending:
     Attributes:
       new_tokens: most tokens that are generated.
       context: tokens of the model's context, which prompt and text share.
-      stops: texts that end it; they are not part of it.
-      token: the token that ends it, the end of a document; None: none does.
+      stops: texts that end it; they are not part of it. Special tokens count by their text, though texts do not show them.
+      tokens: those that end it.
     """
 
     new_tokens: int
     context: int
     stops: tuple[str, ...] = ()
-    token: int | None = None
+    tokens: frozenset[int] = frozenset()
 
 
 class Sample:
@@ -40,15 +44,20 @@ class Sample:
     Attributes:
       number: in the run, which seeds its draws.
       prompt: int32 [tokens].
+      is_message: whether the text is a message of a chat, which does not continue the prompt's text.
       tokens: the new ones that are part of the text.
-      text: decoded from them.
+      text: that they add to the prompt, without special tokens; see `decode_after`.
       finish: why it ended: "length" (new_tokens), "context" (the model's context is full), "stop" (one of the stops) or
-        "end" (end of document); "" while it has not.
+        "end" (one of the tokens that end a text); "" while it has not.
     """
 
-    def __init__(self, number: int, prompt: np.ndarray, ending: Ending, tokenizer: Tokenizer):
+    def __init__(
+        self, number: int, prompt: np.ndarray, ending: Ending, tokenizer: Tokenizer, *, is_message: bool = False
+    ):
         """A sample without new tokens."""
         self.number, self.prompt, self.ending, self.tokenizer = number, prompt, ending, tokenizer
+        self.is_message = is_message
+        self.before = () if is_message else tuple(map(int, prompt))
         self.tokens: list[int] = []
         self.text = self.finish = ""
 
@@ -60,26 +69,70 @@ class Sample:
         for token in map(int, tokens):
             if self.finish:
                 break
-            if token == ending.token:
+            if token in ending.tokens:
                 self.finish = "end"
+                if token != self.tokenizer.end_of_document and self.tokenizer.text([token]):
+                    self.tokens.append(token)  # as transformers shows it
                 break
             self.tokens.append(token)
             if len(self.tokens) == ending.new_tokens:
                 self.finish = "length"
             elif len(self.prompt) + len(self.tokens) == ending.context:
                 self.finish = "context"
-        self.text = self.tokenizer.decode(self.tokens)
-        if any(stop in self.text for stop in ending.stops):
+        self.text = self._shown(len(self.tokens))
+        if ending.stops and self._stop(len(self.tokens)):
             self._cut(before)
         return len(self.tokens) - before
 
+    def _shown(self, count: int) -> str:
+        return decode_after(self.tokenizer.text, self.before, self.tokens[:count])
+
+    def _raw(self, count: int) -> str:
+        """The text of the first `count` tokens with special tokens."""
+        return decode_after(_raw_decode(self.tokenizer), self.before, self.tokens[:count])
+
+    def _stop(self, count: int) -> int | None:
+        """The place of the first stop in the raw text of `count` tokens, 0 if it begins in the prompt; None: there is none.
+
+        As transformers' StopStringCriteria, this also finds one that begins in the prompt and ends in a new token.
+        """
+        decode = _raw_decode(self.tokenizer)
+        whole, prompt = decode([*self.before, *self.tokens[:count]]), len(decode(self.before)) if self.before else 0
+        found = [
+            place
+            for stop in self.ending.stops
+            if (place := whole.find(stop, max(0, prompt - len(stop) + 1))) >= 0 and place + len(stop) > prompt
+        ]
+        return max(0, min(found) - prompt) if found else None
+
     def _cut(self, before: int) -> None:
         """Ends the text before the first stop, which has appeared after `before` tokens."""
-        for count in range(before + 1, len(self.tokens) + 1):
-            text = self.tokenizer.decode(self.tokens[:count])
-            if found := [text.index(stop) for stop in self.ending.stops if stop in text]:
-                self.tokens, self.text, self.finish = self.tokens[:count], text[: min(found)], "stop"
-                return
+        count, place = next(
+            (count, place)
+            for count in range(before + 1, len(self.tokens) + 1)
+            if (place := self._stop(count)) is not None
+        )
+        raw = self._raw(count)
+        self.tokens, self.finish = self.tokens[:count], "stop"
+        if (shown := self._shown(count)) == raw:
+            self.text = raw[:place]
+            return
+        whole = max(part for part in range(count) if len(self._raw(part)) <= place)  # tokens before the stop
+        self.text = self._shown(whole) + (raw[len(self._raw(whole)) : place] if shown else "")
+
+
+def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that tokens add to that of the tokens before them.
+
+    It is that of all tokens without that of the first ones: some tokenizers drop the space before the first word of what
+    they decode.
+    """
+    return decode([*before, *tokens])[len(decode(before)) if before else 0 :]
+
+
+def _raw_decode(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Decodes tokens with the special ones."""
+    return tokenizer.hugging_face.decode if tokenizer.hugging_face is not None else tokenizer.decode
 
 
 @dataclasses.dataclass
@@ -106,7 +159,7 @@ class Speed:
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, context: int, place: str) -> np.ndarray:
-    """The prompt's tokens, int32 [tokens].
+    """The prompt's tokens, int32 [tokens], with those that the tokenizer puts around a text.
 
     Args:
       text: the prompt.
@@ -117,7 +170,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer, context: int, place: str) -> 
     Raises:
       ConfigError: it is empty, or leaves no room for a new token.
     """
-    tokens = tokenizer.encode(text)
+    tokens = tokenizer.encode_prompt(text)
     if len(tokens) == 0:
         raise ConfigError(f"{place}: the prompt is empty: give at least one token to continue.")
     check_length(len(tokens), context, place)
@@ -131,6 +184,22 @@ def check_length(tokens: int, context: int, place: str) -> None:
             f"{place}: the prompt has {tokens:,} tokens, but the model's context is {context:,} tokens, new ones "
             f"included: give at most {context - 1:,}."
         )
+
+
+def most_new_tokens(prompt: int, sampling: SampleConfig, rules: LogitsRules, place: str) -> int:
+    """Most new tokens after a prompt of `prompt` tokens, without regard to the model's context.
+
+    Raises:
+      ConfigError: the prompt is as long as the max_length of the model's settings.
+    """
+    if rules.max_length is None:
+        return sampling.new_tokens
+    if prompt >= rules.max_length:
+        raise ConfigError(
+            f"{place}: the prompt has {prompt:,} tokens, and max_length of the model's generation settings is "
+            f"{rules.max_length:,} tokens, new ones included: pass --new-tokens."
+        )
+    return rules.max_length - prompt
 
 
 def continue_prompts(

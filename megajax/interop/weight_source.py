@@ -14,6 +14,7 @@ from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
 from megajax.data.hub import local_directory
+from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.runtime.exchange import broadcast
@@ -47,10 +48,13 @@ class WeightSource(Protocol):
     Attributes:
       path: of the weights.
       tokenizer: the model's.
+      hugging_face: the directory with the model's other files of Hugging Face, such as its generation settings; None: the
+        model has none.
     """
 
     path: pathlib.Path
     tokenizer: Tokenizer
+    hugging_face: pathlib.Path | None
 
     def run(self, precision: str) -> RunConfig:
         """The configuration: its model, the precision to compute in, and what the model reads of the rest."""
@@ -85,6 +89,7 @@ class RunDirectorySource:
       path: of the checkpoint.
       request: the training's command line.
       tokenizer: the training's.
+      hugging_face: what a run that began with a model of Hugging Face keeps of it.
     """
 
     def __init__(self, run_dir: str, step: int | None, trust: bool = False):
@@ -109,10 +114,11 @@ class RunDirectorySource:
             remedy = "pass another --step" if steps else "train with --save-every, or give another --run-dir"
             raise ConfigError(f"no {wanted} in {directory / 'checkpoints'}: {there}; {remedy}.")
         self.path = directory / "checkpoints" / NAME.format(step)
+        self.hugging_face = directory / "hugging_face" if (directory / "hugging_face").is_dir() else None
         words = ["--config", str(config), *(["--trust"] if trust else [])]
         self.request: Request = parse(words, "", {"model": "tiny"})  # the file has all fields
-        data = self.run("fp32").data
-        self.tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+        run = self.run("fp32")
+        self.tokenizer = tokenizer_of_model(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document))
 
     def run(self, precision: str) -> RunConfig:
         """The training's configuration."""
@@ -136,6 +142,7 @@ class HuggingFaceSource:
       family: model_type.
       model: its configuration.
       tokenizer: its own.
+      hugging_face: the directory.
     """
 
     def __init__(self, directory: str):
@@ -144,15 +151,15 @@ class HuggingFaceSource:
         Raises:
           ConfigError: the directory is damaged, of a model that megajax does not have, or without a tokenizer.
         """
-        self.path = pathlib.Path(local_directory(directory, "--init-from"))
+        self.path = self.hugging_face = pathlib.Path(local_directory(directory, "--init-from"))
         family, self.model = read_config(self.path)
         self.family, self._data = family.name, tokenizer_options(self.path)
         if not self._data:
             raise ConfigError(
-                f"{self.path} has neither tokenizer.json nor tokenizer.model: copy the model's own into it, or import it "
+                f"{self.path} has no tokenizer, such as tokenizer.json: copy the model's own into it, or import it "
                 "with --tokenizer (python -m megajax.interop.hugging_face import) and pass --run-dir."
             )
-        self.tokenizer = load_tokenizer(self._data["tokenizer"], self._data.get("end_of_document"))
+        self.tokenizer = tokenizer_of_model(self.run("fp32"), load_tokenizer(self._data["tokenizer"]))
 
     def run(self, precision: str) -> RunConfig:
         """A run of the model; its training options have no meaning."""

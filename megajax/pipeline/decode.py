@@ -58,10 +58,12 @@ class Rows(NamedTuple):
     Attributes:
       start: int32, the slot of the prompt's first token.
       number: uint32, the sample's number in the run, which seeds its draws.
+      prompt: int32, tokens of the prompt.
     """
 
     start: jax.Array
     number: jax.Array
+    prompt: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,21 +72,24 @@ class DecodeProgram:
 
     Attributes:
       model: see the module's docstring.
-      sample: (logits fp32 [b, v], number uint32 [b], position int32 [b] of the token to draw) -> tokens int32 [b].
+      sample: (logits fp32 [b, v], rows of the b samples, their tokens int32 [b, slots], int32 slot of the token to draw)
+        -> tokens int32 [b]. The tokens are those in slots before `slot`; there are no slots if `reads_texts` is false.
       mesh: with the axes data, pipe and tensor.
       rules: logical axis -> mesh axes; its "vocabulary" says whether embedding and head are shared by all ranks.
       weight_specs: tree of PartitionSpec like the weights, or a prefix of it.
       slots: of each sample's cache.
+      reads_texts: whether `sample` reads the tokens.
       layer_counts: layers of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
       stage_kinds: the layers of each stage, of a model with several kinds of them. None: there is one kind.
     """
 
     model: Any
-    sample: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    sample: Callable[[jax.Array, Rows, jax.Array, jax.Array], jax.Array]
     mesh: Mesh
     rules: AxisRules
     weight_specs: Tree
     slots: int
+    reads_texts: bool = False
     layer_counts: tuple[int, ...] | None = None
     stage_kinds: StageLayers | None = None
 
@@ -124,7 +129,8 @@ class DecodeProgram:
             y = jax.eval_shape(lambda: rank.embed(jnp.zeros((samples, width), jnp.int32), rows.start[0], 0))
             last = vary(jnp.zeros((groups, samples, 1, *y.shape[2:]), y.dtype))
             cache, last = rank.run(rank.empty_cache(), chunks, width, jnp.int32(0), chunk, keep_last, last)
-            drawn = lax.map(lambda of: rank.draw(*of, chunks * width), (last, *rank.rows))
+            texts = tokens if self.reads_texts else tokens[..., :0]
+            drawn = lax.map(lambda of: rank.draw(*of, chunks * width), (last, rank.rows, vary(texts)))
             return cache, rank.from_last(drawn)
 
         cache_specs = self.cache_specs(self.stage_slots(weights))
@@ -132,12 +138,16 @@ class DecodeProgram:
         mapped = self._mapped(run, weights, (of_rows, of_rows, P()), (_manual(cache_specs), of_rows))
         return mapped(weights, tokens, rows, chunks)
 
-    def decode(self, weights: Tree, cache: Tree, tokens: jax.Array, rows: Rows, slot: jax.Array, count: int) -> tuple:
+    def decode(
+        self, weights: Tree, cache: Tree, tokens: jax.Array, texts: jax.Array, rows: Rows, slot: jax.Array, count: int
+    ) -> tuple:
         """Generates `count` tokens of every sample.
 
         Args:
           weights, cache: of `prefill`.
           tokens: int32 [groups, samples], the last ones, which are not in the cache yet.
+          texts: int32 [groups, samples, slots], prompts and the tokens that followed, up to `slot`; no slots if `sample`
+            does not read them.
           rows: the samples.
           slot: int32 scalar, the slot of `tokens`.
           count: tokens of each sample, at most the slots that are left.
@@ -146,25 +156,30 @@ class DecodeProgram:
           The caches, and the tokens that follow, int32 [count, groups, samples].
         """
 
-        def run(weights, cache, tokens, rows, slot):
+        def run(weights, cache, tokens, texts, rows, slot):
             rank = _Rank(self, weights, rows)
 
             def last_token(group, turn, state):
                 return state[0][group][:, None]
 
             def draw(y, group, turn, works, state):
+                last, before, texts = state
+                next_slot = slot + turn + 1
                 here = jax.tree.map(lambda of: of[group], rank.rows)
-                drawn = rank.draw(y, *here, slot + turn + 1)
-                return _set(state[0], drawn, (group,), works), _set(state[1], drawn, (turn, group), works)
+                drawn = rank.draw(y, here, texts[group], next_slot)
+                if self.reads_texts:
+                    texts = _set(texts, drawn, (group, slice(None), next_slot), works)
+                return _set(last, drawn, (group,), works), _set(before, drawn, (turn, group), works), texts
 
-            state = vary((tokens, jnp.zeros((count, *tokens.shape), jnp.int32)))
-            cache, (_, drawn) = rank.run(cache, count, 1, slot, last_token, draw, state)
+            state = vary((tokens, jnp.zeros((count, *tokens.shape), jnp.int32), texts))
+            cache, (_, drawn, _) = rank.run(cache, count, 1, slot, last_token, draw, state)
             return cache, rank.from_last(drawn)
 
         cache_specs = _manual(self.cache_specs(self.stage_slots(weights)))
         of_rows = batch_spec(self.mesh)
-        mapped = self._mapped(run, weights, (cache_specs, of_rows, of_rows, P()), (cache_specs, P(None, *of_rows)))
-        return mapped(weights, cache, tokens, rows, slot)
+        given = (cache_specs, of_rows, of_rows, of_rows, P())
+        mapped = self._mapped(run, weights, given, (cache_specs, P(None, *of_rows)))
+        return mapped(weights, cache, tokens, texts, rows, slot)
 
     def _mapped(self, run: Callable, weights: Tree, in_specs: tuple, out_specs: tuple) -> Callable:
         of_weights = _manual(full_specs(self.weight_specs, weights))
@@ -298,7 +313,7 @@ class _Rank:
         before = lax.dynamic_slice(array, at, (1, 1, *entry.shape))
         return lax.dynamic_update_slice(array, jnp.where(works, entry.astype(array.dtype)[None, None], before), at)
 
-    def draw(self, y: jax.Array, start: jax.Array, number: jax.Array, slot: jax.Array) -> jax.Array:
+    def draw(self, y: jax.Array, rows: Rows, texts: jax.Array, slot: jax.Array) -> jax.Array:
         """The token at `slot` that follows the last stage's output y [b, 1, ...], int32 [b], the same on all ranks.
 
         With a vocabulary that is split over pipe all ranks compute their part of the logits, and draw the same token.
@@ -308,7 +323,7 @@ class _Rank:
         def pick(y):
             # Whole on each device, as it is sorted; before the padding is cut off, which of rows over tensor is a ppermute.
             logits = self.program.rules.constrain(self.model.logits(self.shared, y)[:, 0], "batch", None)
-            return vary(self.program.sample(logits[:, : self.model.vocabulary], number, slot - start))
+            return vary(self.program.sample(logits[:, : self.model.vocabulary], rows, texts, slot))
 
         if self.ranks == 1:
             return pick(y)

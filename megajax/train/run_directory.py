@@ -2,7 +2,8 @@
 
 RUN_DIR/config.toml     the configuration that the run was started with; --config replays it
         checkpoints/    see checkpoint/manager.py
-        tokenizer/      the tokenizer's files, if it is read from files
+        tokenizer/      the tokenizer's files, if it is read from files, and the chat template
+        hugging_face/   config.json and generation_config.json of the model that it has started from, if it is one of theirs
         log.jsonl       one object a session and a step
         tensorboard/    the same records
         logs/           the log lines of each process, process_0.log and so on
@@ -26,7 +27,15 @@ from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
 from megajax.checkpoint.replicated import ReplicatedState
-from megajax.checkpoint.run_files import TOKENIZER, copy_tokenizer, refuse_foreign, tokenizer_copy
+from megajax.checkpoint.run_files import (
+    CHAT_TEMPLATE,
+    MODEL,
+    TOKENIZER,
+    copy_model,
+    copy_tokenizer,
+    refuse_foreign,
+    tokenizer_copy,
+)
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.config.batch_ramp import batch_size, remaining_steps
@@ -34,6 +43,8 @@ from megajax.config.cli import Request
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, config_tables, save_config, toml_text
 from megajax.config.trust import sign_imports
+from megajax.data.chat_template import template_text
+from megajax.data.hugging_face import model_files
 from megajax.runtime.exchange import gather_problems
 from megajax.schedules.errors import counted
 from megajax.train.earlier_log import keep_earlier, last_record
@@ -106,7 +117,7 @@ class RunDirectory:
         """
         self.run, self.output, self.request = run, output, request
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
-        self._tokenizer_files = getattr(tokenizer, "files", ())
+        self._tokenizer, self._tokenizer_files = tokenizer, getattr(tokenizer, "files", ())
         self.jsonl = output.log_jsonl
         self.messages: list[str] = []
         self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
@@ -152,7 +163,11 @@ class RunDirectory:
         tables = config_tables(self.run, self.output, self.request.others if self.request else {})
         if self.directory:
             files = self._tokenizer_files
-            tables["data"]["tokenizer"] = tokenizer_copy(tables["data"]["tokenizer"], files, self.directory)
+            data = tables["data"]
+            data["tokenizer"] = tokenizer_copy(data["tokenizer"], files, self.directory)
+            if data.get("chat_template") is not None and files:
+                folder = data["tokenizer"] if os.path.isdir(data["tokenizer"]) else self.directory / TOKENIZER
+                data["chat_template"] = str(pathlib.Path(folder) / CHAT_TEMPLATE)
         return {section: store_paths(table, self.directory) for section, table in tables.items()}
 
     def _session(self) -> dict[str, Any]:
@@ -171,7 +186,9 @@ class RunDirectory:
             return
         path, remedy = self.directory / "config.toml", "give --run-dir a writable directory"
         try:
-            copy_tokenizer(self._tokenizer_files, self.directory)
+            copy_tokenizer(self._tokenizer_files, self.directory, self._chat_template())
+            end = self._tokenizer.end_of_document if self.run.data.sft_data else None
+            copy_model(self._model_files(), self.directory, end)
         except OSError as error:
             raise ConfigError(f"cannot write {self.directory / TOKENIZER}: {error.strerror}; {remedy}") from error
         tables = self._tables()
@@ -179,6 +196,16 @@ class RunDirectory:
         save_config(path, text, remedy, parents=True)
         with contextlib.suppress(OSError):  # a full disk: the directory is then read with --trust
             sign_imports(self.directory, tables["options"].get("imports", ()), os.environ)
+
+    def _chat_template(self) -> str | None:
+        given = self.run.data.chat_template
+        return template_text(self._tokenizer, given) if given and self._tokenizer_files else None
+
+    def _model_files(self) -> list[pathlib.Path]:
+        """Files of the model that the weights are from: of --init-from, or of the run that is resumed."""
+        if self._resumed_path is not None:
+            return model_files(self._resumed_path.parent.parent / MODEL)
+        return model_files(pathlib.Path(self.run.train.init_from)) if self.run.train.init_from else []
 
     def resume(self, training: Training) -> tuple[TrainState, Progress] | None:
         """The state to resume from and its progress; None for a new run.

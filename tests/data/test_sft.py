@@ -18,7 +18,7 @@ from megajax.data.sft import Answers, load_answers
 from megajax.data.source import describe, make_loaders
 from megajax.data.tokenizers import ByteTokenizer, load_tokenizer
 from tests import small
-from tests.data.make_chat_golden import FOLDER
+from tests.data.chats import FOLDER
 
 BYTES = ByteTokenizer()
 CHATS = str(FOLDER / "tokenizer.json")
@@ -138,6 +138,33 @@ WRONG = {
     ),
     "no content": ({"messages": [USER, {"role": "assistant"}]}, "line 2: message 2 has no content: give a text"),
     "parts": ({"messages": [{"role": "user", "content": [1]}, SAYS]}, "line 2: message 1 has no content: give a text"),
+    "parts that the template does not read": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, SAYS]},
+        "line 2: .* refuses the chat: .*; a content has several parts: give it as one text",
+    ),
+    "weight": (
+        {"messages": [USER, SAYS | {"weight": 0.5}]},
+        "line 2: message 2 has weight or train = 0.5: give 0 or 1",
+    ),
+    "train": (
+        {"messages": [USER | {"train": True}, SAYS]},
+        "line 2: message 1 is the user's, of which nothing is learnt",
+    ),
+    "untrained": (
+        {"messages": [USER, SAYS | {"train": False}]},
+        "line 2 has no message of the assistant that is trained",
+    ),
+    "tools": ({"messages": [USER, SAYS], "tools": "clock"}, "line 2: tools is a text that is not JSON"),
+    "no tools": ({"messages": [USER, SAYS], "tools": [1]}, r"line 2: tools = \[1\] is not a list of objects"),
+    "ShareGPT": (
+        {"conversations": [{"from": "me", "value": "a"}]},
+        "line 2: message 1 is from 'me': give one of human",
+    ),
+    "Alpaca": ({"instruction": "a", "output": ""}, "line 2: the output is empty"),
+    "Alpaca's history": (
+        {"instruction": "a", "output": "b", "history": ["x"]},
+        "line 2: history = .* is not a list of",
+    ),
     "empty message": (
         {"messages": [USER, {"role": "assistant", "content": ""}]},
         "message 2, the assistant's, is empty",
@@ -150,8 +177,6 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_line_is_named(case, tmp_path):
     line, words = WRONG[case]
-    if "refused" in case:
-        pytest.importorskip("jinja2")
     path = tmp_path / "data.jsonl"
     text = line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
     path.write_bytes(json.dumps(PAIR).encode() + b"\n" + text + b"\n")

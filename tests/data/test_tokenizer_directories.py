@@ -5,6 +5,7 @@ import pathlib
 import shutil
 
 import pytest
+import transformers
 
 from megajax.config import ConfigError
 from megajax.data.tokenizers import _packaged, load_tokenizer
@@ -21,24 +22,64 @@ def hugging_face(folder: pathlib.Path, **settings) -> pathlib.Path:
     return folder
 
 
-def test_a_directory_is_its_tokenizer_with_the_end_that_its_settings_name(tmp_path):
-    """The bare file has one of the usual names; eos_token comes first, a text or an AddedToken, of either file."""
+def judge(folder: pathlib.Path):
+    return transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+def test_a_directory_is_its_tokenizer_with_the_end_that_transformers_finds(tmp_path):
+    """The bare file has one of the usual names; eos_token comes first, a text or an AddedToken."""
     inner = load_tokenizer(str(CHAT / "tokenizer.json")).inner
     end = inner.id_to_token(5)
     cases = {
-        "none": {},
+        "none": {"tokenizer_config": {}},
         "text": {"tokenizer_config": {"eos_token": end}},
-        "token": {"tokenizer_config": {"eos_token": {"content": end}}},
-        "map": {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": {"content": end}}},
-        "unknown": {"tokenizer_config": {"eos_token": "<not there>"}},
+        "token": {"tokenizer_config": {"eos_token": {"content": end, "__type": "AddedToken"}}},
+        "new": {"tokenizer_config": {"eos_token": "<not there>"}},
+        "model": {"config": {"model_type": "qwen2"}},
     }
     usual = load_tokenizer(str(hugging_face(tmp_path / "plain") / "tokenizer.json")).end_of_document
     for name, settings in cases.items():
-        found = load_tokenizer(str(hugging_face(tmp_path / name, **settings)))
-        assert found.end_of_document == (5 if name in ("text", "token", "map") else usual), name
-        assert found.name == str(tmp_path / name / "tokenizer.json")
+        found, wanted = load_tokenizer(str(hugging_face(tmp_path / name, **settings))), judge(tmp_path / name)
+        end = usual if wanted.eos_token_id is None else wanted.eos_token_id
+        assert (found.end_of_document, found.vocabulary) == (end, len(wanted)), name
+        assert found.name == str(tmp_path / name)
         assert {file.name for file in found.files} == {"tokenizer.json", *(f"{one}.json" for one in settings)}
-        assert load_tokenizer(found.name).end_of_document == found.end_of_document  # as a run directory keeps it
+        assert load_tokenizer(f"{found.name}/tokenizer.json").end_of_document == end  # the file is its directory's
+        assert found.encode_prompt(TEXT).tolist() == wanted(TEXT)["input_ids"]
+        assert found.text(found.encode(TEXT)) == wanted.decode(found.encode(TEXT), skip_special_tokens=True)
+
+
+def test_what_stands_before_a_text_is_what_transformers_puts_there(tmp_path):
+    folder = hugging_face(tmp_path / "one", tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
+    inner = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    special = {"<s>": {"id": "<s>", "ids": [3], "tokens": ["<s>"]}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    pair = [begin, text, {"Sequence": {"id": "B", "type_id": 1}}]
+    template = {"type": "TemplateProcessing", "single": [begin, text], "pair": pair, "special_tokens": special}
+    (folder / "tokenizer.json").write_text(json.dumps(inner | {"post_processor": template}))
+    bare = shutil.copy(folder / "tokenizer.json", tmp_path / "bare.json")
+    wanted = judge(folder)(TEXT)["input_ids"]
+    for name in (folder, bare):
+        found = load_tokenizer(str(name))
+        assert found.start == (3,) and found.encode_prompt(TEXT).tolist() == wanted == [3, *found.encode(TEXT)]
+        assert found.text(wanted) == TEXT and found.decode(wanted) == "<s>" + TEXT
+
+
+def test_added_tokens_beyond_a_model_are_refused_in_texts_only(tmp_path):
+    """Such as the <pad> that many tuned models have; transformers takes them."""
+    folder = hugging_face(tmp_path / "one", tokenizer_config={"eos_token": "</s>", "pad_token": "<pad>"})
+    found = load_tokenizer(str(folder))
+    assert found.vocabulary == 401
+    model = found.of_model(400)
+    assert model.vocabulary == 400 and model.encode(TEXT).tolist() == found.encode(TEXT).tolist()
+    for encode in (model.encode, model.encode_prompt, lambda text: list(model.encode_with_offsets([text]))):
+        with pytest.raises(
+            ConfigError, match=r"a text has '<pad>', id 400 of tokenizer .* and the model has ids 0 to 399"
+        ):
+            encode("a <pad>")
+    assert found.encode("a <pad>")[-1] == 400
+    assert found.fits(400) and not found.fits(399)
 
 
 def test_a_directory_with_vocab_and_merges_is_gpt2s(tmp_path):
@@ -67,6 +108,9 @@ def test_a_run_directory_has_the_tokenizer_of_its_configuration(tmp_path):
     hugging_face(tmp_path / "own" / "tokenizer")
     assert load_tokenizer(str(tmp_path / "named")).name == "gpt2"
     assert load_tokenizer(str(tmp_path / "own")).name == str(tmp_path / "own" / "tokenizer" / "tokenizer.json")
+    (tmp_path / "own" / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    load_tokenizer.cache_clear()
+    assert load_tokenizer(str(tmp_path / "own")).name == str(tmp_path / "own" / "tokenizer")
 
 
 WRONG = {  # what --tokenizer is given: a part of the message
@@ -105,4 +149,8 @@ def test_what_is_no_tokenizer_is_named_in_one_line(name, tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(name)
     message = str(error.value)
-    assert WRONG[name] in message and message.startswith(("tokenizer", "cannot read broken")) and "\n" not in message
+    assert (
+        WRONG[name] in message
+        and message.startswith(("tokenizer", "--tokenizer", "cannot read broken"))
+        and "\n" not in message
+    )

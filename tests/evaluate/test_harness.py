@@ -11,10 +11,8 @@ import sys
 import pytest
 
 from megajax.config import ParallelConfig
-from megajax.data.tokenizers import load_tokenizer
 from megajax.evaluate.__main__ import main
 from megajax.evaluate.scorer import evaluation_run, make_scorer
-from megajax.evaluate.special_tokens import SpecialTokens, read_special_tokens
 from megajax.interop.weight_source import HuggingFaceSource
 from megajax.runtime.mesh import make_mesh
 from tests.interop.hugging_face import golden
@@ -111,7 +109,7 @@ def test_the_answers_of_transformers(layout, directory, wanted):
     run = evaluation_run(source.run("fp32"), ParallelConfig(**LAYOUTS[layout]))
     run.validate()
     scorer = make_scorer(run, make_mesh(run.parallel), samples=4)
-    model = HarnessModel(scorer, source.load(scorer), source.tokenizer)
+    model = HarnessModel(scorer, source.load(scorer), source.tokenizer, source.hugging_face)
     assert model.max_length == CONTEXT
     found = model.loglikelihood(instances("loglikelihood", PAIRS))
     greedy = [flag for _, flag in wanted["loglikelihood"]]
@@ -232,21 +230,3 @@ def test_without_the_library_or_with_options_of_the_other_kind_it_is_one_line(ca
         assert main([*words, *model]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and error.startswith("error: ") and message in error, error
-
-
-def test_special_tokens_of_a_directory(tmp_path):
-    """By name; of a tokenizer.json alone; and with a post-processor and a tokenizer_config.json."""
-    end = load_tokenizer("byte").end_of_document
-    assert read_special_tokens(load_tokenizer("byte")) == SpecialTokens((), end, "", frozenset({end}))
-    plain = json.loads((golden("llama") / "tokenizer.json").read_text())
-    (tmp_path / "plain.json").write_text(json.dumps(plain))
-    found = read_special_tokens(load_tokenizer(str(tmp_path / "plain.json")))
-    assert found == SpecialTokens((), 0, START, frozenset({0}))
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(plain | {"post_processor": POST_PROCESSOR}))
-    assert read_special_tokens(load_tokenizer(str(path), "w61")) == SpecialTokens((0,), 0, START, frozenset({63}))
-    settings = {"bos_token": {"content": "w5", "lstrip": False}, "eos_token": START, "unk_token": "[UNK]", "other": 3}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
-    assert read_special_tokens(load_tokenizer(str(path), "w61")) == SpecialTokens(
-        (0,), 7, "w5", frozenset({0, 1, 7, 63})
-    )

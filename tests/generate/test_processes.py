@@ -222,8 +222,9 @@ def test_each_process_gives_an_equal_share_of_the_mesh(processes, monkeypatch):
 
 def test_options_of_the_processes():
     words = ["--init-from", "x", "--prompt", "a", "--coordinator", "node0:1", "--processes", "2", "--process-id"]
+    words = ["--top-p", "0.5", *words]
     first, second = (read_options([*words, number, "--out", number, "--devices", "cpu"]) for number in "01")
     assert (first.launch.process_id, second.launch.processes) == (0, 2)
-    assert first.of_all_processes == second.of_all_processes and first.of_all_processes["--top-p"] == "1.0"
+    assert first.of_all_processes == second.of_all_processes and first.of_all_processes["--top-p"] == "0.5"
     with pytest.raises(ConfigError, match="need --processes, --process-id too"):
         read_options(["--init-from", "x", "--prompt", "a", "--coordinator", "node0:1"])

@@ -30,8 +30,8 @@ def extended(text: str, ending: Ending, block: int, prompt: int = 3, end: bool =
         (Ending(50, 100, ("ef",)), "abcd", "stop"),
         (Ending(50, 100, ("xyz", "gh", "fg")), "abcde", "stop"),  # the first in the text, not in the list
         (Ending(5, 100, ("ef",)), "abcde", "length"),
-        (Ending(50, 100, (), 256), "abcdefgh\u00e9", "end"),
-        (Ending(50, 100, ("\u00e9",), 256), "abcdefgh", "stop"),  # two tokens
+        (Ending(50, 100, (), frozenset({256})), "abcdefgh\u00e9", "end"),
+        (Ending(50, 100, ("\u00e9",), frozenset({256})), "abcdefgh", "stop"),  # two tokens
     ],
 )
 def test_a_text_ends_where_it_should_whatever_the_blocks(ending, text, finish, block):

@@ -197,8 +197,12 @@ IMPORTS = {  # (family, what is wrong, words of the message)
         lambda d: change_config(d, num_local_experts=3),
         r"gate.weight has shape \(4, 16\), and this model's is \(3, 16\)|has a tensor .*experts.3.* mixtral",
     ),
-    "no tokenizer": ("llama", lambda d: (d / "tokenizer.json").unlink(), "neither tokenizer.json nor tokenizer.model"),
-    "damaged tokenizer": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer .*tokenizer.json"),
+    "no tokenizer": ("llama", lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer, such as tokenizer.json"),
+    "damaged tokenizer": (
+        "llama",
+        lambda d: (d / "tokenizer.json").write_text("{}"),
+        "tokenizer .*llama is not a tokenizer that",
+    ),
 }
 
 

@@ -32,7 +32,7 @@ def test_init_from_takes_the_model_and_the_tokenizer_and_not_the_toys_settings()
     model = read_config(directory)[1]
     assert (run.model.query_key_norm, run.model.head_size, run.model.hidden) == (True, 12, 16)
     assert (run.model.name, run.model.sequence_length, run.model.dropout) == (model.name, 16, 0.1)
-    assert run.data.tokenizer == str(directory / "tokenizer.json")
+    assert run.data.tokenizer == str(directory)
     assert run.train.learning_rate != gpt3.DEFAULTS["learning_rate"] and run.train.init_from == str(directory)
     assert run_of("--init-from", directory, "--tokenizer", "gpt2").data.tokenizer == "gpt2"
 
@@ -56,7 +56,7 @@ def test_the_configuration_of_an_import_is_its_model(tmp_path):
     for name in ("layers", "rotary_scaling", "rotary_factor", "rotary_original_length", "sequence_length", "kv_heads"):
         assert getattr(run.model, name) == getattr(model, name)
     assert run.train.learning_rate == 2e-5 and run.train.warmup_steps <= 1
-    assert pathlib.Path(run.data.tokenizer).parent == tmp_path / "run" / "hugging_face"
+    assert pathlib.Path(run.data.tokenizer) == tmp_path / "run" / "hugging_face"
 
 
 RATES = (

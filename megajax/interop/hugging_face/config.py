@@ -12,6 +12,7 @@ from megajax.config import BertConfig, ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
 from megajax.config.layer_kinds import DENSE, MOST_LAYERS, pattern_of
 from megajax.data.hugging_face import library
+from megajax.data.tokenizer_files import has_tokenizer
 from megajax.interop.hugging_face.expert_families import NAMES_OF_EXPERTS
 from megajax.interop.hugging_face.families import FAMILIES
 from megajax.interop.hugging_face.keys import Family, Keys, read_json
@@ -127,15 +128,8 @@ def _normalized(keys: Keys) -> Keys:
 
 
 def tokenizer_options(directory: pathlib.Path) -> dict[str, str]:
-    """The options `tokenizer` and `end_of_document` of a directory; empty if it has no tokenizer that megajax reads."""
-    for file in ("tokenizer.json", "tokenizer.model"):
-        if (directory / file).is_file():
-            options = {"tokenizer": str(directory / file)}
-            settings = directory / "tokenizer_config.json"
-            end = read_json(settings).get("eos_token") if settings.is_file() else None
-            end = end.get("content") if isinstance(end, dict) else end  # an AddedToken
-            return options | ({"end_of_document": end} if isinstance(end, str) and end else {})
-    return {}
+    """The option `tokenizer` of a directory: itself; empty if it has no tokenizer."""
+    return {"tokenizer": str(directory)} if has_tokenizer(directory) else {}
 
 
 def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[Family, dict[str, Any]]:

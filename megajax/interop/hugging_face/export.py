@@ -1,4 +1,8 @@
-"""Exports a checkpoint as a Hugging Face directory: config.json, safetensors, and the tokenizer's files of the import."""
+"""Exports a checkpoint as a directory of Hugging Face, with all that it needs to generate and to chat.
+
+config.json, safetensors, and generation_config.json of the model that the run has started from; the run's tokenizer with its
+chat template, or one that megajax has built in, as files that transformers reads.
+"""
 
 import dataclasses
 import itertools
@@ -13,7 +17,7 @@ import numpy as np
 
 from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
-from megajax.checkpoint.run_files import TOKENIZER
+from megajax.checkpoint.run_files import MODEL, TOKENIZER
 from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import (
@@ -25,8 +29,10 @@ from megajax.config import (
     TrainConfig,
     padded_vocabulary,
 )
+from megajax.data.hugging_face import has_settings, model_files, tokenizer_files
+from megajax.data.tokenizers import TOKENIZERS, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
-from megajax.interop.hugging_face.read_model import FOLDER, TOKENIZER_FILES, replace_directory
+from megajax.interop.hugging_face.read_model import replace_directory
 from megajax.interop.hugging_face.tensors import (
     Piece,
     axis_sizes,
@@ -43,6 +49,14 @@ from megajax.models.interface import model_class
 
 __all__ = ["DTYPES", "export_run"]
 
+# Special tokens of BERT's and GPT-2's vocabularies, by their names in tokenizer_config.json.
+USUAL_TOKENS = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
 DTYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(ml_dtypes.bfloat16))}
 
 
@@ -71,12 +85,13 @@ def export_run(
     """
     path = _checkpoint(run_dir, step)
     model = _model(path)
-    imported = run_dir / FOLDER / "config.json"
+    imported = run_dir / MODEL / "config.json"
     original = read_json(imported) if imported.is_file() else {}
     family, keys = family_of_model(model, original.get("model_type"))
     dtype = dtype or _usual_dtype(original)
     name, numpy_dtype = DTYPES[dtype]
     reader.verify(path)
+    tokenizer = _bare_tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"])
     shapes, sizes = _leaves(path, model), axis_sizes(model)
     pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
@@ -92,14 +107,52 @@ def export_run(
 
         on_all_processes("export/tensors", write_own)
         if jax.process_index() == 0:
-            text = json.dumps(merge_config(original, keys, name), indent=2)
-            (unfinished / "config.json").write_text(text + "\n", encoding="utf-8")
-            for folder in (run_dir / TOKENIZER, run_dir / FOLDER):
-                for file in TOKENIZER_FILES:
-                    if (folder / file).is_file():
-                        shutil.copyfile(folder / file, unfinished / file)
+            written = merge_config(original, keys | ({} if original else _ends(tokenizer)), name)
+            (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            _write_tokenizer(run_dir, unfinished, tokenizer)
     files = len({tensor.path for tensor in shards.tensors.values()})
     return {"step": path.name, "family": family.name, "dtype": dtype, "files": str(files)}
+
+
+def _tokenizer_folder(run_dir: pathlib.Path) -> pathlib.Path:
+    """The folder of a run with the tokenizer that it was trained with."""
+    return run_dir / (TOKENIZER if (run_dir / TOKENIZER).is_dir() else MODEL)
+
+
+def _bare_tokenizer(run_dir: pathlib.Path, name: str) -> Tokenizer | None:
+    """The tokenizer of a run if it has no files of Hugging Face; None if it has, or is the user's own."""
+    if name in TOKENIZERS:
+        return load_tokenizer(name)
+    folder = _tokenizer_folder(run_dir)
+    file = folder / pathlib.Path(name).name
+    return load_tokenizer(str(file)) if file.is_file() and not has_settings(folder) else None
+
+
+def _ends(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """The keys of config.json which say how texts begin and end."""
+    if tokenizer is None:
+        return {}
+    begin = {} if tokenizer.beginning is None else {"bos_token_id": tokenizer.beginning}
+    return begin | {"eos_token_id": tokenizer.end_of_document}
+
+
+def _write_tokenizer(run_dir: pathlib.Path, out: pathlib.Path, bare: Tokenizer | None) -> None:
+    """The tokenizer's files with the chat template, and generation_config.json."""
+    folder = _tokenizer_folder(run_dir)
+    copied = [path for path in tokenizer_files(folder) if path.name != "config.json"]
+    for path in copied:
+        copy = out / path.relative_to(folder.absolute())
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+    for path in model_files(run_dir / MODEL):
+        if path.name != "config.json":
+            shutil.copyfile(path, out / path.name)
+    if isinstance(bare, HuggingFaceTokenizer):
+        bare.inner.save(str(out / "tokenizer.json"))
+        text = {"eos_token": bare.inner.id_to_token(bare.end_of_document)}
+        text |= {name: token for name, token in USUAL_TOKENS.items() if bare.inner.token_to_id(token) is not None}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | text
+        (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _checkpoint(run_dir: pathlib.Path, step: int | None) -> pathlib.Path:

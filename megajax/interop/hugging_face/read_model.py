@@ -2,7 +2,7 @@
 
 RUN/config.toml                  the model, its tokenizer, and fine-tuning's options
     checkpoints/step_00000000/   the weights, and a fresh optimizer state
-    hugging_face/                config.json and the tokenizer's files, which an export copies back
+    hugging_face/                config.json, generation_config.json and the tokenizer's files, which an export copies
 """
 
 import contextlib
@@ -21,12 +21,14 @@ import numpy as np
 from megajax.checkpoint import layout
 from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.metadata import FORMAT, Progress, run_meta
+from megajax.checkpoint.run_files import MODEL
 from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
 from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
-from megajax.data.source import check_vocabulary
+from megajax.data.hugging_face import model_files, tokenizer_files
+from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf.config import config_keys
 from megajax.interop.gguf.file import open_gguf
@@ -38,15 +40,9 @@ from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
 
-__all__ = ["FOLDER", "TOKENIZER_FILES", "Source", "import_run", "initial_params", "replace_directory", "write_run"]
+__all__ = ["Source", "import_run", "initial_params", "replace_directory", "write_run"]
 
-FOLDER = "hugging_face"
 TEMPORARY = ".unfinished"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.txt", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "steps": 1000}
 
 
@@ -59,7 +55,8 @@ class Source:
       family: of `hugging_face.tensors.TABLES`.
       model: its configuration; the sequence length is the longest that it has.
       tensors: by the family's names.
-      files: that the run directory keeps, and an export copies: config.json and the tokenizer's.
+      files: that the run directory keeps, and an export copies: config.json and the tokenizer's, all in or below the
+        directory of the first.
     """
 
     path: pathlib.Path
@@ -124,10 +121,10 @@ def import_run(
         )
         if not data.tokenizer:
             raise ConfigError(
-                f"{directory} has neither tokenizer.json nor tokenizer.model, without which its ids have no meaning: pass "
+                f"{directory} has no tokenizer, such as tokenizer.json, without which its ids have no meaning: pass "
                 "--tokenizer NAME|FILE"
             )
-        files = [directory / file for file in ("config.json", *TOKENIZER_FILES)]
+        files = [*model_files(directory.absolute()), *tokenizer_files(directory)]
         return write_run(Source(source, family.name, model, tensors, files), run_dir, data, sequence_length)
 
 
@@ -169,7 +166,7 @@ def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_
     data = _with_own_tokenizer(data, source, run_dir)
     run = RunConfig(model, ParallelConfig(schedule="1f1b"), TrainConfig(**FINE_TUNING), data)
     run.validate()
-    check_vocabulary(run, read)
+    read = tokenizer_of_model(run, read)
     training = make_training(run, make_mesh(run.parallel, jax.local_devices()[:1]))
     leaves, where = layout.named(training.state_shapes), training.where
     of_params = [name.removeprefix("params/") for name in leaves if name.startswith("params/")]
@@ -193,11 +190,11 @@ def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_
 
 
 def _with_own_tokenizer(data: DataConfig, source: Source, run_dir: pathlib.Path) -> DataConfig:
-    """The options with the run directory's copy of the tokenizer, if it is one of the source's files."""
-    path = pathlib.Path(data.tokenizer).absolute()
-    if path not in [file.absolute() for file in source.files]:
-        return data
-    return dataclasses.replace(data, tokenizer=str(run_dir.absolute() / FOLDER / path.name))
+    """The options with the run directory's copy of the tokenizer, if it is the source's."""
+    path, own = pathlib.Path(data.tokenizer).absolute(), run_dir.absolute() / MODEL
+    if source.files and path == source.files[0].parent:
+        return dataclasses.replace(data, tokenizer=str(own))
+    return dataclasses.replace(data, tokenizer=str(own / path.name)) if path in source.files else data
 
 
 def _with_length(model: ModelConfig, length: int) -> ModelConfig:
@@ -233,11 +230,12 @@ def _write_files(run: RunConfig, source: Source, unfinished: pathlib.Path, final
     """config.toml and the source's own files, by process 0."""
     if jax.process_index() != 0:
         return
-    folder = unfinished / FOLDER
+    folder = unfinished / MODEL
     folder.mkdir()
     for file in source.files:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
+        copy = folder / file.relative_to(source.files[0].parent)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     model, train = dataclasses.asdict(run.model), dataclasses.asdict(run.train)
     # the preset's name is in the options, the devices choose the precision, and the others follow from FINE_TUNING's
     for table, names in ((model, ("name",)), (train, ("precision", "minimum_learning_rate", "warmup_steps"))):

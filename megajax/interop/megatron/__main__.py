@@ -64,7 +64,7 @@ def import_checkpoint(
     Raises:
       ConfigError: the checkpoint is damaged or of a model that megajax does not have, or the run cannot be written.
     """
-    from megajax.interop.hugging_face.read_model import TOKENIZER_FILES, Source, write_run
+    from megajax.interop.hugging_face.read_model import Source, write_run
     from megajax.interop.megatron.checkpoint import open_checkpoint
     from megajax.interop.megatron.tensors import for_model, zero_centred
 
@@ -77,8 +77,7 @@ def import_checkpoint(
     model = model_of(found.args, found.path, vocabulary)
     tensors = zero_centred(found.tensors) if is_zero_centred(found.args) else found.tensors
     tensors = for_model(tensors, vocabulary, model.tied_embeddings, added_biases(found.args, model))
-    tokenizer = pathlib.Path(data.tokenizer)
-    files = [tokenizer.parent / file for file in TOKENIZER_FILES] if tokenizer.name in TOKENIZER_FILES else []
+    files = load_tokenizer(data.tokenizer, data.end_of_document).files
     family = "megatron_gated" if model.is_gated else "megatron"
     usual = Keys(found.args, f"{found.path}: args").get("seq_length", int, model.sequence_length)
     length = sequence_length or min(usual, model.sequence_length)

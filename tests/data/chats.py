@@ -1,18 +1,10 @@
-"""Writes tests/data/chat: a small tokenizer, chat templates, and what transformers makes of chats with them.
+"""Chats and chat templates for tests, and the small tokenizer of tests/data/chat.
 
-python tests/data/make_chat_golden.py       in an environment with megajax[judges]; the files are from transformers 5.23.0
-
-tokenizer.json is a byte-level BPE of 400 tokens, trained on the package's text. golden.json has for each template and each
-of CHATS the text, and samples of ids and of which of them the assistant says: by return_assistant_tokens_mask for templates
-with generation blocks, by differences of the ids with add_generation_prompt for the others.
-
-The mask is made with offsets that keep spaces (trim_offsets=False): with others transformers finds no token for an answer
-that begins with a space, and leaves that answer and all after it out.
+python -m tests.data.chats      writes tests/data/chat: a byte-level BPE of 400 tokens, trained on the package's text
 """
 
 import json
 import pathlib
-import sys
 
 FOLDER = pathlib.Path(__file__).parent / "chat"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]"]
@@ -81,7 +73,6 @@ def write_tokenizer() -> None:
     """tokenizer.json and tokenizer_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
     from megajax.data.text import load_documents
 
     inner = Tokenizer(models.BPE())
@@ -99,50 +90,12 @@ def write_tokenizer() -> None:
     (FOLDER / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def ids_of(tokenizer, chat, **options) -> list[int]:
-    """Those of the chat's text."""
-    return tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **options)["input_ids"]
-
-
-def samples(tokenizer, name: str, chat: list[dict[str, str]]) -> list[dict]:
-    """The ids and the mask of a chat; of each turn, where a turn changes when others follow."""
-    from tokenizers import processors
-
-    if name == "generation":
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-        found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        return [{"ids": found["input_ids"], "mask": found["assistant_masks"]}]
-    whole, turns = ids_of(tokenizer, chat), []
-    for number, message in enumerate(chat):
-        if message["role"] == "assistant":
-            before = ids_of(tokenizer, chat[:number], add_generation_prompt=True)
-            after = ids_of(tokenizer, chat[: number + 1])
-            assert after[: len(before)] == before, (name, chat)
-            turns.append((before, after))
-    if all(whole[: len(after)] == after for _, after in turns):
-        mask = [0] * len(whole)
-        for before, after in turns:
-            mask[len(before) : len(after)] = [1] * (len(after) - len(before))
-        return [{"ids": whole, "mask": mask}]
-    return [{"ids": ids, "mask": [0] * len(start) + [1] * (len(ids) - len(start))} for start, ids in turns]
-
-
 def main() -> None:
     """Writes all files."""
-    from transformers import AutoTokenizer
-
     FOLDER.mkdir(exist_ok=True)
     write_tokenizer()
-    golden: dict[str, dict] = {}
     for name, template in TEMPLATES.items():
         (FOLDER / f"{name}.jinja").write_text(template)
-        tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-        tokenizer.chat_template = template
-        golden[name] = {}
-        for chat in CHATS:
-            text = tokenizer.apply_chat_template(messages(chat), tokenize=False)
-            golden[name][chat] = {"text": text, "samples": samples(tokenizer, name, messages(chat))}
-    (FOLDER / "golden.json").write_text(json.dumps(golden) + "\n")
 
 
 if __name__ == "__main__":

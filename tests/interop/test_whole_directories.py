@@ -1,0 +1,131 @@
+"""A directory of Hugging Face comes out of a fine-tuning, an import or a resumed run as whole as it went in."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+import transformers
+
+from megajax.checkpoint.run_files import copy_model, copy_tokenizer
+from tests.interop.hugging_face import convert, golden
+from tests.test_finetune import SMALL, TEMPLATE, chats, train
+
+
+def source(folder: pathlib.Path) -> pathlib.Path:
+    """A tuned Llama in bf16, whose tokenizer begins texts, and which has two ends and templates for tools."""
+    directory = pathlib.Path(shutil.copytree(golden("llama"), folder / "source"))
+    inner = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = inner["model"]["vocab"]
+    first, last = (next(word for word, number in vocabulary.items() if number == one) for one in (0, 1))
+    begin = {"SpecialToken": {"id": first, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    inner["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {first: {"id": first, "ids": [0], "tokens": [first]}},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(inner))
+    config = json.loads((directory / "config.json").read_text())
+    ends = {"bos_token_id": 0, "eos_token_id": [2, 3]}
+    settings = {"bos_token": first, "eos_token": last, "model_max_length": 64}
+    files = {
+        "config.json": config | {"dtype": "bfloat16", "torch_dtype": None} | ends,
+        "tokenizer_config.json": settings,
+        "generation_config.json": ends | {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.1},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools" + TEMPLATE)
+    return directory
+
+
+def read(directory: pathlib.Path) -> dict:
+    """What transformers reads of a directory."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory).to_dict()
+    generation = transformers.GenerationConfig.from_pretrained(directory).to_dict()
+    for values in (config, generation):
+        del values["transformers_version"]
+        values.pop("_name_or_path", None)
+    return {
+        "class": type(tokenizer).__name__,
+        "ids": tokenizer("w1 w2 w3")["input_ids"],
+        "tokens": tokenizer.special_tokens_map,
+        "templates": tokenizer.chat_template,
+        "length": tokenizer.model_max_length,
+        "config": config,
+        "generation": generation,
+    }
+
+
+def test_an_import_and_its_export(tmp_path):
+    directory = source(tmp_path)
+    assert convert("import", directory, "--run-dir", tmp_path / "run", "--sequence-length", 24) == 0
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    assert read(tmp_path / "out") == read(directory)
+
+
+def test_a_fine_tuning_and_a_run_from_it(tmp_path):
+    """With a template of one's own it is the only one; what a sample ends with is an end of texts."""
+    directory, data = source(tmp_path), chats(tmp_path)
+    wanted = read(directory)
+    few = [*SMALL, "--steps", "1", "--devices", "cpu:1"]
+    train(["--init-from", directory, *data[:2], *few, "--run-dir", tmp_path / "one"])
+    assert convert("export", tmp_path / "one", "--out", tmp_path / "first") == 0
+    ends = {"eos_token_id": [2, 3, 1]}
+    wanted["generation"] |= ends
+    assert read(tmp_path / "first") == wanted
+    resume = ["--config", tmp_path / "one" / "config.toml", "--resume", tmp_path / "one", "--run-dir", tmp_path / "two"]
+    own = tmp_path / "own.jinja"
+    own.write_text("w7 " + TEMPLATE)
+    train([*resume, "--chat-template", own, *few[:-4], "--steps", "2", "--devices", "cpu:1"])
+    shutil.rmtree(tmp_path / "one")
+    shutil.rmtree(directory)
+    own.unlink()
+    assert convert("export", tmp_path / "two", "--out", tmp_path / "second") == 0
+    assert read(tmp_path / "second") == wanted | {"templates": "w7 " + TEMPLATE}
+
+
+@pytest.mark.parametrize("stored", [{}, {"eos_token_id": 7}, {"eos_token_id": [7, 9]}])
+def test_what_samples_end_with_is_an_end(tmp_path, stored):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"eos_token_id": 5, "vocab_size": 10}))
+    (model / "generation_config.json").write_text(json.dumps(stored | {"top_k": 3}))
+    copy_model(sorted(model.iterdir()), tmp_path / "run", end=9)
+    found = json.loads((tmp_path / "run" / "hugging_face" / "generation_config.json").read_text())
+    ends = stored.get("eos_token_id", 5)
+    ends = ends if isinstance(ends, list) else [ends]
+    assert found == {"top_k": 3, "eos_token_id": [*ends, *([9] if 9 not in ends else [])]}
+    copy_model([], tmp_path / "other", end=9)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_template_in_place_of_the_tokenizers(tmp_path):
+    folder = source(tmp_path)
+    files = [folder / "tokenizer.json", folder / "additional_chat_templates" / "tool_use.jinja"]
+    copy_tokenizer(files, tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer" / "additional_chat_templates" / "tool_use.jinja").is_file()
+    copy_tokenizer(files, tmp_path / "own", "own")
+    assert {path.name for path in (tmp_path / "own" / "tokenizer").rglob("*.*")} == {
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "wordpiece"])
+def test_a_built_in_tokenizer_becomes_files(tmp_path, tokenizer):
+    from megajax.data.tokenizers import load_tokenizer
+    from megajax.interop.hugging_face.export import _ends, _write_tokenizer
+
+    ours = load_tokenizer(tokenizer)
+    _write_tokenizer(tmp_path / "run", tmp_path, ours)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | _ends(ours)))
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "Hello w\u00f6rld, 123 \U0001f600"
+    assert found(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
+    assert found.eos_token_id == ours.end_of_document == transformers.AutoConfig.from_pretrained(tmp_path).eos_token_id
