@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from megajax.config.sample import LogitsRules, SampleConfig
 
-__all__ = ["NO_RULES", "Texts", "apply_rules", "draw", "keep_likely", "next_token", "reads_texts"]
+__all__ = ["NO_RULES", "Texts", "apply_rules", "draw", "keep_likely", "next_token", "reads_texts", "sampled_scores"]
 
 NO_RULES = LogitsRules()
 TOP_H_TOKENS = 100  # of transformers' TopHLogitsWarper
@@ -195,6 +195,16 @@ def draw(
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def one(logits, number, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+        return jax.random.categorical(key, logits)
+
+    return jax.vmap(one)(sampled_scores(logits, sampling, rules), number, position).astype(jnp.int32)
+
+
+def sampled_scores(logits: jax.Array, sampling: SampleConfig, rules: LogitsRules) -> jax.Array:
+    """The logits [b, v] over the temperature, with -inf for tokens that are not drawn."""
     kept = logits / sampling.temperature
     if rules.top_h is not None:
         kept = _keep_top_h(kept, rules.top_h)
@@ -207,12 +217,7 @@ def draw(
     for cutoff, adaptive in ((rules.epsilon_cutoff, False), (rules.eta_cutoff, True)):
         if 0 < cutoff < 1:
             kept = _keep_above(kept, cutoff, adaptive)
-
-    def one(logits, number, position):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
-        return jax.random.categorical(key, logits)
-
-    return jax.vmap(one)(kept, number, position).astype(jnp.int32)
+    return kept
 
 
 def keep_likely(logits: jax.Array, top_k: int | None, top_p: float) -> jax.Array:

@@ -31,8 +31,20 @@ NO_SYSTEM = TEMPLATE.replace("{% if loop.index0 %}", "{% if true %}")
 CASES = {
     "bytes, nothing": ("bytes", {"eos_token": "</s>"}, None, {"eos_token_id": [1, 40, 50, 61, 30]}, TEMPLATE),
     "bytes, bos": ("bytes", {"bos_token": "<s>", "eos_token": "</s>"}, "<s> $A", {"repetition_penalty": 1.4}, TEMPLATE),
-    "bytes, unused bos": ("bytes", {"bos_token": "<s>", "eos_token": "</s>"}, None, {"suppress_tokens": [9]}, NO_SYSTEM),
-    "metaspace, bos": ("metaspace", {"bos_token": "<s>", "eos_token": "</s>"}, "<s> $A", {"eos_token_id": 44}, TEMPLATE),
+    "bytes, unused bos": (
+        "bytes",
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        None,
+        {"suppress_tokens": [9]},
+        NO_SYSTEM,
+    ),
+    "metaspace, bos": (
+        "metaspace",
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        "<s> $A",
+        {"eos_token_id": 44},
+        TEMPLATE,
+    ),
     "metaspace, both": ("metaspace", {"bos_token": "<s>", "eos_token": "</s>"}, "<s> $A </s>", {}, NO_SYSTEM),
     "metaspace, nothing": ("metaspace", {"eos_token": "ab"}, None, {"no_repeat_ngram_size": 2}, TEMPLATE),
 }
@@ -106,7 +118,16 @@ def test_log_likelihoods_of_any_texts(judge, ours):
     from megajax.config import ConfigError
 
     draw = random.Random(0)
-    pairs = [("  ", "ab"), ("", "ab"), ("\n", " ab"), ("<s>", "ab"), ("<s> ab", "c"), ("", "<s>ab"), ("", "</s>ab"), ("a", "b")]
+    pairs = [
+        ("  ", "ab"),
+        ("", "ab"),
+        ("\n", " ab"),
+        ("<s>", "ab"),
+        ("<s> ab", "c"),
+        ("", "<s>ab"),
+        ("", "</s>ab"),
+        ("a", "b"),
+    ]
     pairs += [(text(draw, draw.choice((2, 5, 150))), text(draw, draw.choice((1, 3, 9)))) for _ in range(60)]
     compared = 0
     for pair in pairs:
@@ -181,7 +202,17 @@ doc_to_text: "{{{{q}}}}"
         model=judge, tasks=["choices", "texts"], task_manager=manager, log_samples=False, **chat
     )["results"]
     out = tmp_path / "out.json"
-    words = ["--init-from", directory, "--include-path", tmp_path, "--out", out, "--apply-chat-template", "--num-fewshot", 2]
+    words = [
+        "--init-from",
+        directory,
+        "--include-path",
+        tmp_path,
+        "--out",
+        out,
+        "--apply-chat-template",
+        "--num-fewshot",
+        2,
+    ]
     words += ["--fewshot-as-multiturn" if turns else "--no-fewshot-as-multiturn", "--devices", "cpu:1"]
     words += ["--system-instruction", system] if system else []
     assert main([str(word) for word in ("--harness", "choices,texts", *words)]) == 0

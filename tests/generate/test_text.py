@@ -29,6 +29,7 @@ def extended(text: str, ending: Ending, block: int, prompt: int = 3, end: bool =
         (Ending(7, 10), "abcdefg", "length"),
         (Ending(50, 100, ("ef",)), "abcd", "stop"),
         (Ending(50, 100, ("xyz", "gh", "fg")), "abcde", "stop"),  # the first in the text, not in the list
+        (Ending(50, 100, ("abc",)), "", "stop"),
         (Ending(5, 100, ("ef",)), "abcde", "length"),
         (Ending(50, 100, (), frozenset({256})), "abcdefgh\u00e9", "end"),
         (Ending(50, 100, ("\u00e9",), frozenset({256})), "abcdefgh", "stop"),  # two tokens
@@ -39,6 +40,13 @@ def test_a_text_ends_where_it_should_whatever_the_blocks(ending, text, finish, b
     assert (sample.text, sample.finish) == (text, finish)
     assert BYTES.decode(sample.tokens).startswith(text)
     assert sample.extend([1, 2]) == 0 and sample.text == text
+
+
+@pytest.mark.parametrize(("stop", "finish"), [("xab", "stop"), ("xyz", "length"), ("z", "length")])
+def test_a_stop_may_begin_in_the_prompt_but_not_end_in_it(stop, finish):
+    sample = Sample(0, np.array([*b"zxyzx"], np.int32), Ending(4, 100, (stop,)), BYTES)
+    sample.extend([*b"abcd"])
+    assert (sample.text, sample.finish) == ("" if finish == "stop" else "abcd", finish)
 
 
 def test_an_ended_document_without_a_token_for_it_goes_on():
