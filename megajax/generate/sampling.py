@@ -234,9 +234,11 @@ def keep_likely(logits: jax.Array, top_k: int | None, top_p: float) -> jax.Array
     if count == vocabulary and top_p == 1:
         return logits
     descending = jax.lax.top_k(logits, count)[0]
-    before = jnp.cumsum(jax.nn.softmax(descending), axis=-1) - jax.nn.softmax(descending)  # of the more likely ones
-    inside = jnp.where((before < top_p).at[:, 0].set(True), descending, jnp.inf)
-    return jnp.where(logits < inside.min(-1, keepdims=True), -jnp.inf, logits)
+    if top_p < 1:
+        # Added from the least likely on, as transformers does: near 1, fp32 sums from the other end are all 1.
+        rest = jnp.cumsum(jax.nn.softmax(descending)[:, ::-1], axis=-1)[:, ::-1]
+        descending = jnp.where((rest > 1 - top_p).at[:, 0].set(True), descending, jnp.inf)
+    return jnp.where(logits < descending.min(-1, keepdims=True), -jnp.inf, logits)
 
 
 def _entropies(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
