@@ -6,7 +6,6 @@ The scores are those of transformers' logits processors, so PyTorch is needed (m
 import functools
 import json
 import pathlib
-import shutil
 import tempfile
 
 import jax
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from megajax.config import ConfigError
 from megajax.data.tokenizers import load_tokenizer
-from megajax.generate.__main__ import main
 from megajax.generate.sampling import Texts, apply_rules, sampled_scores
 from megajax.generate.text import Ending, Sample
 from megajax.interop.hugging_face.generation import read_generation
