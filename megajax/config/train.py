@@ -54,8 +54,8 @@ class TrainConfig:
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples", low=0, below=2**32)
     init_from: str | None = setting(
         None,
-        "start from the weights in this directory of a Hugging Face model; its config.json gives the model's options "
-        "that are not passed, and its tokenizer is the default",
+        "start from the weights of a Hugging Face model, a directory or ORG/NAME on the Hub; its config.json gives the "
+        "model's options that are not passed, and its tokenizer is the default",
         metavar="DIR",
         text_kind="path",
         shown_default="random weights",

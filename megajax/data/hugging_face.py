@@ -42,6 +42,8 @@ def library(what: str) -> ModuleType:
     try:
         import transformers
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: F401 (lazy modules, which may fail)
+
+        transformers.logging.set_verbosity_error()
     except (ImportError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{what} needs the library transformers ({reason}): pip install 'megajax[hf]'") from None

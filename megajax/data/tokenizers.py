@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megajax.config import ConfigError, near
+from megajax.data.hub import local_directory
 from megajax.data.hugging_face import load_directory, tokenizer_files
 from megajax.data.long_texts import LONGEST_WHOLE, batches, splits_at_cuts
 from megajax.data.tokenizer_errors import library_errors, panics_hidden
@@ -297,7 +298,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
       ConfigError: the name is unknown, the file cannot be read or used, or it has no such end of document; or the library
         transformers is needed and missing.
     """
-    name = find_file(name) if name not in TOKENIZERS else name
+    name = find_file(local_directory(name, "--tokenizer")) if name not in TOKENIZERS else name
     ending = pathlib.Path(name).suffix
     is_directory = os.path.isdir(name)
     if name in TOKENIZERS or (ending not in FILES and not is_directory):

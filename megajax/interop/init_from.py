@@ -1,18 +1,19 @@
-"""`--init-from DIR`: a run that starts from the weights in a Hugging Face directory, on its own mesh."""
+"""`--init-from DIR|ORG/NAME`: a run that starts from the weights of a Hugging Face model, on its own mesh."""
 
 import pathlib
 from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.cli import Importer
+from megajax.data.hub import local_directory
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 
 __all__ = ["HUGGING_FACE"]
 
 
 def _model_and_options(directory: str) -> tuple[ModelConfig, dict[str, str]]:
-    """The directory's model, and its tokenizer's options."""
-    path = pathlib.Path(directory)
+    """The model, and its tokenizer's options."""
+    path = pathlib.Path(local_directory(directory, "--init-from"))
     return read_config(path)[1], tokenizer_options(path)
 
 
@@ -21,7 +22,7 @@ def _initial_params(directory: str, training: Any) -> Any:
         initial_params,  # starts jax's libraries, which the command line must not
     )
 
-    return initial_params(directory, training)
+    return initial_params(local_directory(directory, "--init-from"), training)
 
 
 HUGGING_FACE = Importer(_model_and_options, _initial_params)

@@ -18,12 +18,16 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["DTYPES", "INDEX", "Shards", "StoredTensor", "open_tensors"]
+__all__ = ["DTYPES", "EIGHT_BITS", "FLOATS", "INDEX", "Shards", "StoredTensor", "has_tensors", "open_tensors"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-BUFFERS = {"I64": np.dtype(np.int64)}  # position ids, which no parameter is, and which are not written
+EIGHT_BITS = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+FLOATS = DTYPES | {"F64": np.dtype(np.float64), "F8_E4M3": EIGHT_BITS[0], "F8_E5M2": EIGHT_BITS[1]}
+# Of scales, packed numbers, masks and position ids, which no parameter is.
+OTHERS = {f"{code}{8 * size}": np.dtype(f"{code.lower()}{size}") for code in "IU" for size in (1, 2, 4, 8)}
+OTHERS |= {"BOOL": np.dtype(np.bool_), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CONVERT = "convert it with transformers' save_pretrained"
 LONGEST_HEADER = 100 * 2**20
@@ -65,6 +69,11 @@ class StoredTensor:
         except OSError as error:
             raise ConfigError(f"cannot read {self.path}: {error.strerror}; download it again") from None
         return out
+
+
+def has_tensors(directory: pathlib.Path) -> bool:
+    """Whether `open_tensors` finds a file."""
+    return any((directory / name).exists() for name in (INDEX, SINGLE))
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
@@ -143,9 +152,9 @@ def _check_overlap(path: pathlib.Path, tensors: Mapping[str, StoredTensor]) -> N
 
 def _entry(path: pathlib.Path, base: int, entry: Mapping) -> StoredTensor:
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if entry["dtype"] not in DTYPES | BUFFERS:
-        raise ConfigError(f"{path} has tensors of dtype {shown(entry['dtype'])}: only {', '.join(DTYPES)} are read")
-    dtype = (DTYPES | BUFFERS)[entry["dtype"]]
+    if entry["dtype"] not in FLOATS | OTHERS:
+        raise ConfigError(f"{path} has tensors of dtype {shown(entry['dtype'])}: only {', '.join(FLOATS)} are read")
+    dtype = (FLOATS | OTHERS)[entry["dtype"]]
     if not all(type(one) is int and one >= 0 for one in (*shape, begin, end)):
         raise ValueError
     if end - begin != math.prod(shape) * dtype.itemsize:

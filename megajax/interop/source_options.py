@@ -19,7 +19,12 @@ def add_model_options(parser: CommandParser) -> None:
     parser.renamed["--hf"] = "--init-from"
     model = parser.add_argument_group("the model")
     model.add_argument("--run-dir", type=local_path, metavar="RUN", help="directory of a training run with checkpoints")
-    model.add_argument("--init-from", type=local_path, metavar="DIR", help="directory of a Hugging Face model")
+    model.add_argument(
+        "--init-from",
+        type=local_path,
+        metavar="DIR",
+        help="directory of a Hugging Face model, or its name ORG/NAME on the Hub",
+    )
     add_trust(model)
     model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
     model.add_argument(

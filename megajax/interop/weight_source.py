@@ -13,6 +13,8 @@ from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
+from megajax.data.hub import local_directory
+from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.runtime.exchange import broadcast
@@ -115,8 +117,8 @@ class RunDirectorySource:
         self.hugging_face = directory / "hugging_face" if (directory / "hugging_face").is_dir() else None
         words = ["--config", str(config), *(["--trust"] if trust else [])]
         self.request: Request = parse(words, "", {"model": "tiny"})  # the file has all fields
-        data = self.run("fp32").data
-        self.tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+        run = self.run("fp32")
+        self.tokenizer = tokenizer_of_model(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document))
 
     def run(self, precision: str) -> RunConfig:
         """The training's configuration."""
@@ -149,15 +151,15 @@ class HuggingFaceSource:
         Raises:
           ConfigError: the directory is damaged, of a model that megajax does not have, or without a tokenizer.
         """
-        self.path = self.hugging_face = pathlib.Path(directory)
+        self.path = self.hugging_face = pathlib.Path(local_directory(directory, "--init-from"))
         family, self.model = read_config(self.path)
         self.family, self._data = family.name, tokenizer_options(self.path)
         if not self._data:
             raise ConfigError(
-                f"{self.path} has neither tokenizer.json nor tokenizer.model: copy the model's own into it, or import it "
+                f"{self.path} has no tokenizer, such as tokenizer.json: copy the model's own into it, or import it "
                 "with --tokenizer (python -m megajax.interop.hugging_face import) and pass --run-dir."
             )
-        self.tokenizer = load_tokenizer(self._data["tokenizer"], self._data.get("end_of_document"))
+        self.tokenizer = tokenizer_of_model(self.run("fp32"), load_tokenizer(self._data["tokenizer"]))
 
     def run(self, precision: str) -> RunConfig:
         """A run of the model; its training options have no meaning."""

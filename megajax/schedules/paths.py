@@ -55,7 +55,10 @@ def path_problem(word: str) -> tuple[str, str] | None:
             f"{where} ({STORES[scheme]} copies it)",
         )
     if scheme in HUBS or re.match(r"(www\.)?(huggingface\.co|hf\.co)/", rest):
-        return "is on a hub, from which megajax downloads nothing", f"a local directory ({_download(rest)} makes it)"
+        return (
+            "is a URL of a hub",
+            f"the name alone, ORG/NAME of a model, or a local directory ({_download(rest)} makes it)",
+        )
     return (
         "is a URL, and megajax reads and writes none",
         f"a path of this machine (curl -L -O {shown(word)} downloads it)",
@@ -73,10 +76,7 @@ def hub_advice(name: str) -> str:
     """The end of a message about a directory that is not there, if its name may be one of the Hugging Face Hub; else ""."""
     if os.path.exists(name) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         return ""
-    return (
-        f" If {name} is a name on the Hugging Face Hub, run `{_download(name)}` and pass that directory: megajax "
-        "downloads nothing."
-    )
+    return f" If {name} is a name on the Hugging Face Hub, run `{_download(name)}` and pass that directory."
 
 
 def _download(name: str) -> str:

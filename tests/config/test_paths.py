@@ -178,6 +178,11 @@ def test_a_name_of_the_hub_has_the_command_that_downloads_it(tmp_path, monkeypat
     assert hub_advice("/a/b") == hub_advice("a/b/c") == ""
     for words in ("--init-from org/name", "--init-from=org/name --dry-shapes"):
         assert gpt3.main(words.split()) == 2
-        assert "no directory org/name: give one of a Hugging Face model. If" in capsys.readouterr().err
+        message = capsys.readouterr().err
+        assert (
+            message.count("\n") == 1
+            and "--init-from org/name: there is no such directory, and huggingface_hub" in message
+        )
+        assert "hf download org/name --local-dir name" in message
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert hub_advice("org/name") == ""

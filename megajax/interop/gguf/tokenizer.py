@@ -1,8 +1,11 @@
 """The tokenizer in a GGUF file's metadata as files of Hugging Face: tokenizer.json and tokenizer_config.json.
 
-A GGUF file has the vocabulary and the merges of a byte-level BPE, and the name of the expressions that split a text before
-the merges, not the expressions: SPLITS has those of the families that megajax reads. Other tokenizers (sentencepiece's,
-whose normalisation a GGUF file does not have) are not rebuilt.
+Sentencepiece's are rebuilt by transformers (`convert_gguf_tokenizer`; reading the file itself it would need torch).
+
+A file has the vocabulary and the merges of a byte-level BPE, and the name of the expressions that split a text before the
+merges, not the expressions: SPLITS has those of the families that megajax reads. They are not left to transformers 5.24,
+which has no split of SmolLM's digits, merges Llama 3's whole words, and does not compose what Qwen2 composes: other ids than
+the original tokenizers' (tests/interop/test_gguf_tokenizers.py).
 """
 
 import json
@@ -11,11 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.data.hugging_face import library
 from megajax.schedules.errors import shown
 
 __all__ = ["missing_tokenizer", "write_tokenizer"]
 
-BPE = "gpt2"  # tokenizer.ggml.model of byte-level BPE
+BPE, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model of byte-level BPE, and of sentencepiece's BPE
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -23,9 +27,10 @@ LLAMA3_WORDS = (
 )
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 # tokenizer.ggml.pre -> expression for `Split` before the bytes; None: GPT-2's own, which ByteLevel has.
-SPLITS = {"gpt-2": None, "smollm": None, "llama-bpe": LLAMA3_WORDS, "qwen2": QWEN2_WORDS}
+LLAMA3 = ("llama-bpe", "llama-v3", "llama3")
+SPLITS = {"gpt-2": None, "smollm": None, "qwen2": QWEN2_WORDS} | dict.fromkeys(LLAMA3, LLAMA3_WORDS)
 SINGLE_DIGITS = ("smollm",)  # each digit is a word
-WHOLE_WORDS = ("llama-bpe",)  # words in the vocabulary are not merged step by step
+WHOLE_WORDS = LLAMA3  # words in the vocabulary are not merged step by step
 NFC = ("qwen2",)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -42,12 +47,19 @@ def write_tokenizer(metadata: Mapping[str, Any], path: pathlib.Path, directory: 
       ConfigError: vocabulary or merges are damaged.
     """
     kind, words = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    if kind != BPE or words not in SPLITS:
+    if kind != SENTENCEPIECE and (kind != BPE or words not in SPLITS):
         return
+    if kind == SENTENCEPIECE:
+        library(f"the tokenizer of {path}")
     try:
-        tokens, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
-        kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-        _tokenizer(words, tokens, merges, kinds).save(str(directory / "tokenizer.json"))
+        tokens = metadata["tokenizer.ggml.tokens"]
+        if kind == SENTENCEPIECE:
+            inner = _sentencepiece(metadata)
+        else:
+            kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+            inner = _byte_level(words, tokens, metadata["tokenizer.ggml.merges"], kinds)
+        _add_ends(inner, metadata, tokens, begins=kind == SENTENCEPIECE or words in LLAMA3)
+        inner.save(str(directory / "tokenizer.json"))
         special = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL.items()}
         settings = {name: tokens[number] for name, number in special.items() if number is not None}
     except Exception as error:  # the library raises Exception itself
@@ -63,12 +75,45 @@ def missing_tokenizer(metadata: Mapping[str, Any], path: pathlib.Path) -> Config
     """The error for a file whose tokenizer `write_tokenizer` does not write."""
     kind, words = (shown(metadata.get(f"tokenizer.ggml.{name}")) for name in ("model", "pre"))
     return ConfigError(
-        f"{path} has a tokenizer of kind {kind} with words of {words}, which cannot be rebuilt from it (BPE with words of "
-        f"{', '.join(SPLITS)} can): pass --tokenizer with the original tokenizer.json or tokenizer.model"
+        f"{path} has a tokenizer of kind {kind} with words of {words}, which cannot be rebuilt from it (sentencepiece's "
+        f"can, and BPE with words of {', '.join(SPLITS)}): pass --tokenizer with the original one's directory"
     )
 
 
-def _tokenizer(words: str, tokens: list[str], merges: list[str], kinds: list[int]):
+def _sentencepiece(metadata: Mapping[str, Any]):
+    from tokenizers import decoders, pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+    parts = {name: metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type", "merges")}
+    parts = {name: value for name, value in parts.items() if value is not None}
+    inner, _ = convert_gguf_tokenizer(metadata["general.architecture"], parts | {"tokenizer_type": SENTENCEPIECE})
+    if metadata.get("tokenizer.ggml.add_space_prefix") is False:  # which transformers does not read
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return inner
+
+
+def _add_ends(inner: Any, metadata: Mapping[str, Any], tokens: list[str], begins: bool) -> None:
+    """The post-processor that adds the first and the last token of a text; `begins`: what a file without flags means."""
+    from tokenizers import processors
+
+    ends = {}
+    for name, usual in (("bos", begins), ("eos", False)):
+        number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if metadata.get(f"tokenizer.ggml.add_{name}_token", usual) and number is not None:
+            ends[name] = (tokens[number], int(number))
+    if not ends:
+        return
+    pieces = [ends["bos"][0]] if "bos" in ends else []
+    pieces += ["$A", *([ends["eos"][0]] if "eos" in ends else [])]
+    inner.post_processor = processors.TemplateProcessing(
+        single=pieces,
+        pair=pieces + [piece.replace("$A", "$B") + ":1" for piece in pieces],
+        special_tokens=list(ends.values()),
+    )
+
+
+def _byte_level(words: str, tokens: list[str], merges: list[str], kinds: list[int]):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: number for number, token in enumerate(tokens)}

@@ -2,6 +2,7 @@
 BERT; those of GGUF files in.
 
 python -m megajax.interop.hugging_face import DIR --run-dir RUN      a run directory with a checkpoint of step 0
+python -m megajax.interop.hugging_face import ORG/NAME --run-dir RUN      likewise, of a model on the Hub
 python -m megajax.interop.hugging_face import FILE.gguf --run-dir RUN     likewise (needs megajax[gguf])
 python -m experiments.gpt3 --config RUN/config.toml --resume auto    trains from it, on any mesh and schedule
 python -m megajax.interop.hugging_face export RUN --out DIR          config.json, safetensors and the tokenizer's files
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 from megajax.config import LaunchConfig
 from megajax.config.options import Parser, add_options
+from megajax.data.hub import local_directory
 from megajax.interop.import_command import add_import_options, imported, run_command
 from megajax.schedules.arguments import whole
 from megajax.schedules.paths import local_path
@@ -35,9 +37,8 @@ def _import(options: argparse.Namespace) -> str:
     from megajax.interop.hugging_face.read_model import import_run
 
     run_dir = pathlib.Path(options.run_dir)
-    run = import_run(
-        pathlib.Path(options.directory), run_dir, options.sequence_length, options.tokenizer, options.end_of_document
-    )
+    source = pathlib.Path(local_directory(options.directory, "import"))
+    run = import_run(source, run_dir, options.sequence_length, options.tokenizer, options.end_of_document)
     return imported(run, run_dir)
 
 
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export", parser_class=Parser)
     add = commands.add_parser("import", help="Hugging Face or GGUF to a run directory", allow_abbrev=False)
-    add.add_argument("directory", metavar="DIR|FILE.gguf", type=local_path, help="with config.json and safetensors")
+    add.add_argument("directory", metavar="DIR|ORG/NAME|FILE.gguf", type=local_path, help="config.json and safetensors")
     add_import_options(add, "the most that it has")
     add = commands.add_parser("export", help="a run's checkpoint to a directory of Hugging Face", allow_abbrev=False)
     add.add_argument("run", metavar="RUN", type=local_path, help="the run directory")

@@ -4,44 +4,41 @@ Writing is checked by reading back: a model whose fields do not all return is no
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig, option
+from megajax.config import BertConfig, ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
 from megajax.config.layer_kinds import DENSE, pattern_of
+from megajax.data.hugging_face import library
 from megajax.data.tokenizer_files import has_tokenizer
 from megajax.interop.hugging_face.expert_families import NAMES_OF_EXPERTS
 from megajax.interop.hugging_face.families import FAMILIES
-from megajax.interop.hugging_face.keys import Family, Keys
+from megajax.interop.hugging_face.keys import Family, Keys, read_json
 from megajax.interop.hugging_face.llama_families import SCALINGS
+from megajax.interop.hugging_face.quantized import check_quantization, open_weights
+from megajax.interop.hugging_face.ties import differing_tie
+from megajax.interop.safetensors import has_tensors
 from megajax.schedules.errors import shown
 from megajax.schedules.paths import hub_advice
 
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
-LATENT = ("deepseek_v2", "deepseek_v3")  # their layers of two kinds are not the obstacle
+# What families have that megajax's blocks do not; the layers of two kinds of DeepSeek's are not the obstacle.
+OBSTACLES = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention") | {
+    "gpt_oss": "attention sinks"
+}
+# Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
+REPLACED = (
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
 FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a directory of a Hugging Face model") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {str(error).splitlines()[0]}; download it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} is a JSON {type(found).__name__}, not an object; download it again")
-    return found
 
 
 def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
@@ -65,22 +62,61 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
         )
     keys = Keys(read_json(path), path)
     kind = keys.get("model_type", str, "")
-    if kind in LATENT:
+    if kind in OBSTACLES:
         raise ConfigError(
-            f"{path}: model_type = {shown(kind)} has multi-head latent attention, which megajax's blocks do not have: give "
-            f"a model of {', '.join(FAMILIES)}"
+            f"{path}: model_type = {shown(kind)} has {OBSTACLES[kind]}, which megajax's blocks do not have: give a model of "
+            f"{', '.join(FAMILIES)}"
         )
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"{path}: model_type = {shown(kind)} is not supported: give a model of {known}")
-    keys.require("quantization_config")
+    check_quantization(keys)
+    keys = _normalized(keys)
     fields = FAMILIES[kind].read(keys)
     model = FAMILIES[kind].config(name=directory.absolute().name, **fields)
     try:
         model.validate()
     except ConfigError as error:
         raise ConfigError(f"{path} is not a legal model: {error}") from None
-    return FAMILIES[kind], model
+    return FAMILIES[kind], _as_stored(directory, FAMILIES[kind], model)
+
+
+def _as_stored(directory: pathlib.Path, family: Family, model: ModelConfig) -> ModelConfig:
+    """The model; without tied embeddings if the files have two tables of different values, as in transformers."""
+    if not model.tied_embeddings or not has_tensors(directory):
+        return model
+    second = differing_tie(open_weights(directory), family.name)
+    if second is None or getattr(model, "output_heads", "masked_lm").partition("_")[0] != "masked":  # has no such head
+        return model
+    if isinstance(model, BertConfig):
+        raise ConfigError(
+            f"{directory}: {second} is not tied to the embedding, but has other values: megajax's BERT has no such head"
+        )
+    return dataclasses.replace(model, tied_embeddings=False)
+
+
+def _normalized(keys: Keys) -> Keys:
+    """The keys as transformers has them: its defaults, and one form for what its versions write in several.
+
+    Raises:
+      ConfigError: transformers refuses a value.
+    """
+    path = pathlib.Path(keys.path)
+    transformers = library("config.json of Hugging Face")
+    try:
+        found = transformers.AutoConfig.from_pretrained(
+            str(path.parent), trust_remote_code=False, local_files_only=True
+        )
+        if getattr(found, "rope_parameters", None):
+            found.standardize_rope_params()  # again, as its models do: now with original_max_position_embeddings
+    except Exception as error:  # of many types: of a wrong type, of an unknown value, divisions by zero
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path}: transformers refuses it ({reason or type(error).__name__}); correct the file"
+        ) from None
+    keys.require("per_layer_config")
+    values = found.to_dict()
+    return Keys(values | {name: values.get(theirs) for name, theirs in found.attribute_map.items()}, path)
 
 
 def tokenizer_options(directory: pathlib.Path) -> dict[str, str]:
@@ -127,11 +163,15 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
       dtype: of the exported weights, "float32" or "bfloat16".
     """
     if original.get("model_type") != keys["model_type"]:
-        return keys | {"torch_dtype": dtype}
+        original = {}
+    original = {key: value for key, value in original.items() if key not in REPLACED}
     keys = keys | {"dtype" if "dtype" in original else "torch_dtype": dtype}
-    if original.get("rope_parameters"):  # as transformers 5 writes it
-        theta, scaling = keys.pop("rope_theta"), keys.pop("rope_scaling") or {"rope_type": "default"}
-        keys["rope_parameters"] = scaling | {"rope_theta": theta}
+    if "rope_parameters" in keys and not original.pop(
+        "rope_parameters", None
+    ):  # as transformers 4 has it; 5 reads it too
+        scaling = dict(keys.pop("rope_parameters"))
+        keys["rope_theta"] = scaling.pop("rope_theta")
+        keys["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     usual, other = NAMES_OF_EXPERTS
     if usual in keys and usual not in original and other in original:
         keys[other] = keys.pop(usual)

@@ -18,9 +18,8 @@ __all__ = ["NAMES_OF_EXPERTS", "SPARSE_FAMILIES"]
 NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
 
 
-def _read_experts(keys: Keys, *names: str) -> dict[str, Any]:
-    """The numbers of experts; `names`: keys of their total."""
-    name = next((name for name in names if keys.values.get(name) is not None), names[0])
+def _read_experts(keys: Keys, name: str) -> dict[str, Any]:
+    """The numbers of experts; `name`: the key of their total."""
     experts = keys.get(name, int)
     if experts == 0:
         keys.refuse(name)  # transformers has a dense MLP then
@@ -33,8 +32,8 @@ def _normalizes(model: ModelConfig) -> bool:
 
 
 def _read_mixtral(keys: Keys) -> dict[str, Any]:
-    keys.require("router_jitter_noise", 0.0)
-    fields = read_llama(keys, norm_epsilon=1e-5, rotary_base=1e6) | _read_experts(keys, "num_local_experts")
+    keys.idle("router_jitter_noise")
+    fields = read_llama(keys) | _read_experts(keys, "num_local_experts")
     return fields | {"router_softmax": "after", "sliding_window": keys.get("sliding_window", int, None)}
 
 
@@ -48,16 +47,12 @@ def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
 
 def _read_qwen3(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
-    window = None
-    if keys.get("use_sliding_window", bool, False):
-        keys.require("max_window_layers", 0)  # read by transformers 4 only
-        window = keys.get("sliding_window", int, None)
-    fields = read_llama(keys, inner="moe_intermediate_size") | _read_experts(keys, *NAMES_OF_EXPERTS)
+    fields = read_llama(keys, inner="moe_intermediate_size") | _read_experts(keys, "num_experts")
     return fields | {
         **_read_kinds(keys),
         "query_key_norm": True,
-        "router_normalize": keys.get("norm_topk_prob", bool, False),
-        "sliding_window": window,
+        "router_normalize": keys.get("norm_topk_prob", bool),
+        "sliding_window": keys.get("sliding_window", int, None),
     }
 
 
@@ -76,8 +71,8 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
 
 def _read_kinds(keys: Keys) -> dict[str, Any]:
     """Which layers are dense (mlp_only_layers, and i where decoder_sparse_step does not divide i + 1), and their width."""
-    step, layers = keys.get("decoder_sparse_step", int, 1), keys.get("num_hidden_layers", int)
-    dense = keys.get("mlp_only_layers", list, [])
+    step, layers = keys.get("decoder_sparse_step", int), keys.get("num_hidden_layers", int)
+    dense = keys.get("mlp_only_layers", list)
     if step == 1 and not dense:
         return {}
     if step < 1 or not 1 <= layers <= MOST_LAYERS:
@@ -93,9 +88,9 @@ def _read_kinds(keys: Keys) -> dict[str, Any]:
 
 
 def _write_kinds(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a model with dense layers: every layer is sparse but those that are listed; or none without them."""
+    """The keys of dense layers: every layer is sparse but those that are listed."""
     if not (kinds := model.layer_kinds):
-        return {}
+        return {"decoder_sparse_step": 1, "mlp_only_layers": []}
     step = math.gcd(*(layer + 1 for layer, kind in enumerate(kinds) if kind == SPARSE))
     dense = [layer for layer, kind in enumerate(kinds) if kind == DENSE and (layer + 1) % step == 0]
     width = model.of_kind(DENSE).feedforward_size
@@ -106,13 +101,13 @@ def _read_olmoe(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
     keys.require("clip_qkv")
     keys.require("sliding_window")
-    fields = read_llama(keys, kv_heads=None, norm_epsilon=1e-5) | _read_experts(keys, *NAMES_OF_EXPERTS)
-    if fields["head_size"] is not None and fields["head_size"] * fields["heads"] != fields["hidden"]:
+    fields = read_llama(keys) | _read_experts(keys, "num_experts")
+    if fields["head_size"] is not None:
         keys.refuse("head_dim")  # in transformers the norm of queries has the hidden size
     return fields | {
         "query_key_norm": True,
         "query_key_norm_over": "projection",
-        "router_normalize": keys.get("norm_topk_prob", bool, False),
+        "router_normalize": keys.get("norm_topk_prob", bool),
     }
 
 

@@ -1,8 +1,9 @@
 """The families that `transformers` calls gpt2, bert and megatron-bert, and a table of all families: keys of config.json to
 fields of `ModelConfig` or `BertConfig`, and back.
 
-A family reads the keys that transformers reads, with transformers' defaults; like transformers it ignores others. A value
-that the block cannot compute is an error that names its key.
+A family reads the keys that its model in transformers computes with, after transformers' own normalisation (`read_config`),
+which has its defaults. Others are ignored, as there. A value that the block cannot compute is an error that names its key.
+`write` gives the same keys, all of them, so that reading them back needs no library.
 """
 
 from functools import partial
@@ -22,11 +23,7 @@ def _read_gpt2(keys: Keys) -> dict[str, Any]:
     keys.require("scale_attn_weights", True)
     keys.require("scale_attn_by_inverse_layer_idx", False)
     keys.require("add_cross_attention", False)
-    rates = {name: keys.get(name, float, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    for name, rate in rates.items():
-        if rate != rates["resid_pdrop"]:
-            keys.refuse(name)
-    activation = keys.get("activation_function", str, "gelu_new")
+    activation = keys.get("activation_function", str)
     if activation not in PLAIN:
         keys.refuse("activation_function")
     return {
@@ -36,11 +33,11 @@ def _read_gpt2(keys: Keys) -> dict[str, Any]:
         "feedforward": keys.get("n_inner", int, None),
         "vocabulary": keys.get("vocab_size", int),
         "sequence_length": keys.get("n_positions", int),
-        "dropout": rates["resid_pdrop"],
+        "dropout": keys.rate("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         "activation": PLAIN[activation],
-        "tied_embeddings": keys.get("tie_word_embeddings", bool, True),
-        "init_deviation": keys.get("initializer_range", float, 0.02),
-        "norm_epsilon": keys.get("layer_norm_epsilon", float, 1e-5),
+        "tied_embeddings": keys.get("tie_word_embeddings", bool),
+        "init_deviation": keys.get("initializer_range", float),
+        "norm_epsilon": keys.get("layer_norm_epsilon", float),
     }
 
 
@@ -72,15 +69,13 @@ BERT_HEADS = {
 
 
 def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
-    keys.require("position_embedding_type", "absolute")
+    keys.require("position_embedding_type", "absolute")  # transformers 5 does not read it, and computes another model
     keys.require("is_decoder", False)
     keys.require("add_cross_attention", False)
-    rates = {name: keys.get(name, float, 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
-    if len(set(rates.values())) > 1:
-        keys.refuse("attention_probs_dropout_prob")
-    activation = keys.get("hidden_act", str, "gelu")
+    activation = keys.get("hidden_act", str)
     if activation not in PLAIN:
         keys.refuse("hidden_act")
+    rates = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     classes = {prefix + name: heads for name, heads in BERT_HEADS.items()}
     architecture = (keys.get("architectures", list, None) or [prefix + "Model"])[0]
     if architecture not in classes:
@@ -95,14 +90,16 @@ def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
         "feedforward": keys.get("intermediate_size", int),
         "vocabulary": keys.get("vocab_size", int),
         "sequence_length": keys.get("max_position_embeddings", int),
-        "dropout": rates["hidden_dropout_prob"],
+        "dropout": keys.rate(
+            *rates, *(["classifier_dropout"] if keys.values.get("classifier_dropout") is not None else [])
+        ),
         "activation": PLAIN[activation],
-        "init_deviation": keys.get("initializer_range", float, 0.02),
-        "norm_epsilon": keys.get("layer_norm_eps", float, 1e-12),
-        "token_types": keys.get("type_vocab_size", int, 2),
+        "init_deviation": keys.get("initializer_range", float),
+        "norm_epsilon": keys.get("layer_norm_eps", float),
+        "token_types": keys.get("type_vocab_size", int),
         "post_norm": post_norm,
         "output_heads": heads,
-        "classes": len(keys.get("id2label", dict, None) or ("LABEL_0", "LABEL_1")),  # transformers' default is two
+        "classes": len(keys.get("id2label", dict, None) or ("LABEL_0", "LABEL_1")),  # `write` has them for heads only
     }
 
 

@@ -1,18 +1,38 @@
 """A family of models: the checked keys of a config.json, and functions between them and a config."""
 
 import dataclasses
+import functools
+import json
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig
 from megajax.schedules.errors import shown
 
-__all__ = ["PLAIN", "REQUIRED", "Family", "Keys"]
+__all__ = ["PLAIN", "REQUIRED", "Family", "Keys", "read_json"]
 
 PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # activations without a gate
 MISSING = object()
 REQUIRED = object()
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a directory of a Hugging Face model") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {str(error).splitlines()[0]}; download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is a JSON {type(found).__name__}, not an object; download it again")
+    return found
 
 
 class Keys:
@@ -42,6 +62,25 @@ class Keys:
         """Raises the error of a value that the block does not have."""
         value = self.values.get(key)
         raise ConfigError(f"{self.path}: {key} = {shown(value)} is not supported by megajax's block; use another model")
+
+    def rate(self, *names: str) -> float:
+        """The dropout, if the keys `names` have one rate; else 0, with a note: this changes training only."""
+        rates = [self.get(name, float, 0.0) for name in names]
+        if len(set(rates)) == 1:
+            return rates[0]
+        told = ", ".join(f"{name} = {rate}" for name, rate in zip(names, rates, strict=True))
+        _note(f"{self.path}: {told}, but megajax has one rate of dropout for all: it trains without dropout")
+        return 0.0
+
+    def idle(self, key: str) -> None:
+        """Notes a key that has an effect in training only, where megajax does not have it."""
+        if self.values.get(key):
+            _note(f"{self.path}: {key} = {shown(self.values[key])} has no effect here: megajax trains without it")
+
+
+@functools.cache  # once for each file
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The families llama, mistral, qwen2 and qwen3 of transformers: keys of config.json to fields of `ModelConfig`, and back."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.interop.hugging_face.keys import REQUIRED, Family, Keys
+from megajax.interop.hugging_face.keys import Family, Keys
 
-__all__ = ["LLAMA_FAMILIES", "SCALINGS", "read_llama", "write_llama", "write_window"]
+__all__ = ["LLAMA_FAMILIES", "SCALINGS", "read_llama", "read_window", "write_llama", "write_window"]
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 # Keys of each kind of rope_scaling: ours -> theirs.
@@ -27,43 +29,31 @@ SCALINGS = {
 }
 
 
-def read_llama(
-    keys: Keys,
-    kv_heads: Any = REQUIRED,
-    head_size: int | None = None,
-    norm_epsilon: float = 1e-6,
-    rotary_base: float = 10000.0,
-    inner: str = "intermediate_size",
-) -> dict[str, Any]:
-    """The fields that these families and those with experts have in common.
-
-    Args:
-      keys: of the config.json.
-      kv_heads, head_size, norm_epsilon, rotary_base: the family's defaults; kv_heads None: as many as heads.
-      inner: the key of the MLP's inner width.
-    """
-    keys.require("attention_dropout", 0.0)
-    activation = keys.get("hidden_act", str, "silu")
+def read_llama(keys: Keys, inner: str = "intermediate_size") -> dict[str, Any]:
+    """The fields that these families and those with experts have in common; `inner`: the key of the MLP's inner width."""
+    keys.idle("attention_dropout")
+    activation = keys.get("hidden_act", str)
     if activation not in GATED:
         keys.refuse("hidden_act")
-    heads = keys.get("num_attention_heads", int)
+    hidden, heads = keys.get("hidden_size", int), keys.get("num_attention_heads", int)
+    head_size = keys.get("head_dim", int, None)
     return {
         "layers": keys.get("num_hidden_layers", int),
-        "hidden": keys.get("hidden_size", int),
+        "hidden": hidden,
         "heads": heads,
-        "head_size": keys.get("head_dim", int, head_size),
-        "kv_heads": keys.get("num_key_value_heads", int, kv_heads or heads),
+        "head_size": None if head_size and head_size * heads == hidden else head_size,
+        "kv_heads": keys.get("num_key_value_heads", int),
         "feedforward": keys.get(inner, int),
         "vocabulary": keys.get("vocab_size", int),
         "sequence_length": keys.get("max_position_embeddings", int),
         "norm": "rmsnorm",
         "activation": GATED[activation],
         "positions": "rotary",
-        "tied_embeddings": keys.get("tie_word_embeddings", bool, False),
+        "tied_embeddings": keys.get("tie_word_embeddings", bool),
         "biases": False,
-        "init_deviation": keys.get("initializer_range", float, 0.02),
-        "norm_epsilon": keys.get("rms_norm_eps", float, norm_epsilon),
-        **_read_rotary(keys, rotary_base),
+        "init_deviation": keys.get("initializer_range", float),
+        "norm_epsilon": keys.get("rms_norm_eps", float),
+        **_read_rotary(keys),
     }
 
 
@@ -86,82 +76,84 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_rotary(keys: Keys, usual_base: float) -> dict[str, Any]:
-    """transformers 5 has rope_parameters; 4 has rope_theta and rope_scaling. Files of either are common."""
-    name = "rope_parameters" if keys.values.get("rope_parameters") else "rope_scaling"
-    scaling = Keys(keys.get(name, dict, {}), f"{keys.path}: {name}")
-    kind = scaling.get("rope_type", str, scaling.get("type", str, "default"))
-    keys.require("partial_rotary_factor", 1.0)
-    scaling.require("partial_rotary_factor", 1.0)
-    scaling.require("truncate", True)
-    base = scaling.get("rope_theta", float, keys.get("rope_theta", float, usual_base))
-    fields: dict[str, Any] = {"rotary_base": base}
+def _read_rotary(keys: Keys) -> dict[str, Any]:
+    """What the models compute with (transformers' modeling_rope_utils.py): other keys have no effect there.
+
+    The default kind does not read partial_rotary_factor in these families.
+    """
+    rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
+    if "rope_type" not in rope.values:  # but a dictionary for each type of layers
+        keys.refuse("rope_parameters")
+    kind = rope.get("rope_type", str)
+    fields: dict[str, Any] = {"rotary_base": rope.get("rope_theta", float)}
     if kind == "default":
         return fields
     if kind not in SCALINGS:
-        scaling.refuse("rope_type" if "rope_type" in scaling.values else "type")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate", *SCALINGS[kind].values()}
-    for key in scaling.values:
-        if key not in known:
-            scaling.require(key)
+        rope.refuse("rope_type")
+    rope.require("partial_rotary_factor", 1.0)
     for field, key in SCALINGS[kind].items():
-        whole = field == "rotary_original_length"
-        value = scaling.get(key, int if whole else float, REQUIRED if field == "rotary_factor" else None)
-        if value is not None:
+        value = rope.get(key, int if field == "rotary_original_length" else float, None)
+        if value or (value == 0 and not key.startswith("beta_")):  # 0 is the default of these two
             fields[field] = value
-    if kind != "linear":
-        fields.setdefault("rotary_original_length", keys.get("max_position_embeddings", int))
+    if kind == "yarn":
+        fields |= _yarn(keys, rope, fields)
     return fields | {"rotary_scaling": kind}
 
 
+def _yarn(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, float]:
+    """Factors that transformers computes from other keys."""
+    if not rope.values.get("truncate", True):
+        rope.refuse("truncate")
+    factor = given.get("rotary_factor")
+    if factor is None:
+        factor = keys.get("max_position_embeddings", int) / max(1, given["rotary_original_length"])
+    scales = [rope.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
+    found = {"rotary_factor": factor}
+    if "rotary_attention_factor" not in given and all(scales):
+        above, below = (0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
+        found["rotary_attention_factor"] = above / below
+    return found
+
+
 def _write_rotary(model: ModelConfig) -> dict[str, Any]:
-    """The keys of transformers 4, which 5 reads too."""
-    scaling = None
-    if model.rotary_scaling != "none":
-        written = {key: getattr(model, field) for field, key in SCALINGS[model.rotary_scaling].items()}
-        written = {key: value for key, value in written.items() if value is not None}
-        scaling = {"rope_type": model.rotary_scaling} | written
-        if model.rotary_scaling != "linear":
-            scaling.setdefault("original_max_position_embeddings", model.sequence_length)
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+    rope = {"rope_type": "default" if model.rotary_scaling == "none" else model.rotary_scaling}
+    written = {key: getattr(model, field) for field, key in SCALINGS.get(model.rotary_scaling, {}).items()}
+    rope |= {"rope_theta": model.rotary_base} | {key: value for key, value in written.items() if value is not None}
+    if model.rotary_scaling in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", model.sequence_length)
+    return {"rope_parameters": rope}
 
 
 def _read_plain_llama(keys: Keys) -> dict[str, Any]:
-    fields, with_biases = read_llama(keys, kv_heads=None), keys.get("attention_bias", bool, False)
-    keys.require("mlp_bias", with_biases)  # the block has both or none
-    if keys.get("mlp_bias", bool, False) != with_biases:
-        keys.refuse("attention_bias")
-    return fields | {"biases": with_biases}
+    with_biases = keys.get("attention_bias", bool)
+    if keys.get("mlp_bias", bool) != with_biases:  # the block has both or none
+        keys.refuse("attention_bias" if with_biases else "mlp_bias")
+    return read_llama(keys) | {"biases": with_biases}
 
 
 def _read_mistral(keys: Keys) -> dict[str, Any]:
-    return read_llama(keys) | {"sliding_window": keys.get("sliding_window", int, None)}
+    return read_llama(keys) | {"sliding_window": read_window(keys)}
 
 
 def _read_qwen2(keys: Keys) -> dict[str, Any]:
-    return read_llama(keys) | {"qkv_biases": True, "sliding_window": _qwen_window(keys)}
+    return read_llama(keys) | {"qkv_biases": True, "sliding_window": read_window(keys)}
 
 
 def _read_qwen3(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
-    return read_llama(keys, head_size=128) | {"query_key_norm": True, "sliding_window": _qwen_window(keys)}
+    return read_llama(keys) | {"query_key_norm": True, "sliding_window": read_window(keys)}
 
 
-def _qwen_window(keys: Keys) -> int | None:
+def read_window(keys: Keys) -> int | None:
     """The window of all layers; the block cannot have one in some layers only."""
     window = keys.get("sliding_window", int, None)
-    if not keys.get("use_sliding_window", bool, False) or window is None:
+    usual = "full_attention" if window is None else "sliding_attention"
+    kinds = set(map(str, keys.get("layer_types", list, None) or [usual]))
+    if kinds == {"full_attention"}:
         return None
-    layers = keys.get("num_hidden_layers", int)
-    kinds = keys.get("layer_types", list, None)
-    if kinds is not None:
-        if len(set(map(str, kinds))) != 1:
-            keys.refuse("layer_types")
-        return window if kinds[0] == "sliding_attention" else None
-    first = keys.get("max_window_layers", int, 28)
-    if 0 < first < layers:
-        keys.refuse("max_window_layers")
-    return window if first == 0 else None
+    if kinds != {"sliding_attention"} or window is None:
+        keys.refuse("layer_types")
+    return window
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:
@@ -190,7 +182,7 @@ LLAMA_FAMILIES = (
         "Qwen3ForCausalLM",
         _read_qwen3,
         lambda model: (
-            write_llama(model) | write_window(model) | {"head_dim": model.head_dimension}
-        ),  # its default is 128
+            write_llama(model) | write_window(model) | {"head_dim": model.head_dimension, "attention_bias": False}
+        ),  # their defaults are others
     ),
 )

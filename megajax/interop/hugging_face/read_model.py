@@ -34,8 +34,8 @@ from megajax.interop.gguf.config import config_keys
 from megajax.interop.gguf.file import open_gguf
 from megajax.interop.gguf.tokenizer import missing_tokenizer, write_tokenizer
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
+from megajax.interop.hugging_face.quantized import open_weights
 from megajax.interop.hugging_face.weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
-from megajax.interop.safetensors import open_tensors
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
@@ -133,7 +133,7 @@ def _opened(source: pathlib.Path, tokenizer: str | None) -> Iterator[tuple[pathl
     """A directory with config.json and the tokenizer's files, and the tensors. A GGUF file's directory is temporary."""
     if source.suffix.lower() != ".gguf":
         read_config(source)  # first: without it, a directory is no model's
-        yield source, open_tensors(source)
+        yield source, open_weights(source)
         return
     file = open_gguf(source)
     with tempfile.TemporaryDirectory() as temporary:

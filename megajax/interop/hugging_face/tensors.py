@@ -23,18 +23,31 @@ The first letter of a tensor is the axis along which a leaf is read and written 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from megajax.config import ModelConfig
 from megajax.config.layer_kinds import DENSE
 
-__all__ = ["TABLES", "Piece", "Table", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
+__all__ = ["TABLES", "Piece", "Table", "Tensor", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
 
 QUERIES, KEY, VALUE = (0, -2), (-2, -1), (-1, None)  # parts of the leaf's last but one axis
 GATE, UP = (0, 1), (1, 2)
 STACKED = "lx"  # the letters of a name's "{}"
+
+
+class Tensor(Protocol):
+    """A tensor in a file: `safetensors.StoredTensor`, one of `quantized`, `gguf.file.GGUFTensor`, or one of Megatron-LM's.
+
+    Attributes:
+      shape: of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Elements start to stop of the first axis."""
 
 
 class Piece(NamedTuple):
@@ -69,12 +82,14 @@ class Table:
       ignored: ends of the names of tensors that a model may not have: buffers of old versions, the second name of a tied
         parameter, and heads that the configuration leaves out.
       renamed: ends of names in old files -> those of today.
+      tied: second names of parameters -> their first ones. A file may have either, or both.
     """
 
     leaves: Mapping[str, tuple[Piece, ...]]
     prefix: str
     ignored: tuple[str, ...]
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _norm(ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
@@ -116,7 +131,8 @@ LLAMA = Table(
         "blocks/feedforward/down/bias": (Piece(LLAMA_LAYER + "mlp.down_proj.bias", "h", "h"),),
     },
     prefix="model.",
-    ignored=("rotary_emb.inv_freq",),
+    ignored=("rotary_emb.inv_freq", "position_ids"),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 
@@ -164,7 +180,8 @@ GPT2 = Table(
         "blocks/feedforward/down/bias": (Piece(GPT2_LAYER + "mlp.c_proj.bias", "h", "h"),),
     },
     prefix="transformer.",
-    ignored=("attn.bias", "attn.masked_bias"),
+    ignored=("attn.bias", "attn.masked_bias", "position_ids"),
+    tied={"lm_head.weight": "transformer.wte.weight"},
 )
 MEGATRON_LAYER = "decoder.layers.{}."
 
@@ -268,6 +285,10 @@ def _bert(norms: Mapping[str, str]) -> Table:
             *(f"{name}.{kind}" for name in BERT_HEADS for kind in ("weight", "bias")),
         ),
         renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        tied={
+            head + "decoder.weight": "bert.embeddings.word_embeddings.weight",
+            head + "decoder.bias": head + "bias",
+        },
     )
 
 

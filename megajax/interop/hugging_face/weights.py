@@ -5,7 +5,7 @@ import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ from megajax.checkpoint import layout
 from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, ModelConfig, near
 from megajax.config.layer_kinds import DENSE
+from megajax.interop.hugging_face.quantized import open_weights
 from megajax.interop.hugging_face.tensors import (
     STACKED,
     TABLES,
     Piece,
+    Tensor,
     axis_sizes,
     lead_axis,
     overlap,
@@ -28,7 +30,8 @@ from megajax.interop.hugging_face.tensors import (
     tensor_shape,
     to_leaf,
 )
-from megajax.interop.safetensors import open_tensors
+from megajax.interop.hugging_face.ties import absent_prefix
+from megajax.interop.safetensors import FLOATS
 
 __all__ = [
     "PART_BYTES",
@@ -45,19 +48,6 @@ __all__ = [
 
 NEW_HEADS = ("shared/head/classifier", "shared/head/spans", "shared/head/pooler")  # that fine-tuning may begin without
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
-
-
-class Tensor(Protocol):
-    """A tensor in a file: `safetensors.StoredTensor`, `gguf.file.GGUFTensor`, or one of `megatron_tensors`.
-
-    Attributes:
-      shape: of the whole tensor.
-    """
-
-    shape: tuple[int, ...]
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Elements start to stop of the first axis."""
 
 
 class Weights:
@@ -92,8 +82,11 @@ class Weights:
         table = TABLES[family]
         self._tensors = {_renamed(name, table.renamed): tensor for name, tensor in tensors.items()}
         self.pieces = {name: pieces_of(family, name, model.layer_kinds) for name in leaves}
-        has_prefix = any(name.startswith(table.prefix) for name in self._tensors)
-        self._cut = "" if has_prefix else table.prefix
+        self._cut = absent_prefix(self._tensors, table)
+        if model.tied_embeddings:
+            for second, first in table.tied.items():
+                if self._stored(first) not in self._tensors and self._stored(second) in self._tensors:
+                    self._tensors[self._stored(first)] = self._tensors[self._stored(second)]
         wanted = {}
         for pieces in self.pieces.values():
             for piece in pieces:
@@ -101,7 +94,7 @@ class Weights:
         missing = next((name for name in wanted if name not in self._tensors), None)
         if missing:
             raise ConfigError(f"{directory} has no tensor {missing}: {near(missing, self._tensors)}")
-        tied = ("lm_head.weight",) if model.tied_embeddings else ()
+        tied = tuple(table.tied) if model.tied_embeddings else ()
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 if not name.endswith((*table.ignored, *tied)):
@@ -109,6 +102,9 @@ class Weights:
                         f"{directory} has a tensor {name}, which {family} with this configuration does not"
                     )
                 continue
+            dtype = getattr(tensor, "dtype", None)
+            if dtype is not None and dtype not in FLOATS.values():
+                raise ConfigError(f"{directory}: {name} has dtype {dtype}: only {', '.join(FLOATS)} are read")
             shape, expected = tensor.shape, tensor_shape(wanted[name], self._sizes)
             longer = wanted[name].theirs[0] == "s" and len(shape) == 2 and shape[0] >= expected[0]
             if shape != expected and not (longer and shape[1:] == expected[1:]):
@@ -205,7 +201,7 @@ def grid(shape: Sequence[int], step: Sequence[int]) -> Iterator[tuple[slice, ...
 
 def missing_heads(directory: pathlib.Path, family: str, leaves: Sequence[str]) -> list[str]:
     """Which of `leaves` are heads that fine-tuning adds (`NEW_HEADS`) and the directory has no tensor of."""
-    tensors = open_tensors(directory)
+    tensors = open_weights(directory)
     return [name for name in leaves if name.startswith(NEW_HEADS) and _lacks(tensors, family, name)]
 
 
@@ -232,7 +228,7 @@ def load_params(
     """
     leaves, copies = layout.named(target.shapes), dict(given or {})
     weights = Weights(
-        directory, open_tensors(directory), family, model, [name for name in leaves if name not in copies]
+        directory, open_weights(directory), family, model, [name for name in leaves if name not in copies]
     )
     for (name, leaf), sharding in zip(leaves.items(), jax.tree.leaves(target.shardings), strict=True):
         if name not in copies:
