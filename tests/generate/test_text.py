@@ -5,6 +5,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.data.tokenizers import ByteTokenizer
+from megajax.generate.__main__ import shown_length
 from megajax.generate.decoder import BLOCK, DecodeSizes
 from megajax.generate.text import Ending, Sample, Speed, encode_prompt
 
@@ -62,6 +63,11 @@ def test_sizes(new, prompt, chunk):
     assert new <= drawn < new + max(1, sizes.blocks) and sizes.block <= BLOCK
     assert prompt <= sizes.chunks * sizes.width < prompt + chunk
     assert sizes.slots >= prompt + drawn - 1
+
+
+def test_what_following_tokens_may_change_is_not_shown():
+    assert [shown_length(text, False) for text in ("", "a b", "a \N{REPLACEMENT CHARACTER}")] == [0, 3, 2]
+    assert [shown_length(text, True) for text in ("", "do", "do not", "I do")] == [0, 0, 2, 1]  # " n't" becomes "n't"
 
 
 def test_speed_is_one_line():
