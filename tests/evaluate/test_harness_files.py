@@ -181,7 +181,7 @@ def test_settings_that_are_not_there_are_refused(directory, ours, tmp_path):
         name: HarnessModel(ours.scorer, ours._weights, ours._tokens.tokenizer, tmp_path, generation_config=name)
         for name in ("auto", "none")
     }
-    [(likelihood, _)] = found["auto"].loglikelihood(instances("loglikelihood", [("ab", "c")]))
+    [(likelihood, _)] = found["auto"].loglikelihood(instances("loglikelihood", [("ab", " ba")]))
     assert likelihood < 0
     request = instances("generate_until", [("ab", {"until": [], "max_gen_toks": 5})])
     with pytest.raises(ConfigError, match="num_beams = 3 .beam search., which megajax does not have"):
