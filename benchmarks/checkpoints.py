@@ -8,7 +8,6 @@ first save, which compiles the copies, is shown separately. "read" restores the 
 may be in the system's memory. `experiments.failures` takes "waited" as --save, "save" as --write and "read" in --restart.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import shutil
@@ -17,13 +16,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from megajax.config import ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.options import Parser
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 # Megabytes of state, about: 12 bytes a parameter, fp32 weights and the two moments of Adam.
@@ -31,6 +28,18 @@ MODELS = {
     100: ModelConfig(layers=4, hidden=384, heads=6, vocabulary=4096, sequence_length=64),
     1000: ModelConfig(layers=10, hidden=768, heads=12, vocabulary=16384, sequence_length=64),
 }
+
+
+def training_of(model: ModelConfig, devices, samples: int):
+    """The training of a model in fp32, with a replica on each device, and a batch of so many samples for each."""
+    from benchmarks.mfu_cases import batch_of
+    from megajax.train.step import make_training
+
+    train = TrainConfig(precision="fp32", global_batch_size=samples * len(devices), steps=10, warmup_steps=1)
+    run = RunConfig(model, ParallelConfig(data=len(devices)), train)
+    run.validate()
+    training = make_training(run, make_mesh(run.parallel, devices))
+    return training, batch_of(training)
 
 
 def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, steps: bool) -> dict:
@@ -41,21 +50,12 @@ def measure(model: ModelConfig, devices, directory: pathlib.Path, saves: int, st
     from megajax.checkpoint.directory import NAME
     from megajax.checkpoint.manager import Checkpoints, Progress
     from megajax.checkpoint.metadata import run_meta
-    from megajax.train.step import make_training
 
-    parallel = ParallelConfig(data=len(devices))
-    batch_size = len(devices) * parallel.microbatch_size
-    train = TrainConfig(precision="fp32", global_batch_size=batch_size, steps=10, warmup_steps=1)
-    run = RunConfig(model, parallel, train)
-    run.validate()
-    training = make_training(run, make_mesh(parallel, devices))
+    training, batch = training_of(model, devices, 1)
     state = jax.block_until_ready(_busy(training.init_state()))
-    tokens = np.zeros((1, batch_size, model.sequence_length), np.int32)
-    sample = np.zeros((1, batch_size), np.uint32)
-    batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32), "sample": sample}
     if steps:
         state, _ = training.train_step(state, batch)  # compiles
-    meta = run_meta(run, None)
+    run, meta = training.run, run_meta(training.run, None)
     keep = Checkpoints(directory, OutputConfig(max_to_keep=1), meta)
     rows = []
     for step in range(1, saves + 1):
@@ -91,13 +91,10 @@ def _busy(state):
     return dataclasses.replace(state, optimizer_state=jax.tree.unflatten(structure, made))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--megabytes", type=whole(), nargs="+", choices=MODELS, default=list(MODELS), help="sizes of state"
     )
@@ -105,9 +102,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--saves", type=whole(), default=5, help="of each size, after the first (default: %(default)s)")
     parser.add_argument("--steps", action="store_true", help="train during the saves")
     parser.add_argument(
-        "--directory",
-        type=local_path,
-        help="where to write, and delete after it (default: the temporary directory)",
+        "--directory", type=local_path, help="where to write, and delete after it (default: the temporary directory)"
     )
     options = parser.parse_args(arguments)
     devices = start_devices(options.devices)

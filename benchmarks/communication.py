@@ -16,26 +16,24 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from benchmarks.tables import grouped
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
 ON_CPU = 8
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the process's exit code: 0, or 2 for invalid options."""
-    own = Parser(add_help=False, allow_abbrev=False)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Prints the table."""
+    own = Parser(add_help=False)
     own.add_argument("--hlo", default=None, type=local_path)
-
-    def command() -> None:
-        args, rest = own.parse_known_args(arguments)
-        print("\n".join(comparison(rest, args.hlo)))
-
-    return exit_code(command)
+    args, rest = own.parse_known_args(arguments)
+    print("\n".join(comparison(rest, args.hlo)))
 
 
 def read_file(path: str) -> str:
@@ -48,8 +46,8 @@ def read_file(path: str) -> str:
 
 def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     """The lines to print."""
-    from megajax.estimate.communication import Formula, expected
-    from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
+    from megajax.estimate.communication import expected
+    from megajax.estimate.hlo import loop_trip_counts, most_sent, read
     from megajax.pipeline.program import StepProgram
 
     request = parse(arguments, __doc__, DEFAULTS)
@@ -58,14 +56,11 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     run.validate()
     program, source = (read_file(hlo), hlo) if hlo else compiled(run, request.devices)
     module = read(program, loop_trip_counts(run))
-    shape = (run.parallel.data * run.parallel.context, run.parallel.pipe, run.parallel.tensor)
-    axes: dict[tuple[str, ...], list[Collective]] = {}
-    for collective in module.collectives:
-        axes.setdefault(collective.axes(shape), []).append(collective)
+    shape = (run.parallel.replicas, run.parallel.pipe, run.parallel.tensor)
+    axes = grouped(module.collectives, lambda collective: collective.axes(shape))
     lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
-    formulas: dict[str, list[Formula]] = {}
-    for line in expected(StepProgram.of(run)):  # replicas that split experts are neighbours on the data axis
-        formulas.setdefault("data" if line.axis == "expert" else line.axis, []).append(line)
+    # Replicas that split experts are neighbours on the data axis.
+    formulas = grouped(expected(StepProgram.of(run)), lambda line: "data" if line.axis == "expert" else line.axis)
     for axis in ("tensor", "pipe", "data"):
         lines += ["", axis, *map(described, formulas.get(axis, []))]
         total = sum(line.bytes for line in formulas.get(axis, []))
@@ -73,7 +68,8 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
         sent = most_sent(found)
         ratio = f"{sent / total:.3f} of the formulas' {size(total).strip()}" if total else "and no formula"
         lines.append(f"{'':8} {size(sent)}  compiled: {ratio}")
-        for kind, several in by_kind(found).items():
+        kinds = grouped(found, lambda collective: collective.kind)
+        for kind, several in sorted(kinds.items(), key=lambda item: -most_sent(item[1])):
             hidden = sum(c.times for c in several if c.asynchronous and c.behind) / sum(c.times for c in several)
             number = sum(c.times for c in several)
             lines.append(
@@ -134,16 +130,6 @@ def size(count: float) -> str:
     """Bytes with a unit, in a column."""
     unit, factor = next((pair for pair in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= pair[1]), (" B", 1))
     return f"{count / factor:9.2f} {unit}"
-
-
-def by_kind(several: Sequence) -> dict[str, list]:
-    """The collectives of each kind, the kind that sends most first."""
-    from megajax.estimate.hlo import most_sent
-
-    kinds: dict[str, list] = {}
-    for collective in several:
-        kinds.setdefault(collective.kind, []).append(collective)
-    return dict(sorted(kinds.items(), key=lambda item: -most_sent(item[1])))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ python -m benchmarks.compiled questions    what the planner answers to nine ques
 python -m benchmarks.compiled account      prints the dry run's account of a few runs, and of a step of one GPU that is
                                            written by hand in plain JAX (`benchmarks.plain_step`)
 
-The first three compile the cases of `benchmarks.compiled_cases` (each set half an hour or more on one core), replace their
+The first three compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace their
 rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step is
 of a rank that computes all of its microbatches. Needs pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -24,7 +23,6 @@ from typing import Any
 
 import jax
 
-from benchmarks.compiled_cases import SETS
 from megajax.config import BertConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
@@ -42,13 +40,31 @@ from megajax.plan.compiler import CompilerError, compile_for, compiler_versions
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, simplest_first, usable_bytes
 from megajax.schedules.arguments import number, plain_text, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "compiled.json"
+FOLDER = pathlib.Path(__file__).parent
+RESULTS = FOLDER / "results" / "compiled.json"
 GPU = find_gpu("h100-80gb")
 PLAIN_STEP = "benchmarks.plain_step.PlainStep"
 NEAR = 0.1  # comparisons are made of layouts whose predicted times exceed the fastest by no more
 Row = Mapping[str, Any]
+
+
+def _sets() -> dict[str, dict[str, str]]:
+    """The command lines of compiled_cases.txt, by set and name."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (FOLDER / "compiled_cases.txt").read_text().splitlines():
+        if line[0] == "[":
+            name, _, more = line[1:].partition("]")
+            table = found.setdefault(name, {})
+        elif line[0] != "#":
+            name, model, batch, own = line.split(maxsplit=3)
+            table[name] = f"--model {model} --global-batch-size {batch}{more} {own}"
+    return found
+
+
+SETS = _sets()
+SETS["account"] |= {name: SETS["time"][name] for name in ("175b", "175b-1f1b", "175b-zb_v", "llama2-7b", "one-gpu")}
 
 
 def read() -> dict[tuple[str, str], list[Row]]:
@@ -62,15 +78,9 @@ def read() -> dict[tuple[str, str], list[Row]]:
 def run_from_json(fields: dict[str, Any]) -> RunConfig:
     """A transformer's RunConfig from the JSON of its `dataclasses.asdict`, as files of results have it; without data."""
     model = BertConfig if "post_norm" in fields["model"] else ModelConfig
+    tuples = lambda section: {key: tuple(x) if isinstance(x, list) else x for key, x in fields[section].items()}  # noqa: E731
     sections = {"model": model, "parallel": ParallelConfig, "train": TrainConfig}
-    return RunConfig(
-        **{
-            name: kind(
-                **{key: tuple(value) if isinstance(value, list) else value for key, value in fields[name].items()}
-            )
-            for name, kind in sections.items()
-        }
-    )
+    return RunConfig(**{name: kind(**tuples(name)) for name, kind in sections.items()})
 
 
 def write(rows: Mapping[tuple[str, str], Iterable[Row]]) -> None:
@@ -105,11 +115,7 @@ def compiled(run: RunConfig, gpu: Gpu, **options) -> tuple[dict[str, Any], StepA
 
 
 def measure(run: RunConfig, gpu: Gpu, timeout: float = 900) -> Row:
-    """Compiles a run; its row without the case, with "failed" instead of figures if the compiler refuses the program.
-
-    Raises:
-      ConfigError: the compiler is not installed.
-    """
+    """Compiles a run; its row without the case, with "failed" instead of figures if the compiler refuses the program."""
     figures: dict[str, Any] = {"gpu": gpu.name, "versions": compiler_versions()}
     try:
         result, found = compiled(run, gpu, timeout=timeout)
@@ -256,8 +262,7 @@ def errors_of_the_best(found: Sequence[Comparison]) -> list[float]:
 def comparison_error(errors: Iterable[Sequence[float]]) -> float:
     """The root mean square, over all pairs of layouts of one question, of what their predicted ratio is off by.
 
-    Args:
-      errors: of the predicted times of each question's layouts, relative to the compiled programs'.
+    `errors`: of the predicted times of each question's layouts, relative to the compiled programs'.
     """
     off = [math.log1p(a) - math.log1p(b) for some in errors for a, b in itertools.combinations(some, 2)]
     return math.sqrt(sum(one**2 for one in off) / len(off))
@@ -279,9 +284,6 @@ def account(name: str, gpu: Gpu) -> str:
     """The account of a case, seconds of compilation and peak; of one-gpu also the plain step's.
 
     That one is compiled with XLA's default flags, as one that is written by hand is, and with those that megajax sets.
-
-    Raises:
-      ConfigError: a step does not compile.
     """
     words = SETS["account"][name]
     run, lines, seconds = run_of(words, gpu), [f"{name}: {words}"], []
@@ -301,9 +303,10 @@ def account(name: str, gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if a program of a row does not compile, or 2 for invalid options."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Returns 1 if a program of a row does not compile."""
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("table", choices=(*TABLES, "account"), help="what to compile and compare")
     add("--case", "--question", action="append", type=plain_text, metavar="NAME", help="one case (default: all)")
@@ -312,10 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--best", type=whole(), default=1, metavar="COUNT", help="layouts of a question (default: the winner)")
     add("--timeout", type=number(below=10**8), default=900, metavar="COUNT", help="seconds for each (default: 900)")
     add("--gpu", default=GPU.name, help="of the accounts (default: %(default)s)")
-    return exit_code(lambda: _command(parser.parse_args(arguments)))
-
-
-def _command(options: argparse.Namespace) -> int:
+    options = parser.parse_args(arguments)
     sets = {kind: table for kind, table in SETS.items() if kind.startswith(options.table)}
     names = [name for table in sets.values() for name in table]
     if unknown := set(options.case or ()) - set(names):

@@ -11,7 +11,6 @@ printed. Writers take one document at a time; MB of ids. Times of the index are 
 disk.
 """
 
-import argparse
 import gzip
 import importlib.resources
 import json
@@ -28,10 +27,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.tables import print_table
 from megajax.config.options import Parser
-from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, pair_paths
+from megajax.data.blending import Blend, blend_order
+from megajax.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter, pair_paths
 from megajax.schedules.arguments import number, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 SEQUENCE_LENGTH = 2048
@@ -72,14 +73,10 @@ def preprocess_rows(folder: pathlib.Path, options) -> list[dict]:
         {"what": name, "MB/s of a core": rate, "share of tokenizers alone": rate / median["tokenizers alone"]}
         for name, rate in median.items()
     ]
-    rows.append(
-        {"what": "megajax writer", "MB/s of a core": _writer_rate(folder, options), "share of tokenizers alone": ""}
-    )
+    rows.append({"what": "megajax writer", "MB/s of a core": _writer_rate(folder)})
     if options.megatron_python:
         rate = _peer(options, "writer", str(folder / "out"), str(folder / "peer"))["seconds"]
-        rows.append(
-            {"what": "megatron-core's writer", "MB/s of a core": _ids(folder) / rate, "share of tokenizers alone": ""}
-        )
+        rows.append({"what": "megatron-core's writer", "MB/s of a core": _ids(folder) / rate})
     return rows
 
 
@@ -106,10 +103,8 @@ def _ids(folder: pathlib.Path) -> float:
     return pair_paths(folder / "out")[0].stat().st_size / 1e6
 
 
-def _writer_rate(folder: pathlib.Path, options) -> float:
+def _writer_rate(folder: pathlib.Path) -> float:
     """MB of ids per second through IndexedWriter, one document at a time, as for megatron-core's builder."""
-    from megajax.data.indexed import IndexedWriter
-
     source = IndexedDataset(folder / "out")
     start = time.perf_counter()
     with IndexedWriter(folder / "again", source.dtype, overwrite=True) as writer:
@@ -131,24 +126,29 @@ def sparse_pair(prefix: pathlib.Path, documents: int) -> None:
         stream.truncate(int(ends[-1]))
 
 
+def _samples(prefix: pathlib.Path, length: int = SEQUENCE_LENGTH):
+    """The samples of a pair, whose indices are built and stored, or found again."""
+    return Blend.parse([str(prefix)]).samples((0.0, 1.0), None, length, 1234)
+
+
+def _build_twice(prefix: pathlib.Path) -> dict:
+    """Seconds of building the indices, and of finding them again; called in a process of its own."""
+    row = {}
+    for names in (("seconds", "processor"), ("found again", "found processor")):
+        start, begun = time.perf_counter(), time.process_time()
+        row["samples"] = _samples(prefix).count
+        row |= zip(names, (time.perf_counter() - start, time.process_time() - begun), strict=True)
+    return row
+
+
 def index_rows(folder: pathlib.Path, options) -> list[dict]:
     """Building the three indices; with --megatron-python they are compared with megatron-core's."""
     rows = []
     for millions in options.documents:
         prefix = folder / f"{millions}m"
         sparse_pair(prefix, round(millions * 1e6))
-        code = (
-            "import json, sys, time\nfrom megajax.data.blending import Blend\n"
-            f"build = lambda: Blend.parse([sys.argv[1]]).samples((0.0, 1.0), None, {SEQUENCE_LENGTH}, 1234)\n"
-            "start, begun = time.perf_counter(), time.process_time()\n"
-            "samples = build()\n"
-            "seconds, spent = time.perf_counter() - start, time.process_time() - begun\n"
-            "start, begun = time.perf_counter(), time.process_time()\nbuild()\n"
-            "row = {'samples': samples.count, 'seconds': seconds, 'processor': spent}\n"
-            "row |= {'found again': time.perf_counter() - start, 'found processor': time.process_time() - begun}\n"
-            "print(json.dumps(row))"
-        )
-        row = {"M documents": millions} | _json([sys.executable, "-c", code, str(prefix)])
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            row = {"M documents": millions} | pool.apply(_build_twice, (prefix,))
         if options.megatron_python:
             theirs = _peer(options, "index", str(prefix), str(SEQUENCE_LENGTH))
             row |= {f"megatron-core {name}": theirs[name] for name in ("seconds", "processor")}
@@ -161,14 +161,12 @@ def index_rows(folder: pathlib.Path, options) -> list[dict]:
 
 def _same_index(folder: pathlib.Path, prefix: pathlib.Path) -> bool:
     theirs = {name: next(prefix.glob(f"cache/*/*{name}_index.npy")) for name in ("document", "sample", "shuffle")}
-    ours = {name: next(path for path in folder.glob(f"index_cache/*/{name}.npy")) for name in theirs}
+    ours = {name: next(folder.glob(f"index_cache/*/{name}.npy")) for name in theirs}
     return all(ours[name].read_bytes() == theirs[name].read_bytes() for name in theirs)
 
 
 def blend_rows(folder: pathlib.Path, options) -> list[dict]:
     """The order of 10 M samples."""
-    from megajax.data.blending import blend_order
-
     rows = []
     for datasets in (2, 10, 100):
         weights = np.random.RandomState(0).dirichlet(np.ones(datasets))
@@ -185,12 +183,11 @@ def blend_rows(folder: pathlib.Path, options) -> list[dict]:
 
 def loader_rows(folder: pathlib.Path, options) -> list[dict]:
     """Batches of 64 samples of 2048 tokens, from documents of 600 tokens on average, files in memory."""
-    from megajax.data.blending import Blend
     from megajax.data.loader import Loader
 
     prefix = folder / "loaded"
     sparse_pair(prefix, 200_000)
-    samples = Blend.parse([str(prefix)]).samples((0.0, 1.0), None, SEQUENCE_LENGTH, 1234)
+    samples = _samples(prefix)
     loader, batches = Loader(samples, 64, 8, vocabulary=50257), 800
     rates = {"megajax Loader, one thread": _rate(loader.batch, batches)}
     try:
@@ -208,13 +205,11 @@ def loader_rows(folder: pathlib.Path, options) -> list[dict]:
         rates["the same windows through grain, its 16 threads"] = _rate(lambda _: next(found), batches)
     except ImportError:
         pass
-    rows = [
-        {"what": name, "samples/s": rate, "M tokens/s": rate * SEQUENCE_LENGTH / 1e6} for name, rate in rates.items()
-    ]
     if options.megatron_python:
-        rate = _peer(options, "loader", str(prefix), str(SEQUENCE_LENGTH), str(batches))["rate"]
-        rows.append({"what": "megatron-core GPTDataset", "samples/s": rate, "M tokens/s": rate * SEQUENCE_LENGTH / 1e6})
-    return rows
+        peer = _peer(options, "loader", str(prefix), str(SEQUENCE_LENGTH), str(batches))
+        rates["megatron-core GPTDataset"] = peer["rate"]
+    tokens = SEQUENCE_LENGTH / 1e6
+    return [{"what": name, "samples/s": rate, "M tokens/s": rate * tokens} for name, rate in rates.items()]
 
 
 def _rate(batch, count: int) -> float:
@@ -228,7 +223,6 @@ def _rate(batch, count: int) -> float:
 def step_rows(folder: pathlib.Path, options) -> list[dict]:
     """Time that training steps wait for their batches, with and without prefetching."""
     from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-    from megajax.data.blending import Blend
     from megajax.data.loader import Loader
     from megajax.data.prefetch import Prefetch, place_batch
     from megajax.runtime.mesh import make_mesh, start_devices
@@ -244,7 +238,7 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
     run = RunConfig(
         model, ParallelConfig(data=2, microbatch_size=4), TrainConfig(global_batch_size=16, steps=options.steps)
     )
-    samples = Blend.parse([str(prefix)]).samples((0.0, 1.0), None, model.sequence_length, 1234)
+    samples = _samples(prefix, model.sequence_length)
     training = make_training(run, make_mesh(run.parallel, devices))
     loader, size, rows = Loader(samples, 16, run.microbatches), 16, []
     state = training.init_state()
@@ -268,35 +262,19 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
 
 
 def _peer(options, *words: str) -> dict:
+    """What megatron-core's part of the benchmark answers."""
     script = pathlib.Path(__file__).with_name("data_peer.py")
-    return _json([options.megatron_python, "-W", "ignore", str(script), *words])
-
-
-def _json(command: list[str]) -> dict:
+    command = [options.megatron_python, "-W", "ignore", str(script), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[:4]} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _print(rows: list[dict]) -> None:
-    def text(value):
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    names = list(rows[0])
-    table = [names] + [[text(row.get(name, "")) for name in names] for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(names))]
-    for row in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.renamed = {"--folder": "--directory"}
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     parser.add_argument("--megabytes", type=whole(), default=60, help="of text to preprocess (%(default)s)")
@@ -307,9 +285,7 @@ def _command(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--steps", type=whole(), default=30, help="of training (%(default)s)")
     parser.add_argument("--megatron-python", help="the Python of a venv with megatron-core and torch")
     parser.add_argument(
-        "--directory",
-        type=local_path,
-        help="where files go, 6 GB for 100 M documents (the temporary directory)",
+        "--directory", type=local_path, help="where files go, 6 GB for 100 M documents (the temporary directory)"
     )
     parser.add_argument("--out", type=local_path, default="benchmarks/results/data.json", help="(%(default)s)")
     options = parser.parse_args(arguments)
@@ -319,11 +295,9 @@ def _command(arguments: Sequence[str] | None) -> None:
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             results[part] = globals()[f"{part}_rows"](pathlib.Path(folder), options)
         print(f"\n{part}")
-        _print(results[part])
-        results |= {
-            "command": "python -m benchmarks.data",
-            "versions": {"numpy": np.__version__, "cores": os.cpu_count()},
-        }
+        print_table(results[part], ".3g")
+        results |= {"command": "python -m benchmarks.data"}
+        results |= {"versions": {"numpy": np.__version__, "cores": os.cpu_count()}}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -22,7 +22,7 @@ from megajax.config.options import Parser
 from megajax.config.sample import SampleConfig
 from megajax.runtime.mesh import make_mesh, start_devices
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 MODEL = ModelConfig(name="benchmark", layers=8, hidden=512, heads=8, vocabulary=8192, sequence_length=512)
 
@@ -59,13 +59,10 @@ def one_round(decoder, weights, prompts) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.add_argument("--devices", default="cpu:4", help="devices (default: %(default)s)")
     parser.add_argument(
         "--meshes",
@@ -78,12 +75,7 @@ def _command(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--samples", type=whole(), default=32, help="prompts, all together (default: %(default)s)")
     parser.add_argument("--prompt", type=whole(), default=64, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=whole(), default=32, help="tokens to decode (default: %(default)s)")
-    parser.add_argument(
-        "--prefill-chunk",
-        type=whole(),
-        default=64,
-        help="tokens run at once (default: %(default)s)",
-    )
+    parser.add_argument("--prefill-chunk", type=whole(), default=64, help="tokens run at once (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", choices=("bf16", "fp32"), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=whole(), default=3, help="after the first (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -9,7 +9,6 @@ same round. `megajax/runtime/gpu_environment.py` and `xla_flags.py` say why each
 XLA's estimates of latencies are.
 """
 
-import argparse
 import os
 import pathlib
 import statistics
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from megajax.config.options import Parser
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.train.sinks import read_steps
 
 OWN = "megajax's"
@@ -59,13 +58,10 @@ def step_seconds(options: Sequence[str], environment: Mapping[str, str], steps: 
     return statistics.median(row["step_seconds"] for row in rows[WARM_UP:])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None) -> int:
     """The command; returns its exit code, 1 if megajax's own settings do not run."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     names = [*SETTINGS, *OPTIONS]
     parser.add_argument("--setting", action="append", choices=names, help="one to compare with (default: all)")
     parser.add_argument("--rounds", type=whole(), default=3, help="runs of each setting (default: %(default)s)")

@@ -6,7 +6,6 @@ python -m benchmarks.loss_curve first_run.jsonl --out docs/images/first_run.svg 
 Needs matplotlib: pip install "megajax[plot]".
 """
 
-import argparse
 import math
 import pathlib
 import sys
@@ -16,7 +15,7 @@ import numpy as np
 
 from megajax.config.options import Parser
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import UserError, exit_code
+from megajax.schedules.errors import UserError, command
 from megajax.schedules.paths import local_path
 from megajax.schedules.pictures import COLOURS, SOFT, label_ends, picture, picture_file
 from megajax.train.sinks import read_steps
@@ -61,20 +60,14 @@ def draw(logs: Sequence[pathlib.Path], out: pathlib.Path, guess: int | None) -> 
         label_ends(axes, [end for end in ends if math.isfinite(end[1])])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = Parser(
-        prog="python -m benchmarks.loss_curve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Draws the logs."""
+    parser = Parser(prog="python -m benchmarks.loss_curve", description=__doc__)
     parser.add_argument("logs", nargs="+", type=local_path, metavar="LOG.jsonl", help=f"up to {len(COLOURS)} logs")
     parser.add_argument("--out", type=picture_file, required=True, metavar="PICTURE", help="a .svg, .png or .pdf file")
     parser.add_argument("--vocabulary", type=whole(), metavar="TOKENS", help="also shows the loss of a uniform guess")
-    return exit_code(lambda: _command(parser.parse_args(arguments)))
-
-
-def _command(options: argparse.Namespace) -> None:
+    options = parser.parse_args(arguments)
     if len(options.logs) > len(COLOURS):
         raise UserError(f"{len(options.logs)} logs; pass at most {len(COLOURS)}")
     try:

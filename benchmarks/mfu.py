@@ -24,9 +24,9 @@ the fraction of the measured ceiling is printed too. The time of a step is the m
 machine's cores, only ratios are meaningful: all programs are compiled first and then timed in turn, and the fastest counts.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
-import json
 import multiprocessing
 import os
 import pathlib
@@ -47,7 +47,7 @@ from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.schedules.arguments import plain_text, whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 CPU_DEVICES = 8
 # Eight layers and heads, so that each of eight devices can have its own.
@@ -56,84 +56,54 @@ ON_GPU = {"model": "gpt3-1.3b", "microbatch_size": 4, "global_batch_size": 64}
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
-@dataclasses.dataclass(frozen=True)
-class MfuOptions:
-    """The command line: `words` are the options of a training run, the others those described above."""
-
-    words: tuple[str, ...]
-    meshes: tuple[str, ...] | None
-    schedules: tuple[str, ...] | None
-    microbatch_sizes: tuple[int, ...] | None
-    recomputes: tuple[str, ...] | None
-    blocks: tuple[int, ...] | None
-    peers: bool
-    peer_python: str
-    rounds: int
-    out: pathlib.Path
-    redraw: pathlib.Path | None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes; returns the process's exit code: 0, or 2 for invalid options."""
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures and writes."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--help" in words or "-h" in words:
         print(__doc__.strip())
-        return 0
-    return exit_code(lambda: _measure_and_write(words))
-
-
-def _measure_and_write(words: Sequence[str]) -> None:
+        return
     args = read_options(words)
     if args.redraw:
         return mfu_report.write(mfu_report.read(args.redraw), args.redraw.parent, args.redraw.stem)
     # With peers in a child process, which frees its GPU memory before they run.
     results = in_child(measure, args) if args.peers else measure(args)
-    results = {"command": command(words)} | results
+    results = {"command": repeatable(words)} | results
     if args.peers:
         results["peers"] = peer_rows(args, results)
     name = "mfu_blocks" if args.blocks else "mfu"
     mfu_report.write(results, args.out, f"{name}_{slug(results['device'])}")
 
 
-def read_options(words: Sequence[str]) -> MfuOptions:
-    """The command line.
-
-    Raises:
-      ConfigError: an invalid value.
-    """
-    parser = Parser(add_help=False, allow_abbrev=False)
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """The options described above, and those of a training run as `words`; raises ConfigError for an invalid value."""
+    parser = Parser(add_help=False)
     add = parser.add_argument
-    for name, kind in (
-        ("--meshes", plain_text),
-        ("--schedules", plain_text),
-        ("--microbatch-sizes", whole()),
-        ("--recomputes", plain_text),
-    ):
-        add(name, nargs="+", type=kind, default=None)
-    add("--blocks", nargs="*", type=whole(), default=None)
+    kinds = {"meshes": plain_text, "schedules": plain_text, "microbatch-sizes": whole(), "recomputes": plain_text}
+    for name, kind in kinds.items():
+        add(f"--{name}", nargs="+", type=kind)
+    add("--blocks", nargs="*", type=whole())
     add("--peers", action="store_true")
     add("--peer-python", type=plain_text, default=sys.executable)
     add("--rounds", type=whole(), default=5)
     add("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
-    add("--redraw", type=pathlib.Path, default=None)
-    own, rest = parser.parse_known_args(words)
-    several = lambda value: None if value is None else tuple(value)  # noqa: E731
-    own.blocks = BLOCKS if own.blocks == [] else own.blocks
-    if own.out.exists() and not own.out.is_dir():
-        raise ConfigError(f"out = {own.out} is a file: pass --out FOLDER.")
-    if own.peers and shutil.which(own.peer_python) is None:
-        raise ConfigError(f"peer_python = {own.peer_python} is not a program: pass --peer-python VENV/bin/python.")
-    values = {name: several(value) if isinstance(value, list) else value for name, value in vars(own).items()}
-    return MfuOptions(words=tuple(rest), **values)
+    add("--redraw", type=pathlib.Path)
+    args, args.words = parser.parse_known_args(words)
+    args.blocks = BLOCKS if args.blocks == [] else args.blocks
+    if args.out.exists() and not args.out.is_dir():
+        raise ConfigError(f"out = {args.out} is a file: pass --out FOLDER.")
+    if args.peers and shutil.which(args.peer_python) is None:
+        raise ConfigError(f"peer_python = {args.peer_python} is not a program: pass --peer-python VENV/bin/python.")
+    return args
 
 
-def command(words: Sequence[str]) -> str:
+def repeatable(words: Sequence[str]) -> str:
     """The command that repeats the measurement, without paths of this machine."""
     text = shlex.join(["python", "-m", "benchmarks.mfu", *words])
     return re.sub(r" --out \S+", "", re.sub(r"--peer-python \S+", "--peer-python PYTHON", text))
 
 
-def measure(args: MfuOptions) -> dict:
+def measure(args: argparse.Namespace) -> dict:
     """Times every case; returns "device", "versions", "ceilings" (of a GPU), "peak" and "rows".
 
     Raises:
@@ -150,8 +120,7 @@ def measure(args: MfuOptions) -> dict:
     if not on_cpu:
         request = parse(args.words, "", ON_GPU)
     run = request.run(1 if args.blocks else request.devices_needed or len(devices), "fp32" if on_cpu else "bf16")
-    attention = attention_choice(run, devices[0]).name
-    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=attention))
+    run = run.with_layout(attention=attention_choice(run, devices[0]).name)
     if args.blocks:
         if run.parallel.devices != 1:
             raise ConfigError(
@@ -167,8 +136,7 @@ def measure(args: MfuOptions) -> dict:
         raise ConfigError("peers run on one device, and no run here does: pass --blocks, or --devices cpu:1.")
     results = {"device": describe_device(devices), "versions": versions(), "ceilings": {}, "peak": None}
     if not on_cpu:
-        from benchmarks.ceilings import matmul_ceiling
-        from megajax.plan.measure import copy_rate
+        from megajax.plan.measure import copy_rate, matmul_ceiling
 
         peak = device_peak(devices, run.train.precision)
         results["peak"] = {"flops": peak.flops, "source": peak.source}
@@ -223,59 +191,43 @@ def time_one_by_one(runs: Sequence[RunConfig], devices, rounds: int) -> dict[Run
 
 def row(case: Case, seconds: list[float], results: dict) -> dict:
     """The results of a case; if it did not fit, its rates are None."""
-    from megajax.estimate.flops import flops_per_step
-
-    run, devices = case.run, case.run.parallel.devices
     on_cpu = results["device"]["platform"] == "cpu"
     one = (min(seconds) if on_cpu else statistics.median(seconds)) if seconds else None
-    flops = flops_per_step(run) / one / devices if one else None
+    rates = {"seconds": one} | rates_of(case.run, one, results)
+    return {"sweep": case.sweep, "label": case.label} | rates | {"rounds": seconds, "run": dataclasses.asdict(case.run)}
+
+
+def rates_of(run: RunConfig, seconds: float | None, results: dict) -> dict[str, float | None]:
+    """The rates of a step of so many seconds, each None if it is not known."""
+    from megajax.estimate.flops import flops_per_step
+
+    flops = flops_per_step(run) / seconds / run.parallel.devices if seconds else None
     of = lambda most: flops / most if flops and most else None  # noqa: E731
     return {
-        "sweep": case.sweep,
-        "label": case.label,
-        "seconds": one,
-        "tokens_per_second": run.train.global_batch_size * run.model.sequence_length / one if one else None,
+        "tokens_per_second": run.train.global_batch_size * run.model.sequence_length / seconds if seconds else None,
         "teraflops_per_device": flops / 1e12 if flops else None,
         "mfu": of(results["peak"] and results["peak"]["flops"]),
         "share_of_ceiling": of(results["ceilings"].get("matmul_flops")),
-        "rounds": seconds,
-        "run": dataclasses.asdict(run),
     }
 
 
-def peer_rows(args: MfuOptions, results: dict) -> list[dict]:
+def peer_rows(args: argparse.Namespace, results: dict) -> list[dict]:
     """The peers on the shapes of the one-device runs; a peer that cannot run has an "error" instead of rates."""
     from benchmarks.compiled import run_from_json
-    from megajax.estimate.flops import flops_per_step
 
-    runs = [run_from_json(one["run"]) for one in results["rows"]]
-    alone = list(dict.fromkeys(run for run in runs if run.parallel.devices == 1))
+    labels: dict[RunConfig, str] = {}
+    for one in results["rows"]:
+        if (run := run_from_json(one["run"])).parallel.devices == 1:
+            labels.setdefault(run, one["label"])
     rows = []
     for name, file in PEERS.items():
-        _progress(f"{name}: {len(alone)} shapes")
-        for run, answer in zip(
-            alone, run_peer(file, args.peer_python, alone, results["device"]["platform"], args.rounds), strict=True
-        ):
-            rates = {}
-            if seconds := answer.get("seconds"):
-                flops = flops_per_step(run) / seconds
-                peak, ceiling = results["peak"], results["ceilings"].get("matmul_flops")
-                rates = {
-                    "tokens_per_second": run.train.global_batch_size * run.model.sequence_length / seconds,
-                    "teraflops_per_device": flops / 1e12,
-                    "mfu": flops / peak["flops"] if peak else None,
-                    "share_of_ceiling": flops / ceiling if ceiling else None,
-                }
-            rows.append({"peer": name, "label": label_of(run, results)} | answer | rates)
+        _progress(f"{name}: {len(labels)} shapes")
+        answers = run_peer(file, args.peer_python, list(labels), results["device"]["platform"], args.rounds)
+        for (run, label), answer in zip(labels.items(), answers, strict=True):
+            rates = rates_of(run, answer["seconds"], results) if answer.get("seconds") else {}
+            rows.append({"peer": name, "label": label} | answer | rates)
     _progress("")
     return rows
-
-
-def label_of(run: RunConfig, results: dict) -> str:
-    """The label of the run's row."""
-    fields = dataclasses.asdict(run)
-    same = lambda one: json.dumps(one["run"]) == json.dumps(fields)  # noqa: E731
-    return next(one["label"] for one in results["rows"] if same(one))
 
 
 def in_child(function, *arguments):

@@ -20,12 +20,7 @@ SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b:2", "zb_h1", "zb_1
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run to time.
-
-    Attributes:
-      sweep: the option that is varied.
-      label: its value.
-    """
+    """A run to time: the option that is varied, its value, and the run."""
 
     sweep: str
     label: str
@@ -51,8 +46,10 @@ def sweeps(
     if base.parallel.pipe > 1:
         found += _legal(_schedule_cases(base, schedules or SCHEDULES), schedules)
     sizes, modes = microbatch_sizes or MICROBATCH_SIZES, recomputes or RECOMPUTES
-    found += _legal([Case("microbatch size", f"b{n}", _with(base, microbatch_size=n)) for n in sizes], microbatch_sizes)
-    found += _legal([Case("recompute", mode, _with(base, recompute=mode)) for mode in modes], recomputes)
+    found += _legal(
+        [Case("microbatch size", f"b{n}", base.with_layout(microbatch_size=n)) for n in sizes], microbatch_sizes
+    )
+    found += _legal([Case("recompute", mode, base.with_layout(recompute=mode)) for mode in modes], recomputes)
     return found
 
 
@@ -63,12 +60,9 @@ def blocks(
     limit: int | None,
     layers: int | None,
 ) -> list[Case]:
-    """One-device models of each width, for each microbatch size.
+    """One-device models of each width, for each microbatch size; `base` has all other options.
 
     Args:
-      base: all other options.
-      widths: hidden sizes.
-      microbatch_sizes: in samples.
       limit: bytes that a program may use; None, on a CPU, means two layers.
       layers: of all models; None: as many as fit by the memory model, the same for all microbatch sizes.
     """
@@ -96,10 +90,6 @@ def blocks(
         for width in widths
         for samples in sizes
     ]
-
-
-def _with(run: RunConfig, **fields) -> RunConfig:
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **fields))
 
 
 def _legal(cases: Iterable[Case], given: Sequence | None) -> Iterable[Case]:
@@ -135,7 +125,7 @@ def _mesh_cases(base: RunConfig, meshes: Iterable[str]) -> Iterable[Case]:
         chunks = base.parallel.chunks
         if pipe < 2 or base.model.layers % (pipe * chunks):
             chunks = 1
-        run = _with(base, data=data, pipe=pipe, tensor=tensor, chunks=chunks)
+        run = base.with_layout(data=data, pipe=pipe, tensor=tensor, chunks=chunks)
         yield Case("mesh shape", f"d{data} p{pipe} t{tensor}", run)
 
 
@@ -145,18 +135,14 @@ def _schedule_cases(base: RunConfig, schedules: Iterable[str]) -> Iterable[Case]
         if chunks and not chunks.isdecimal():
             raise ConfigError(f"schedules = {text!r} is not NAME or NAME:CHUNKS: pass --schedules 1f1b zb_v:2.")
         label = f"{name} v{chunks}" if chunks else name
-        yield Case("schedule", label, _with(base, schedule=name, chunks=int(chunks or 1)))
+        yield Case("schedule", label, base.with_layout(schedule=name, chunks=int(chunks or 1)))
 
 
 class Step:
     """The compiled and warmed-up training step of a run. Calling it runs it once and returns the seconds."""
 
     def __init__(self, run: RunConfig, devices):
-        """Compiles and warms up.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the devices do not have enough memory.
-        """
+        """Compiles and warms up; raises jax.errors.JaxRuntimeError if the devices do not have enough memory."""
         import jax
 
         from megajax.runtime.mesh import make_mesh

@@ -1,9 +1,11 @@
 """The results of benchmarks/mfu.py as a table, a plot and JSON."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
 
+from benchmarks.tables import grouped
 from megajax.schedules.errors import UserError
 from megajax.schedules.pictures import COLOURS, picture
 
@@ -14,11 +16,7 @@ ON_CPU = (
 
 
 def read(path: pathlib.Path) -> dict:
-    """The results of a .json file that `write` has written.
-
-    Raises:
-      UserError: there is no such file, or it has something else.
-    """
+    """The results of a .json file that `write` has written; raises UserError for another file, or none."""
     try:
         results = json.loads(path.read_text())
         results["device"], results["rows"]
@@ -55,7 +53,7 @@ def table(results: dict) -> str:
         )
     else:
         lines.append(ON_CPU)
-    for sweep, rows in by_sweep(results["rows"]).items():
+    for sweep, rows in grouped(results["rows"], lambda one: one["sweep"]).items():
         model = rows[0]["run"]["model"]
         lines += [
             "",
@@ -67,10 +65,11 @@ def table(results: dict) -> str:
         best = max((one["tokens_per_second"] or 0 for one in rows), default=0)
         for one in rows:
             lines.append(_line(one, bool(peak), best))
-            lines += [_line(peer, bool(peak), best) for peer in results.get("peers", []) if same_shape(peer, one)]
-    if found := sorted(
-        {name: version for peer in results.get("peers", []) for name, version in versions(peer)}.items()
-    ):
+            lines += [
+                _line(peer, bool(peak), best) for peer in results.get("peers", []) if peer["label"] == one["label"]
+            ]
+    several = [peer.get("versions", {}).items() for peer in results.get("peers", [])]
+    if found := sorted(dict(itertools.chain.from_iterable(several)).items()):
         lines += ["", "peers: " + ", ".join(f"{name} {version}" for name, version in found)]
     return "\n".join(lines)
 
@@ -101,27 +100,9 @@ def _line(one: dict, on_gpu: bool, best: float) -> str:
     return line + f"{one['teraflops_per_device']:>10.1f}{one['mfu']:>8.1%}{one['share_of_ceiling']:>12.1%}"
 
 
-def by_sweep(rows: Sequence[dict]) -> dict[str, list[dict]]:
-    """The rows of each sweep."""
-    groups: dict[str, list[dict]] = {}
-    for one in rows:
-        groups.setdefault(one["sweep"], []).append(one)
-    return groups
-
-
-def same_shape(peer: dict, one: dict) -> bool:
-    """Whether the peer measured the shape of this row."""
-    return peer["label"] == one["label"]
-
-
-def versions(peer: dict) -> list[tuple[str, str]]:
-    """Versions of the packages that a peer uses."""
-    return list(peer.get("versions", {}).items())
-
-
 def plot(results: dict, path: pathlib.Path) -> None:
     """A panel of bars for each sweep: MFU, or on a CPU the throughput as a share of the sweep's best."""
-    sweeps = by_sweep(results["rows"])
+    sweeps = grouped(results["rows"], lambda one: one["sweep"])
     heights = [len(_bars(rows, results)) + 1 for rows in sweeps.values()]
     with picture(path, 470, 40 + 26 * len(sweeps) + 15 * sum(heights)) as figure:
         panels = figure.subplots(len(sweeps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -146,7 +127,7 @@ def _bars(rows: Sequence[dict], results: dict) -> list[tuple[str, float, bool]]:
     length = lambda one: one["mfu"] if results["peak"] else one["tokens_per_second"] / best  # noqa: E731
     bars = []
     for one in rows:
-        peers = [peer for peer in results.get("peers", []) if same_shape(peer, one)]
+        peers = [peer for peer in results.get("peers", []) if peer["label"] == one["label"]]
         several = [(one["label"], one, False), *((f"{peer['peer']}, {peer['label']}", peer, True) for peer in peers)]
         bars += [(name, length(each), peer) for name, each, peer in several if each.get("tokens_per_second")]
     return bars

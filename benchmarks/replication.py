@@ -6,7 +6,6 @@
 Steps are timed with and without replications, in turns, because the machine's speed varies; the median of each is taken.
 """
 
-import argparse
 import os
 import pathlib
 import shutil
@@ -16,15 +15,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
-from benchmarks.checkpoints import MODELS
-from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from benchmarks.checkpoints import MODELS, training_of
 from megajax.config.options import Parser
 from megajax.config.output import MEMORY_VARIABLE
-from megajax.runtime.mesh import make_mesh, start_devices
+from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 
 
 def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds: int) -> dict[str, float]:
@@ -32,17 +28,8 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
     import jax
 
     from megajax.checkpoint.replicated import Progress, ReplicatedState
-    from megajax.train.step import make_training
 
-    model, parallel = MODELS[megabytes], ParallelConfig(data=len(devices))
-    samples = 8 * len(devices)
-    run = RunConfig(model, parallel, TrainConfig(precision="fp32", global_batch_size=samples, steps=10, warmup_steps=1))
-    run.validate()
-    training = make_training(run, make_mesh(parallel, devices))
-    rows = (run.microbatches, parallel.microbatch_size * parallel.data)
-    tokens = np.zeros((*rows, model.sequence_length), np.int32)
-    batch = {"tokens": tokens, "labels": tokens, "weights": np.ones(tokens.shape, np.float32)}
-    batch["sample"] = np.zeros(rows, np.uint32)
+    training, batch = training_of(MODELS[megabytes], devices, 8)
     state, replicas = training.init_state(), ReplicatedState(directory, every, {})
     seconds: dict[str, list[float]] = {"without": [], "with": [], "waited": []}
     for number in range(2 * rounds + 2):
@@ -61,13 +48,10 @@ def measure(megabytes: int, devices, directory: pathlib.Path, every: int, rounds
     return {name: statistics.median(values[1:]) for name, values in seconds.items()} | {"bytes": size}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.add_argument("--megabytes", type=whole(), choices=MODELS, default=100, help="of state (default: 100)")
     parser.add_argument("--devices", default="cpu:1", help="devices that hold it (default: %(default)s)")
     parser.add_argument("--every", type=whole(), default=5, help="steps between two replications (default: 5)")

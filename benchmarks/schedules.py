@@ -10,7 +10,6 @@ that a pipeline adds: idle time, sends, embedding and head. Steps of all schedul
 fastest of each is used, so that a slow phase of the machine affects all of them.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -20,10 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.tables import print_table
 from megajax.config.options import Parser
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.arguments import whole
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.pictures import label_ends, picture, wrapped
 from megajax.schedules.registry import make_schedule, microbatch_rule
 from megajax.schedules.simulate import simulate_event, simulate_lockstep
@@ -103,8 +103,7 @@ def measured_rows(repeats: int) -> list[dict]:
     low, high = MICROBATCHES[-2:]
     slope = (best.pop((APART, 1, high)) - best.pop((APART, 1, low))) / (high - low)
     rows = []
-    for name, chunks, microbatches in best:
-        seconds = best[name, chunks, microbatches]
+    for (name, chunks, microbatches), seconds in best.items():
         schedule = make_schedule(name, stages=TIMED_STAGES, microbatches=microbatches, chunks=chunks)
         rows.append(
             {
@@ -200,24 +199,10 @@ def lines_of(rows: list[dict], value: str) -> dict[tuple[float, ...], list[str]]
     return lines
 
 
-def _print(rows: list[dict]) -> None:
-    def text(value):
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-    names = list(rows[0])
-    table = [names] + [[text(row[name]) for name in names] for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(names))]
-    for row in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Measures."""
+    parser = Parser(description=__doc__)
     parser.renamed = {"--repeats": "--timed-steps"}
     parser.add_argument("--simulate", action="store_true", help="the simulated table and the plot only")
     parser.add_argument(
@@ -231,7 +216,7 @@ def _command(arguments: Sequence[str] | None) -> None:
     print("simulated, m = 4p, F = I = W")
     on_file = json.loads(file.read_text()) if file.exists() else {}
     results = on_file | {"command": "python -m benchmarks.schedules", "simulated": simulated_rows()}
-    _print(results["simulated"])
+    print_table(results["simulated"], ".3f")
     plot(results["simulated"], folder / "schedules.svg")
     if not options.simulate:
         print(f"\nmeasured on {TIMED_STAGES} CPU devices of one thread each, p = {TIMED_STAGES}")
@@ -239,7 +224,7 @@ def _command(arguments: Sequence[str] | None) -> None:
 
         results["measured"] = measured_rows(options.timed_steps)
         results["machine"] = {"jax": jax.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
-        _print(results["measured"])
+        print_table(results["measured"], ".3f")
     file.write_text(json.dumps(results, indent=1) + "\n")
 
 

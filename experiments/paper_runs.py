@@ -7,7 +7,7 @@ curves without numbers, so those points have no published value, only what the t
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from benchmarks.published.rows import ROWS_TO_2024, equation_3_flops
+from benchmarks.published.rows import ROWS, equation_3_flops
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import GIGA, Gpu, find_gpu
@@ -95,7 +95,7 @@ def _tables_2104() -> Iterator[Exhibit]:
         ("2104 table 2, ZeRO-3", "175B and 530B with ZeRO-3"),
     ):
         points = []
-        for row in ROWS_TO_2024:
+        for row in ROWS:
             if row.table == name:
                 changes = {"zero": row.sharding.zero, "vocab_parallel": "tensor"}
                 runs = tuple(_with(run, **changes) for run in row.runs)
@@ -222,7 +222,7 @@ def _options_2104() -> Iterator[Exhibit]:
 def _table_5_2205() -> Exhibit:
     """Seconds of an iteration with full recomputation, and with selective recomputation and sequence parallelism."""
     points = []
-    for row in ROWS_TO_2024:
+    for row in ROWS:
         if row.table == "2205 table 5":
             run = row.runs[0]
             full, present = SECONDS_2205[run.model.name]

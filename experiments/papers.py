@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.published.rows import MODEL_22B, make_run
+from benchmarks.published.rows import MODELS
 from experiments.paper_runs import A100, LAYER_2205, Exhibit, Point, exhibits
-from megajax.config import ConfigError, RunConfig, preset
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.auto import resolved
@@ -84,15 +84,14 @@ def compiled(point: Point) -> Result:
     """
     run = modelled(point).run
     if run.parallel.attention == "cudnn" and not cudnn_installed():
-        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+        run = run.with_layout(attention="xla")
     found = compile_for(run, point.gpu)
     seconds = account_of(run, point.gpu, found["hlo"]).seconds
     return Result(point, run, seconds, found["memory"]["peak"], "compiled")
 
 
 def _resolved(run: RunConfig, point: Point) -> RunConfig:
-    auto = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="auto"))
-    return resolved(auto, point.gpu)
+    return resolved(run.with_layout(attention="auto"), point.gpu)
 
 
 def table(exhibit: Exhibit, results: Sequence[Result]) -> str:
@@ -136,10 +135,10 @@ def layer_table() -> str:
     """2205.05198 table 4: milliseconds of a layer of the 22B model on 8 A100s, published and modelled."""
     lines = ["2205 table 4: a layer of 22B, ms of forward and backward", f"  {'':<42}{'published':>18}{'modelled':>18}"]
     for (recompute, sequence_parallel), published in LAYER_2205.items():
-        run = make_run(MODEL_22B, (8, 1, 1), 4, 4, 1, recompute=recompute, sequence_parallel=sequence_parallel)
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, precision="fp16"))
-        parallel = dataclasses.replace(run.parallel, attention="xla")  # the paper's has dropout in attention
-        block = Blocks(dataclasses.replace(run, parallel=parallel), A100)
+        modes = {"recompute": recompute, "sequence_parallel": sequence_parallel}
+        parallel = ParallelConfig(tensor=8, microbatch_size=4, attention="xla", **modes)  # its attention has dropout
+        train = TrainConfig(global_batch_size=4, precision="fp16")
+        block = Blocks(RunConfig(MODELS["22b"], parallel, train), A100)
         name = f"recompute {recompute}{', sequence parallel' if sequence_parallel else ''}"
         own = [1e3 * one.total for one in (block.forward, block.backward)]
         lines.append(f"  {name:<42}{published[0]:>9.1f}{published[1]:>9.1f}{own[0]:>9.1f}{own[1]:>9.1f}")
@@ -148,7 +147,7 @@ def layer_table() -> str:
 
 def memory_table() -> str:
     """2205.05198 figure 7: activation memory of a layer as a share of tensor parallelism alone, by the paper's table 2."""
-    models = (MODEL_22B, preset("gpt3-175b"), preset("megatron-529.6b"), preset("megatron-1008b"))
+    models = (MODELS["22b"], preset("gpt3-175b"), preset("megatron-529.6b"), preset("megatron-1008b"))
     lines = [
         "2205 figure 7: activations of a layer, % of tensor parallelism alone; the paper's formula and what megajax keeps",
         f"  {'':<18}{'sequence parallel':>22}{'selective':>22}{'both':>22}{'full':>22}",

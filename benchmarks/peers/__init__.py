@@ -17,14 +17,9 @@ MISSING = 3  # exit code of a peer whose package is not installed; it says which
 
 
 def run_peer(file: pathlib.Path, python: str, runs: Sequence[RunConfig], platform: str, rounds: int) -> list[dict]:
-    """The peer's result for each run, in order: "seconds" of a step and "versions", or "error", one line.
+    """The peer's result for each one-device run, in order: "seconds" of a step and "versions", or "error", one line.
 
-    Args:
-      file: the peer's script.
-      python: the Python that runs it.
-      runs: one-device runs.
-      platform: "gpu" or "cpu".
-      rounds: steps to time.
+    `python` runs the script `file`; `platform`: "gpu" or "cpu"; `rounds`: steps to time.
     """
     request = {"platform": platform, "rounds": rounds, "shapes": [shape_of(run) for run in runs]}
     done = subprocess.run([python, str(file)], input=json.dumps(request), capture_output=True, text=True)
@@ -40,13 +35,8 @@ def run_peer(file: pathlib.Path, python: str, runs: Sequence[RunConfig], platfor
 
 def shape_of(run: RunConfig) -> dict:
     """The parameters of a run that a peer gets."""
-    model = run.model
-    return {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "vocabulary": model.vocabulary,
-        "sequence_length": model.sequence_length,
+    model = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
+    return {name: getattr(run.model, name) for name in model} | {
         "microbatch_size": run.parallel.microbatch_size,
         "microbatches": run.microbatches,
         "precision": run.train.precision,

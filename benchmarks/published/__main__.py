@@ -12,16 +12,14 @@ import math
 import sys
 from collections.abc import Sequence
 
-from benchmarks.published.model import PublishedTime, published_time
+from benchmarks.published.model import published_time
 from benchmarks.published.operations import FITTED, Fitted
-from benchmarks.published.recent import RECENT_ROWS
-from benchmarks.published.rows import ROWS_TO_2024, Row
+from benchmarks.published.rows import ROWS, Row
+from benchmarks.tables import grouped
 from megajax.config import RunConfig
 from megajax.config.options import Parser
 from megajax.estimate.error_bars import KINDS, ErrorBar
-from megajax.schedules.errors import exit_code
-
-ROWS = ROWS_TO_2024 + RECENT_ROWS
+from megajax.schedules.errors import command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Check:
 
     row: Row
     run: RunConfig
-    time: PublishedTime
     teraflops: float
 
     @property
@@ -42,7 +39,7 @@ def check(row: Row, fitted: Fitted = FITTED) -> Check:
     """Predicts a row; of several candidate runs, the fastest."""
     of = lambda run: published_time(run, row.gpu, row.software, row.sharding, fitted)  # noqa: E731
     run, time = min(((run, of(run)) for run in row.runs), key=lambda pair: pair[1].total)
-    return Check(row, run, time, row.flops() / time.total / run.parallel.devices / 1e12)
+    return Check(row, run, row.flops() / time.total / run.parallel.devices / 1e12)
 
 
 def fit() -> Fitted:
@@ -61,14 +58,10 @@ def is_tested(row: Row) -> bool:
 
 def error_bar(checks: Sequence[Check]) -> ErrorBar:
     """Of rows of one kind: the rms error, and the spread within a source around the source's mean error."""
-    within = []
-    for source in {one.row.source for one in checks}:
-        errors = [one.error for one in checks if one.row.source == source]
-        within += [(error - sum(errors) / len(errors)) ** 2 for error in errors]
-    square = sum(one.error**2 for one in checks)
-    sources = len({one.row.source for one in checks})
-    spread = math.sqrt(sum(within) / (len(checks) - sources)) if len(checks) > sources else math.nan
-    return ErrorBar(math.sqrt(square / len(checks)), spread)
+    errors = [[one.error for one in some] for some in grouped(checks, lambda one: one.row.source).values()]
+    within = sum((error - sum(some) / len(some)) ** 2 for some in errors for error in some)
+    spread = math.sqrt(within / (len(checks) - len(errors))) if len(checks) > len(errors) else math.nan
+    return ErrorBar(math.sqrt(sum(one.error**2 for one in checks) / len(checks)), spread)
 
 
 def report(checks: Sequence[Check]) -> str:
@@ -106,12 +99,9 @@ def summary(name: str, checks: Sequence[Check]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table, or the constants; returns the exit code."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """Prints the table, or the constants."""
     parser = Parser(prog="python -m benchmarks.published", description="predicted against published TFLOP/s per GPU")
     parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
     if parser.parse_args(arguments).fit:

@@ -6,7 +6,7 @@ from benchmarks.published.software import Software
 from megajax.config import RunConfig
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE
-from megajax.estimate.rates import FUSED_BACKWARD, devices_here, rates_of
+from megajax.estimate.rates import devices_here, rates_of
 
 __all__ = ["FITTED", "Fitted", "Operations"]
 
@@ -32,8 +32,6 @@ RINGS_SHARE = 0.8
 
 class Operations:
     """Seconds of operations of a run; sizes are those on one device."""
-
-    fused_backward = FUSED_BACKWARD
 
     def __init__(self, run: RunConfig, gpu: Gpu, software: Software, fitted: Fitted = FITTED):
         """Raises ConfigError if the GPU has no peak for the run's precision."""

@@ -109,9 +109,19 @@ class ParallelConfig:
         return self.tensor * (self.pipe if self.vocabulary_over_pipe else 1)
 
     @property
+    def sequence_shares(self) -> int:
+        """Devices that a sample's residual stream is split over in a replica."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same parameters outside experts, and have other tokens."""
+        return self.data * self.context
+
+    @property
     def devices(self) -> int:
         """Devices the mesh needs."""
-        return self.data * self.context * self.pipe * self.tensor
+        return self.replicas * self.pipe * self.tensor
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -121,8 +131,9 @@ class ParallelConfig:
     @property
     def replica_sizes(self) -> dict[str, int]:
         """The sizes of the mesh axes over which the devices have other tokens, in the mesh's order."""
-        replicas = self.data * self.context
-        return {"data": replicas // self.expert, "expert": self.expert} if self.expert > 1 else {"data": replicas}
+        if self.expert == 1:
+            return {"data": self.replicas}
+        return {"data": self.replicas // self.expert, "expert": self.expert}
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -147,7 +158,7 @@ class ParallelConfig:
                 f"outermost first: pass --axis-order {','.join(MESH_AXES)}."
             )
         check_schedule(self)
-        if (replicas := self.data * self.context) % self.expert:
+        if (replicas := self.replicas) % self.expert:
             given = f"data * context = {self.data} * {self.context}" if self.context > 1 else "data"
             data = multiples(self.expert // math.gcd(self.expert, self.context), self.data)
             raise ConfigError(

@@ -57,6 +57,10 @@ class RunConfig:
         """Microbatches each replica runs in a (full) step: m of the pipeline papers."""
         return self.train.global_batch_size // (self.parallel.microbatch_size * self.parallel.data)
 
+    def with_layout(self, **fields: Any) -> "RunConfig":
+        """The run with other values of these fields of its layout."""
+        return dataclasses.replace(self, parallel=dataclasses.replace(self.parallel, **fields))
+
     def validate(self, device_count: int | None = None) -> None:
         """Checks every part by itself, then the parts against one another.
 
@@ -166,7 +170,7 @@ def _meshes(devices: int) -> Iterable[dict[str, int]]:
 def _is_legal(run: RunConfig, mesh: dict[str, int]) -> bool:
     """Whether `run` is legal with another mesh."""
     try:
-        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **mesh)).validate()
+        run.with_layout(**mesh).validate()
     except ConfigError:
         return False
     return True

@@ -12,12 +12,12 @@ with --text-documents. .gz and .zst are decompressed. Memory grows with the long
 import argparse
 import collections
 import concurrent.futures
-import dataclasses
 import multiprocessing
 import os
 import pathlib
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +30,7 @@ from megajax.config.options import Parser
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megajax.data.pair_sums import verify_known
 from megajax.data.read_file import PART, check_file
+from megajax.data.recipe import Recipe
 from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
@@ -40,29 +41,6 @@ BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
 AHEAD = 3  # blocks in flight per worker: workers do not idle, and memory stays bounded
 BYTES_AHEAD = 1 << 26  # text in flight, unless a single block is longer
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How documents are tokenized.
-
-    Attributes:
-      tokenizer: name of the tokenizer, which every worker loads.
-      end_of_document: see `load_tokenizer`.
-      keys: keys of the JSON objects; each is written to a separate dataset.
-      append_end: append the end-of-document token to every document that is not empty.
-      sentences: split documents into sentences, one sequence each.
-    """
-
-    tokenizer: str
-    end_of_document: str | None = None
-    keys: tuple[str, ...] = ("text",)
-    append_end: bool = True
-    sentences: bool = False
-
-    def load(self) -> Tokenizer:
-        """The tokenizer."""
-        return load_tokenizer(self.tokenizer, self.end_of_document)
 
 
 class Encoded(NamedTuple):
@@ -228,7 +206,9 @@ def _preprocess(arguments: Sequence[str]) -> None:
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.out}_{key}" if keyed else options.out for key in recipe.keys]
     report = _Report(kinds, options.bad_lines == "fail")
-    _write(options.input, kinds, recipe, options.workers, prefixes, dtype, options.overwrite, report)
+    with tempfile.TemporaryDirectory() as folder:
+        workers = recipe.for_workers(folder)
+        _write(options.input, kinds, workers, options.workers, prefixes, dtype, options.overwrite, report)
 
 
 def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_Report") -> None:

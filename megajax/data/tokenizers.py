@@ -135,6 +135,11 @@ class HuggingFaceTokenizer:
         """Characters of the longest text that `encode_all` takes; None: any."""
         return None if self._may_cut else LONGEST_WHOLE
 
+    @property
+    def splits_special_tokens(self) -> bool:
+        """Whether special tokens in a text are text, which a copy and a file of the tokenizer forget."""
+        return self.inner.encode_special_tokens
+
     @functools.cached_property
     def start(self) -> tuple[int, ...]:
         """What the post-processor puts in front of a text."""
@@ -208,7 +213,7 @@ class HuggingFaceTokenizer:
 
         inner = copy.deepcopy(self.inner)
         inner.post_processor = processors.Sequence([])
-        inner.encode_special_tokens = self.inner.encode_special_tokens  # which a copy forgets
+        inner.encode_special_tokens = self.splits_special_tokens
         return inner
 
 

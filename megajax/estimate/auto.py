@@ -6,8 +6,6 @@ costs five sums over `pipe`. Split over `tensor` alone, the last stage computes 
 `--attention auto` is what the GPU supports (`ops/attention_choice.py`).
 """
 
-import dataclasses
-
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import with_expert_dispatch
@@ -55,7 +53,4 @@ def placements(run: RunConfig) -> list[RunConfig]:
         return [run]
     costs = model_costs(run.model)
     differ = run.parallel.pipe > 1 and costs.vocabulary_width
-    return [
-        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, vocab_parallel=placement))
-        for placement in (("pipe", "tensor") if differ else ("pipe",))
-    ]
+    return [run.with_layout(vocab_parallel=one) for one in (("pipe", "tensor") if differ else ("pipe",))]

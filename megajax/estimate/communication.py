@@ -22,22 +22,17 @@ from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import sent_share
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, shared_parameters
+from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, rows_of, shared_parameters
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
-__all__ = ["Formula", "Sent", "collectives", "expected"]
+__all__ = ["Sent", "collectives", "expected"]
 
 GRADIENT = 4  # bytes: gradients are summed in fp32
 CHOICE = 4  # bytes: an expert's number, its weight
 BLOCKS, ENDS, TICKS, STEP = "blocks", "embedding and head", "ticks", "step"
-PERMUTE, GATHER, SCATTER, REDUCE, ALL_TO_ALL = (
-    "collective-permute",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-)
+PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 # Of the tensor group: of pairs of matmuls that may be sent round a ring, and of experts'.
 PAIRS = tuple((dense, kind) for dense in (True, False) for kind in (GATHER, SCATTER, REDUCE))
 
@@ -72,28 +67,13 @@ class Sent:
         return self.times * self.each
 
 
-@dataclasses.dataclass(frozen=True)
-class Formula:
-    """A line of the table.
-
-    Attributes:
-      axis, what, formula: as of `Sent`.
-      bytes: on the rank that sends most.
-    """
-
-    axis: str
-    what: str
-    formula: str
-    bytes: float
-
-
-def expected(program: StepProgram) -> list[Formula]:
-    """Bytes that a step sends, by the papers' formulas; each line is the sum of the collectives of one name."""
-    lines: dict[tuple[str, str], Formula] = {}
+def expected(program: StepProgram) -> list[Sent]:
+    """Bytes that a step sends, by the papers' formulas; each line is the sum of the collectives of one name, sent once."""
+    lines: dict[tuple[str, str], Sent] = {}
     for one in collectives(program):
         if one.in_papers:
-            before = lines.get((one.axis, one.what), Formula(one.axis, one.what, one.formula, 0.0))
-            lines[one.axis, one.what] = dataclasses.replace(before, bytes=before.bytes + one.bytes)
+            first = lines.get((one.axis, one.what), dataclasses.replace(one, times=0))
+            lines[one.axis, one.what] = dataclasses.replace(first, times=1, each=first.bytes + one.bytes)
     return list(lines.values())
 
 
@@ -106,18 +86,13 @@ def collectives(program: StepProgram) -> list[Sent]:
     found = _tensor(program) if parallel.tensor > 1 else []
     found += _pipe(program) if parallel.pipe > 1 else []
     found += _expert(program) if parallel.expert > 1 else []
-    return found + (_data(program.run) if parallel.data * parallel.context > 1 else [])
+    return found + (_data(program.run) if parallel.replicas > 1 else [])
 
 
 def _activation(run: RunConfig) -> int:
     """Bytes of bsh."""
     model = model_costs(run.model)
-    return _rows(run) * model.hidden * ITEMSIZE[run.train.precision]
-
-
-def _rows(run: RunConfig) -> int:
-    """Tokens of a microbatch on a device."""
-    return run.parallel.microbatch_size * model_costs(run.model).sequence_length // run.parallel.context
+    return rows_of(model, run.parallel) * model.hidden * ITEMSIZE[run.train.precision]
 
 
 def _of_blocks(run: RunConfig, count: Callable[[ModelCosts], Any], most: Callable[[Any], float] = float) -> Any:
@@ -205,7 +180,7 @@ def _gathered_again(program: StepProgram, kind: ModelCosts) -> np.ndarray:
 
 def _pipe(program: StepProgram) -> list[Sent]:
     run, parallel, p = program.run, program.run.parallel, program.run.parallel.pipe
-    part = _activation(run) // (parallel.tensor if parallel.sequence_parallel else 1)
+    part = _activation(run) // parallel.sequence_shares
     work, idle = program.sends
     placed = "" if program.placement == "loop" else ", but those of a rank to itself"
     lines = [
@@ -218,7 +193,7 @@ def _pipe(program: StepProgram) -> list[Sent]:
         lines.append(Sent("pipe", REDUCE, what, ENDS, formula, 4 * run.microbatches, ring * part))
     if _together(run):
         return lines  # see `_data`
-    cut = _replicas(run) if parallel.zero else 1  # with ZeRO they are reduced over the replicas first
+    cut = parallel.replicas if parallel.zero else 1  # with ZeRO they are reduced over the replicas first
     rest = ring * _on_all_stages(run) * GRADIENT / cut
     what = "gradients of what all stages hold"
     return [*lines, Sent("pipe", REDUCE, what, STEP, "2 (p-1)/p of them, once", 1, rest)]
@@ -232,7 +207,7 @@ def _expert(program: StepProgram) -> list[Sent]:
     """
     run, parallel, degree = program.run, program.run.parallel, program.run.parallel.expert
     experts, again = model_costs(run.model).experts, parallel.recompute != "none"
-    part = _activation(run) / (parallel.tensor if parallel.sequence_parallel else 1) * (degree - 1)
+    part = _activation(run) / parallel.sequence_shares * (degree - 1)
     passes = run.microbatches * _of_blocks(run, _experts_pairs)
     share, each = 1.0, f"{4 + again} (N-1) bsh/t per layer with experts and microbatch"
     counts = ((GATHER, 2 + again), (ALL_TO_ALL, 2))
@@ -244,7 +219,7 @@ def _expert(program: StepProgram) -> list[Sent]:
         for kind, count in counts
     ]
     # Of each token: its experts' numbers and weights, in the forward and where it is repeated, and the weights' gradients.
-    choices = (degree - 1) * _rows(run) * experts.chosen * CHOICE
+    choices = (degree - 1) * rows_of(model_costs(run.model), parallel) * experts.chosen * CHOICE
     formula = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes per layer with experts and microbatch"
     return lines + [
         Sent("expert", kind, "choices of experts", BLOCKS, formula, count * passes, choices, in_papers=False)
@@ -257,7 +232,7 @@ def _data(run: RunConfig) -> list[Sent]:
 
     Without ZeRO one all-reduce sums what all stages hold over replicas and stages.
     """
-    parallel, replicas, (common, experts) = run.parallel, _replicas(run), rank_block_parameters(run)
+    parallel, replicas, (common, experts) = run.parallel, run.parallel.replicas, rank_block_parameters(run)
     ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
     # The number of a block's parameters that the ring's factor applies to. Experts have dC/N replicas, which are on the
     # data axis alone.
@@ -295,16 +270,12 @@ def _data(run: RunConfig) -> list[Sent]:
 
 def _together(run: RunConfig) -> bool:
     """Whether gradients of what all stages hold are summed over replicas and stages at once."""
-    return run.parallel.zero == 0 and _replicas(run) > 1 and run.parallel.pipe > 1
+    return run.parallel.zero == 0 and run.parallel.replicas > 1 and run.parallel.pipe > 1
 
 
 def _on_all_stages(run: RunConfig) -> int:
     """Parameters outside the blocks that all stages of a pipeline hold, on a device."""
     return _shared(run) - (_tables(run) if Sharding.from_config(run).vocabulary_over_pipe else 0)
-
-
-def _replicas(run: RunConfig) -> int:
-    return run.parallel.data * run.parallel.context
 
 
 def _shared(run: RunConfig) -> int:
@@ -324,6 +295,6 @@ def _context_sends(run: RunConfig) -> tuple[float, float]:
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0, 0.0
-    one = _rows(run) * model.attention.groups * model.attention.head_size / parallel.tensor
+    one = rows_of(model, parallel) * model.attention.groups * model.attention.head_size / parallel.tensor
     ranks = parallel.context
     return 2 * (2 * (ranks - 1) + ranks) * run.microbatches * _of_blocks(run, lambda kind: 1), one

@@ -3,7 +3,6 @@
 `--expert-dispatch auto` is the faster of the two by these.
 """
 
-import dataclasses
 import math
 
 from megajax.config import ParallelConfig, RunConfig
@@ -24,8 +23,8 @@ def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
     degree = parallel.expert
     if degree == 1 or model.experts is None:
         return 0.0, 0.0
-    split = parallel.tensor if parallel.sequence_parallel else 1
-    part = rows_of(model, parallel) * model.hidden * item / split  # bytes of the tokens that a device has
+    # bytes of the tokens that a device has
+    part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares
     here = devices_here(parallel, rates.host_size, degree, "data")
     if parallel.expert_dispatch == "all_to_all":
         share, ragged = sent_share(model.experts, parallel)
@@ -41,8 +40,7 @@ def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]
     With capacity all places are sent. Without, of balanced routing, those tokens that chose any of the replica's experts.
     """
     here = experts.count // parallel.expert
-    shards = parallel.tensor if parallel.sequence_parallel else 1
-    places = here * experts.share * shards
+    places = here * experts.share * parallel.sequence_shares
     if places < 1:
         return places, False
     return 1 - math.comb(experts.count - here, experts.chosen) / math.comb(experts.count, experts.chosen), True
@@ -55,11 +53,8 @@ def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
     """
     if run.parallel.expert_dispatch != "auto":
         return run
-    names = ("gather", "all_to_all") if run.parallel.expert > 1 else ("gather",)
-    choices = [
-        dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, expert_dispatch=name)) for name in names
-    ]
-    if len(choices) == 1:
-        return choices[0]
+    if run.parallel.expert == 1:
+        return run.with_layout(expert_dispatch="gather")
+    choices = [run.with_layout(expert_dispatch=name) for name in ("gather", "all_to_all")]
     rates, item = rates_of(gpu, run.train.precision), ITEMSIZE[run.train.precision]
     return min(choices, key=lambda one: sum(dispatch_times(model_costs(one.model), one.parallel, rates, item)))

@@ -1,11 +1,13 @@
-"""GPUs and the clusters they are built into: peak FLOP/s, memory, bandwidths and latencies, each with its source.
+"""GPUs and the clusters they are built into: peak FLOP/s, memory, bandwidths and latencies (gpus.toml has the sources).
 
 `GPUS` describes the GPUs that runs are planned for; nothing here needs one of them. `device_peak` gives the peak FLOP/s of
 the devices that a run has, for MFU: published where there is a figure, otherwise measured.
 """
 
 import dataclasses
+import pathlib
 import time
+import tomllib
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -21,30 +23,8 @@ from megajax.ops.attention_choice import FUSED, choose_attention
 GIGA, TERA = 1e9, 1e12
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
-# Dense tensor-core peaks in TFLOP/s, accumulating in fp32, without the sparsity that doubles the figures of the datasheets.
-# A row: a part of jax's device_kind (the first row that matches counts, so special names stand before general ones),
-# 16-bit peak, fp32 peak. XLA multiplies fp32 matrices in TF32 on GPUs that support it, so the fp32 peak is TF32's.
-# bf16 and fp16 have the same peak on every GPU since Ampere; Volta has no bf16 tensor cores.
-PEAKS: list[tuple[str, float, float]] = [
-    ("V100S", 130.0, 16.4),  # NVIDIA V100 datasheet, PCIe "V100S" column
-    ("V100-PCIE", 112.0, 14.0),  # NVIDIA V100 datasheet, PCIe column
-    ("V100", 125.0, 15.7),  # NVIDIA V100 datasheet, SXM2 column
-    ("A100", 312.0, 156.0),  # NVIDIA A100 datasheet, all forms
-    ("H100 PCIe", 756.0, 378.0),  # NVIDIA H100 PCIe product brief: 1,513 and 756 with sparsity
-    ("H100 NVL", 835.0, 417.5),  # NVIDIA H100 datasheet, NVL column: 1,671 and 835 with sparsity
-    ("H100", 989.4, 494.7),  # NVIDIA H100 architecture whitepaper, SXM5 column ("NVIDIA H100 80GB HBM3")
-    ("GH200", 989.4, 494.7),  # NVIDIA GH200 datasheet: the same chip: 1,979 and 989 with sparsity
-    ("H200 NVL", 835.5, 417.5),  # NVIDIA H200 datasheet, NVL column: 1,671 and 835 with sparsity
-    ("H200", 989.4, 494.7),  # NVIDIA H200 datasheet, SXM column: 1,979 and 989 with sparsity
-    ("GB200", 2500.0, 1250.0),  # NVIDIA GB200 NVL72 datasheet, one GPU: 5,000 and 2,500 with sparsity
-    ("B200", 2250.0, 1125.0),  # NVIDIA Blackwell datasheet, HGX B200, an eighth: 4,500 and 2,200 with sparsity
-    ("L40S", 362.05, 183.0),  # NVIDIA L40S datasheet: 733 and 366 with sparsity
-    ("L40", 181.05, 90.5),  # NVIDIA L40 datasheet: 362.1 and 181 with sparsity
-    ("L4", 121.0, 60.0),  # NVIDIA L4 datasheet: 242 and 120 with sparsity
-    ("A10G", 70.0, 35.0),  # NVIDIA's A10G datasheet for AWS: 140 and 70 with sparsity
-    ("MI300X", 1307.4, 653.7),  # AMD Instinct MI300X datasheet: 2,614.9 and 1,307.4 with sparsity
-    ("RTX 4090", 165.2, 82.6),  # NVIDIA Ada architecture whitepaper, appendix A, 16-bit with fp32 accumulate
-]
+DATA = tomllib.loads(pathlib.Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+PEAKS: list[tuple[str, float, float]] = [tuple(row) for row in DATA["peaks"]]
 # A MIG slice or a laptop GPU has the GPU's name but not its peak.
 LESSER = ("MIG", "Laptop")
 
@@ -99,66 +79,31 @@ class Gpu:
         return chip if chip in ("a100", "h100", "h200") else "a100" if chip in ("v100", "a10g") else "h100"
 
     def peak(self, precision: str) -> float:
-        """Dense FLOP/s in "bf16", "fp16" or "fp32".
-
-        Raises:
-          ConfigError: the GPU has no tensor cores for that type.
-        """
+        """Dense FLOP/s in "bf16", "fp16" or "fp32"; raises ConfigError if the GPU has no tensor cores for that type."""
         peak = published_peak(self.device_kind, precision)
         if peak is None:
             raise ConfigError(f"gpu = {self.name} has no peak for precision = {precision}: pass --precision fp16|fp32.")
         return peak
 
 
-# Memory is what nvidia-smi and the driver report, not the sales figure. Bandwidths: NVIDIA's datasheets (NVLink's figure
-# is both directions together, halved here). Network: DGX A100 has eight HDR 200 Gb/s adapters, DGX H100 and H200 eight NDR
-# 400 Gb/s (their datasheets): one for each GPU. Their share on A100s: 2104.04473 section 5.9 reports a bisection bandwidth
-# of 12.9 TB/s for the gradient all-reduce of 3,072 GPUs, 8.4 of 25 GB/s for each of 1,536 pairs. For H100s no training run
-# has published one; nccl-tests reach 0.8 to 0.95, and the lower is used. PCIe
-# (version 4 of the A100, 5 of the others): 64 and 128 GB/s in both directions together, by the datasheets. Cores, clocks,
-# caches: NVIDIA's whitepapers. Watts: the datasheets' maximum power.
-#
-# H100 PCIe, B200, GB200: cores, clocks, caches and memory as XLA's descriptions have them
-# (xla/backends/gpu/target_config/specs). H100 PCIe and NVL have NVLink to one neighbour only: their host's link is PCIe, and
-# two share a 400 Gb/s adapter (NVIDIA's reference configurations for PCIe servers). B200: DGX B200's datasheet. GB200 NVL72:
-# 72 GPUs share NVLink, one 400 Gb/s adapter each; two share a CPU's NVLink-C2C of 900 GB/s. L40S, A10G: AWS's g6e.48xlarge
-# (400 Gb/s) and g5.48xlarge (100 Gb/s), eight GPUs on PCIe 4. MI300X: AMD's datasheet, seven links of 64 GB/s each way;
-# memory as its driver reports.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1555 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, 400),
-        Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2039 * GIGA, 8, 300 * GIGA, 25 * GIGA, 0.336,
-            32 * GIGA, (8, 0), 108, 1.41, 40 << 20, 164 << 10, 400),
-        Gpu("h100-80gb", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3352 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, 700),
-        Gpu("h100-pcie", "NVIDIA H100 PCIe", 84_942_979_072, 2039 * GIGA, 8, 64 * GIGA, 25 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 114, 1.755, 50 << 20, 228 << 10, 350),
-        Gpu("h100-nvl", "NVIDIA H100 NVL", 99_456_909_312, 3938 * GIGA, 8, 64 * GIGA, 25 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.785, 50 << 20, 228 << 10, 400),
-        Gpu("h200-141gb", "NVIDIA H200", 150_121_545_728, 4800 * GIGA, 8, 450 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (9, 0), 132, 1.98, 50 << 20, 228 << 10, 700),
-        Gpu("b200", "NVIDIA B200", 191_514_411_008, 7672 * GIGA, 8, 900 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, (10, 0), 148, 1.965, 132_644_864, 228 << 10, 1000),
-        Gpu("gb200-nvl72", "NVIDIA GB200", 197_897_748_480, 7928 * GIGA, 72, 900 * GIGA, 50 * GIGA, 0.8,
-            225 * GIGA, (10, 0), 152, 2.062, 135_528_448, 228 << 10, 1200),
-        Gpu("l40s", "NVIDIA L40S", 47_675_604_992, 864 * GIGA, 8, 32 * GIGA, 6.25 * GIGA, 0.8,
-            32 * GIGA, (8, 9), 142, 2.52, 96 << 20, 100 << 10, 350),
-        Gpu("a10g", "NVIDIA A10G", 23_684_186_112, 600 * GIGA, 8, 32 * GIGA, 1.5625 * GIGA, 0.8,
-            32 * GIGA, (8, 6), 80, 1.71, 6 << 20, 100 << 10, 300),
-        Gpu("mi300x", "AMD Instinct MI300X", 206_141_652_992, 5300 * GIGA, 8, 448 * GIGA, 50 * GIGA, 0.8,
-            64 * GIGA, None, 304, 2.1, 4 << 20, 64 << 10, 750),
-    )
-}  # fmt: skip
+def _read() -> dict[str, Gpu]:
+    """The GPUs of gpus.toml by name."""
+    units = {f"{link}_bandwidth": GIGA for link in ("memory", "host", "network", "pcie")}
+    tables, found = DATA["gpus"], {}
+    for name, own in tables.items():
+        fields = {"compute_capability": None} | tables.get(own.pop("like", None), {}) | own
+        fields |= {field: fields[field] * unit for field, unit in units.items()}
+        fields |= {field: int(fields[field] * unit) for field, unit in (("cache", 1 << 20), ("shared_memory", 1 << 10))}
+        capability = fields.pop("compute_capability")
+        found[name] = Gpu(name=name, compute_capability=capability and tuple(capability), **fields)
+    return found
+
+
+GPUS = _read()
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`.
-
-    Raises:
-      ConfigError: there is none; the message lists the known ones.
-    """
+    """The GPU called `name`; raises ConfigError, which lists the known ones, if there is none."""
     if name not in GPUS:
         raise ConfigError(f"gpu = {name!r} is not known: {near(name, GPUS)} Pass --gpu NAME.")
     return GPUS[name]
@@ -172,12 +117,7 @@ def gpu_of(device: jax.Device) -> Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of a device, which MFU is relative to.
-
-    Attributes:
-        flops: FLOP/s of one device when all of them work.
-        source: "published" or "measured", to be printed with any utilisation derived from it.
-    """
+    """FLOP/s of one device when all of them work, which MFU is relative to; "published" or "measured", to print with it."""
 
     flops: float
     source: str
@@ -236,11 +176,9 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     """
     attention = model_costs(run.model).attention
     if attention is None:
-        return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+        return run.with_layout(attention="xla")
     device = SimpleNamespace(
-        platform="gpu",
-        device_kind=gpu.device_kind,
-        compute_capability=".".join(map(str, gpu.compute_capability or ())),
+        platform="gpu", device_kind=gpu.device_kind, compute_capability=".".join(map(str, gpu.compute_capability or ()))
     )
     choice = choose_attention(
         run.parallel.attention,
@@ -253,7 +191,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         device=device,
         cudnn=True,
     )
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention=choice.name))
+    return run.with_layout(attention=choice.name)
 
 
 def is_fused(parallel: ParallelConfig) -> bool:

@@ -102,13 +102,8 @@ class Collective(Visit):
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """One matmul of a module.
-
-    Attributes:
-      shape: of the result, on one device.
-      flops: of all its runs, two for each multiply-add.
-      scope: as for a `Collective`.
-      grouped: whether it is one of experts, whose FLOPs are of all rows that a device has for them.
+    """One matmul of a module: its result's shape on one device, FLOPs of all its runs, scope as of a `Collective`, and
+    whether it is one of experts, whose FLOPs are of all rows that a device has for them.
     """
 
     shape: tuple[int, ...]

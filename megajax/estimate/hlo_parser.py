@@ -50,14 +50,8 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One operation.
-
-    Attributes:
-      name: of its result.
-      type: of its result.
-      op: its opcode.
-      rest: operands and attributes, as in the text.
-      is_root: whether its result is the computation's.
+    """One operation: its result's name and type, its opcode, operands and attributes as in the text (`rest`), and whether
+    its result is the computation's.
     """
 
     name: str

@@ -47,9 +47,7 @@ MASK = re.compile(r'"mask_type": ?"(\w+)"')
 WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 # Matmuls in the two kernels of the backward in megajax/ops/flash_attention.py.
 OWN_PRODUCTS = {"flash_attention_backward_query": 3, "flash_attention_backward_key_value": 4}
-SCALAR = (
-    1024  # bytes; what a fusion reads and writes of smaller arrays (loop counters, slots) does not decide its class
-)
+SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +85,11 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
         return None
     if line.op in ("fusion", "fusion-start"):
         return _fusion(line, computations[called_by(line.rest)[0]])
-    if line.op == "custom-call":
-        return _library_call(line, types)
     out, inputs = _size(line.type), [_size(types.get(name, "")) for name in operands(line)]
     read, written = sum(inputs), out
+    if line.op == "custom-call":  # cuBLAS, cuDNN: operands and results are read and written whole
+        written = _results(line)
+        return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out
     elif line.op == "dynamic-update-slice":
@@ -106,12 +105,6 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
 
 def _size(type_: str) -> int:
     return sum(map(array_bytes, arrays(type_)))
-
-
-def _library_call(line: Line, types: Mapping[str, str]) -> Kernel:
-    """cuBLAS, cuDNN: operands and results are read and written whole."""
-    read, written = sum(_size(types.get(name, "")) for name in operands(line)), _results(line)
-    return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
 
 
 def _results(line: Line) -> int:

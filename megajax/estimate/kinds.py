@@ -17,12 +17,7 @@ from megajax.schedules.stages import StageLayers
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """The layers of one kind.
-
-    Attributes:
-      run: with a model all of whose layers are of the kind.
-      slots: of a chunk.
-    """
+    """The layers of one kind: the run with a model all of whose layers are of it, and the slots of a chunk."""
 
     run: RunConfig
     slots: int

@@ -61,9 +61,8 @@ def block_parameters(run: RunConfig) -> tuple[int, int]:
     block = model.block.on_device(parallel.tensor)
     if model.experts is None:
         return block, 0
-    return block - model.experts.on_device(parallel.tensor, 1), model.experts.on_device(
-        parallel.tensor, parallel.expert
-    )
+    every, own = (model.experts.on_device(parallel.tensor, degree) for degree in (1, parallel.expert))
+    return block - every, own
 
 
 def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
@@ -82,14 +81,9 @@ def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
     return sum(slots * common for slots, (common, _) in held), sum(slots * experts for slots, (_, experts) in held)
 
 
-def sharded_parameters(run: RunConfig, sharding: Sharding, is_sharded: bool) -> int:
-    """Parameters of a rank on one device, sharded over their replicas or not."""
-    return _sharded_or_not(run, rank_parameters(run, sharding), is_sharded)
-
-
-def _sharded_or_not(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
-    """The same from what `rank_parameters` returns."""
-    (common, experts), replicas = of_rank, run.parallel.data * run.parallel.context
+def sharded_parameters(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
+    """Parameters of a rank on one device (`rank_parameters`), sharded over their replicas or not."""
+    (common, experts), replicas = of_rank, run.parallel.replicas
     if not is_sharded:
         return common + experts
     return common // replicas + experts // (replicas // run.parallel.expert)
@@ -113,9 +107,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(program)
     slots = slots or program.slots
     of_rank = rank_parameters(run, sharding)
-    state, work = (_sharded_or_not(run, of_rank, sharding.zero >= level) for level in (1, 3))
+    state, work = (sharded_parameters(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if program.drains else 2  # of weights, and of the gradients of each
-    residual = rows_of(model, parallel) * model.hidden * item // (parallel.tensor if parallel.sequence_parallel else 1)
+    residual = rows_of(model, parallel) * model.hidden * item // parallel.sequence_shares
     mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
@@ -125,24 +119,24 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     # ZeRO-3 gathers the weights of the current block and of the next one.
     largest = max(sum(block_parameters(kind.run)) for kind in kinds)
     gathered = 2 * largest * item if sharding.zero >= 3 else 0
+    # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
+    # hoists the transposition of the blocks' weights out of the loops.
+    transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
     during = {
-        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0)
-        + gathered
-        + _transposed(run, item),
+        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered + transposed,
         "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
         "copies": max(0, copies - beside) + max(0, swapped - workspace),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
-    replicas = parallel.data * parallel.context
     uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
-    copied = 4 * work if sharding.zero == 1 and replicas > 1 and uneven else 0
+    copied = 4 * work if sharding.zero == 1 and parallel.replicas > 1 and uneven else 0
     # Replicas sum a copy of the previous batch's gradients while the state in flight is allocated. ZeRO-1 scatters the sum.
-    summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and replicas > 1 else 0
+    summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and parallel.replicas > 1 else 0
     # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
-    unscattered = 4 * (shared - shared // replicas)
+    unscattered = 4 * (shared - shared // parallel.replicas)
     return {
         "weights": 4 * state,
         "optimizer": 8 * state,
@@ -150,17 +144,6 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         **during,
         "workspace": max(workspace, copied - sum(during.values()), summed),
     }
-
-
-def _transposed(run: RunConfig, item: int) -> int:
-    """Bytes of a second copy of the blocks' 16-bit weights.
-
-    Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
-    hoists the transposition of the weights out of the loops.
-    """
-    if run.train.matmul_dtype != "fp8":
-        return 0
-    return item * sum(rank_block_parameters(run))
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
@@ -187,14 +170,10 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
         expert=parallel.expert,
     )
     if (mode or parallel.recompute) == "none":
-        kept += _gathered_bytes(run, item)
+        # What the column-parallel matmuls read is stored gathered.
+        values = [value for value in model.kept if value.name in ("attention_input", "feedforward_input")]
+        kept += _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
     return kept // parallel.recompute_blocks
-
-
-def _gathered_bytes(run: RunConfig, item: int) -> int:
-    """Bytes by which what the column-parallel matmuls read is larger gathered, as recompute none stores it."""
-    values = [value for value in model_costs(run.model).kept if value.name in ("attention_input", "feedforward_input")]
-    return _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
 
 
 def kept_for_weights(run: RunConfig, item: int) -> int:
@@ -247,7 +226,7 @@ def _swapped_sums(program: StepProgram) -> int:
     """
     parallel, model = program.run.parallel, model_costs(program.run.model)
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
-    apart = parallel.pipe > 2 and parallel.data * parallel.context > 1
+    apart = parallel.pipe > 2 and parallel.replicas > 1
     merged = parallel.pipe > 1 and program.merges and program.paired
     if apart or not merged or program.layers.slots == 1 or "mlp_in" not in shapes:
         return 0
@@ -296,7 +275,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls)
     inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
     whole = item * rows * model.hidden
-    residual = whole // (tensor if parallel.sequence_parallel else 1)
+    residual = whole // parallel.sequence_shares
     program = StepProgram.of(run)
     merged = program.merges and program.paired
     full = parallel.recompute == "full"

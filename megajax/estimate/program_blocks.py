@@ -176,11 +176,9 @@ class Blocks(ExpertKernels):
         if is_fused(parallel):
             flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
             factor = PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD
-            forward, backward = (
-                flops / self.rates.attention_rate(False),
-                factor * flops / self.rates.attention_rate(True),
-            )
-            return Work(attention=forward, gaps=self.rates.gap), Work(attention=backward, gaps=self.rates.gap), Work()
+            forward = Work(attention=flops / self.rates.attention_rate(False), gaps=self.rates.gap)
+            backward = Work(attention=factor * flops / self.rates.attention_rate(True), gaps=self.rates.gap)
+            return forward, backward, Work()
         scores = heads * queries * tokens
         moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
         flops = 2 * scores * attention.head_size
@@ -199,14 +197,8 @@ class Blocks(ExpertKernels):
     @functools.cached_property
     def _forward_kernels(self) -> Work:
         """A forward without its communication and the stash."""
-        elementwise = self.traffic(self._elementwise, self._fused * FORWARD)
-        return (
-            self._matmuls(self._products)
-            + self._attention[0]
-            + elementwise
-            + self._repeated(0)
-            + self.expert_traffic(0)
-        )
+        products, elementwise = self._matmuls(self._products), self.traffic(self._elementwise, self._fused * FORWARD)
+        return products + self._attention[0] + elementwise + self._repeated(0) + self.expert_traffic(0)
 
     @functools.cached_property
     def _weight_kernels(self) -> Work:
@@ -292,7 +284,11 @@ class Blocks(ExpertKernels):
     @functools.cached_property
     def forward(self) -> Work:
         """Of each pair of matmuls the gather and the scatter are exposed, but the last scatter overlaps the stash."""
-        exposed = self._exposed(min(self._collective * (1 if self.program.in_place else 2), self._stash + self._slices))
+        hidden = self._collective, self._stash
+        if not self.program.in_place:  # and a gather the weights' copies out of the stack
+            copies = SLICE * sum(one.weights for one in self._products) / self.rates.memory
+            hidden = 2 * self._collective, self._stash + copies
+        exposed = self._exposed(min(hidden))
         communication = Work(
             tensor=exposed, context=self._around(0), expert=self.dispatched[0], data=SHARDED_FORWARD * self._sharded
         )
@@ -309,7 +305,7 @@ class Blocks(ExpertKernels):
             exposed += self._exposed(0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
-        kept = self._kept_for_weights if self.program.spec.split else 0.0
+        kept = kept_for_weights(self.run, self.item) if self.program.spec.split else 0
         communication = Work(
             tensor=exposed, context=self._around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )
@@ -361,16 +357,6 @@ class Blocks(ExpertKernels):
         listed = here and gated  # with every collective that is exposed where they take less time
         crowded = 0.0 if listed else min(all_of_them, max(0.0, 2 * all_of_them - beside))
         return max(self._pairs / 2 * exposed, all_of_them - beside) + CROWDED * crowded
-
-    @property
-    def _slices(self) -> float:
-        """Seconds in which the weights are copied out of the stack, where they are not read in place."""
-        return 0.0 if self.program.in_place else SLICE * sum(one.weights for one in self._products) / self.rates.memory
-
-    @functools.cached_property
-    def _kept_for_weights(self) -> float:
-        """Bytes that a block's I keeps for its W."""
-        return kept_for_weights(self.run, self.item)
 
     def _around(self, backward: int) -> float:
         """Seconds of exposed sends of keys and values round a ring of C ranks (`ops/ring_attention.py`), in one block.

@@ -78,10 +78,10 @@ class Kernels:
         self.model, self.sharding = model_costs(run.model), Sharding.from_config(run)
         self.item, self.rates = ITEMSIZE[run.train.precision], rates_of(gpu, run.train.precision)
         parallel, model = self.parallel, self.model
-        self.rows, self.split = rows_of(model, parallel), parallel.tensor if parallel.sequence_parallel else 1
+        self.rows, self.split = rows_of(model, parallel), parallel.sequence_shares
         self.residual = self.rows // self.split * model.hidden * self.item
         self.program = program or StepProgram.of(run)
-        self.replicas = parallel.data * parallel.context
+        self.replicas = parallel.replicas
 
     def kernels(self, count: float) -> Work:
         return Work(gaps=count * self.rates.gap)

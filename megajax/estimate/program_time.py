@@ -64,21 +64,13 @@ class Program(Kernels):
         """Seconds of the sum of a microbatch's residual over `pipe`, if all ranks share the ends."""
         return self.all_reduce(self.residual, self.parallel.pipe, "pipe") if self.sharding.vocabulary_over_pipe else 0.0
 
-    @functools.cached_property
-    def embed(self) -> Work:
-        """The embedding of a microbatch: rows of the table, which are summed over `tensor`, and over `pipe`."""
-        if not self.model.vocabulary:
-            return Work()
-        whole = self.rows * self.model.hidden * self.item
-        moved = self._table * self.model.hidden * self.item + whole + 4 * self.residual
-        exposed = Work(tensor=self._collective, pipe=self._over_pipe)
-        return self.traffic(moved, EMBED) + exposed
+    def _embedding(self, count: float) -> Work:
+        """Kernels that move so many bytes of the table, and the sums over `tensor` and `pipe`."""
+        return self.traffic(count, EMBED) + Work(tensor=self._collective, pipe=self._over_pipe)
 
-    @functools.cached_property
-    def head(self) -> Work:
+    @property
+    def _head(self) -> Work:
         """Logits and loss of a microbatch, and their gradients."""
-        if not self.model.vocabulary:
-            return Work()
         rows, hidden, item = self.rows, self.model.hidden, self.item
         work = self.matmul(rows, hidden, self._table) + self.matmul(rows, self._table, hidden)
         gradient = self.matmul(hidden, rows, self._table, sums=True)
@@ -97,16 +89,6 @@ class Program(Kernels):
         exposed = Work(tensor=2 * self._collective, pipe=sums + statistics)
         return work + self.traffic(moved, HEAD) + exposed
 
-    @functools.cached_property
-    def embed_backward(self) -> Work:
-        """The gradient of the embedding: rows added to those of the table, all of which are added to the sums."""
-        if not self.model.vocabulary:
-            return Work()
-        whole = self.rows * self.model.hidden * self.item
-        moved = TABLE * self._table * self.model.hidden + 3 * whole + 6 * self.residual
-        exposed = Work(tensor=self._collective, pipe=self._over_pipe)
-        return self.traffic(moved, EMBED) + exposed
-
     # The step.
 
     @functools.cached_property
@@ -118,8 +100,17 @@ class Program(Kernels):
 
     @functools.cached_property
     def ends(self) -> Work:
-        """Embedding, head and embedding's backward of all microbatches."""
-        return (self.embed + self.head + self.embed_backward) * self.run.microbatches
+        """Embedding, head and embedding's backward of all microbatches.
+
+        The embedding's rows are summed over `tensor`, and over `pipe`; their gradients are added to those of the table, all
+        of which are added to the sums.
+        """
+        if not self.model.vocabulary:
+            return Work()
+        whole, table = self.rows * self.model.hidden * self.item, self._table * self.model.hidden
+        forward = self._embedding(table * self.item + whole + 4 * self.residual)
+        backward = self._embedding(TABLE * table + 3 * whole + 6 * self.residual)
+        return (forward + self._head + backward) * self.run.microbatches
 
     @functools.cached_property
     def ticks(self) -> Work:
@@ -157,14 +148,13 @@ class Program(Kernels):
         """The work done once in a step, after the last tick."""
         run, parallel, model = self.run, self.parallel, self.model
         shared = shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding)
-        common, experts = rank_parameters(run, self.sharding)
-        zero = self.sharding.zero
-        state, sums = (sharded_parameters(run, self.sharding, is_sharded) for is_sharded in (zero > 0, zero == 3))
+        held, zero = rank_parameters(run, self.sharding), self.sharding.zero
+        state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.program.unrolls or parallel.offload_activations)
         kept = sum(kind.kept * slots for kind, slots in self.kinds)
         stash = self.program.slots.stash * kept if in_memory else 0
         moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
-        common, experts = (shared, 0) if zero == 3 else (common, experts)  # it has scattered the blocks' gradients
+        common, experts = (shared, 0) if zero == 3 else held  # it has scattered the blocks' gradients
         over_data = self.over_replicas(common * 4, experts * 4)
         over_data += self.over_replicas(common * self.item, experts * self.item) if zero else over_data
         rest = shared - (self._table * model.vocabulary_width if self.sharding.vocabulary_over_pipe else 0)

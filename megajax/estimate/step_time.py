@@ -81,9 +81,5 @@ def step_time(run: RunConfig, gpu: Gpu) -> StepTime:
 
 
 def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:
-    """Seconds of each operation on one chunk, of which `step_time` takes the bubble to consist.
-
-    Raises:
-      ConfigError: the GPU has no peak for the run's precision.
-    """
+    """Seconds of each operation on one chunk, of which `step_time` takes the bubble to consist; raises as it does."""
     return Program(run, gpu).costs

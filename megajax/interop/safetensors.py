@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["DTYPES", "EIGHT_BITS", "FLOATS", "INDEX", "Shards", "StoredTensor", "has_tensors", "open_tensors"]
+__all__ = ["DTYPES", "EIGHT_BITS", "FLOATS", "INDEX", "Shards", "StoredTensor", "Tensor", "has_tensors", "open_tensors"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -31,6 +32,19 @@ OTHERS |= {"BOOL": np.dtype(np.bool_), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CONVERT = "convert it with transformers' save_pretrained"
 LONGEST_HEADER = 100 * 2**20
+
+
+class Tensor(Protocol):
+    """A tensor in a file: `StoredTensor`, one of `hugging_face.quantized`, `gguf.file.GGUFTensor`, or one of Megatron-LM's.
+
+    Attributes:
+      shape: of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Elements start to stop of the first axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +91,18 @@ def has_tensors(directory: pathlib.Path) -> bool:
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory with model.safetensors, or with shards and their index. Reads headers only.
+    """All tensors of a directory with model.safetensors, or else with shards and their index. Reads headers only.
 
     Raises:
       ConfigError: a file is missing, truncated, or not in the format; or the index does not fit its files.
     """
-    if not (directory / INDEX).exists():
-        if not (directory / SINGLE).exists():
-            others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
-            remedy = "import that file" if others[:1] and others[0].endswith("gguf") else CONVERT
-            instead = f" (but {others[0]}: {remedy})" if others else ""
-            raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{instead}; give a directory that has one")
+    if (directory / SINGLE).exists():
         return _read_header(directory / SINGLE)
+    if not (directory / INDEX).exists():
+        others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
+        remedy = "import that file" if others[:1] and others[0].endswith("gguf") else CONVERT
+        instead = f" (but {others[0]}: {remedy})" if others else ""
+        raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{instead}; give a directory that has one")
     names = _read_index(directory / INDEX)
     files = {file: _read_header(directory / file) for file in sorted(set(names.values()))}
     for name, file in names.items():

@@ -4,7 +4,6 @@ The global batch and the order of the samples do not depend on `data`. So a layo
 batch into whole microbatches, and the schedule takes that number of microbatches.
 """
 
-import dataclasses
 import glob
 import importlib
 from collections.abc import Mapping, Sequence
@@ -89,7 +88,7 @@ def _layout(request: Request, run, devices: int) -> list[str] | None:
     data = devices // replica
     if devices % replica or data == 0 or ("data" in request.passed and data > request.passed["data"]):
         return None
-    changed = dataclasses.replace(run, parallel=dataclasses.replace(parallel, data=data))
+    changed = run.with_layout(data=data)
     changed.validate(devices)
     return [word for name in MESH_AXES for word in (f"--{name}", str(getattr(changed.parallel, name)))]
 

@@ -55,7 +55,7 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
     specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
     whole = {**specs, "blocks": jax.tree.map(layout.pipeline_spec, specs["blocks"], is_leaf=is_spec)}
     replicas = parallel.replica_sizes
-    if parallel.zero == 0 or parallel.data * parallel.context == 1:
+    if parallel.zero == 0 or parallel.replicas == 1:
         return ParameterSpecs(whole, whole)
     shapes = jax.eval_shape(lambda: initial_params(model, parallel, jax.random.key(0)))
 

@@ -24,26 +24,22 @@ import jax
 from megajax.config import ConfigError, RunConfig, preset
 from megajax.config.options import Parser
 from megajax.config.toml import save_config, toml_text
-from megajax.plan.as_json import answer
 from megajax.plan.cluster import Cluster
 from megajax.plan.explain import explain
 from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
 from megajax.plan.html_report import page
 from megajax.plan.options import clusters_of, plan_parser, question_of
-from megajax.plan.report import LEGEND, Answer, accuracy, heading, plot, smallest, table
+from megajax.plan.report import LEGEND, Answer, accuracy, answer, heading, plot, smallest, table
 from megajax.plan.search import Candidate, NoLayout, Question, better_counts, nearest_counts, search
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans; returns the process's exit code: 0, 1 if nothing fits, 2 for invalid options."""
-    return exit_code(lambda: _command(arguments))
-
-
-def _command(arguments: Sequence[str] | None) -> int:
-    first = Parser(add_help=False, allow_abbrev=False)
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Plans; returns 1 if nothing fits."""
+    first = Parser(add_help=False)
     first.add_argument(
         "--import",
         action="append",
@@ -75,8 +71,8 @@ def _command(arguments: Sequence[str] | None) -> int:
         print(rows)
         return 0 if fits else 1
     words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "megajax.plan", *words])
-    return _plan(args, command, clusters[0], *_goal(args, question, clusters[0]))
+    repeated = shlex.join(["python", "-m", "megajax.plan", *words])
+    return _plan(args, repeated, clusters[0], *_goal(args, question, clusters[0]))
 
 
 def _goal(args: argparse.Namespace, question: Question, cluster: Cluster) -> tuple[Question, float, str]:
@@ -142,11 +138,8 @@ def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> in
         f"{command}"
     )
     # auto stays auto, so that the file is valid on any machine
-    parallel = dataclasses.replace(best.run.parallel, attention=args.attention)
-    tables = config_sections(
-        dataclasses.replace(best.run, parallel=parallel, imports=tuple(args.imports)), args.model or best.run.model.name
-    )
-    text = toml_text(tables, header)
+    run = dataclasses.replace(best.run.with_layout(attention=args.attention), imports=tuple(args.imports))
+    text = toml_text(config_sections(run, args.model or run.model.name), header)
     _keep_older(pathlib.Path(args.out), text)
     save_config(pathlib.Path(args.out), text, "pass --out with a writable path")
     if not quiet:
@@ -155,11 +148,7 @@ def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> in
 
 
 def _keep_older(path: pathlib.Path, text: str) -> None:
-    """Renames a file that has another text to FILE.old, with a line on stderr: people edit their plans.
-
-    Raises:
-      ConfigError: it cannot be renamed.
-    """
+    """Renames a file that has another text to FILE.old, with a line on stderr: people edit their plans."""
     older = path.with_name(path.name + ".old")
     try:
         if path.is_file() and path.read_bytes() != text.encode():

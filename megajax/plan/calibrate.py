@@ -9,7 +9,6 @@ ppermute by size, within a host and between hosts, with a latency and a bandwidt
 On CPU devices it measures the machine's cores, which says nothing about a GPU.
 """
 
-import argparse
 import dataclasses
 import datetime
 import pathlib
@@ -30,10 +29,9 @@ from megajax.estimate.measured import Links, Measured, fit_link, rates_by_size
 from megajax.estimate.rates import FUSED_BACKWARD, PALLAS_BACKWARD
 from megajax.ops.attention import CUDNN, PALLAS, XLA
 from megajax.ops.attention_choice import choose_attention
-from megajax.plan.cluster import load_cluster
+from megajax.plan.cluster import load_cluster, measured_text
 from megajax.plan.compiler import compiler_versions, installed_versions
 from megajax.plan.measure import attention_rates, collective_times, copy_rate, matmul_rate
-from megajax.plan.measured_table import measured_text
 from megajax.runtime.distributed import start
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import plain_text, whole
@@ -79,13 +77,8 @@ SMALL = Sizes(
 
 
 def calibrate(arguments: Sequence[str] | None) -> int:
-    """The command; returns 0.
-
-    Raises:
-      ConfigError: an option, the devices or the file are not valid.
-    """
+    """The command; returns 0. Raises ConfigError if an option, the devices or the file are not valid."""
     parser = Parser(prog="python -m megajax.plan --calibrate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--calibrate", action="store_true", help="measure the devices there are")
     parser.add_argument(
         "--cluster",
@@ -122,11 +115,7 @@ def calibrate(arguments: Sequence[str] | None) -> int:
 
 
 def _kept(path: pathlib.Path) -> str:
-    """The lines of an existing file before its table [measured], which is replaced.
-
-    Raises:
-      ConfigError: it is not a cluster's file, or its measured rates are in no table of that name.
-    """
+    """The lines of an existing file of a cluster before its table [measured], which is replaced."""
     if not path.exists():
         return ""
     load_cluster(str(path))
@@ -140,11 +129,7 @@ def _kept(path: pathlib.Path) -> str:
 
 
 def _gpu_name(path: pathlib.Path, given: str | None, device: jax.Device) -> str:
-    """The name in `GPUS` of the devices, or of an existing file.
-
-    Raises:
-      ConfigError: the devices are GPUs that the table does not have, or the file names others.
-    """
+    """The name in `GPUS` of the devices, or of an existing file, which must not name others."""
     known = next((gpu.name for gpu in GPUS.values() if gpu.device_kind == device.device_kind), None)
     if path.exists():
         name = load_cluster(str(path)).gpu.name
@@ -161,11 +146,7 @@ def _gpu_name(path: pathlib.Path, given: str | None, device: jax.Device) -> str:
 
 
 def _host_size(given: int | None, devices: Sequence[jax.Device]) -> int:
-    """Devices of a host: of the processes on the machine of process 0.
-
-    Raises:
-      ConfigError: they do not divide the devices.
-    """
+    """Devices of a host: of the processes on the machine of process 0."""
     size = given
     if size is None:
         name = np.array([zlib.crc32(socket.gethostname().encode())], np.uint32)

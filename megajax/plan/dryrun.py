@@ -48,23 +48,20 @@ from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.schedules.arguments import number, plain_text
-from megajax.schedules.errors import exit_code
+from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
 
 LARGEST = 8  # buffers to list
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the dry run; returns the process's exit code."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Runs the dry run; returns 1 if the run does not fit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or "--help" in words or "-h" in words:
         print(__doc__.format(gpus=", ".join(GPUS)).strip())
         return 0
-    return exit_code(lambda: _command(words))
-
-
-def _command(words: Sequence[str]) -> int:
     own, rest = _own(words)
     run = _run_of_file(own, rest) if own.run else _run_of_options(own, rest)
     run.validate()
@@ -151,11 +148,7 @@ def dry_run(
 
 
 def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -> int:
-    """Compiles and prints memory, times and traffic as one JSON object; returns the exit code.
-
-    Raises:
-      ConfigError: the compiler is not installed, or refuses the program.
-    """
+    """Compiles and prints memory, times and traffic as one JSON object; returns the exit code."""
     run = _with_installed_attention(run)
     try:
         result = _compiled(run, gpu, timeout, save_hlo)
@@ -189,11 +182,11 @@ def _with_installed_attention(run: RunConfig) -> RunConfig:
     """The run with XLA's attention in place of cuDNN's, if cuDNN is not installed here."""
     if run.parallel.attention != "cudnn" or cudnn_installed():
         return run
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, attention="xla"))
+    return run.with_layout(attention="xla")
 
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--gpu", type=plain_text)
     where.add_argument("--cluster", type=local_path)

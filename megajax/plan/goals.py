@@ -6,7 +6,7 @@ parameters, so N = sqrt(C / 120).
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megajax.config import PRESETS, ConfigError, ModelConfig
 from megajax.estimate import model_costs
@@ -86,11 +86,11 @@ def best_model(question: Question, cluster: Cluster, money: float) -> tuple[Purc
     peak = 86400 * days * question.gpus * question.gpu.peak(question.precision)  # FLOPs at an MFU of 1
     optimum = lambda mfu: math.sqrt(mfu * peak / (6 * TOKENS_PER_PARAMETER))  # noqa: E731
     guess = optimum(USUAL_MFU)
-    found = []
-    for model in sorted(_models(), key=lambda one: abs(math.log(model_costs(one).parameters / guess)))[:MODELS_TRIED]:
-        best = fastest(dataclasses.replace(question, model=model))
-        if best is not None:
-            found.append(Purchase(best, days))
+    # Decoders without experts, each once.
+    models = {one.name: one for one in PRESETS.values() if type(one) is ModelConfig and not one.experts}
+    nearest = sorted(models.values(), key=lambda one: abs(math.log(model_costs(one).parameters / guess)))
+    tried = (fastest(dataclasses.replace(question, model=model)) for model in nearest[:MODELS_TRIED])
+    found = [Purchase(best, days) for best in tried if best is not None]
     if not found:
         raise ConfigError(
             f"by Chinchilla's rule the budget is for a model of {guess / 1e9:.1f}B parameters, and no preset of about this "
@@ -106,12 +106,6 @@ def best_model(question: Question, cluster: Cluster, money: float) -> tuple[Purc
     ordered = sorted(found, key=lambda one: one.parameters)
     lines += [f"  {one.describe()}{'  <- nearest to the rule' if one is best else ''}" for one in ordered]
     return best, "\n".join(lines)
-
-
-def _models() -> Iterable[ModelConfig]:
-    """The presets of decoders without experts, each once."""
-    decoders = (model for model in PRESETS.values() if type(model) is ModelConfig and not model.experts)
-    return {model.name: model for model in decoders}.values()
 
 
 def _days(question: Question, cluster: Cluster, money: float) -> float:

@@ -1,138 +1,63 @@
 """The planner's answer as one HTML file that needs nothing else: `python -m megajax.plan ... --html report.html`."""
 
 import dataclasses
-from collections.abc import Sequence
+import pathlib
+import string
+from collections.abc import Mapping, Sequence
 from html import escape
 
 import megajax
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.step_time import StepTime
+from megajax.estimate.step_time import StepTime, chunk_costs
 from megajax.pipeline.program import StepProgram
-from megajax.plan.explain import Reason, reasons, seconds
-from megajax.plan.html_charts import bar, heat_map, timeline
+from megajax.plan.explain import reasons, seconds
 from megajax.plan.report import PARTS, Answer, accuracy, cells, shown_parameters
-from megajax.plan.search import Candidate, is_tie, usable_bytes
+from megajax.plan.search import Candidate, best_by, is_tie, usable_bytes
+from megajax.schedules.registry import make_schedule
+from megajax.schedules.schedule import Schedule
+from megajax.schedules.simulate import Simulation, simulate_lockstep
 from megajax.schedules.timeline import NAMES, SHADES
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and greys.
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#8c8c8c", "#555555", "#b9a3e3")
 COLOURS += ("#7b4f9d", "#8c510a", "#66c2a4")
+PAGE = string.Template(pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+WIDTH, ROW = 1000, 14  # of the timeline, and of a rank's row in it
+MOST_BOXES = 12_000  # of a timeline; of schedules with more operations fewer microbatches are shown
 MEMORY = dict(zip(PARTS, COLOURS, strict=False))
 TIMES = dict(zip((field.name for field in dataclasses.fields(StepTime)), COLOURS, strict=True))
-TERMS = {
-    "tensor, pipe, data": "Into how many parts the GPUs split each layer (tensor), the layers (pipe) and the batch (data). "
-    "Their product is the number of GPUs.",
-    "microbatch": "The samples that pass the pipeline together. A replica's share of the batch is cut into microbatches.",
-    "chunks": "How many separate groups of layers a rank of the pipeline holds.",
-    "schedule": "The order of the forwards and backwards of each rank of the pipeline.",
-    "bubble": "The time in which ranks of the pipeline wait for each other, as a share of the step.",
-    "recompute": "What a backward computes again to save memory: none, selective (attention) or full (the whole block).",
-    "ZeRO": "Splits over the replicas: 0 nothing, 1 the optimizer's state and fp32 weights, 3 also weights and gradients.",
-    "MFU": "Model FLOPs utilisation: the model's FLOP/s without recomputation, as a share of the GPU's peak.",
-    "comm": "Communication that no computation hides, as a share of the step.",
-    "ends": "Communication of the embedding and the head, where all stages share them, that no computation hides.",
-    "gaps, waits": "Times without work on the GPU: between kernels, and for conditions that the host reads.",
-    "stash": "The activations that a rank keeps from a forward to its backward.",
-    "inboxes": "Received activations and gradients that wait for their use.",
-    "tie": "= is as fast as the fastest layout, within the error of comparisons.",
-}
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d8dee4; --paper: #fff; --panel: #f6f8fa;
-  --chosen: #fff8e1; --idle: #eeeeee; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --soft: #9aa5b1; --line: #3a424c; --paper: #14181d;
-  --panel: #1d232a; --chosen: #3a3320; --idle: #323a44; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: clamp(10px, 2.5vw, 24px); background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; } p { margin: 4px 0; }
-.soft, figcaption { color: var(--soft); font-size: 13px; }
-.facts { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; padding: 0; }
-.facts div { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; }
-.facts dt { color: var(--soft); font-size: 12px; } .facts dd { margin: 0; font-size: 19px; font-weight: 600; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 6px; text-align: right; white-space: nowrap; font-size: 13px; }
-thead th { border-bottom: 2px solid var(--line); font-size: 11px; color: var(--soft); }
-tbody tr { border-bottom: 1px solid var(--line); } td.text, th.text { text-align: left; }
-tr.chosen { background: var(--chosen); font-weight: 600; } table.full { width: 100%; }
-td.wide { width: 100%; min-width: 90px; } svg.bar { width: 100%; height: 14px; background: var(--idle); display: block; }
-svg.timeline { width: 100%; display: block; border: 1px solid var(--line); } figure { margin: 0; }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 8px 0; padding: 0; list-style: none; font-size: 13px; }
-.key i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; border-radius: 2px; }
-table.heat td, table.heat thead th { min-width: 52px; text-align: center; } td.none { color: var(--soft); }
-td.best { outline: 3px solid #d55e00; outline-offset: -3px; font-weight: 700; }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px; white-space: pre-wrap;
-  font-size: 12.5px; line-height: 1.45; overflow-wrap: anywhere; }
-.command { user-select: all; margin: 6px 0; }
-.why { padding-left: 18px; } .why li { margin: 6px 0; overflow-wrap: anywhere; }
-.terms { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; } .terms dt { font-weight: 600; }
-.terms dd { margin: 0; }
-@media (max-width: 600px) { .terms { display: block; } .terms dd { margin: 0 0 8px; } }
-@media print { body { max-width: none; padding: 0; font-size: 11px; print-color-adjust: exact; }
-  section, figure, tr { break-inside: avoid; } .scroll { overflow: visible; } th, td { padding: 2px 3px; font-size: 9px; } }
-"""
 
 
 def page(found: Answer, command: str, date: str) -> str:
-    """The page of an answer in which something fits, which `command` gave on `date`."""
+    """The page of an answer in which something fits, which `command` gave on `date`: page.html with its values."""
     best, question = found.fitting[0], found.question
-    title = f"{question.model.name} on {question.gpus} {question.gpu.name}"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}: plan</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<header>
-<h1>{escape(title)}</h1>
-<p>{escape(shown_parameters(question.model))}, global batch {question.global_batch}, {
-        escape(question.precision)
-    }, attention
-{escape(question.resolved_attention)}; {len(found.candidates):,} legal layouts, {len(found.fitting):,} fit.</p>
-<p class="soft">All figures are predicted by megajax's time and memory models; nothing was run. {
-        escape(accuracy(best))
-    }</p>
-<p class="soft">Made by megajax {escape(megajax.__version__)} on {
-        escape(date)
-    } with this command (a click selects it):</p>
-<pre class="command"><code>{escape(command)}</code></pre>
-<p class="soft">{escape(_rates(question.gpu))}</p>
-</header>
-<dl class="facts">{
-        "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(found).items())
-    }</dl>
-<section id="layouts">
-<h2>Layouts</h2>
-{_table(found)}
-{_key(MEMORY)}
-</section>
-<section id="time">
-<h2>Where the step's time goes</h2>
-{_times(found.shown[:5])}
-</section>
-<section id="timeline">
-<h2>The schedule of the first layout</h2>
-{_schedule(best)}
-</section>
-<section id="meshes">
-<h2>Throughput over mesh shapes</h2>
-<p class="soft">Model TFLOP/s per GPU of the fastest layout with this tensor and pipeline size; the remaining GPUs are data
-parallel. ✕ does not fit. Outlined: the mesh of the first layout.</p>
-<div class="scroll">{heat_map(found.candidates, best)}</div>
-</section>
-<section id="why">
-<h2>Why</h2>
-{_reasons(reasons(found.ordered))}
-</section>
-<section id="terms">
-<h2>Terms</h2>
-<dl class="terms">{"".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in TERMS.items())}</dl>
-</section>
-</body>
-</html>
-"""
+    texts = {
+        "title": f"{question.model.name} on {question.gpus} {question.gpu.name}",
+        "parameters": shown_parameters(question.model),
+        "batch": f"{question.global_batch}",
+        "precision": question.precision,
+        "attention": question.resolved_attention,
+        "legal": f"{len(found.candidates):,}",
+        "fit": f"{len(found.fitting):,}",
+        "accuracy": accuracy(best),
+        "version": megajax.__version__,
+        "date": date,
+        "command": command,
+        "rates": _rates(question.gpu),
+    }
+    facts = (f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(found).items())
+    reason = "".join(
+        f"<li><b>{escape(topic.capitalize())}.</b> {escape(text)}</li>" for topic, text in reasons(found.ordered)
+    )
+    return PAGE.substitute(
+        {name: escape(text) for name, text in texts.items()},
+        facts="".join(facts),
+        layouts=f"{_table(found)}\n{_key(MEMORY)}",
+        times=_times(found.shown[:5]),
+        schedule=_schedule(best),
+        meshes=_heat_map(found.candidates, best),
+        reasons=f'<ul class="why">{reason}</ul>',
+    )
 
 
 def _facts(found: Answer) -> dict[str, str]:
@@ -163,17 +88,11 @@ def _rates(gpu: Gpu) -> str:
     return rates + (" A calibration's measured rates are used in their place." if gpu.measured else "")
 
 
-def _reasons(found: Sequence[Reason]) -> str:
-    """The reasons as a list."""
-    items = "".join(f"<li><b>{escape(topic.capitalize())}.</b> {escape(text)}</li>" for topic, text in found)
-    return f'<ul class="why">{items}</ul>'
-
-
 def _schedule(best: Candidate) -> str:
     """The timeline of a pipeline, with its key."""
     if best.run.parallel.pipe == 1:
         return "<p>The first layout has no pipeline.</p>\n"
-    caption, picture = timeline(best)
+    caption, picture = _timeline(best)
     operations = "FIW" if StepProgram.of(best.run).spec.split else "FB"
     key = _key({NAMES[op]: SHADES[op][0] for op in operations} | {"idle": "var(--idle)"})
     return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>\n{key}"
@@ -198,7 +117,7 @@ def _row(one: Candidate, found: Answer) -> str:
     texts = cells(one, found.tokens)
     drawn = "".join(f"<td{_class(name)}>{escape(text)}</td>" for name, text in texts.items())
     gigabytes = {name: one.memory.get(name, 0) / 1e9 for name in PARTS}
-    memory = bar(gigabytes, usable_bytes(one.question.gpu) / 1e9, MEMORY, "{:.2f} GB")
+    memory = _bar(gigabytes, usable_bytes(one.question.gpu) / 1e9, MEMORY, "{:.2f} GB")
     mark = ' class="chosen"' if one is found.fitting[0] else ""
     tie = "=" if is_tie(one, found.fastest) else ""
     return f'<tr{mark}>{drawn}<td class="wide">{memory}</td><td>{tie}</td></tr>'
@@ -209,7 +128,7 @@ def _times(shown: Sequence[Candidate]) -> str:
     whole = max(one.time.total for one in shown)
     used = [name for name in TIMES if any(getattr(one.time, name) for one in shown)]
     colours = {name: TIMES[name] for name in used}
-    bars = [bar({name: getattr(one.time, name) for name in used}, whole, colours, "{:.3f} s") for one in shown]
+    bars = [_bar({name: getattr(one.time, name) for name in used}, whole, colours, "{:.3f} s") for one in shown]
     rows = "".join(
         f'<tr><th scope="row">t{one.mesh[0]} p{one.mesh[1]} d{one.mesh[2]}</th><td>{seconds(one.time.total)}</td>'
         f'<td class="wide">{drawn}</td></tr>'
@@ -222,3 +141,89 @@ def _key(colours: dict[str, str]) -> str:
     """The key of a picture's colours."""
     items = "".join(f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in colours.items())
     return f'<ul class="key">{items}</ul>'
+
+
+def _bar(parts: Mapping[str, float], whole: float, colours: Mapping[str, str], label: str) -> str:
+    """A horizontal bar of parts, each with a tooltip; its full width is `whole`, and what exceeds it is cut off."""
+    pieces, start = [], 0.0
+    for name, value in parts.items():
+        width = max(0.0, min(value, whole - start)) / whole * 100
+        if width > 0.05:
+            pieces.append(
+                f'<rect x="{start / whole * 100:.2f}%" width="{width:.2f}%" height="100%" fill="{colours[name]}">'
+                f"<title>{escape(name)}: {label.format(value)}</title></rect>"
+            )
+        start += value
+    return f'<svg class="bar" role="img" aria-label="{escape(", ".join(parts))}">{"".join(pieces)}</svg>'
+
+
+def _timeline(one: Candidate) -> tuple[str, str]:
+    """The winner's schedule, in lockstep as megajax runs it, with the time model's costs: (caption, SVG)."""
+    parallel, microbatches = one.run.parallel, one.run.microbatches
+    each = parallel.pipe * parallel.chunks * 3
+    spec = StepProgram.of(one.run).spec
+    step = parallel.pipe if spec.rounds else 1
+    least = max(spec.fewest_microbatches(parallel.pipe), step)
+    shown = min(microbatches, max(least, MOST_BOXES // each // step * step))
+    schedule = make_schedule(parallel.schedule, stages=parallel.pipe, microbatches=shown, chunks=parallel.chunks)
+    simulation = simulate_lockstep(schedule, chunk_costs(one.run, one.question.gpu))
+    part = "" if shown == microbatches else f"the first {shown} of {microbatches} microbatches as a step of their own; "
+    caption = (
+        f"{parallel.schedule}, {parallel.pipe} ranks, {parallel.chunks} chunks each: {part}{simulation.makespan:.2f} s of "
+        f"forwards and backwards, ranks idle for {1 - simulation.ideal / simulation.makespan:.1%} of it. One row for each "
+        "rank, time to the right" + "; later chunks are darker." * (parallel.chunks > 1)
+    )
+    return caption, _timeline_svg(schedule, simulation)
+
+
+def _timeline_svg(schedule: Schedule, simulation: Simulation) -> str:
+    """One path for each kind of operation and chunk, which keeps the file small."""
+    scale, chunks, height = WIDTH / simulation.makespan, schedule.chunks, schedule.stages * ROW
+    paths: dict[tuple[str, int], list[str]] = {}
+    for span in simulation.spans:
+        shade = min(span.work.chunk, 2) if chunks > 1 else 0
+        start, stop = span.start * scale, span.stop * scale
+        gap = min(0.6, (stop - start) / 4)
+        paths.setdefault((schedule.does(span.work), shade), []).append(
+            f"M{start:.1f} {span.rank * ROW + 1}h{stop - start - gap:.1f}v{ROW - 2}h-{stop - start - gap:.1f}z"
+        )
+    drawn = "".join(
+        f'<path fill="{SHADES[op][shade]}" d="{"".join(boxes)}"><title>{NAMES[op]}'
+        f"{f', chunk {shade}' if chunks > 1 else ''}</title></path>"
+        for (op, shade), boxes in sorted(paths.items())
+    )
+    return (
+        f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" '
+        f'style="height:{min(height, 480)}px" aria-label="timeline of the schedule">'
+        f'<rect width="{WIDTH}" height="{height}" style="fill:var(--idle)"/>{drawn}</svg>'
+    )
+
+
+def _heat_map(candidates: Sequence[Candidate], best: Candidate) -> str:
+    """TFLOP/s per GPU of the fastest layout of each tensor (rows) and pipe size (columns) as a table; data is the rest."""
+    of = lambda one: one.mesh[:2]  # noqa: E731
+    fitting = best_by((one for one in candidates if one.fits), of)  # candidates are the fastest first
+    legal = {of(one) for one in candidates}
+    rows, columns = (sorted({key[place] for key in legal}) for place in (0, 1))
+    most = max(one.teraflops for one in fitting.values())
+    head = "".join(f'<th scope="col">{pipe}</th>' for pipe in columns)
+    body = "".join(
+        f'<tr><th scope="row">{tensor}</th>'
+        + "".join(_cell(fitting.get((tensor, pipe)), (tensor, pipe) in legal, most, best) for pipe in columns)
+        + "</tr>"
+        for tensor in rows
+    )
+    corner = '<th scope="col">tensor \\ pipe</th>'
+    return f'<table class="heat"><thead><tr>{corner}{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _cell(one: Candidate | None, is_legal: bool, most: float, best: Candidate) -> str:
+    if one is None:
+        return f'<td class="none" title="{"does not fit" if is_legal else "no layout"}">{"✕" if is_legal else ""}</td>'
+    share = one.teraflops / most
+    parallel = one.run.parallel
+    text = f"data {parallel.data}, {parallel.schedule}, {parallel.chunks} chunks, microbatch {parallel.microbatch_size}"
+    mark = ' class="best"' if one.mesh == best.mesh else ""
+    ink = "#fff" if share > 0.8 else "#111"
+    style = f"background:hsl(210 {20 + 60 * share:.0f}% {94 - 52 * share**3:.0f}%);color:{ink}"
+    return f'<td{mark} style="{style}" title="{escape(text)}">{one.teraflops:.0f}</td>'

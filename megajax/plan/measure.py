@@ -17,11 +17,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.estimate.gpus import DTYPES
 from megajax.estimate.hlo import SENT
 from megajax.estimate.measured import COLLECTIVES
 from megajax.ops.attention import Kernel
 
 WORK = 2e12  # FLOPs of a call: 3 ms on an H100
+CEILING_SIZES = (4096, 8192, 16384)
 MOST_PRODUCTS = 64  # of a call
 COPIED = 2 << 30  # bytes
 PASSES = 20  # over an array, of a call
@@ -55,6 +57,22 @@ def matmul_rate(
         return x, gradients
 
     return layers * flops / mean_seconds(lambda: call(x, weights), seconds)
+
+
+def matmul_ceiling(
+    device: jax.Device, precision: str, sizes=CEILING_SIZES, work: float = 10 * WORK, seconds: float = 1.0
+) -> float:
+    """FLOP/s of square matrices of the fastest size."""
+    rates = []
+    for size in sizes:
+        with jax.default_device(device):
+            keys = jax.random.split(jax.random.key(0))
+            x, w = (jax.random.normal(key, (size, size), DTYPES[precision]) for key in keys)
+            w = w / jnp.sqrt(size).astype(w.dtype)  # so that products stay as large as x
+        iterations = max(1, round(work / (2 * size**3)))
+        chain = jax.jit(lambda x, w, iterations=iterations: lax.fori_loop(0, iterations, lambda _, y: y @ w, x))
+        rates.append(2 * size**3 * iterations / mean_seconds(lambda chain=chain, x=x, w=w: chain(x, w), seconds))
+    return max(rates)
 
 
 def copy_rate(device: jax.Device, count: int = COPIED, passes: int = PASSES, seconds: float = 1.0) -> float:

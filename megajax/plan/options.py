@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, preset
 from megajax.config.errors import divisors
 from megajax.config.options import Parser, add_options, option_names
 from megajax.estimate import model_costs
@@ -24,11 +24,7 @@ MOST_GPUS, MOST_LAYERS = 10**6, 1024
 
 
 def clusters_of(args: argparse.Namespace) -> list[Cluster]:
-    """The clusters that the command line names: one, or those to compare.
-
-    Raises:
-      ConfigError: none is named, the GPU is not known, or a file is not valid.
-    """
+    """The clusters that the command line names: one, or those to compare; raises ConfigError if there is none."""
     if args.compare:
         return [load_cluster(path) for path in args.compare]
     if args.cluster:
@@ -86,12 +82,7 @@ def _check_expert(model: Any, degrees: Sequence[int]) -> None:
 
 def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.ArgumentParser:
     """The parser of `python -m megajax.plan`; `parent` has the options that are read first."""
-    parser = Parser(
-        prog="python -m megajax.plan",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[parent],
-    )
+    parser = Parser(prog="python -m megajax.plan", description=description, parents=[parent])
     parser.renamed |= {
         "--global-batch": "--global-batch-size",
         "--schedules": "--schedule",
@@ -163,14 +154,15 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     """The options of a layout that the search chooses from."""
     choose, add, searched = functools.partial(parser.add_argument, nargs="+"), parser.add_argument, search_order()
+    legal = {name: field.metadata["choices"] for name, field in ParallelConfig.__dataclass_fields__.items()}
     choose("--schedule", default=searched, choices=names(), help=f"to choose from (default: {', '.join(searched)})")
-    modes = ("none", "selective", "full")
+    modes = legal["recompute"]
     choose("--recompute", default=modes, choices=modes, help="modes to choose from (default: all)")
     choose("--microbatch-size", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
     add(
         "--vocab-parallel",
         default="pipe",
-        choices=("pipe", "tensor", "auto"),
+        choices=legal["vocab_parallel"],
         help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group; auto: the better one "
         "for each layout (default: pipe)",
     )
@@ -178,7 +170,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--zero",
         type=int,
         default=(0,),
-        choices=(0, 1, 3),
+        choices=legal["zero"],
         help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
     )
     choose(
@@ -198,6 +190,6 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add(
         "--attention",
         default="auto",
-        choices=("auto", "xla", "cudnn", "pallas"),
+        choices=legal["attention"],
         help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
     )

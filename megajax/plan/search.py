@@ -48,8 +48,6 @@ class Question:
 
     Attributes:
       model: configuration of any model with an estimate of its costs.
-      gpus: number of GPUs.
-      gpu: the kind of GPU.
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
@@ -91,11 +89,7 @@ class Question:
 
     @property
     def resolved_attention(self) -> str:
-        """The attention that runs on this GPU: "xla", "cudnn" or "pallas".
-
-        Raises:
-          ConfigError: a fused kernel is requested, which does not support this model on this GPU.
-        """
+        """The attention that runs on this GPU: "xla", "cudnn" or "pallas"; raises as `with_attention`."""
         return with_attention(self.base, self.gpu).parallel.attention
 
     @property

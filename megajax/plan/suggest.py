@@ -100,7 +100,7 @@ def _fitting(
     """
     candidates, fits = [], []
     for fields in changes:
-        changed = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **fields))
+        changed = run.with_layout(**fields)
         # Without the schedule's slots, which may need a table, most changes are ruled out.
         legal = passes(changed.validate, functools.partial(with_attention, changed, gpu))
         if legal and sum(bytes_per_device(changed, slots=Slots(0, 0, 0)).values()) <= limit:

@@ -179,7 +179,7 @@ def mesh_places(parallel: ParallelConfig) -> np.ndarray:
 
     In compiled programs a collective's groups have numbers of devices in this order.
     """
-    sizes = {"data": parallel.data * parallel.context, "pipe": parallel.pipe, "tensor": parallel.tensor}
+    sizes = {"data": parallel.replicas, "pipe": parallel.pipe, "tensor": parallel.tensor}
     places = np.arange(parallel.devices).reshape([sizes[axis] for axis in parallel.axis_order])
     return places.transpose([parallel.axis_order.index(axis) for axis in MESH_AXES]).reshape(-1)
 

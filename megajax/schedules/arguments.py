@@ -24,7 +24,8 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args, allow_abbrev: bool = False, **settings):
-        """As argparse's, but options are not abbreviated: an abbreviation would hide a misspelling."""
+        """As argparse's, but no option is abbreviated, which would hide a misspelling, and a description keeps its lines."""
+        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter} | settings
         super().__init__(*args, allow_abbrev=allow_abbrev, **settings)
         self.renamed: dict[str, str] = {}
         self.synonyms: dict[str, str] = {}

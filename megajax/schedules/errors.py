@@ -1,11 +1,12 @@
 """Errors for a user's mistakes: one line of printable text, whatever value the message quotes."""
 
+import functools
 import os
 import re
 import reprlib
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 LONGEST = 2000  # characters of a message; a legal one has less than half as many
@@ -45,6 +46,16 @@ def exit_code(command: Callable[[], int | None], stopped: str = "stopped") -> in
         # What is left in the buffer goes nowhere: Python would report it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def command(run: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
+    """Makes the `main` of a command of what it does with its arguments, sys.argv's if None; returns `exit_code`'s."""
+
+    @functools.wraps(run)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return exit_code(lambda: run(arguments))
+
+    return main
 
 
 def _is_closed(stream: IO[str]) -> bool:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import compiled
-from benchmarks.compiled_cases import SETS
+from benchmarks.compiled import SETS
 from megajax.plan.compiler import CompilerError
 
 

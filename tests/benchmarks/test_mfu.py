@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from benchmarks import ceilings, mfu, mfu_cases, mfu_report, peers
+from benchmarks import mfu, mfu_cases, mfu_report, peers
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.plan import measure
 
 TINY = "--model tiny --layers 4 --hidden 16 --heads 4 --vocabulary 32 --sequence-length 8 --devices cpu:8"
 RESULTS = pathlib.Path(mfu.__file__).parent / "results"
@@ -81,9 +82,9 @@ def test_the_ceiling_counts_flops(monkeypatch):
     import jax
 
     device = jax.devices("cpu")[0]
-    assert ceilings.matmul_ceiling(device, "fp32", (64,), 1e6, 0.01) > 1e6
-    monkeypatch.setattr(ceilings, "mean_seconds", lambda call, seconds: float(call().size))
-    assert ceilings.matmul_ceiling(device, "fp32", (64,), 1e6, 0.01) == 2 * 64**3 * 2 / 64**2  # two in 1e6 FLOPs
+    assert measure.matmul_ceiling(device, "fp32", (64,), 1e6, 0.01) > 1e6
+    monkeypatch.setattr(measure, "mean_seconds", lambda call, seconds: float(call().size))
+    assert measure.matmul_ceiling(device, "fp32", (64,), 1e6, 0.01) == 2 * 64**3 * 2 / 64**2  # two in 1e6 FLOPs
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_the_parameters_that_a_peer_gets():
 
 
 def test_the_command_has_no_paths_of_this_machine():
-    assert mfu.command(["--blocks", "--out", "/a/b", "--peer-python", "/c/python", "--rounds", "2"]) == (
+    assert mfu.repeatable(["--blocks", "--out", "/a/b", "--peer-python", "/c/python", "--rounds", "2"]) == (
         "python -m benchmarks.mfu --blocks --peer-python PYTHON --rounds 2"
     )
 

@@ -7,9 +7,8 @@ import pytest
 from benchmarks.published import __main__ as published
 from benchmarks.published.model import layer_times, published_time
 from benchmarks.published.operations import FITTED, Fitted, Operations
-from benchmarks.published.recent import RECENT_ROWS
-from benchmarks.published.rows import MODEL_22B
-from benchmarks.published.software import DEEPSPEED_2021, MEGATRON_2021, Software
+from benchmarks.published.rows import MODELS
+from benchmarks.published.software import SOFTWARE, Software
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, padded_vocabulary, preset
 from megajax.estimate.error_bars import ERROR_BARS
 from megajax.estimate.gpus import find_gpu
@@ -18,6 +17,7 @@ from megajax.estimate.rates import MATMUL_SHARE, MEMORY_SHARE
 from megajax.models.transformer_costs import transformer_costs
 
 A100 = find_gpu("a100-80gb")
+MODEL_22B, MEGATRON_2021, DEEPSPEED_2021 = MODELS["22b"], SOFTWARE["megatron_2021"], SOFTWARE["deepspeed_2021"]
 NVLINK, ADAPTER = 0.77 * 300e9, 0.336 * 25e9  # bytes/s that collectives reach
 MEMORY = MEMORY_SHARE * 2039e9
 HALF = Fitted(1.0, 0.5)
@@ -62,10 +62,10 @@ def test_published_parameter_counts():
         "30b": 29975214080,
         "70b": 64862437376,
     }
-    models = {row.runs[0].model.name: row.runs[0].model for row in RECENT_ROWS}
+    models = {row.runs[0].model.name: row.runs[0].model for row in published.ROWS}
     for name, parameters in printed.items():
         assert models[f"mpt-{name}"].parameters == pytest.approx(parameters, rel=1e-4)
-    row = next(row for row in RECENT_ROWS if row.table == "MaxText, FSDP")
+    row = next(row for row in published.ROWS if row.table == "MaxText, FSDP")
     assert row.flops() / row.runs[0].train.global_batch_size == pytest.approx(1.82e15, rel=0.01)
 
 

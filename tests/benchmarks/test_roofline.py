@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from benchmarks import compiled as programs
-from benchmarks.compiled_cases import SETS
+from benchmarks.compiled import SETS
 from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.hlo_parser import BRANCHES
 from megajax.estimate.memory import bytes_per_device

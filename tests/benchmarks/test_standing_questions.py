@@ -8,7 +8,7 @@ import types
 import pytest
 
 from benchmarks import compiled as questions
-from benchmarks.compiled_cases import SETS
+from benchmarks.compiled import SETS
 from megajax.config import ParallelConfig
 from megajax.estimate.error_bars import COMPARISON, comparison_bar
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import compiled
-from benchmarks.compiled_cases import SETS
+from benchmarks.compiled import SETS
 from megajax.estimate.program_time import Program
 from megajax.estimate.roofline import EXPOSED
 from megajax.ops.attention_choice import cudnn_installed

@@ -149,4 +149,8 @@ def test_what_is_no_tokenizer_is_named_in_one_line(name, tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(name)
     message = str(error.value)
-    assert WRONG[name] in message and message.startswith(("tokenizer", "--tokenizer", "cannot read broken")) and "\n" not in message
+    assert (
+        WRONG[name] in message
+        and message.startswith(("tokenizer", "--tokenizer", "cannot read broken"))
+        and "\n" not in message
+    )

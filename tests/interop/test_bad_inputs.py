@@ -113,7 +113,11 @@ IMPORTS = {  # (family, what is wrong, words of the message)
         lambda d: shard(d, **{NORM: "model-00002-of-00003.safetensors"}),
         f"says that {NORM} is in model-00002-of-00003.safetensors, which does not have it",
     ),
-    "index without a name": ("llama", lambda d: (d / INDEX).write_text("{}"), "has no weight_map"),
+    "index without a name": (
+        "llama",
+        lambda d: ((d / SINGLE).unlink(), (d / INDEX).write_text("{}")),
+        "has no weight_map",
+    ),
     "index outside": ("llama", lambda d: shard(d, **{NORM: "../x"}), "names the file '../x'"),
     "missing tensor": ("qwen3", lambda d: rewrite(d, lambda a: a.pop(NORM)), f"has no tensor {NORM}: did you mean"),
     "left-over tensor": (

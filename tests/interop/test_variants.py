@@ -2,25 +2,29 @@
 
 import dataclasses
 import re
+import sys
 
 import numpy as np
 import pytest
 
+from megajax.config import ConfigError
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_config
 from megajax.interop.hugging_face.keys import read_json
 from megajax.interop.hugging_face.quantized import BlockScaled, MicroScaled, dequantized, open_weights
 from megajax.interop.hugging_face.read_model import initial_params
 from megajax.interop.safetensors import open_tensors
-from tests.interop.hugging_face import convert, logits_of, training_of
+from tests.interop.hugging_face import convert, golden, logits_of, training_of
 from tests.interop.make_golden import LENGTH, tokens
 from tests.interop.variants import (
     CONFIGS,
+    DECODER,
     F8,
     QUANTIZED,
     REFUSED,
     TENSORS,
     arrays_of,
     change_keys,
+    move,
     variant,
     write_arrays,
 )
@@ -63,6 +67,39 @@ def test_what_is_not_computed_is_one_line(name, tmp_path, capsys):
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and re.search(REFUSED[name][3], message), message
     assert not (tmp_path / "run").exists()
+
+
+def test_the_bias_of_bert_may_have_its_other_name(tmp_path):
+    directory = variant(("bert", {}, move("cls.predictions.bias", DECODER + "bias")), tmp_path / "in")
+    assert convert("import", directory, "--run-dir", tmp_path / "run", "--tokenizer", directory / "vocab.txt") == 0
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    name = "cls.predictions.bias"
+    np.testing.assert_array_equal(arrays_of(tmp_path / "out")[name], arrays_of(golden("bert"))[name])
+
+
+def test_a_config_is_read_by_transformers_and_written_without_it(tmp_path, monkeypatch):
+    directory = variant(("llama", {}, None), tmp_path)
+    model = read_config(directory)[1]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers.utils.logging", None)
+    family, keys = family_of_model(model)
+    assert merge_config({}, keys, "float32")["rope_scaling"]["rope_type"] == "llama3" and family.name == "llama"
+    with pytest.raises(ConfigError, match=r"needs the library transformers .*: pip install 'megajax\[hf\]'"):
+        read_config(directory)
+
+
+def test_an_adapter_beside_a_model_is_one_line(tmp_path, capsys):
+    directory = variant(("llama", {}, None), tmp_path)
+    (directory / "adapter_config.json").write_text("{}")
+    assert convert("import", directory, "--run-dir", tmp_path / "run") == 2
+    assert "has an adapter of PEFT: merge it" in capsys.readouterr().err
+
+
+def test_one_file_goes_before_shards_as_in_transformers(tmp_path):
+    """A directory that was written twice, in two ways."""
+    directory = variant(("llama", {}, None), tmp_path)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "old.safetensors"}}')
+    assert len(open_tensors(directory)) == 39
 
 
 @pytest.mark.parametrize("name", ["unequal rates", "dropout of attention", "noise of the router"])

@@ -265,6 +265,7 @@ def cast(**dtypes) -> Callable[[dict], None]:
 
 
 EMBEDDING, HEAD, WTE = "model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight"
+WORDS, DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder."
 TIED = {"tie_word_embeddings": True}
 BUFFERS = {
     "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
@@ -372,6 +373,18 @@ REFUSED = {
         None,
         "layer_types = .* is not supported",
     ),
+    "types of layers of a family without windows": (
+        "llama",
+        {"sliding_window": 4, "layer_types": ["sliding_attention"] * LAYERS},
+        None,
+        "layer_types = .* is not supported",
+    ),
+    "types of layers without a window": (
+        "mixtral",
+        {"layer_types": ["sliding_attention"] * LAYERS},
+        None,
+        "layer_types = .* is not supported",
+    ),
     "some layers with a window": (
         "qwen2",
         {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "layer_types": REMOVED},
@@ -383,6 +396,18 @@ REFUSED = {
         {"per_layer_config": {"0": {"hidden_act": "gelu"}}},
         None,
         "per_layer_config",
+    ),
+    "more layers than can be listed": (
+        "qwen2",
+        {"num_hidden_layers": 10**9},
+        None,
+        "num_hidden_layers = 1000000000 is not",
+    ),
+    "weights of another name": (
+        "llama",
+        {"transformers_weights": "b.safetensors"},
+        None,
+        "transformers_weights = 'b.saf",
     ),
     "biases of attention alone": ("llama", {"attention_bias": True}, None, "attention_bias = True is not supported"),
     "biases of the MLP alone": ("llama", {"mlp_bias": True}, None, "mlp_bias = True is not supported"),
@@ -440,6 +465,18 @@ REFUSED = {
         {"quantization_config": {"load_in_8bit": True}},
         None,
         "quantised by 'load_in_8bit' are not read.*model.dequantize",
+    ),
+    "two tables of BERT": (
+        "bert",
+        {},
+        lambda arrays: arrays.update({DECODER + "weight": draw(arrays[WORDS].shape)}),
+        "cls.predictions.decoder.weight is not tied to the embedding, but has other values",
+    ),
+    "two biases of BERT": (
+        "bert",
+        {},
+        lambda arrays: arrays.update({DECODER + "bias": 1 + arrays["cls.predictions.bias"]}),
+        "cls.predictions.decoder.bias is not tied",
     ),
     "gpt-oss": ("llama", {"model_type": "gpt_oss"}, None, "model_type = 'gpt_oss' has attention sinks, which"),
 }

@@ -14,9 +14,8 @@ from megajax.plan import calibrate as room
 from megajax.plan import measure
 from megajax.plan.__main__ import main
 from megajax.plan.calibrate import Sizes
-from megajax.plan.cluster import load_cluster
+from megajax.plan.cluster import load_cluster, measured_text
 from megajax.plan.dryrun import main as dry_run
-from megajax.plan.measured_table import measured_text
 
 TINY = Sizes((16,), 32, 1e5, 1 << 12, (1, 16, 2, 8), (1 << 8, 1 << 10), 1e-4)
 

@@ -1,7 +1,8 @@
 """The metadata of a GGUF file as the config.json that transformers would have for the model.
 
-Keys that megajax does not know are refused, as they might change what the model computes. Numbers are stored in fp32:
-the shortest decimal that rounds to the same fp32 is taken, 1e-05 and not 9.999999747378752e-06.
+transformers' own mapping needs torch; its AutoConfig reads what is written here, as it reads a directory's. Keys that
+megajax does not know are refused, as they might change what the model computes. Numbers are stored in fp32: the shortest
+decimal that rounds to the same fp32 is taken, 1e-05 and not 9.999999747378752e-06.
 """
 
 from collections.abc import Mapping

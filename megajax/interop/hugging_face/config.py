@@ -10,7 +10,7 @@ from typing import Any
 
 from megajax.config import BertConfig, ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
-from megajax.config.layer_kinds import DENSE, pattern_of
+from megajax.config.layer_kinds import DENSE, MOST_LAYERS, pattern_of
 from megajax.data.hugging_face import library
 from megajax.data.tokenizer_files import has_tokenizer
 from megajax.interop.hugging_face.expert_families import NAMES_OF_EXPERTS
@@ -19,7 +19,7 @@ from megajax.interop.hugging_face.keys import Family, Keys, read_json
 from megajax.interop.hugging_face.llama_families import SCALINGS
 from megajax.interop.hugging_face.quantized import check_quantization, open_weights
 from megajax.interop.hugging_face.ties import differing_tie
-from megajax.interop.safetensors import has_tensors
+from megajax.interop.safetensors import SINGLE, has_tensors
 from megajax.schedules.errors import shown
 from megajax.schedules.paths import hub_advice
 
@@ -71,6 +71,13 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"{path}: model_type = {shown(kind)} is not supported: give a model of {known}")
     check_quantization(keys)
+    if (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{directory} has an adapter of PEFT: merge it (merge_and_unload, save_pretrained), or remove it"
+        )
+    for name in ("num_hidden_layers", "n_layer", "num_labels"):  # lists of so many would be made first
+        if type(keys.values.get(name)) is int and keys.values[name] > MOST_LAYERS:
+            keys.refuse(name)
     keys = _normalized(keys)
     fields = FAMILIES[kind].read(keys)
     model = FAMILIES[kind].config(name=directory.absolute().name, **fields)
@@ -115,6 +122,7 @@ def _normalized(keys: Keys) -> Keys:
             f"{path}: transformers refuses it ({reason or type(error).__name__}); correct the file"
         ) from None
     keys.require("per_layer_config")
+    keys.require("transformers_weights", SINGLE)  # another file
     values = found.to_dict()
     return Keys(values | {name: values.get(theirs) for name, theirs in found.attribute_map.items()}, path)
 

@@ -101,7 +101,7 @@ def _read_olmoe(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
     keys.require("clip_qkv")
     keys.require("sliding_window")
-    fields = read_llama(keys) | _read_experts(keys, "num_experts")
+    fields = read_llama(keys, has_windows=False) | _read_experts(keys, "num_experts")
     if fields["head_size"] is not None:
         keys.refuse("head_dim")  # in transformers the norm of queries has the hidden size
     return fields | {

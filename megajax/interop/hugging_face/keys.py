@@ -11,9 +11,12 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig
 from megajax.schedules.errors import shown
 
-__all__ = ["PLAIN", "REQUIRED", "Family", "Keys", "read_json"]
+__all__ = ["GATED", "PLAIN", "REQUIRED", "Family", "Keys", "read_json"]
 
-PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # activations without a gate
+# Activations of transformers with a gate or without one; those by tanh are one function, computed in several orders.
+TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
+PLAIN = dict.fromkeys(TANH, "gelu") | dict.fromkeys(("gelu", "gelu_python"), "gelu_exact")
+GATED = dict.fromkeys(TANH, "geglu") | dict.fromkeys(("silu", "swish"), "swiglu")
 MISSING = object()
 REQUIRED = object()
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.interop.hugging_face.keys import Family, Keys
+from megajax.interop.hugging_face.keys import GATED, Family, Keys
 
 __all__ = ["LLAMA_FAMILIES", "SCALINGS", "read_llama", "read_window", "write_llama", "write_window"]
 
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 # Keys of each kind of rope_scaling: ours -> theirs.
 SCALINGS = {
     "linear": {"rotary_factor": "factor"},
@@ -29,9 +28,18 @@ SCALINGS = {
 }
 
 
-def read_llama(keys: Keys, inner: str = "intermediate_size") -> dict[str, Any]:
-    """The fields that these families and those with experts have in common; `inner`: the key of the MLP's inner width."""
+def read_llama(keys: Keys, inner: str = "intermediate_size", has_windows: bool = True) -> dict[str, Any]:
+    """The fields that these families and those with experts have in common.
+
+    Args:
+      keys: of config.json.
+      inner: the key of the MLP's inner width.
+      has_windows: whether the family's models read sliding_window.
+    """
     keys.idle("attention_dropout")
+    others = set(map(str, keys.get("layer_types", list, None) or [])) - {"full_attention"}
+    if others and (others != {"sliding_attention"} or not has_windows or keys.values.get("sliding_window") is None):
+        keys.refuse("layer_types")  # transformers' cache has them, and its models not, or it fails
     activation = keys.get("hidden_act", str)
     if activation not in GATED:
         keys.refuse("hidden_act")
@@ -128,7 +136,7 @@ def _read_plain_llama(keys: Keys) -> dict[str, Any]:
     with_biases = keys.get("attention_bias", bool)
     if keys.get("mlp_bias", bool) != with_biases:  # the block has both or none
         keys.refuse("attention_bias" if with_biases else "mlp_bias")
-    return read_llama(keys) | {"biases": with_biases}
+    return read_llama(keys, has_windows=False) | {"biases": with_biases}
 
 
 def _read_mistral(keys: Keys) -> dict[str, Any]:
@@ -149,11 +157,9 @@ def read_window(keys: Keys) -> int | None:
     window = keys.get("sliding_window", int, None)
     usual = "full_attention" if window is None else "sliding_attention"
     kinds = set(map(str, keys.get("layer_types", list, None) or [usual]))
-    if kinds == {"full_attention"}:
-        return None
-    if kinds != {"sliding_attention"} or window is None:
+    if len(kinds) > 1:
         keys.refuse("layer_types")
-    return window
+    return None if kinds == {"full_attention"} else window
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:

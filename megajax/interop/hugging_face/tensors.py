@@ -23,31 +23,18 @@ The first letter of a tensor is the axis along which a leaf is read and written 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megajax.config import ModelConfig
 from megajax.config.layer_kinds import DENSE
 
-__all__ = ["TABLES", "Piece", "Table", "Tensor", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
+__all__ = ["TABLES", "Piece", "Table", "axis_sizes", "from_leaf", "lead_axis", "tensor_shape"]
 
 QUERIES, KEY, VALUE = (0, -2), (-2, -1), (-1, None)  # parts of the leaf's last but one axis
 GATE, UP = (0, 1), (1, 2)
 STACKED = "lx"  # the letters of a name's "{}"
-
-
-class Tensor(Protocol):
-    """A tensor in a file: `safetensors.StoredTensor`, one of `quantized`, `gguf.file.GGUFTensor`, or one of Megatron-LM's.
-
-    Attributes:
-      shape: of the whole tensor.
-    """
-
-    shape: tuple[int, ...]
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Elements start to stop of the first axis."""
 
 
 class Piece(NamedTuple):
@@ -79,8 +66,7 @@ class Table:
     Attributes:
       leaves: by the name of the leaf, "blocks/..." or "shared/..."; without a piece, it is in no file and zero.
       prefix: of all tensors' names but the head's; files of a model without its head leave it out.
-      ignored: ends of the names of tensors that a model may not have: buffers of old versions, the second name of a tied
-        parameter, and heads that the configuration leaves out.
+      ignored: ends of names of tensors that are no parameters: old buffers, second names, heads that are left out.
       renamed: ends of names in old files -> those of today.
       tied: second names of parameters -> their first ones. A file may have either, or both.
     """
@@ -285,10 +271,7 @@ def _bert(norms: Mapping[str, str]) -> Table:
             *(f"{name}.{kind}" for name in BERT_HEADS for kind in ("weight", "bias")),
         ),
         renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        tied={
-            head + "decoder.weight": "bert.embeddings.word_embeddings.weight",
-            head + "decoder.bias": head + "bias",
-        },
+        tied={head + "decoder.weight": "bert.embeddings.word_embeddings.weight", head + "decoder.bias": head + "bias"},
     )
 
 

@@ -21,7 +21,6 @@ from megajax.interop.hugging_face.tensors import (
     STACKED,
     TABLES,
     Piece,
-    Tensor,
     axis_sizes,
     lead_axis,
     overlap,
@@ -31,7 +30,7 @@ from megajax.interop.hugging_face.tensors import (
     to_leaf,
 )
 from megajax.interop.hugging_face.ties import absent_prefix
-from megajax.interop.safetensors import FLOATS
+from megajax.interop.safetensors import FLOATS, Tensor
 
 __all__ = [
     "PART_BYTES",

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face.weights import Tensor
 from megajax.interop.megatron.rank_files import RANK, read_ranks
 from megajax.interop.megatron.torch_dist import read_distributed
+from megajax.interop.safetensors import Tensor
 from megajax.schedules.errors import shown
 
 __all__ = ["TRACKER", "MegatronCheckpoint", "open_checkpoint"]

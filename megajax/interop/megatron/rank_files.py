@@ -16,10 +16,10 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.interop.hugging_face.keys import Keys
-from megajax.interop.hugging_face.weights import Tensor
 from megajax.interop.megatron.config import ranks
 from megajax.interop.megatron.tensors import canonical_name, merge, reordered_qkv
 from megajax.interop.megatron.torch_files import load
+from megajax.interop.safetensors import Tensor
 
 __all__ = ["RANK", "MappedTensor", "read_ranks"]
 

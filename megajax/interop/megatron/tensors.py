@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face.weights import Tensor
+from megajax.interop.safetensors import Tensor
 
 __all__ = ["Merged", "canonical_name", "for_model", "merge", "reordered_qkv", "split_gated"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face.weights import Tensor
 from megajax.interop.megatron.rank_files import arguments_of
 from megajax.interop.megatron.tensors import FC1, canonical_name, split_gated
 from megajax.interop.megatron.torch_files import DAMAGED, load, load_metadata, torch_library
+from megajax.interop.safetensors import Tensor
 
 __all__ = ["read_distributed"]
 
