@@ -41,8 +41,8 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     ),
     "evaluate": LAUNCH
     | _words(
-        "--apply-chat-template --batch --context --data --devices --fewshot-as-multiturn --harness --include-path "
-        "--init-from --last-token --limit --num-fewshot --out --pipe --precision --run-dir --step "
+        "--apply-chat-template --batch --context --data --devices --fewshot-as-multiturn --generation-config --harness "
+        "--include-path --init-from --last-token --limit --num-fewshot --out --pipe --precision --run-dir --step "
         "--stride --system-instruction --task --task-data --tensor --trust --window --zero"
     ),
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),

@@ -101,7 +101,8 @@ def run_harness(options: Options, source: Any) -> None:
     output = OutputFile(options.out) if options.out else None
     scorer = open_scorer(options, source)
     start = time.perf_counter()
-    model = HarnessModel(scorer, source.load(scorer), source.tokenizer, source.hugging_face, template)
+    own = options.generation_config or "auto"
+    model = HarnessModel(scorer, source.load(scorer), source.tokenizer, source.hugging_face, template, own)
     results, chosen = run_tasks(model, loaded, options.num_fewshot, options.limit, chat)
     settings = {"harness": options.harness, **chosen, **describe_model(options, source, scorer)}
     counts = {"truncated": model.truncated}

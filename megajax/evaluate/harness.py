@@ -104,6 +104,7 @@ class HarnessModel(TemplateLM):
         tokens: Tokenizer,
         folder: pathlib.Path | None = None,
         template: str | None = None,
+        generation_config: str = "auto",
     ):
         """Compiles nothing.
 
@@ -113,17 +114,19 @@ class HarnessModel(TemplateLM):
           tokens: the model's tokenizer.
           folder: with the model's generation settings; None: it has none.
           template: the name of one of the tokenizer's chat templates; None: its default.
+          generation_config: "none": of these settings the end tokens alone are used.
         """
         super().__init__()
         self.scorer, self._weights, self._tokens = scorer, weights, HarnessTokens(tokens)
         self.tokenizer = tokens.hugging_face  # of `TemplateLM.chat_template`
         self.truncated = 0
-        self._folder, self._template = folder, template
+        self._folder, self._template, self._own = folder, template, generation_config == "auto"
 
     @functools.cached_property
     def _settings(self) -> GenerationSettings:
         """Those of the model; a task of log-likelihoods needs none."""
-        return read_settings(self._folder, self.eot_token_id)
+        found = read_settings(self._folder, self.eot_token_id)
+        return found if self._own else found.without_draws()
 
     @property
     def eot_token_id(self) -> int:

@@ -44,6 +44,7 @@ class Options:
       apply_chat_template: whether their documents are turns of a chat, or the name of its template; None: they are not.
       fewshot_as_multiturn: whether their examples are turns too; None: lm-eval's default.
       system_instruction: the first message of such chats, or the beginning of texts.
+      generation_config: "none": of the model's generation settings the end tokens alone; None: not given.
       data: data-parallel replicas.
       launch: the processes.
     """
@@ -65,6 +66,7 @@ class Options:
     apply_chat_template: bool | str | None
     fewshot_as_multiturn: bool | None
     system_instruction: str | None
+    generation_config: str | None
     out: str | None
     batch: int
     data: int
@@ -120,7 +122,7 @@ def _check_task(given: dict[str, Any]) -> None:
         if given["fewshot_as_multiturn"] is not None and given["apply_chat_template"] is None:
             raise ConfigError("--fewshot-as-multiturn is of chats: pass --apply-chat-template, or omit it.")
         return
-    for name in ("include_path", "num_fewshot", "limit", *CHAT):
+    for name in ("include_path", "num_fewshot", "limit", "generation_config", *CHAT):
         if given[name] is not None:
             raise ConfigError(f"{option(name)} is of --harness: pass --harness TASKS, or omit it.")
     if given["task"] is None:
@@ -182,6 +184,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the examples are turns too, not one message (default: lm-eval's)",
     )
     task.add_argument("--system-instruction", metavar="TEXT", help="first message of these chats")
+    task.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        help="none: of the model's generation_config.json use the end tokens alone (default: auto)",
+    )
     task.add_argument("--out", type=local_path, metavar="FILE", help="write the results as JSON (default: print them)")
     layout = parser.add_argument_group("layout")
     add_mesh_options(layout, "data-parallel replicas, each with its own samples")

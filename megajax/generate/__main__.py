@@ -168,6 +168,7 @@ def converse(decoder: Any, weights: Any, prompts: Prompts) -> None:
     from megajax.runtime.processes import is_first_process
 
     held = max(map(len, prompts.stops), default=1) - 1  # characters at the end that may be the start of a stop
+    cleans = getattr(prompts.tokenizer.hugging_face, "clean_up_tokenization_spaces", False)
     show = print if is_first_process() else (lambda *words, **settings: None)
     chat = prompts.options.apply_chat_template
     turns: list[dict[str, Any]] = []
@@ -177,8 +178,9 @@ def converse(decoder: Any, weights: Any, prompts: Prompts) -> None:
         def progress(batch) -> None:
             nonlocal shown
             [one] = batch
-            ready = len(one.text) if one.finish else len(one.text.rstrip("\N{REPLACEMENT CHARACTER}")) - held
-            show(one.text[shown:ready], end="", flush=True)  # noqa: B023
+            text = one.text
+            ready = len(text) if one.finish else shown_length(text, cleans) - held
+            show(text[shown:ready], end="", flush=True)  # noqa: B023
             shown = max(shown, ready)
 
         said = [*turns, {"role": "user", "content": line}]
@@ -192,6 +194,17 @@ def converse(decoder: Any, weights: Any, prompts: Prompts) -> None:
         show(flush=True)
         turns = [*said, {"role": "assistant", "content": one.text}]
         tell(f"[{one.finish}; {speed.describe()}]")
+
+
+def shown_length(text: str, cleans: bool) -> int:
+    """Characters of a growing text that following tokens do not change.
+
+    Args:
+      text: so far; its last character may be incomplete.
+      cleans: whether the tokenizer removes spaces before punctuation, so that the last word's is not certain.
+    """
+    complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+    return max(0, complete.rfind(" ")) if cleans else len(complete)
 
 
 def prompt_lines() -> Iterator[str]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from megajax.config.sample import LogitsRules, SampleConfig
 
-__all__ = ["NO_RULES", "Texts", "apply_rules", "draw", "keep_likely", "next_token", "reads_texts"]
+__all__ = ["NO_RULES", "Texts", "apply_rules", "draw", "keep_likely", "next_token", "reads_texts", "sampled_scores"]
 
 NO_RULES = LogitsRules()
 TOP_H_TOKENS = 100  # of transformers' TopHLogitsWarper
@@ -195,6 +195,16 @@ def draw(
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def one(logits, number, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+        return jax.random.categorical(key, logits)
+
+    return jax.vmap(one)(sampled_scores(logits, sampling, rules), number, position).astype(jnp.int32)
+
+
+def sampled_scores(logits: jax.Array, sampling: SampleConfig, rules: LogitsRules) -> jax.Array:
+    """The logits [b, v] over the temperature, with -inf for tokens that are not drawn."""
     kept = logits / sampling.temperature
     if rules.top_h is not None:
         kept = _keep_top_h(kept, rules.top_h)
@@ -207,12 +217,7 @@ def draw(
     for cutoff, adaptive in ((rules.epsilon_cutoff, False), (rules.eta_cutoff, True)):
         if 0 < cutoff < 1:
             kept = _keep_above(kept, cutoff, adaptive)
-
-    def one(logits, number, position):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
-        return jax.random.categorical(key, logits)
-
-    return jax.vmap(one)(kept, number, position).astype(jnp.int32)
+    return kept
 
 
 def keep_likely(logits: jax.Array, top_k: int | None, top_p: float) -> jax.Array:
@@ -229,9 +234,11 @@ def keep_likely(logits: jax.Array, top_k: int | None, top_p: float) -> jax.Array
     if count == vocabulary and top_p == 1:
         return logits
     descending = jax.lax.top_k(logits, count)[0]
-    before = jnp.cumsum(jax.nn.softmax(descending), axis=-1) - jax.nn.softmax(descending)  # of the more likely ones
-    inside = jnp.where((before < top_p).at[:, 0].set(True), descending, jnp.inf)
-    return jnp.where(logits < inside.min(-1, keepdims=True), -jnp.inf, logits)
+    if top_p < 1:
+        # Added from the least likely on, as transformers does: near 1, fp32 sums from the other end are all 1.
+        rest = jnp.cumsum(jax.nn.softmax(descending)[:, ::-1], axis=-1)[:, ::-1]
+        descending = jnp.where((rest > 1 - top_p).at[:, 0].set(True), descending, jnp.inf)
+    return jnp.where(logits < descending.min(-1, keepdims=True), -jnp.inf, logits)
 
 
 def _entropies(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -57,9 +57,15 @@ class Sample:
         """A sample without new tokens."""
         self.number, self.prompt, self.ending, self.tokenizer = number, prompt, ending, tokenizer
         self.is_message = is_message
-        self.before = () if is_message else tuple(map(int, prompt))
+        self._before = () if is_message else tuple(map(int, prompt))
         self.tokens: list[int] = []
-        self.text = self.finish = ""
+        self.finish = ""
+        self._cut_text: str | None = None
+
+    @property
+    def text(self) -> str:
+        """See above; decoded when it is asked for."""
+        return self._shown(len(self.tokens)) if self._cut_text is None else self._cut_text
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Adds the tokens up to the text's end; returns how many."""
@@ -79,17 +85,16 @@ class Sample:
                 self.finish = "length"
             elif len(self.prompt) + len(self.tokens) == ending.context:
                 self.finish = "context"
-        self.text = self._shown(len(self.tokens))
-        if ending.stops and self._stop(len(self.tokens)):
+        if ending.stops and self._stop(len(self.tokens)) is not None:
             self._cut(before)
         return len(self.tokens) - before
 
     def _shown(self, count: int) -> str:
-        return decode_after(self.tokenizer.text, self.before, self.tokens[:count])
+        return decode_after(self.tokenizer.text, self._before, self.tokens[:count])
 
     def _raw(self, count: int) -> str:
         """The text of the first `count` tokens with special tokens."""
-        return decode_after(_raw_decode(self.tokenizer), self.before, self.tokens[:count])
+        return decode_after(_raw_decode(self.tokenizer), self._before, self.tokens[:count])
 
     def _stop(self, count: int) -> int | None:
         """The place of the first stop in the raw text of `count` tokens, 0 if it begins in the prompt; None: there is none.
@@ -97,7 +102,7 @@ class Sample:
         As transformers' StopStringCriteria, this also finds one that begins in the prompt and ends in a new token.
         """
         decode = _raw_decode(self.tokenizer)
-        whole, prompt = decode([*self.before, *self.tokens[:count]]), len(decode(self.before)) if self.before else 0
+        whole, prompt = decode([*self._before, *self.tokens[:count]]), len(decode(self._before)) if self._before else 0
         found = [
             place
             for stop in self.ending.stops
@@ -115,10 +120,10 @@ class Sample:
         raw = self._raw(count)
         self.tokens, self.finish = self.tokens[:count], "stop"
         if (shown := self._shown(count)) == raw:
-            self.text = raw[:place]
+            self._cut_text = raw[:place]
             return
         whole = max(part for part in range(count) if len(self._raw(part)) <= place)  # tokens before the stop
-        self.text = self._shown(whole) + (raw[len(self._raw(whole)) : place] if shown else "")
+        self._cut_text = self._shown(whole) + (raw[len(self._raw(whole)) : place] if shown else "")
 
 
 def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], tokens: Sequence[int]) -> str:

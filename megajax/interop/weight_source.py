@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.run_files import MODEL
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
 from megajax.data.hub import local_directory
@@ -114,7 +115,7 @@ class RunDirectorySource:
             remedy = "pass another --step" if steps else "train with --save-every, or give another --run-dir"
             raise ConfigError(f"no {wanted} in {directory / 'checkpoints'}: {there}; {remedy}.")
         self.path = directory / "checkpoints" / NAME.format(step)
-        self.hugging_face = directory / "hugging_face" if (directory / "hugging_face").is_dir() else None
+        self.hugging_face = directory / MODEL if (directory / MODEL).is_dir() else None
         words = ["--config", str(config), *(["--trust"] if trust else [])]
         self.request: Request = parse(words, "", {"model": "tiny"})  # the file has all fields
         run = self.run("fp32")

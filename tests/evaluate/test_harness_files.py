@@ -171,6 +171,24 @@ def test_texts_of_any_contexts(judge, ours):
     assert len({len(one) for one in expected}) > 3
 
 
+def test_settings_that_are_not_there_are_refused(directory, ours, tmp_path):
+    """For generated texts alone; the end tokens are used in any case."""
+    from megajax.config import ConfigError
+    from megajax.evaluate.harness import HarnessModel
+
+    (tmp_path / "generation_config.json").write_text(json.dumps({"num_beams": 3, "eos_token_id": list(range(64))}))
+    found = {
+        name: HarnessModel(ours.scorer, ours._weights, ours._tokens.tokenizer, tmp_path, generation_config=name)
+        for name in ("auto", "none")
+    }
+    [(likelihood, _)] = found["auto"].loglikelihood(instances("loglikelihood", [("ab", " ba")]))
+    assert likelihood < 0
+    request = instances("generate_until", [("ab", {"until": [], "max_gen_toks": 5})])
+    with pytest.raises(ConfigError, match="num_beams = 3 .beam search., which megajax does not have"):
+        found["auto"].generate_until(request)
+    assert len(found["none"].generate_until(request)) == 1
+
+
 @pytest.mark.parametrize("system", [None, "ab cd"])
 @pytest.mark.parametrize("turns", [True, False])
 def test_tasks_as_chats(directory, judge, system, turns, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.generate.__main__ import main
 from tests.generate.make_golden import FOLDER, GREEDY, NEW, PROMPTS
-from tests.interop.hugging_face import golden
+from tests.interop.hugging_face import FAMILIES, MIXED, golden
 
 BOS, END = PROMPTS[0][0], 0
 PROMPT = " ".join(f"w{token}" for token in PROMPTS[0][1:])
@@ -30,10 +30,15 @@ def wanted(name: str, family: str = "llama") -> list[int]:
 
 @pytest.fixture
 def directory(tmp_path) -> pathlib.Path:
-    """The golden llama with such a tokenizer, which puts <s> in front of texts."""
+    """The golden llama with such a tokenizer."""
+    return make_directory("llama", tmp_path)
+
+
+def make_directory(family: str, folder: pathlib.Path) -> pathlib.Path:
+    """A golden model with such a tokenizer, which puts <s> in front of texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-    found = pathlib.Path(shutil.copytree(golden("llama"), tmp_path / "llama"))
+    found = pathlib.Path(shutil.copytree(golden(family), folder / family))
     names = [f"\u2581w{token}" for token in range(64)]
     names[END], names[1], names[BOS] = "</s>", "<unk>", "<s>"
     inner = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<unk>"))
@@ -86,6 +91,32 @@ def test_the_texts_of_the_model_as_transformers_writes_them(name, directory, tmp
     told = capsys.readouterr().err
     assert f"from {directory / 'generation_config.json'}: " in told
     assert all(f"{key} " in told for key in GREEDY[name] if key not in ("renormalize_logits", "eos_token_id"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != MIXED])
+def test_prompts_and_chats_are_continued_as_by_transformers_itself(family, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory = make_directory(family, tmp_path)
+    values = GREEDY["all"] | {"eos_token_id": [0, 30, 44, 52], "min_new_tokens": 5}
+    chat = [{"role": "system", "content": "w32 w8"}, {"role": "user", "content": "w17 w19 w30"}]
+    texts = [PROMPT, "w3", "w5 w5 w5 w61", "<s> w3 unknown"]
+    rows = [*({"prompt": text} for text in texts), {"messages": chat}, {"messages": chat[1:]}]
+    found = generated(directory, tmp_path, "--new-tokens", NEW, rows=rows, settings=values)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for row, result in zip(rows, found, strict=True):
+        if "prompt" in row:
+            given = tokenizer(row["prompt"], return_tensors="pt")
+        else:
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            given = tokenizer.apply_chat_template(row["messages"], **options)
+        ids, count = given["input_ids"], given["input_ids"].shape[1]
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0)[0].tolist()
+        decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+        wanted = decode(whole)[len(decode(whole[:count])) :] if "prompt" in row else decode(whole[count:])
+        assert result["text"] == wanted, row
 
 
 def test_options_and_none_come_before_the_file(directory, tmp_path, capsys):

@@ -125,7 +125,7 @@ def test_a_killed_process_ends_the_other(tmp_path, victim):
 MISTAKES = {
     "a directory that process 1 does not have": (
         ((), ("--init-from", "nowhere")),
-        "cannot read nowhere/config.json",
+        "there is no directory nowhere: give one of a Hugging Face model",
     ),
     "an option that differs": (
         ((), ("--seed", "4")),

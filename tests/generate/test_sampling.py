@@ -60,6 +60,13 @@ def test_the_kept_tokens_are_those_of_transformers(top_k, top_p):
     np.testing.assert_array_equal(np.isfinite(keep_likely(jnp.array(logits), top_k, top_p)), np.isfinite(wanted))
 
 
+def test_no_token_is_dropped_for_its_small_probability_alone():
+    """top_k without top_p: fp32 probabilities of the first tokens add up to 1."""
+    logits = jnp.arange(0.0, -64.0, -1.0)[None]
+    assert np.isfinite(keep_likely(logits, 50, 1.0)).sum() == 50
+    assert np.isfinite(keep_likely(logits, None, 1 - 1e-9)).sum() > 20  # the first 17 add up to 1 in fp32
+
+
 def test_a_draw_depends_on_seed_sample_and_position_alone():
     flat, number, position = jnp.zeros((64, 1000)), jnp.arange(64, dtype=jnp.uint32), jnp.arange(64)
     sampling = SampleConfig(temperature=1)

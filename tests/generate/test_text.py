@@ -5,6 +5,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.data.tokenizers import ByteTokenizer
+from megajax.generate.__main__ import shown_length
 from megajax.generate.decoder import BLOCK, DecodeSizes
 from megajax.generate.text import Ending, Sample, Speed, encode_prompt
 
@@ -29,6 +30,7 @@ def extended(text: str, ending: Ending, block: int, prompt: int = 3, end: bool =
         (Ending(7, 10), "abcdefg", "length"),
         (Ending(50, 100, ("ef",)), "abcd", "stop"),
         (Ending(50, 100, ("xyz", "gh", "fg")), "abcde", "stop"),  # the first in the text, not in the list
+        (Ending(50, 100, ("abc",)), "", "stop"),
         (Ending(5, 100, ("ef",)), "abcde", "length"),
         (Ending(50, 100, (), frozenset({256})), "abcdefgh\u00e9", "end"),
         (Ending(50, 100, ("\u00e9",), frozenset({256})), "abcdefgh", "stop"),  # two tokens
@@ -39,6 +41,13 @@ def test_a_text_ends_where_it_should_whatever_the_blocks(ending, text, finish, b
     assert (sample.text, sample.finish) == (text, finish)
     assert BYTES.decode(sample.tokens).startswith(text)
     assert sample.extend([1, 2]) == 0 and sample.text == text
+
+
+@pytest.mark.parametrize(("stop", "finish"), [("xab", "stop"), ("xyz", "length"), ("z", "length")])
+def test_a_stop_may_begin_in_the_prompt_but_not_end_in_it(stop, finish):
+    sample = Sample(0, np.array([*b"zxyzx"], np.int32), Ending(4, 100, (stop,)), BYTES)
+    sample.extend([*b"abcd"])
+    assert (sample.text, sample.finish) == ("" if finish == "stop" else "abcd", finish)
 
 
 def test_an_ended_document_without_a_token_for_it_goes_on():
@@ -54,6 +63,11 @@ def test_sizes(new, prompt, chunk):
     assert new <= drawn < new + max(1, sizes.blocks) and sizes.block <= BLOCK
     assert prompt <= sizes.chunks * sizes.width < prompt + chunk
     assert sizes.slots >= prompt + drawn - 1
+
+
+def test_what_following_tokens_may_change_is_not_shown():
+    assert [shown_length(text, False) for text in ("", "a b", "a \N{REPLACEMENT CHARACTER}")] == [0, 3, 2]
+    assert [shown_length(text, True) for text in ("", "do", "do not", "I do")] == [0, 0, 2, 1]  # " n't" becomes "n't"
 
 
 def test_speed_is_one_line():
