@@ -117,3 +117,53 @@ def test_a_chat_with_a_tuned_model_is_that_of_transformers(family, tmp_path):
     assert generated(tmp_path, "--run-dir", tuned) == judged(tmp_path / "exact")
     assert generated(tmp_path, "--init-from", tmp_path / "kept") == judged(tmp_path / "kept")
     assert generated(tmp_path, "--init-from", directory) == judged(directory)
+
+
+def test_a_tuned_bert_classifies_as_transformers(tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForPreTraining, AutoModelForSequenceClassification, AutoTokenizer
+
+    from experiments import finetune_bert
+    from megajax.train.sinks import read_steps
+
+    directory, tuned = tmp_path / "bert", tmp_path / "tuned"
+    AutoModelForPreTraining.from_pretrained(golden("bert"), dtype=torch.bfloat16).save_pretrained(directory)
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "##der", "king", "queen", "day", "##s"]
+    (directory / "vocab.txt").write_text("\n".join(pieces))
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 16}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    rows = [
+        {"sentence": f"A {word} {noun}", "label": int(word == "good")}
+        for word in ("good", "bad", "badder")
+        for noun in ("king", "queen", "day", "a king", "a queen", "a day", "kings", "queens", "days", "night")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--init-from", directory, "--task", "sst2", "--task-data", tmp_path / "rows.jsonl"]
+    words += ["--dev-data", tmp_path / "rows.jsonl", "--epochs", "1"]  # five steps of six rows
+    words += [
+        "--global-batch-size",
+        "6",
+        "--microbatch-size",
+        "1",
+        "--sequence-length",
+        "16",
+        "--learning-rate",
+        "3e-3",
+        "--precision",
+        "fp32",
+    ]
+    words += ["--devices", "cpu:2", "--pipe", "2", "--run-dir", tuned]
+    assert finetune_bert.main(list(map(str, words))) == 0
+    assert convert("export", tuned, "--out", tmp_path / "kept") == 0
+    assert convert("export", tuned, "--out", tmp_path / "exact", "--dtype", "fp32") == 0
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "kept", dtype="auto").dtype == torch.bfloat16
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exact", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exact")
+    assert type(tokenizer).__name__ == type(AutoTokenizer.from_pretrained(directory)).__name__
+    with torch.no_grad():
+        found = model(**tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt")).logits.argmax(
+            -1
+        )
+    right = sum(int(one) == row["label"] for one, row in zip(found, rows, strict=True))
+    [accuracy] = [row["dev/accuracy"] for row in read_steps(tuned / "log.jsonl") if "dev/accuracy" in row]
+    assert accuracy == pytest.approx(right / len(rows))

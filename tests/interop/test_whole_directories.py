@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from megajax.checkpoint.run_files import copy_model, copy_tokenizer
+from megajax.interop.safetensors import open_tensors
 from tests.interop.hugging_face import convert, golden
 from tests.test_finetune import SMALL, TEMPLATE, chats, train
 
@@ -67,6 +68,20 @@ def test_an_import_and_its_export(tmp_path):
     assert convert("import", directory, "--run-dir", tmp_path / "run", "--sequence-length", 24) == 0
     assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
     assert read(tmp_path / "out") == read(directory)
+
+
+@pytest.mark.parametrize(("family", "wanted"), [("bert", 24), ("gpt2", 24), ("llama", None)])
+def test_shorter_samples_cut_a_table_of_positions_and_its_size(family, wanted, tmp_path):
+    words = ["--tokenizer", golden("bert") / "vocab.txt"] if family == "bert" else []
+    length = ["--sequence-length", "24"]
+    assert convert("import", golden(family), "--run-dir", tmp_path / "run", *length, *words) == 0
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    was, found = (transformers.AutoConfig.from_pretrained(one) for one in (golden(family), tmp_path / "out"))
+    assert found.max_position_embeddings == (wanted or was.max_position_embeddings)
+    rows = [
+        one.shape[0] for name, one in open_tensors(tmp_path / "out").items() if "position_emb" in name or "wpe" in name
+    ]
+    assert rows == [wanted] * (wanted is not None)
 
 
 def test_a_fine_tuning_and_a_run_from_it(tmp_path):

@@ -184,7 +184,9 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     if usual in keys and usual not in original and other in original:
         keys[other] = keys.pop(usual)
     longest = original.get("max_position_embeddings")
-    if isinstance(longest, int) and "max_position_embeddings" in keys:  # shorter samples change no weight
+    if (
+        isinstance(longest, int) and "rope_parameters" in keys
+    ):  # without a table of positions, shorter samples change no weight
         keys["max_position_embeddings"] = max(longest, keys["max_position_embeddings"])
     return {**original, **keys}
 
