@@ -30,6 +30,7 @@ SPEAKERS = {
 }
 CALL = "function_call"
 FLAGS = ("weight", "train")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 ALPACA = ("instruction", "output")
 # The prompts of the Alpaca model (github.com/tatsu-lab/stanford_alpaca), for tokenizers without a chat template.
 ALPACA_PROMPT = (
@@ -240,5 +241,6 @@ def _check_messages(place: str, messages: Any) -> None:
         parts = isinstance(content, list) and content and all(isinstance(one, dict) for one in content)
         if not isinstance(content, str) and not parts and not (content is None and calls):
             raise ConfigError(f"{place}: message {number} has no content: give a text")
-        if role == "assistant" and not calls and isinstance(content, str) and not content.strip():
+        thinks = any(message.get(key) for key in THOUGHTS)
+        if role == "assistant" and not calls and not thinks and isinstance(content, str) and not content.strip():
             raise ConfigError(f"{place}: message {number}, the assistant's, is empty: correct or delete the line")

@@ -103,6 +103,13 @@ def written(tmp_path, kinds, tokens=None, **metadata):
     return file, weights
 
 
+def test_every_token_that_ends_what_is_said_is_an_end(tmp_path):
+    """Instruction models end turns with another token than texts."""
+    for ids, wanted in (({"eos": 3}, 3), ({"eos": 3, "eot": 5, "eom": 3}, [3, 5]), ({"eot": 5}, 5), ({}, None)):
+        file, _ = written(tmp_path, {}, **{f"{name}_token_id": token for name, token in ids.items()})
+        assert config_keys(open_gguf(file)).get("eos_token_id") == wanted
+
+
 def retyped(data: bytes, name: bytes, kind: int) -> bytes:
     """The file with another type for a vector."""
     place = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4 + 8

@@ -4,12 +4,14 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
 import transformers
 
 from megajax.checkpoint.run_files import copy_model, copy_tokenizer
 from megajax.interop.safetensors import open_tensors
-from tests.interop.hugging_face import convert, golden
+from tests.interop.hugging_face import change_config, convert, golden
+from tests.interop.variants import arrays_of, write_arrays
 from tests.test_finetune import SMALL, TEMPLATE, chats, train
 
 
@@ -68,6 +70,25 @@ def test_an_import_and_its_export(tmp_path):
     assert convert("import", directory, "--run-dir", tmp_path / "run", "--sequence-length", 24) == 0
     assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
     assert read(tmp_path / "out") == read(directory)
+
+
+def test_a_source_in_fp16_comes_out_in_fp16(tmp_path, capsys):
+    directory = pathlib.Path(shutil.copytree(golden("llama"), tmp_path / "llama"))
+    change_config(directory, dtype="float16")
+    assert convert("import", directory, "--run-dir", tmp_path / "run") == 0
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    assert str(transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype).endswith("float16")
+    was, found = arrays_of(directory), arrays_of(tmp_path / "out")
+    assert all(np.array_equal(found[name], array.astype(np.float16)) for name, array in was.items())
+    name = "model.layers.1.mlp.up_proj.weight"
+    was[name][3, 2] = 7e4
+    write_arrays(directory, was)
+    assert convert("import", directory, "--run-dir", tmp_path / "large") == 0
+    capsys.readouterr()
+    assert convert("export", tmp_path / "large", "--out", tmp_path / "no") == 2
+    assert f"{name} has weights beyond the range of fp16: pass --dtype bf16" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert convert("export", tmp_path / "large", "--out", tmp_path / "no", "--dtype", "bf16") == 0
 
 
 @pytest.mark.parametrize(("family", "wanted"), [("bert", 24), ("gpt2", 24), ("llama", None)])

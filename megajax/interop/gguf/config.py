@@ -35,6 +35,9 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTHS = [2**power for power in range(13, 21)] + [2**power for power in range(4, 13)]
 
 
+ENDS = ("eos", "eot", "eom")  # of a text, of a turn and of a message: each ends what is generated
+
+
 def config_keys(file: GGUFFile) -> dict[str, Any]:
     """The keys of config.json.
 
@@ -54,9 +57,12 @@ def config_keys(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "lm_head.weight" not in file.tensors,
         "torch_dtype": "float32",
     }
-    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    tokens = {ours: keys.get(f"tokenizer.ggml.{theirs}_token_id", int, None) for ours, theirs in names.items()}
-    return shared | config | {name: token for name, token in tokens.items() if token is not None}
+    names = {"bos_token_id": ("bos",), "pad_token_id": ("padding",), "eos_token_id": ENDS}
+    for name, kinds in names.items():
+        tokens = (keys.get(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in kinds)
+        found = list(dict.fromkeys(token for token in tokens if token is not None))
+        shared |= {name: found if len(found) > 1 else found[0]} if found else {}
+    return shared | config
 
 
 def _gpt2(file: GGUFFile, keys: Keys, prefix: str) -> dict[str, Any]:

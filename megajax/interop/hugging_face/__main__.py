@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("run", metavar="RUN", type=local_path, help="the run directory")
     add.add_argument("--out", metavar="DIR", type=local_path, required=True, help="the directory to write")
     add.add_argument("--step", metavar="STEP", type=whole(low=0), help="of the checkpoint (default: the newest)")
-    add.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: the imported ones', or fp32)")
+    add.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: the source's, or fp32)"
+    )
     add.add_argument(
         "--max-shard-size", metavar="SIZE", type=_bytes, default=5 * 10**9, help="of a file (default: 5GB)"
     )

@@ -57,7 +57,11 @@ USUAL_TOKENS = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-DTYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(ml_dtypes.bfloat16))}
+DTYPES = {
+    "fp32": ("float32", np.dtype(np.float32)),
+    "bf16": ("bfloat16", np.dtype(ml_dtypes.bfloat16)),
+    "fp16": ("float16", np.dtype(np.float16)),
+}
 
 
 def export_run(
@@ -73,15 +77,15 @@ def export_run(
       run_dir: whose checkpoint to export.
       out: to write; it must not exist, or be empty.
       step: of the checkpoint; None: the newest.
-      dtype: fp32 or bf16; None: that of the imported config.json, or fp32.
+      dtype: of DTYPES; None: that of the config.json that the run has started from, or fp32.
       largest: bytes of a shard.
 
     Returns:
       "step", "family", "dtype" and "files", for the command's message.
 
     Raises:
-      ConfigError: there is no such checkpoint, it is damaged or of a model that no family computes, or `out` cannot be
-        written.
+      ConfigError: there is no such checkpoint, it is damaged or of a model that no family computes, `out` cannot be
+        written, or a weight is beyond the range of fp16.
     """
     path = _checkpoint(run_dir, step)
     model = _model(path)
@@ -236,4 +240,7 @@ def _write_box(shards: Shards, path, name: str, pieces: tuple[Piece, ...], box: 
         first = stacked_axes(piece)
         start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)
         for place, index in stacked_indices(box[:first]):
-            shards.write(piece.name(index), start, from_leaf(piece, values[place], sizes))
+            rows = from_leaf(piece, values[place], sizes)
+            if shards.dtype == np.float16 and np.abs(rows).max(initial=0) > np.finfo(np.float16).max:
+                raise ConfigError(f"{piece.name(index)} has weights beyond the range of fp16: pass --dtype bf16")
+            shards.write(piece.name(index), start, rows)
