@@ -56,7 +56,7 @@ def test_the_configuration_of_an_import_is_its_model(tmp_path):
     for name in ("layers", "rotary_scaling", "rotary_factor", "rotary_original_length", "sequence_length", "kv_heads"):
         assert getattr(run.model, name) == getattr(model, name)
     assert run.train.learning_rate == 2e-5 and run.train.warmup_steps <= 1
-    assert pathlib.Path(run.data.tokenizer) == tmp_path / "run" / "hugging_face"
+    assert pathlib.Path(run.data.tokenizer) == tmp_path / "run" / "tokenizer"
 
 
 RATES = (

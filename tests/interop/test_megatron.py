@@ -65,7 +65,7 @@ def test_logits_of_arrays_are_megatrons(tmp_path):
     data = DataConfig(tokenizer=str(golden("llama") / "tokenizer.json"))
     source = Source(tmp_path, "megatron_gated", model, tensors, [golden("llama") / "tokenizer.json"])
     run = write_run(source, tmp_path / "run", data, wanted.shape[1])
-    assert run.data.tokenizer == str(tmp_path / "run" / "hugging_face" / "tokenizer.json")
+    assert run.data.tokenizer == str(tmp_path / "run" / "tokenizer" / "tokenizer.json")
     training = training_of(run.model, pipe=2, tensor=2)
     np.testing.assert_allclose(
         logits_of(training, restored(tmp_path / "run", training).params), wanted, rtol=0, atol=1e-4

@@ -9,6 +9,8 @@ import pytest
 import transformers
 
 from megajax.checkpoint.run_files import copy_model, copy_tokenizer
+from megajax.data.tokenizers import load_tokenizer
+from megajax.interop.hugging_face.export import _ends, _write_tokenizer
 from megajax.interop.safetensors import open_tensors
 from tests.interop.hugging_face import change_config, convert, golden
 from tests.interop.variants import arrays_of, write_arrays
@@ -153,11 +155,60 @@ def test_a_template_in_place_of_the_tokenizers(tmp_path):
     }
 
 
+def test_an_import_with_another_tokenizer_has_that_one(tmp_path):
+    """And nothing of the source's."""
+    directory, other = source(tmp_path), tmp_path / "other"
+    other.mkdir()
+    inner = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = {word: len(inner["model"]["vocab"]) - 1 - number for word, number in inner["model"]["vocab"].items()}
+    inner["model"]["vocab"], inner["post_processor"] = vocabulary, None
+    for token in inner["added_tokens"]:
+        token["id"] = vocabulary[token["content"]]
+    (other / "tokenizer.json").write_text(json.dumps(inner))
+    assert convert("import", directory, "--run-dir", tmp_path / "run", "--tokenizer", other / "tokenizer.json") == 0
+    assert convert("export", tmp_path / "run", "--out", tmp_path / "out") == 0
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert found("w1 w2")["input_ids"] == [vocabulary["w1"], vocabulary["w2"]] and found.chat_template is None
+
+
+def test_a_run_from_nothing_says_how_texts_begin_and_end(tmp_path):
+    """Its config.json would else have the ends of transformers' defaults."""
+    directory = source(tmp_path)
+    run = tmp_path / "run"
+    assert convert("import", directory, "--run-dir", run) == 0
+    shutil.rmtree(run / "hugging_face")  # as a run has none that began from nothing
+    assert convert("export", run, "--out", tmp_path / "out") == 0
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    wanted, found = (transformers.AutoTokenizer.from_pretrained(one) for one in (directory, tmp_path / "out"))
+    assert (config.bos_token_id, config.eos_token_id) == (wanted.bos_token_id, wanted.eos_token_id)
+    assert found("w1 w2")["input_ids"] == wanted("w1 w2")["input_ids"] and found.chat_template == wanted.chat_template
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_sentencepiece_model_is_llamas_or_nobodys(tmp_path, normalized):
+    """Not one that transformers would read as another tokenizer."""
+    import sentencepiece
+
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    options = dict(model_type="bpe", byte_fallback=True, vocab_size=300, bos_id=1, eos_id=2, minloglevel=2)
+    if not normalized:
+        options |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
+    prefix = str(tmp_path / "mine")
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=prefix, **options)
+    ours, out = load_tokenizer(f"{prefix}.model"), tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"model_type": "llama"} | _ends(ours)))
+    _write_tokenizer(tmp_path / "run", out, ours)
+    if normalized:
+        assert not (out / "tokenizer.model").exists() and (out / "other.tokenizer.model").is_file()
+        return
+    found = transformers.AutoTokenizer.from_pretrained(out)
+    text = "the lazy fox  \u4e2d jumps\n"
+    assert found(text)["input_ids"] == ours.encode_prompt(text).tolist() and found.eos_token_id == 2
+
+
 @pytest.mark.parametrize("tokenizer", ["gpt2", "wordpiece"])
 def test_a_built_in_tokenizer_becomes_files(tmp_path, tokenizer):
-    from megajax.data.tokenizers import load_tokenizer
-    from megajax.interop.hugging_face.export import _ends, _write_tokenizer
-
     ours = load_tokenizer(tokenizer)
     _write_tokenizer(tmp_path / "run", tmp_path, ours)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | _ends(ours)))

@@ -10,6 +10,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -30,7 +31,14 @@ from megajax.config import (
     padded_vocabulary,
 )
 from megajax.data.hugging_face import has_settings, model_files, tokenizer_files
-from megajax.data.tokenizers import TOKENIZERS, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megajax.data.tokenizer_files import has_tokenizer
+from megajax.data.tokenizers import (
+    TOKENIZERS,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
 from megajax.interop.hugging_face.read_model import replace_directory
 from megajax.interop.hugging_face.tensors import (
@@ -95,7 +103,7 @@ def export_run(
     dtype = dtype or _usual_dtype(original)
     name, numpy_dtype = DTYPES[dtype]
     reader.verify(path)
-    tokenizer = _bare_tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"])
+    tokenizer = _tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"], needed=not original)
     shapes, sizes = _leaves(path, model), axis_sizes(model)
     pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
@@ -123,13 +131,15 @@ def _tokenizer_folder(run_dir: pathlib.Path) -> pathlib.Path:
     return run_dir / (TOKENIZER if (run_dir / TOKENIZER).is_dir() else MODEL)
 
 
-def _bare_tokenizer(run_dir: pathlib.Path, name: str) -> Tokenizer | None:
-    """The tokenizer of a run if it has no files of Hugging Face; None if it has, or is the user's own."""
+def _tokenizer(run_dir: pathlib.Path, name: str, needed: bool) -> Tokenizer | None:
+    """The tokenizer of a run; None if it has none, or if it is a directory of Hugging Face and not `needed`."""
     if name in TOKENIZERS:
         return load_tokenizer(name)
     folder = _tokenizer_folder(run_dir)
     file = folder / pathlib.Path(name).name
-    return load_tokenizer(str(file)) if file.is_file() and not has_settings(folder) else None
+    if has_settings(folder) and has_tokenizer(folder):
+        return load_tokenizer(str(folder)) if needed else None
+    return load_tokenizer(str(file)) if file.is_file() else None
 
 
 def _ends(tokenizer: Tokenizer | None) -> dict[str, int]:
@@ -140,23 +150,42 @@ def _ends(tokenizer: Tokenizer | None) -> dict[str, int]:
     return begin | {"eos_token_id": tokenizer.end_of_document}
 
 
-def _write_tokenizer(run_dir: pathlib.Path, out: pathlib.Path, bare: Tokenizer | None) -> None:
+def _write_tokenizer(run_dir: pathlib.Path, out: pathlib.Path, tokenizer: Tokenizer | None) -> None:
     """The tokenizer's files with the chat template, and generation_config.json."""
-    folder = _tokenizer_folder(run_dir)
-    copied = [path for path in tokenizer_files(folder) if path.name != "config.json"]
-    for path in copied:
+    folder, has_own = _tokenizer_folder(run_dir), tokenizer is None or tokenizer.hugging_face is not None
+    for path in tokenizer_files(folder) if has_own else ():
+        if path.name == "config.json":
+            continue
         copy = out / path.relative_to(folder.absolute())
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
     for path in model_files(run_dir / MODEL):
         if path.name != "config.json":
             shutil.copyfile(path, out / path.name)
-    if isinstance(bare, HuggingFaceTokenizer):
-        bare.inner.save(str(out / "tokenizer.json"))
-        text = {"eos_token": bare.inner.id_to_token(bare.end_of_document)}
-        text |= {name: token for name, token in USUAL_TOKENS.items() if bare.inner.token_to_id(token) is not None}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | text
-        (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        is_llamas = _keeps_texts(tokenizer)
+        shutil.copyfile(tokenizer.name, out / ("tokenizer.model" if is_llamas else "other.tokenizer.model"))
+        if is_llamas:
+            _write_settings(out, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": bool(tokenizer.start)})
+    elif isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.hugging_face is None:
+        inner = tokenizer.inner
+        inner.save(str(out / "tokenizer.json"))
+        text = {"eos_token": inner.id_to_token(tokenizer.end_of_document)}
+        text |= {name: token for name, token in USUAL_TOKENS.items() if inner.token_to_id(token) is not None}
+        _write_settings(out, {"tokenizer_class": "PreTrainedTokenizerFast"} | text)
+
+
+def _keeps_texts(tokenizer: SentencePieceTokenizer) -> bool:
+    """Whether a model normalizes nothing, as Llama's; transformers would give other ids for another one."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.inner.serialized_model_proto())
+    spec = model.normalizer_spec
+    return not spec.precompiled_charsmap and not spec.remove_extra_whitespaces and spec.add_dummy_prefix
+
+
+def _write_settings(out: pathlib.Path, settings: dict[str, Any]) -> None:
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _checkpoint(run_dir: pathlib.Path, step: int | None) -> pathlib.Path:

@@ -2,7 +2,8 @@
 
 RUN/config.toml                  the model, its tokenizer, and fine-tuning's options
     checkpoints/step_00000000/   the weights, and a fresh optimizer state
-    hugging_face/                config.json, generation_config.json and the tokenizer's files, which an export copies
+    hugging_face/                config.json and generation_config.json, from which an export makes its own
+    tokenizer/                   the tokenizer's files, which an export copies
 """
 
 import contextlib
@@ -21,13 +22,13 @@ import numpy as np
 from megajax.checkpoint import layout
 from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.metadata import FORMAT, Progress, run_meta
-from megajax.checkpoint.run_files import MODEL
+from megajax.checkpoint.run_files import copy_model, copy_tokenizer, tokenizer_copy
 from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
 from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
-from megajax.data.hugging_face import model_files, tokenizer_files
+from megajax.data.hugging_face import model_files
 from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf.config import config_keys
@@ -55,8 +56,7 @@ class Source:
       family: of `hugging_face.tensors.TABLES`.
       model: its configuration; the sequence length is the longest that it has.
       tensors: by the family's names.
-      files: that the run directory keeps, and an export copies: config.json and the tokenizer's, all in or below the
-        directory of the first.
+      files: config.json and generation_config.json, as far as there are any.
     """
 
     path: pathlib.Path
@@ -124,7 +124,7 @@ def import_run(
                 f"{directory} has no tokenizer, such as tokenizer.json, without which its ids have no meaning: pass "
                 "--tokenizer NAME|FILE"
             )
-        files = [*model_files(directory.absolute()), *tokenizer_files(directory)]
+        files = model_files(directory)
         return write_run(Source(source, family.name, model, tensors, files), run_dir, data, sequence_length)
 
 
@@ -152,7 +152,7 @@ def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_
     Args:
       source: the model.
       run_dir: to write; it must not exist, or be empty.
-      data: with the tokenizer; if it is one of the source's files, the run uses the copy.
+      data: with the tokenizer, of whose files the run uses a copy.
       sequence_length: of the run; None: the model's.
 
     Raises:
@@ -163,7 +163,8 @@ def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_
     if sequence_length is not None:
         model = _with_length(model, sequence_length)
     read = load_tokenizer(data.tokenizer, data.end_of_document)
-    data = _with_own_tokenizer(data, source, run_dir)
+    copied = tokenizer_copy(data.tokenizer, read.files, run_dir.absolute())
+    data = dataclasses.replace(data, tokenizer=copied)
     run = RunConfig(model, ParallelConfig(schedule="1f1b"), TrainConfig(**FINE_TUNING), data)
     run.validate()
     read = tokenizer_of_model(run, read)
@@ -185,16 +186,8 @@ def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_
         checkpoints = unfinished / "checkpoints"
         on_all_processes("import/checkpoints", lambda: checkpoints.mkdir(exist_ok=True))
         write(checkpoints / NAME.format(0), layout.nest(arrays), meta, "import", streaming_handler())
-        on_all_processes("import/files", lambda: _write_files(run, source, unfinished, run_dir))
+        on_all_processes("import/files", lambda: _write_files(run, source, read.files, unfinished, run_dir))
     return run
-
-
-def _with_own_tokenizer(data: DataConfig, source: Source, run_dir: pathlib.Path) -> DataConfig:
-    """The options with the run directory's copy of the tokenizer, if it is the source's."""
-    path, own = pathlib.Path(data.tokenizer).absolute(), run_dir.absolute() / MODEL
-    if source.files and path == source.files[0].parent:
-        return dataclasses.replace(data, tokenizer=str(own))
-    return dataclasses.replace(data, tokenizer=str(own / path.name)) if path in source.files else data
 
 
 def _with_length(model: ModelConfig, length: int) -> ModelConfig:
@@ -226,16 +219,14 @@ def _streamed(name: str, shape: tuple[int, ...], dtype, weights: Weights, family
     return StreamedLeaf(shape, np.dtype(dtype), chunk, parts)
 
 
-def _write_files(run: RunConfig, source: Source, unfinished: pathlib.Path, final: pathlib.Path) -> None:
-    """config.toml and the source's own files, by process 0."""
+def _write_files(
+    run: RunConfig, source: Source, tokenizer: Sequence[pathlib.Path], unfinished: pathlib.Path, final: pathlib.Path
+) -> None:
+    """config.toml and the files of the model and of its tokenizer, by process 0."""
     if jax.process_index() != 0:
         return
-    folder = unfinished / MODEL
-    folder.mkdir()
-    for file in source.files:
-        copy = folder / file.relative_to(source.files[0].parent)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
+    copy_model(source.files, unfinished)
+    copy_tokenizer(tokenizer, unfinished)
     model, train = dataclasses.asdict(run.model), dataclasses.asdict(run.train)
     # the preset's name is in the options, the devices choose the precision, and the others follow from FINE_TUNING's
     for table, names in ((model, ("name",)), (train, ("precision", "minimum_learning_rate", "warmup_steps"))):

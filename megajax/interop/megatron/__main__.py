@@ -77,11 +77,10 @@ def import_checkpoint(
     model = model_of(found.args, found.path, vocabulary)
     tensors = zero_centred(found.tensors) if is_zero_centred(found.args) else found.tensors
     tensors = for_model(tensors, vocabulary, model.tied_embeddings, added_biases(found.args, model))
-    files = load_tokenizer(data.tokenizer, data.end_of_document).files
     family = "megatron_gated" if model.is_gated else "megatron"
     usual = Keys(found.args, f"{found.path}: args").get("seq_length", int, model.sequence_length)
     length = sequence_length or min(usual, model.sequence_length)
-    return write_run(Source(found.path, family, model, tensors, files), run_dir, data, length)
+    return write_run(Source(found.path, family, model, tensors, ()), run_dir, data, length)
 
 
 def _own_tokenizer(path: pathlib.Path, args) -> dict[str, str]:
