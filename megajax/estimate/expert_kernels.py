@@ -42,7 +42,7 @@ class ExpertKernels(Kernels):
         if not self.held:
             return Work()
         model, parallel, unrolls = self.model, self.parallel, self.program.unrolls
-        copies = 1 + backward * self.program.spec.split  # of weights out of the stack: I and W have one each
+        copies = 1 + backward * self.program.splits  # of weights out of the stack: I and W have one each
         weights = self.held * (SLICE * (0 if backward and unrolls else copies))
         sums = backward * self.held * (UNROLLED_SUMS if unrolls else EXPERT_SUMS)
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden

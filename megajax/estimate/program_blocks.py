@@ -305,7 +305,7 @@ class Blocks(ExpertKernels):
             exposed += self._exposed(0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
-        kept = kept_for_weights(self.run, self.item) if self.program.spec.split else 0
+        kept = kept_for_weights(self.run, self.item) if self.program.splits else 0
         communication = Work(
             tensor=exposed, context=self._around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )
@@ -315,14 +315,14 @@ class Blocks(ExpertKernels):
     def weight(self) -> Work:
         """With sequence parallelism the inputs are gathered again, beside the matmuls."""
         again = self._pairs * self._collective if self.parallel.sequence_parallel else 0.0
-        kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.spec.split else 0)
+        kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.splits else 0)
         exposed = max(0.0, again - kernels.total) if self._parts == 1 else RING_EXPOSED * again
         return kernels + Work(tensor=exposed + self.group_gather)
 
     @functools.cached_property
     def backward(self) -> Work:
         """Matmuls of weights' gradients hide a collective of each pair; those of a block with a gated MLP come too late."""
-        early = self.latencies and not (self.program.spec.split or is_gated(self.model))
+        early = self.latencies and not (self.program.splits or is_gated(self.model))
         hidden = min(self.input.tensor, early * self._pairs * self._collective)
         return self.input + self.weight + Work(tensor=-hidden)
 

@@ -124,7 +124,7 @@ class Program(Kernels):
             return self.traffic(4 * self.residual, TICK) * passes
         ticks = passes * (1 if self.program.paired else 3)
         work = self.traffic(9 * self.residual, TICK) * ticks + Work(waits=self._waits * self.rates.synchronisation)
-        routes = 4 if self.program.spec.placement == "v" else 2
+        routes = 4 if self.program.placement == "v" else 2
         one = routes * self.send(self.residual, "pipe", self.parallel.pipe)
         exposed_ticks = self.program.merged_ticks if self.program.paired else ticks
         with_ends = min(exposed_ticks, microbatches * (1 if self.program.paired else 2))
@@ -139,7 +139,7 @@ class Program(Kernels):
         if not self.program.in_place:
             return 0.0
         if not self.program.paired:
-            return 3 * self.program.passes * (4 if self.program.spec.split else 3)
+            return 3 * self.program.passes * (4 if self.program.splits else 3)
         several = 2 if self.parallel.chunks > 1 else 0
         return self.program.merged_ticks * several + (self.program.passes - self.program.merged_ticks) * 6
 
