@@ -1,9 +1,10 @@
 """What a step sends, by mesh axis: the collectives of the program, and the papers' formulas (2104.04473 section 3,
 2205.05198 section 4.2).
 
-`collectives` is the description of the compiled program, `expected` the table of those that the papers count. b samples a
-microbatch, s tokens, h hidden, m microbatches, v chunks a rank; d, C, p, t, N the degrees of data, context, pipe, tensor
-and expert parallelism. Bytes are those of ring algorithms, which are the fewest possible, on the rank that sends most.
+`collectives` is the description of the compiled program, of which the time model takes numbers and bytes (`*_sends`, and
+`expert_dispatch.dispatches`); `expected` is the table of those that the papers count. b samples a microbatch, s tokens,
+h hidden, m microbatches, v chunks a rank; d, C, p, t, N the degrees of data, context, pipe, tensor and expert parallelism.
+Bytes are those of ring algorithms, which are the fewest possible, on the rank that sends most.
 
 How often a rank sends, and which backwards are split, is of `StepProgram`. The rest is here and not beside it, because it
 needs the model's costs and a rank's parameters, which are `estimate`'s. Not covered: the rows that experts' tensor groups
@@ -14,27 +15,27 @@ with context parallelism; blocks that run in bubbles because of a ring.
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
+from megajax.config import ParallelConfig, RunConfig
 from megajax.estimate import model_costs
-from megajax.estimate.expert_dispatch import sent_share
+from megajax.estimate.expert_dispatch import CHOICES, GATHER, dispatches, sent_share
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import ITEMSIZE, Sharding, rank_block_parameters, rows_of, shared_parameters
+from megajax.estimate.memory import ITEMSIZE, Sharding, block_parameters, rank_parameters, rows_of, shared_parameters
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
-__all__ = ["Sent", "collectives", "expected"]
+__all__ = ["block_sends", "collectives", "context_sends", "expected", "replica_sends", "step_sends"]
 
 GRADIENT = 4  # bytes: gradients are summed in fp32
-CHOICE = 4  # bytes: an expert's number, its weight
 BLOCKS, ENDS, TICKS, STEP = "blocks", "embedding and head", "ticks", "step"
-PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
-GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-# Of the tensor group: of pairs of matmuls that may be sent round a ring, and of experts'.
-PAIRS = tuple((dense, kind) for dense in (True, False) for kind in (GATHER, SCATTER, REDUCE))
+PERMUTE, SCATTER, REDUCE = "collective-permute", "reduce-scatter", "all-reduce"
+# Of the tensor group: of pairs of matmuls that may be sent round a ring, of experts', and of the tokens of all replicas of
+# an expert group, which are as many times as large.
+DENSE, EXPERTS, GROUP = "dense", "experts", "group"
+PAIRS = tuple((of, kind) for of in (DENSE, EXPERTS, GROUP) for kind in (GATHER, SCATTER, REDUCE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Sent:
       times: that it is sent in a step; several arrays that are sent together count once.
       each: bytes that a device sends each time.
       in_papers: whether the papers' formulas have it.
+      devices, apart: of those once a step, the size of a group, and how far apart its devices are on the axis.
     """
 
     axis: str
@@ -60,11 +62,23 @@ class Sent:
     times: float
     each: float
     in_papers: bool = True
+    devices: int = 0
+    apart: int = 1
 
     @property
     def bytes(self) -> float:
         """Bytes that a device sends in a step."""
         return self.times * self.each
+
+
+class BlockSends(NamedTuple):
+    """Collectives of a block over `tensor` for a microbatch, in the order of `PAIRS`; the time model prices these."""
+
+    forward: np.ndarray
+    gradients: np.ndarray  # of the block's input
+    again: np.ndarray  # gathered for the weights' gradients, with full recomputation for the repeated forward too
+    sums: np.ndarray  # of the repeated forward
+    late: np.ndarray  # of W, where the backward is split
 
 
 def expected(program: StepProgram) -> list[Sent]:
@@ -86,7 +100,7 @@ def collectives(program: StepProgram) -> list[Sent]:
     found = _tensor(program) if parallel.tensor > 1 else []
     found += _pipe(program) if parallel.pipe > 1 else []
     found += _expert(program) if parallel.expert > 1 else []
-    return found + (_data(program.run) if parallel.replicas > 1 else [])
+    return found + _data(program.run) + step_sends(program.run)
 
 
 def _activation(run: RunConfig) -> int:
@@ -106,28 +120,26 @@ def _of_blocks(run: RunConfig, count: Callable[[ModelCosts], Any], most: Callabl
 def _tensor(program: StepProgram) -> list[Sent]:
     """A pair of matmuls gathers its input and scatters the sum of its output, and so for the gradients in the backward."""
     run, parallel, model = program.run, program.run.parallel, model_costs(program.run.model)
-    ring, split = "tensor_overlap" in parallel.rings, parallel.sequence_parallel
+    ring, split, degree = "tensor_overlap" in parallel.rings, parallel.sequence_parallel, parallel.expert
     one = _activation(run) * (parallel.tensor - 1) / parallel.tensor
     blocks = _of_blocks(run, lambda kind: 1)
     lines: list[Sent] = []
 
-    def add(what: str, counts: Sequence[float]) -> None:
-        formula = f"{_units(counts) / blocks:g} bsh (t-1)/t per layer and microbatch"
-        for (dense, kind), count in zip(PAIRS, counts, strict=True):
-            sends = parallel.tensor - 1 if dense and ring else 1  # round the ring, in place of one collective
-            each, name = one * (2 if kind == REDUCE else 1) / sends, PERMUTE if dense and ring else kind
-            if count > 0:
-                times = float(count * sends * run.microbatches)
+    def add(what: str, count: Callable[[BlockSends], np.ndarray]) -> None:
+        counts = _of_blocks(run, lambda kind: count(block_sends(parallel, kind)), lambda sent: _units(sent, degree))
+        formula = f"{_units(counts, degree) / blocks:g} bsh (t-1)/t per layer and microbatch"
+        for (of, kind), number in zip(PAIRS, counts, strict=True):
+            sends = parallel.tensor - 1 if of == DENSE and ring else 1  # round the ring, in place of one collective
+            each = one * (2 if kind == REDUCE else 1) * (degree if of == GROUP else 1) / sends
+            if number > 0:
+                times, name = float(number * sends * run.microbatches), PERMUTE if of == DENSE and ring else kind
                 lines.append(Sent("tensor", name, what, BLOCKS, formula, times, each))
 
-    add("pairs of matmuls", _of_blocks(run, lambda kind: _pair_counts(parallel, kind), _units))
+    add("pairs of matmuls", lambda sent: sent.forward + sent.gradients)
     if split:
-        add("gathered again for dW", _of_blocks(run, lambda kind: _gathered_again(program, kind), _units))
+        add("gathered again for dW", lambda sent: sent.again + program.split_backwards * sent.late)
     if parallel.recompute == "full":
-        # The sums of blocks that are recomputed together, except the last one.
-        last = lambda kind: kind.matmul_pairs - 1 / parallel.recompute_blocks  # noqa: E731
-        sums = max(0, _of_blocks(run, last))
-        add("full recompute", (0, sums if split else 0, 0 if split else sums, 0, 0, 0))
+        add("full recompute", lambda sent: sent.sums)
     if not model.vocabulary_width:
         return lines
     # The embedding's rows and their gradient; the head's input and its gradient. In Megatron-LM the first and the last
@@ -138,44 +150,36 @@ def _tensor(program: StepProgram) -> list[Sent]:
     return lines + [Sent("tensor", kind, "embedding and head", ENDS, formula, times, each) for kind, each in kinds]
 
 
-def _units(counts: Sequence[float]) -> float:
+def _units(counts: Sequence[float], degree: int) -> float:
     """The bytes of these collectives, in the order of `PAIRS`, relative to an all-gather's: an all-reduce sends two."""
-    return sum(count * (2 if kind == REDUCE else 1) for (_, kind), count in zip(PAIRS, counts, strict=True))
+    sizes = ((2 if kind == REDUCE else 1) * (degree if of == GROUP else 1) for of, kind in PAIRS)
+    return sum(map(operator.mul, counts, sizes))
 
 
-def _experts_pairs(kind: ModelCosts) -> int:
-    return int(kind.experts is not None)
-
-
-def _pair_counts(parallel: ParallelConfig, kind: ModelCosts) -> np.ndarray:
-    """Collectives of a block's pairs in a forward and a backward, of b s h elements, in the order of `PAIRS`.
+def block_sends(parallel: ParallelConfig, kind: ModelCosts) -> BlockSends:
+    """The collectives of a block; a pair of matmuls has two collectives of bsh, or one sum without sequence parallelism.
 
     Of experts of several replicas (N > 1), a tensor group gathers the tokens of all N and sums their results by an
     all-reduce; and it gathers its own replica's for the router.
+
+    Again are gathered, with sequence parallelism, the inputs of the column-parallel matmuls, which only recompute none
+    keeps gathered, where they are not sent round a ring. W also gathers the gradients of the row-parallel matmuls' outputs,
+    of which those of experts are kept in rows; and after full recompute the inputs once more. The repeated forward has the
+    sums of blocks that are recomputed together, except the last one.
     """
-    experts, degree = _experts_pairs(kind), parallel.expert
-    dense, split, several = 2 * (kind.matmul_pairs - experts), parallel.sequence_parallel, int(degree > 1)
-    gathers, scatters, reduces = (2 * degree + several, 2 - 2 * several, 2 * degree * several)
-    if not split:
-        gathers, scatters, reduces = 0, 0, 2 * degree
-    of_dense = (dense, dense, 0) if split else (0, 0, dense)
-    return np.array([*of_dense, experts * gathers, experts * scatters, experts * reduces])
-
-
-def _gathered_again(program: StepProgram, kind: ModelCosts) -> np.ndarray:
-    """Likewise what a block's backward gathers again for the gradients of the weights, with sequence parallelism.
-
-    The inputs of the column-parallel matmuls, which only recompute none keeps gathered, where they are not sent round a
-    ring. Where the backward is split, W also gathers the gradients of the row-parallel matmuls' outputs, of which those of
-    experts are kept in rows; and after full recompute the inputs once more.
-    """
-    parallel, experts = program.run.parallel, _experts_pairs(kind)
+    experts, split = int(kind.experts is not None), parallel.sequence_parallel
     none, full = parallel.recompute == "none", parallel.recompute == "full"
-    dense, several = kind.matmul_pairs - experts, int(parallel.expert > 1)
-    late = program.split_backwards * (1 + full)
-    of_dense = dense * (late + (not none or "tensor_overlap" in parallel.rings))
-    of_experts = experts * (program.split_backwards * full + (0 if none else parallel.expert + several))
-    return np.array([of_dense, 0, 0, of_experts, 0, 0])
+    dense, several = kind.matmul_pairs - experts, experts * (parallel.expert > 1)
+    alone = experts - several
+    kept = none and "tensor_overlap" not in parallel.rings
+    last = max(0, kind.matmul_pairs - 1 / parallel.recompute_blocks)
+    whole, parts = [0, 0, dense, 0, 0, alone, 0, 0, several], [dense, dense, 0, alone, alone, 0, several, 0, several]
+    pairs = np.array(parts if split else whole)
+    router = split * several * np.array([0, 0, 0, 1, 0, 0, 0, 0, 0])
+    again = split * np.array([dense * (not kept), 0, 0, experts * (not none), 0, 0, several * (not none), 0, 0])
+    late = split * np.array([dense * (1 + full), 0, 0, experts * full, 0, 0, 0, 0, 0])
+    sums = full * last * np.array([0, split, not split, 0, 0, 0, 0, 0, 0])
+    return BlockSends(pairs + router, pairs, again, sums, late)
 
 
 def _pipe(program: StepProgram) -> list[Sent]:
@@ -187,95 +191,81 @@ def _pipe(program: StepProgram) -> list[Sent]:
         Sent("pipe", PERMUTE, "activations and gradients", TICKS, f"2 v bsh/t per microbatch{placed}", work, part),
         Sent("pipe", PERMUTE, "sends of ticks without work", TICKS, "bsh/t per send", idle, part, in_papers=False),
     ]
-    ring = 2 * (p - 1) / p
     if Sharding.from_config(run).vocabulary_over_pipe:
         what, formula = "shared embedding and head", "2 (p-1)/p of 4 bsh/t per microbatch"
-        lines.append(Sent("pipe", REDUCE, what, ENDS, formula, 4 * run.microbatches, ring * part))
-    if _together(run):
-        return lines  # see `_data`
-    cut = parallel.replicas if parallel.zero else 1  # with ZeRO they are reduced over the replicas first
-    rest = ring * _on_all_stages(run) * GRADIENT / cut
-    what = "gradients of what all stages hold"
-    return [*lines, Sent("pipe", REDUCE, what, STEP, "2 (p-1)/p of them, once", 1, rest)]
+        lines.append(Sent("pipe", REDUCE, what, ENDS, formula, 4 * run.microbatches, 2 * (p - 1) / p * part))
+    return lines
 
 
 def _expert(program: StepProgram) -> list[Sent]:
-    """Tokens sent to their experts' replicas, and results back (`ops/expert_dispatch.py`), with balanced routing.
-
-    By all-gather in the forward, and the results by a sum where they arrive, which is an all-to-all. Except with recompute
-    none, the backward gathers the tokens again, for the weights' gradients.
-    """
-    run, parallel, degree = program.run, program.run.parallel, program.run.parallel.expert
-    experts, again = model_costs(run.model).experts, parallel.recompute != "none"
-    part = _activation(run) / parallel.sequence_shares * (degree - 1)
-    passes = run.microbatches * _of_blocks(run, _experts_pairs)
-    share, each = 1.0, f"{4 + again} (N-1) bsh/t per layer with experts and microbatch"
-    counts = ((GATHER, 2 + again), (ALL_TO_ALL, 2))
-    if parallel.expert_dispatch == "all_to_all":
-        share, _ = sent_share(experts, parallel)
-        each, counts = f"{share:.3g} of {each}", ((ALL_TO_ALL, 4 + again),)
-    lines = [
-        Sent("expert", kind, "tokens and experts' results", BLOCKS, each, count * passes, share * part)
-        for kind, count in counts
-    ]
-    # Of each token: its experts' numbers and weights, in the forward and where it is repeated, and the weights' gradients.
-    choices = (degree - 1) * rows_of(model_costs(run.model), parallel) * experts.chosen * CHOICE
-    formula = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes per layer with experts and microbatch"
-    return lines + [
-        Sent("expert", kind, "choices of experts", BLOCKS, formula, count * passes, choices, in_papers=False)
-        for kind, count in ((GATHER, 2 * (1 + again)), (ALL_TO_ALL, 1))
-    ]
+    run, parallel, model = program.run, program.run.parallel, model_costs(program.run.model)
+    passes = run.microbatches * _of_blocks(run, lambda kind: int(kind.experts is not None))
+    lines, again = [], parallel.recompute != "none"
+    share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if parallel.expert_dispatch == "all_to_all" else ""
+    for one in dispatches(model, parallel, ITEMSIZE[run.train.precision]):
+        times, chosen = (one.forward + one.backward) * passes, one.what == CHOICES
+        unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{4 + again} (N-1) bsh/t"
+        formula = f"{unit} per layer with experts and microbatch"
+        lines.append(Sent("expert", one.kind, one.what, BLOCKS, formula, times, one.each, in_papers=not chosen))
+    return lines
 
 
 def _data(run: RunConfig) -> list[Sent]:
-    """The gradients of all that a device holds, once; with ZeRO-3 those of a block, and its weights, each time it runs.
-
-    Without ZeRO one all-reduce sums what all stages hold over replicas and stages.
-    """
-    parallel, replicas, (common, experts) = run.parallel, run.parallel.replicas, rank_block_parameters(run)
-    ring, shared, item = (replicas - 1) / replicas, _shared(run), ITEMSIZE[run.train.precision]
-    # The number of a block's parameters that the ring's factor applies to. Experts have dC/N replicas, which are on the
-    # data axis alone.
-    blocks = common + experts * (1 - parallel.expert / replicas) / ring
-    lines = []
-    if parallel.context > 1:
-        times, each = _context_sends(run)
+    """Keys and values round a ring; with ZeRO-3 the gradients of a block, and its weights, each time it runs."""
+    lines, item = [], ITEMSIZE[run.train.precision]
+    if run.parallel.context > 1:
+        times, each = context_sends(run)
         formula = "(6C-4) bsgd/(Ct) per layer and microbatch"
         lines.append(Sent("data", PERMUTE, "keys, values round a ring", BLOCKS, formula, times, each * item))
-    if parallel.zero == 0:
-        summed = _on_all_stages(run) if _together(run) else 0
-        formula = "2 (dC-1)/(dC) of a device's gradients, once"
-        sums = 2 * ring * (blocks + shared - summed) * GRADIENT
-        lines.append(Sent("data", REDUCE, "gradients", STEP, formula, 1, sums))
-        if summed:
-            devices = replicas * parallel.pipe
-            sums = 2 * (devices - 1) / devices * summed * GRADIENT
-            what, formula = "gradients of what all stages hold", "2 (dCp-1)/(dCp) of them, once"
-            lines.append(Sent("data and pipe", REDUCE, what, STEP, formula, 1, sums))
-        return lines
-    each = "(dC-1)/(dC) of a device's {}, " + (
-        "blocks' {}per microbatch, the rest once" if parallel.zero == 3 else "once"
-    )
-    often, part = (run.microbatches, BLOCKS) if parallel.zero == 3 else (1, STEP)
-    ways = 2 if parallel.zero == 3 else 1  # forward and backward
-    scattered, gathered = each.format("gradients", ""), each.format("16-bit weights", "twice ")
+    for kind in layers_of_kinds(run) if run.parallel.zero == 3 else ():
+        lines += replica_sends(run, block_parameters(kind.run), kind.rank_slots)
+    return lines
+
+
+def replica_sends(run: RunConfig, held: tuple[int, int], blocks: int = 0) -> list[Sent]:
+    """The sums of gradients of (parameters, experts'), with ZeRO scattered, weights gathered: once, or by so many blocks."""
+    zero, replicas, degree = run.parallel.zero, run.parallel.replicas, run.parallel.expert
+    passes, ways, part = (run.microbatches * blocks, 2, BLOCKS) if blocks else (1, 1, STEP)  # forward and backward
+    formula = "(dC-1)/(dC) of a device's {}, " + ("blocks' {}per microbatch, the rest once" if zero == 3 else "once")
+    scattered, gathered = formula.format("gradients", ""), formula.format("16-bit weights", "twice ")
+    kinds = [
+        (SCATTER, "gradients, reduce-scattered", scattered, passes, GRADIENT),
+        (GATHER, "weights, all-gathered", gathered, ways * passes, ITEMSIZE[run.train.precision]),
+    ]
+    if zero == 0:
+        kinds = [(REDUCE, "gradients", f"2 {scattered}", 1, 2 * GRADIENT)]
+    # Experts have dC/N replicas, every N-th on the axis.
+    groups = [(held[0], replicas, 1), (held[1], replicas // degree, degree)]
     return [
-        *lines,
-        Sent("data", SCATTER, "gradients, reduce-scattered", part, scattered, often, ring * blocks * GRADIENT),
-        Sent("data", SCATTER, "gradients, reduce-scattered", STEP, scattered, 1, ring * shared * GRADIENT),
-        Sent("data", GATHER, "weights, all-gathered", part, gathered, ways * often, ring * blocks * item),
-        Sent("data", GATHER, "weights, all-gathered", STEP, gathered, 1, ring * shared * item),
+        Sent("data", kind, what, part, formula, times, (size - 1) / size * count * item, True, size, apart)
+        for kind, what, formula, times, item in kinds
+        for count, size, apart in groups
+        if count and size > 1
     ]
 
 
-def _together(run: RunConfig) -> bool:
-    """Whether gradients of what all stages hold are summed over replicas and stages at once."""
-    return run.parallel.zero == 0 and run.parallel.replicas > 1 and run.parallel.pipe > 1
+def step_sends(run: RunConfig) -> list[Sent]:
+    """The collectives after the last tick, which the time model prices: gradients of all that a device holds, and weights.
+
+    Without ZeRO one all-reduce sums what all stages hold over replicas and stages.
+    """
+    parallel, replicas, pipe, rest = run.parallel, run.parallel.replicas, run.parallel.pipe, _on_all_stages(run)
+    together = parallel.zero == 0 and replicas > 1 and pipe > 1
+    common, experts = rank_parameters(run, Sharding.from_config(run))
+    held = (_shared(run), 0) if parallel.zero == 3 else (common - rest * together, experts)  # blocks': see `_data`
+    lines = replica_sends(run, held)
+    axis, degrees, size = ("data and pipe", "(dCp-1)/(dCp)", replicas * pipe) if together else ("pipe", "(p-1)/p", pipe)
+    if pipe > 1:  # with ZeRO they are reduced over the replicas first
+        each = 2 * (size - 1) / size * rest * GRADIENT / (replicas if parallel.zero else 1)
+        what, formula = "gradients of what all stages hold", f"2 {degrees} of them, once"
+        lines.append(Sent(axis, REDUCE, what, STEP, formula, 1, each, True, size))
+    return lines
 
 
 def _on_all_stages(run: RunConfig) -> int:
     """Parameters outside the blocks that all stages of a pipeline hold, on a device."""
-    return _shared(run) - (_tables(run) if Sharding.from_config(run).vocabulary_over_pipe else 0)
+    over_pipe = Sharding.from_config(run).vocabulary_over_pipe
+    return model_costs(run.model).shared.on_device(run.parallel.tensor) if over_pipe else _shared(run)
 
 
 def _shared(run: RunConfig) -> int:
@@ -284,13 +274,7 @@ def _shared(run: RunConfig) -> int:
     return shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
 
 
-def _tables(run: RunConfig) -> int:
-    """Parameters of the token tables on a device."""
-    model, shares = model_costs(run.model), run.parallel.vocabulary_shares
-    return padded_vocabulary(model.vocabulary, shares) // shares * model.vocabulary_width
-
-
-def _context_sends(run: RunConfig) -> tuple[float, float]:
+def context_sends(run: RunConfig) -> tuple[float, float]:
     """(sends round the ring, elements of each): keys and values C - 1 times forward and backward, gradients C times."""
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:

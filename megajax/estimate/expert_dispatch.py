@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import NamedTuple
 
 from megajax.config import ParallelConfig, RunConfig
 from megajax.estimate import model_costs
@@ -12,26 +13,54 @@ from megajax.estimate.memory import ITEMSIZE, rows_of
 from megajax.estimate.rates import Rates, devices_here, rates_of
 from megajax.models.costs import Experts, ModelCosts
 
-__all__ = ["dispatch_times", "sent_share", "with_expert_dispatch"]
+__all__ = ["CHOICES", "GATHER", "dispatch_times", "dispatches", "sent_share", "with_expert_dispatch"]
+
+GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
+TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
+CHOICE = 4  # bytes: an expert's number, its weight
+
+
+class Dispatch(NamedTuple):
+    """Collectives that are alike of a block with experts, for a microbatch."""
+
+    what: str
+    kind: str
+    each: float  # bytes that a device sends each time
+    forward: int  # how many
+    backward: int
+    ragged: bool = False  # sizes are known at run time only
+
+    def seconds(self, parallel: ParallelConfig, rates: Rates) -> float:
+        """Of one of them."""
+        degree, here = parallel.expert, devices_here(parallel, rates.host_size, parallel.expert, "data")
+        if self.kind == GATHER:
+            return rates.collective(GATHER, self.each, degree, here)
+        return rates.all_to_all(self.each / (degree - 1), degree, here, self.ragged)
+
+
+def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[Dispatch]:
+    """Tokens sent to their experts' replicas, and results back (`ops/expert_dispatch.py`), with balanced routing.
+
+    By all-gather, and the results by a sum where they arrive, which is an all-to-all; gradients likewise. Except with
+    recompute none, the backward sends the tokens again, for the weights' gradients. Of each token also its experts' numbers
+    and weights, in the forward and where it is repeated, and the weights' gradients. `item`: bytes of an activation.
+    """
+    degree, again = parallel.expert, int(parallel.recompute != "none")
+    if degree == 1 or model.experts is None:
+        return []
+    part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares * (degree - 1)
+    choices = rows_of(model, parallel) * model.experts.chosen * CHOICE * (degree - 1)
+    tokens = [Dispatch(TOKENS, GATHER, part, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
+    if parallel.expert_dispatch == "all_to_all":
+        share, ragged = sent_share(model.experts, parallel)
+        tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * part, 2, 2 + again, ragged)]
+    return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:
-    """(seconds of sending a microbatch's tokens to their experts, seconds of sending results back), of one block.
-
-    `item`: bytes of an activation.
-    """
-    degree = parallel.expert
-    if degree == 1 or model.experts is None:
-        return 0.0, 0.0
-    # bytes of the tokens that a device has
-    part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares
-    here = devices_here(parallel, rates.host_size, degree, "data")
-    if parallel.expert_dispatch == "all_to_all":
-        share, ragged = sent_share(model.experts, parallel)
-        one = rates.all_to_all(share * part, degree, here, ragged)
-        return one, one
-    # Results come back by an all-to-all, with the sum where the parts arrive.
-    return rates.collective("all-gather", (degree - 1) * part, degree, here), rates.all_to_all(part, degree, here)
+    """(seconds of sending a microbatch's tokens to their experts, seconds of sending results back), of one block."""
+    tokens = [one.seconds(parallel, rates) for one in dispatches(model, parallel, item) if one.what == TOKENS]
+    return (tokens[0], tokens[-1]) if tokens else (0.0, 0.0)
 
 
 def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]:

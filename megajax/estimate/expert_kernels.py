@@ -7,7 +7,10 @@ all of it. The constants were read from programs compiled for H100s.
 
 import functools
 
-from megajax.estimate.expert_dispatch import dispatch_times
+import numpy as np
+
+from megajax.estimate.communication import BlockSends, block_sends
+from megajax.estimate.expert_dispatch import dispatches
 from megajax.estimate.program_kernels import Kernels, Work
 
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
@@ -20,7 +23,7 @@ EXPERT_SUMS, UNROLLED_SUMS = 20, 12
 HIDDEN_PASSES, INNER_PASSES = (3, 4), (1, 3)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
 # And of their communication in a merged tick what the other pass hides: with tensor parallelism, and without.
-EXPERTS_HIDDEN = (0.3, 0.0)
+EXPERTS_HIDDEN = (0.4, 0.0)
 
 
 class ExpertKernels(Kernels):
@@ -42,7 +45,7 @@ class ExpertKernels(Kernels):
         if not self.held:
             return Work()
         model, parallel, unrolls = self.model, self.parallel, self.program.unrolls
-        copies = 1 + backward * self.program.spec.split  # of weights out of the stack: I and W have one each
+        copies = 1 + backward * self.program.splits  # of weights out of the stack: I and W have one each
         weights = self.held * (SLICE * (0 if backward and unrolls else copies))
         sums = backward * self.held * (UNROLLED_SUMS if unrolls else EXPERT_SUMS)
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
@@ -54,28 +57,30 @@ class ExpertKernels(Kernels):
 
     @functools.cached_property
     def dispatched(self) -> tuple[float, float]:
-        """Seconds in which a forward and a backward send tokens to their experts' replicas, and results back.
+        """Seconds in which a forward and a backward send tokens to their experts' replicas, and results back."""
+        sent = [
+            (one, one.seconds(self.parallel, self.rates)) for one in dispatches(self.model, self.parallel, self.item)
+        ]
+        return sum(one.forward * each for one, each in sent), sum(one.backward * each for one, each in sent)
 
-        In a backward gradients go both ways; and tokens are sent again, for the weights' gradients or with the forward that
-        full recomputation repeats, which sends no results, unless everything is kept.
+    @functools.cached_property
+    def sends(self) -> BlockSends:
+        """The block's collectives over `tensor`, as the program's description has them."""
+        return block_sends(self.parallel, self.model)
+
+    @functools.cached_property
+    def _prices(self) -> np.ndarray:
+        """Seconds of each of `PAIRS`."""
+        one, tensor = self._collective, self.parallel.tensor
+        tokens = self.parallel.expert * self.rows * self.model.hidden * self.item
+        gather, reduce = self.ring(tokens, tensor, "tensor"), self.all_reduce(tokens, tensor, "tensor")
+        return np.array([one, one, 2 * one, one, one, 2 * one, gather, gather, reduce])
+
+    def over_tensor(self, counts: np.ndarray) -> tuple[float, float, float]:
+        """Seconds of so many of `PAIRS`: (of all that kernels may hide, of those round a ring, of the others).
+
+        The others are of experts over several replicas: tokens that all of these have here, the sums of their results, and
+        the router's own.
         """
-        there, back = dispatch_times(self.model, self.parallel, self.rates, self.item)
-        return there + back, there + back + (there if self.parallel.recompute != "none" else 0.0)
-
-    @functools.cached_property
-    def group_gather(self) -> float:
-        """Seconds of gathering a block's tokens over `tensor`, and those that all replicas of an expert group have here."""
-        if not self.held or self.parallel.expert == 1 or self.parallel.tensor == 1:
-            return 0.0
-        return self._collective + self.ring(self._group_tokens, self.parallel.tensor, "tensor")
-
-    @functools.cached_property
-    def group_exchange(self) -> float:
-        """Seconds of that and of the sum of the experts' results, which tensor ranks compute for all of these tokens."""
-        if not self.group_gather:
-            return 0.0
-        return self.group_gather + self.all_reduce(self._group_tokens, self.parallel.tensor, "tensor")
-
-    @property
-    def _group_tokens(self) -> int:
-        return self.parallel.expert * self.rows * self.model.hidden * self.item
+        seconds, alone = counts * self._prices, 6 if self.parallel.expert == 1 else 3
+        return float(seconds[:alone].sum()), float(seconds[:3].sum()), float(seconds[alone:].sum())

@@ -14,9 +14,10 @@ the matmuls', and which collectives overlap which kernels.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megajax.estimate.communication import GATHER, context_sends, replica_sends
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.memory import block_parameters, is_gated, kept_for_weights, kept_of_block
@@ -32,7 +33,7 @@ MERGED = 8  # that a merged forward and backward share
 # Without a loop over blocks XLA fuses more: their memory traffic and kernels relative to those above.
 UNROLLED_TRAFFIC, UNROLLED_KERNELS = 0.82, 0.6
 # A backward's memory traffic relative to the forward's, with what it recomputes besides matmuls; and the share of it that
-# overlaps its collectives.
+# overlaps its collectives, but with full recomputation.
 BACKWARD_TRAFFIC, HIDING_SHARE = 2.07, 0.4
 # Where a merged tick's collectives take as long as its matmuls and attention, their share that outlasts the kernels beside
 # each; nothing where they take half as long.
@@ -192,7 +193,8 @@ class Blocks(ExpertKernels):
     @functools.cached_property
     def _pairs(self) -> int:
         """Pairs of matmuls that communicate over `tensor`, besides experts' of several replicas."""
-        return self.model.matmul_pairs - (self.group_gather > 0) if self.parallel.tensor > 1 else 0
+        several = self.held > 0 and self.parallel.expert > 1
+        return self.model.matmul_pairs - several if self.parallel.tensor > 1 else 0
 
     @functools.cached_property
     def _forward_kernels(self) -> Work:
@@ -210,16 +212,18 @@ class Blocks(ExpertKernels):
         """Parts in which the matmuls of a tensor group run, so that their communication overlaps them."""
         return self.parallel.tensor if "tensor_overlap" in self.parallel.rings else 1
 
-    def _exposed(self, hidden: float) -> float:
-        """Exposed seconds of a pass's gathers and scatters, one for each matmul: all but `hidden`, or a ring's matmuls.
+    def _exposed(self, counts: Sequence[float], hidden: float) -> float:
+        """Exposed seconds of a pass's collectives of `PAIRS`: all but `hidden`, or a ring's matmuls.
 
         Of those of experts over several replicas nothing is hidden.
         """
-        one = self._collective
-        if self._parts == 1:
-            return max(0.0, 2 * self._pairs * one - hidden) + self.group_exchange
-        products = (self._product(product, "outputs") for product in self._products)
-        return sum(max(RING_EXPOSED * one, one - (1 - 1 / self._parts) * product) for product in products)
+        pairs, dense, experts = self.over_tensor(counts)
+        if self._parts == 1 or not dense:
+            return max(0.0, pairs - hidden) + experts
+        one, matmuls = self._collective, zip(self._products, self.model.matmuls, strict=True)
+        products = [self._product(own, "outputs") for own, costs in matmuls if costs.split and not own.experts]
+        rings = [max(RING_EXPOSED * one, one - (1 - 1 / self._parts) * product) for product in products]
+        return dense / one * sum(rings) / len(rings) + pairs - dense + experts
 
     @functools.cached_property
     def _input_kernels(self) -> Work:
@@ -278,8 +282,8 @@ class Blocks(ExpertKernels):
         """Seconds of gathering a block's weights over the replicas, with ZeRO-3; its gradients take twice as long."""
         if self.sharding.zero != 3:
             return 0.0
-        common, experts = block_parameters(self.run)
-        return self.over_replicas(common * self.item, experts * self.item) + self.rates.gap * (len(self._products) - 1)
+        gathers = (one for one in replica_sends(self.run, block_parameters(self.run), 1) if one.kind == GATHER)
+        return sum(map(self.seconds_of, gathers)) + self.rates.gap * (len(self._products) - 1)
 
     @functools.cached_property
     def forward(self) -> Work:
@@ -288,7 +292,7 @@ class Blocks(ExpertKernels):
         if not self.program.in_place:  # and a gather the weights' copies out of the stack
             copies = SLICE * sum(one.weights for one in self._products) / self.rates.memory
             hidden = 2 * self._collective, self._stash + copies
-        exposed = self._exposed(min(hidden))
+        exposed = self._exposed(self.sends.forward, min(hidden))
         communication = Work(
             tensor=exposed, context=self._around(0), expert=self.dispatched[0], data=SHARDED_FORWARD * self._sharded
         )
@@ -297,15 +301,15 @@ class Blocks(ExpertKernels):
 
     @functools.cached_property
     def input(self) -> Work:
-        """The gather and the scatter of each pair, of which elementwise work hides a part."""
-        exposed = self._exposed(
-            min(2 * self._collective, HIDING_SHARE * (self._input_kernels.traffic - self.expert_traffic(1).traffic))
-        )
-        if self.parallel.recompute == "full":
-            exposed += self._exposed(0.0)
+        """The gather and the scatter of each pair, of which elementwise work hides a part, and with full those repeated."""
+        full = self.parallel.recompute == "full"
+        hidden = HIDING_SHARE * (self._input_kernels.traffic - self.expert_traffic(1).traffic) * (not full)
+        exposed = self._exposed(self.sends.gradients, min(2 * self._collective, hidden))
+        if full:
+            exposed += self._exposed(self.sends.again + self.sends.sums, 0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
-        kept = kept_for_weights(self.run, self.item) if self.program.spec.split else 0
+        kept = kept_for_weights(self.run, self.item) if self.program.splits else 0
         communication = Work(
             tensor=exposed, context=self._around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )
@@ -313,16 +317,17 @@ class Blocks(ExpertKernels):
 
     @functools.cached_property
     def weight(self) -> Work:
-        """With sequence parallelism the inputs are gathered again, beside the matmuls."""
-        again = self._pairs * self._collective if self.parallel.sequence_parallel else 0.0
-        kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.spec.split else 0)
-        exposed = max(0.0, again - kernels.total) if self._parts == 1 else RING_EXPOSED * again
-        return kernels + Work(tensor=exposed + self.group_gather)
+        """What is gathered again, beside the matmuls; with full recomputation the input's gradient has it."""
+        again = self.sends.again * (self.parallel.recompute != "full") + self.sends.late * self.program.splits
+        pairs, _, experts = self.over_tensor(again)
+        kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.splits else 0)
+        exposed = max(0.0, pairs - kernels.total) if self._parts == 1 else RING_EXPOSED * pairs
+        return kernels + Work(tensor=exposed + experts)
 
     @functools.cached_property
     def backward(self) -> Work:
         """Matmuls of weights' gradients hide a collective of each pair; those of a block with a gated MLP come too late."""
-        early = self.latencies and not (self.program.spec.split or is_gated(self.model))
+        early = self.latencies and not (self.program.splits or is_gated(self.model))
         hidden = min(self.input.tensor, early * self._pairs * self._collective)
         return self.input + self.weight + Work(tensor=-hidden)
 
@@ -333,10 +338,12 @@ class Blocks(ExpertKernels):
         ratio = 1 + 1 + 4 / self.item
         data = SHARDED_MERGED * ratio * self._sharded
         shown = 1 - EXPERTS_HIDDEN[self.parallel.tensor == 1]
-        exposed = self._merged_exposed(kernels) + shown * (2 * self.group_exchange + self.group_gather)
+        sends = self.sends
+        all_of_them, _, experts = self.over_tensor(sends.forward + sends.gradients + sends.again + sends.sums)
+        exposed = self._merged_exposed(kernels, all_of_them) + shown * experts
         return kernels + Work(traffic=self._stash, tensor=exposed, expert=shown * sum(self.dispatched), data=data)
 
-    def _merged_exposed(self, kernels: Work) -> float:
+    def _merged_exposed(self, kernels: Work, all_of_them: float) -> float:
         """Seconds of a merged block's collectives that nothing overlaps, of two pairs of matmuls as of any number.
 
         They are at least what all of its matmuls and attention leave, which matters where a tensor group spans hosts, or
@@ -351,7 +358,6 @@ class Blocks(ExpertKernels):
             exposed += max(0.0, part.collectives * one - beside - part.products * second.total)
         if not (self.latencies or gated or full):
             exposed = max(exposed, UNTOLD * one)
-        all_of_them = (5 if self.parallel.sequence_parallel else 4) * self._pairs * one
         beside = kernels.matmul + kernels.attention
         here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
         listed = here and gated  # with every collective that is exposed where they take less time
@@ -364,8 +370,7 @@ class Blocks(ExpertKernels):
         XLA starts all of them before the first product, and so hides only the last of a forward; in a backward, which sends
         gradients too, about as many are exposed.
         """
-        ranks, heads = self.parallel.context, self.model.attention
-        if ranks == 1 or heads is None:
+        ranks, (_, elements) = self.parallel.context, context_sends(self.run)
+        if ranks == 1 or not elements:
             return 0.0
-        count = self.rows * heads.groups * heads.head_size / self.parallel.tensor * self.item
-        return (2 * (ranks - 1) - (1 - backward)) * self.send(count, "data", ranks)
+        return (2 * (ranks - 1) - (1 - backward)) * self.send(elements * self.item, "data", ranks)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
+from megajax.estimate.communication import Sent
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE, Sharding, rows_of
 from megajax.estimate.rates import devices_here, in_a_host, rates_of
@@ -13,7 +14,7 @@ from megajax.pipeline.program import StepProgram
 
 __all__ = ["Kernels", "Work"]
 
-# Of the collectives of activations, and of ZeRO's, half are of each of these kinds.
+# Of the collectives of activations half are of each of these kinds.
 RING = ("all-gather", "reduce-scatter")
 
 
@@ -100,14 +101,11 @@ class Kernels:
         flops = 2 * rows * inner * columns
         return max(flops / self.rates.matmul_rate(flops) / faster, moved / self.rates.memory)
 
-    def ring(self, count: float, group: int, axis: str, apart: int = 1) -> float:
-        """Seconds of an all-gather or a reduce-scatter of `count` bytes in all, their mean; an all-reduce is both.
-
-        The group has every `apart`-th device along the axis.
-        """
+    def ring(self, count: float, group: int, axis: str) -> float:
+        """Seconds of an all-gather or a reduce-scatter of `count` bytes in all, their mean; an all-reduce is both."""
         if group == 1 or not count:
             return 0.0
-        here = devices_here(self.parallel, self.gpu.host_size, group, axis, apart)
+        here = devices_here(self.parallel, self.gpu.host_size, group, axis)
         sent = count * (group - 1) / group
         kinds = RING if self.rates.links else RING[:1]  # without measured links they are equal
         return sum(self.rates.collective(kind, sent, group, here) for kind in kinds) / len(kinds)
@@ -122,11 +120,13 @@ class Kernels:
         """Seconds of an all-to-all in which a device sends `part` bytes to each other one of its group."""
         return self.rates.all_to_all(part, group, devices_here(self.parallel, self.gpu.host_size, group, axis))
 
-    def over_replicas(self, common: float, experts: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter over the replicas that hold them: of experts there are fewer."""
-        degree = self.parallel.expert
-        of_experts = self.ring(experts, self.replicas // degree, "data", apart=degree)
-        return self.ring(common, self.replicas, "data") + of_experts
+    def seconds_of(self, one: Sent) -> float:
+        """Of a collective over replicas or stages; over both its group has all devices with equal ranks on `tensor`."""
+        parallel, host, (axis, *others) = self.parallel, self.gpu.host_size, one.axis.split(" and ")
+        here = devices_here(parallel, host, one.devices, axis, one.apart)
+        if others:
+            here = max(1, min(one.devices, host // devices_here(parallel, host, parallel.tensor, "tensor")))
+        return self.rates.collective(one.kind, one.each, one.devices, here)
 
     def send(self, count: float, axis: str, ranks: int) -> float:
         """Seconds in which each rank sends `count` bytes to its neighbour on the mesh axis."""

@@ -9,9 +9,10 @@ import functools
 import operator
 
 from megajax.config import RunConfig, padded_vocabulary
+from megajax.estimate.communication import step_sends
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import rank_parameters, sharded_parameters, shared_parameters
+from megajax.estimate.memory import rank_parameters, sharded_parameters
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.schedules.simulate import Costs
@@ -124,7 +125,7 @@ class Program(Kernels):
             return self.traffic(4 * self.residual, TICK) * passes
         ticks = passes * (1 if self.program.paired else 3)
         work = self.traffic(9 * self.residual, TICK) * ticks + Work(waits=self._waits * self.rates.synchronisation)
-        routes = 4 if self.program.spec.placement == "v" else 2
+        routes = 4 if self.program.placement == "v" else 2
         one = routes * self.send(self.residual, "pipe", self.parallel.pipe)
         exposed_ticks = self.program.merged_ticks if self.program.paired else ticks
         with_ends = min(exposed_ticks, microbatches * (1 if self.program.paired else 2))
@@ -139,27 +140,22 @@ class Program(Kernels):
         if not self.program.in_place:
             return 0.0
         if not self.program.paired:
-            return 3 * self.program.passes * (4 if self.program.spec.split else 3)
+            return 3 * self.program.passes * (4 if self.program.splits else 3)
         several = 2 if self.parallel.chunks > 1 else 0
         return self.program.merged_ticks * several + (self.program.passes - self.program.merged_ticks) * 6
 
     @functools.cached_property
     def once(self) -> Work:
         """The work done once in a step, after the last tick."""
-        run, parallel, model = self.run, self.parallel, self.model
-        shared = shared_parameters(model, parallel.tensor, parallel.pipe, self.sharding)
+        run, parallel = self.run, self.parallel
         held, zero = rank_parameters(run, self.sharding), self.sharding.zero
         state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.program.unrolls or parallel.offload_activations)
         kept = sum(kind.kept * slots for kind, slots in self.kinds)
         stash = self.program.slots.stash * kept if in_memory else 0
         moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
-        common, experts = (shared, 0) if zero == 3 else held  # it has scattered the blocks' gradients
-        over_data = self.over_replicas(common * 4, experts * 4)
-        over_data += self.over_replicas(common * self.item, experts * self.item) if zero else over_data
-        rest = shared - (self._table * model.vocabulary_width if self.sharding.vocabulary_over_pipe else 0)
-        over_pipe = self.all_reduce(4 * rest / (self.replicas if zero else 1), parallel.pipe, "pipe")
-        return self.traffic(moved, STEP) + Work(data=over_data, pipe=over_pipe)
+        sent = [Work(**{one.axis.split()[0]: self.seconds_of(one)}) for one in step_sends(run)]
+        return sum(sent, self.traffic(moved, STEP))
 
     @functools.cached_property
     def parts(self) -> Work:

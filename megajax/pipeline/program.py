@@ -115,10 +115,14 @@ class StepProgram:
         return self.schedule.paired if self.spec.paired is None else self.spec.paired
 
     @functools.cached_property
+    def splits(self) -> bool:
+        """Whether backwards are split into I and W, all or some of them."""
+        return self.schedule.split if self.spec.split is None else self.spec.split
+
+    @functools.cached_property
     def layers(self) -> StageLayers:
         """The layers of each stage, with their kinds; the table is made where only it has the placement of the stages."""
-        placement = self.spec.placement or self.schedule.placement
-        return self.run.parallel.stage_layers(self.run.model.layers, placement, self.kinds)
+        return self.run.parallel.stage_layers(self.run.model.layers, self.placement, self.kinds)
 
     @property
     def kinds(self) -> tuple[str, ...] | None:
@@ -180,7 +184,7 @@ class StepProgram:
     @functools.cached_property
     def split_backwards(self) -> float:
         """The part of a rank's backwards that run as I and W, a mean over ranks: not those that overlap a forward."""
-        if not (self.schedule.split if self.spec.split is None else self.spec.split):
+        if not self.splits:
             return 0.0
         overlapping = sum(self.schedule.overlaps(works) for tick in self.schedule.ticks for works in tick)
         return 1 - overlapping / OVERLAP_PARTS / (self.schedule.stages * self.passes)

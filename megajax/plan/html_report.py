@@ -93,7 +93,7 @@ def _schedule(best: Candidate) -> str:
     if best.run.parallel.pipe == 1:
         return "<p>The first layout has no pipeline.</p>\n"
     caption, picture = _timeline(best)
-    operations = "FIW" if StepProgram.of(best.run).spec.split else "FB"
+    operations = "FIW" if StepProgram.of(best.run).splits else "FB"
     key = _key({NAMES[op]: SHADES[op][0] for op in operations} | {"idle": "var(--idle)"})
     return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>\n{key}"
 

@@ -51,12 +51,13 @@ def compare(given: Options, runs: Sequence[RunConfig], devices: Sequence) -> int
     """Compares, or records; prints the result and returns the exit code."""
     from megajax.verify import record_file, report
     from megajax.verify.certify import LiveReference, RecordedReference, certify, record
+    from megajax.verify.programs import differences, facts
 
     sides = [prepare(run, devices, given) for run in runs]
     replay, batches, start = sides[-1]
     check_length(given, replay.run, start.progress)
     if given.record:
-        header = record_file.header_of(replay.run, given.a.words, start.progress.step)
+        header = record_file.header_of(replay.training.program, given.a.words, start.progress.step)
         reference = LiveReference(replay, batches, start)
         record_file.save(given.record, record(reference, given.steps, start.progress, header))
         print(f"written: {given.record}, {given.steps} steps of {given.a.words or 'the default layout'}")
@@ -65,10 +66,17 @@ def compare(given: Options, runs: Sequence[RunConfig], devices: Sequence) -> int
         stored = record_file.load(given.against)
         record_file.check(stored, replay.run, given.steps, start.progress, given.against)
         reference, shown = RecordedReference(stored), f"{stored.header['layout']} ({stored.describe()})"
+        program = stored.header.get("program")
     else:
         reference, shown = LiveReference(*sides[0], exact=given.deterministic), given.a.words
+        program = facts(sides[0][0].training.program)
+    programs = differences(program, facts(replay.training.program)) if program else []
+    layouts = shown, given.b.words
+    if not given.json:
+        print(report.header(layouts, programs), flush=True)
     verdict = certify(reference, replay, batches, given.steps, start)
-    print((report.to_json if given.json else report.text)(verdict, (shown, given.b.words), reference.exact))
+    exact = reference.exact
+    print(report.to_json(verdict, layouts, exact, programs) if given.json else report.text(verdict, exact))
     return 0 if verdict.difference is None else 1
 
 

@@ -18,7 +18,9 @@ import megajax
 from megajax.checkpoint.metadata import Progress
 from megajax.config import ConfigError, RunConfig
 from megajax.config.compare import stored_differences
+from megajax.pipeline.program import StepProgram
 from megajax.schedules.paths import tell_replaced
+from megajax.verify.programs import facts
 from megajax.verify.replay import StepRecord
 
 FORMAT = 1
@@ -32,7 +34,8 @@ class Reference:
     """What the second layout is compared with.
 
     Attributes:
-      header: "megajax", "jax" and "layout" (texts), "config" (of the run), "first" (number of the step before the first).
+      header: "megajax", "jax" and "layout" (texts), "config" (of the run), "first" (number of the step before the first),
+        and "program" (`programs.facts`), which older files have not.
       start: sketches of the state before the first step, by name.
       steps: the records.
       tolerances: by step, then by key (`compare.tolerances_of`).
@@ -50,11 +53,12 @@ class Reference:
         return f"{versions}, steps {first + 1} to {first + count}"
 
 
-def header_of(run: RunConfig, layout: str, first: int) -> dict[str, Any]:
-    """The header of a record of `run`, whose options of the layout were `layout`."""
-    config = {name: dataclasses.asdict(getattr(run, name)) for name in COMPARED}
+def header_of(program: StepProgram, layout: str, first: int) -> dict[str, Any]:
+    """The header of a record of a run's program, whose options of the layout were `layout`."""
+    config = {name: dataclasses.asdict(getattr(program.run, name)) for name in COMPARED}
     versions = {"megajax": megajax.__version__, "jax": jax.__version__}
-    return {"format": FORMAT, **versions, "layout": layout, "config": config, "first": first}
+    of_run = {"layout": layout, "config": config, "first": first, "program": facts(program)}
+    return {"format": FORMAT, **versions, **of_run}
 
 
 def save(path: str, reference: Reference) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megajax.verify.certify import Verdict
 from megajax.verify.compare import PARTS, quotient
+from megajax.verify.programs import ProgramDifference
 
 COLUMNS = {
     "outputs": "block outputs",
@@ -51,11 +52,21 @@ def table(verdict: Verdict) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def text(verdict: Verdict, layouts: Sequence[str], exact: bool) -> str:
+def header(layouts: Sequence[str], programs: Sequence[ProgramDifference]) -> str:
+    """The two layouts, and what differs between their programs; printed before a step runs."""
+    lines = [f"a  {layouts[0]}", f"b  {layouts[1]}", ""]
+    if programs:
+        rows = [("program", "a", "b"), *(one.cells for one in programs)]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines += [*(f"{name.ljust(widths[0])}  {a.ljust(widths[1])}  {b}" for name, a, b in rows), ""]
+    return "\n".join(lines)
+
+
+def text(verdict: Verdict, exact: bool) -> str:
     """The table, the verdict and what is known of the difference."""
-    lines = [f"a  {layouts[0]}", f"b  {layouts[1]}"]
+    lines = []
     if verdict.rows:
-        lines += ["", *table(verdict), ""]
+        lines += [*table(verdict), ""]
     lines.append(verdict_line(verdict, exact))
     lines += [f"         {line}" for line in verdict.details]
     if verdict.difference and verdict.difference.others:
@@ -63,8 +74,8 @@ def text(verdict: Verdict, layouts: Sequence[str], exact: bool) -> str:
     return "\n".join(lines)
 
 
-def to_json(verdict: Verdict, layouts: Sequence[str], exact: bool) -> str:
-    """The same as a JSON object."""
+def to_json(verdict: Verdict, layouts: Sequence[str], exact: bool, programs: Sequence[ProgramDifference]) -> str:
+    """All of it as a JSON object."""
     first: dict[str, Any] | None = None
     if difference := verdict.difference:
         first = {
@@ -99,6 +110,7 @@ def to_json(verdict: Verdict, layouts: Sequence[str], exact: bool) -> str:
             "a": layouts[0],
             "b": layouts[1],
             "exact": exact,
+            "programs": {one.name: {"a": one.a, "b": one.b} for one in programs},
             "first_difference": first,
             "steps": steps,
         },

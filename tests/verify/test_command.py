@@ -98,7 +98,7 @@ def test_a_recorded_reference_finds_the_same(tmp_path):
     """The file stands for the layout that wrote it; an error is named as with both layouts, but for what needs arrays."""
     path = str(tmp_path / "a.npz")
     live = LiveReference(planted.reference_replay(), planted.Vectors())
-    header = record_file.header_of(live.replay.run, "", 0)
+    header = record_file.header_of(live.replay.training.program, "", 0)
     record_file.save(path, record(live, 3, Progress(), header))
     stored = RecordedReference(record_file.load(path))
     run = planted.make_run(data=2, pipe=2, schedule="1f1b")
@@ -142,6 +142,7 @@ def test_the_command_from_a_checkpoint(tmp_path, capsys):
     assert command.main(["--a", a, "--b", b, *both, "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["equal"] and [row["step"] for row in verdict["steps"]] == [3, 4]
+    assert verdict["programs"]["schedule"]["b"]["name"] == "zb_h1" and "over data" in verdict["programs"]
     path = str(tmp_path / "a.npz")
     assert command.main(["--record", path, "--a", a, *both]) == 0
     assert command.main(["--against", path, "--b", b, *both, "--", "--learning-rate", "0.5"]) == 2

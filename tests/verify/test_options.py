@@ -9,9 +9,11 @@ import pytest
 
 from megajax.checkpoint.metadata import Progress
 from megajax.config import ConfigError
+from megajax.pipeline.program import StepProgram
 from megajax.verify import __main__ as command
 from megajax.verify import compare, options, record_file, report
 from megajax.verify.certify import StepRow, Verdict
+from megajax.verify.programs import differences, facts
 from megajax.verify.replay import Replay, StepRecord
 from megajax.verify.sketch import WIDTH, sketch
 from tests import small
@@ -174,7 +176,7 @@ def test_updates_that_are_rounded_otherwise_are_equal():
 def test_a_record_file_is_read_as_it_was_written(tmp_path):
     run, path = planted.make_run(data=2), str(tmp_path / "a.npz")
     reference = record_file.Reference(
-        record_file.header_of(run, "--data 2", 7),
+        record_file.header_of(StepProgram.of(run), "--data 2", 7),
         {"params/w": np.ones((2, WIDTH), np.float32)},
         [make_record()],
         [{"": 1e-5}],
@@ -185,6 +187,7 @@ def test_a_record_file_is_read_as_it_was_written(tmp_path):
     entries = compare.entries_of_step(read.steps[0], make_record())
     assert compare.first_difference(1, entries, compare.EXACT) is None
     np.testing.assert_array_equal(read.start["params/w"], reference.start["params/w"])
+    assert differences(read.header["program"], facts(StepProgram.of(run))) == []
     record_file.check(read, planted.make_run(pipe=2), 1, Progress(7), path)
     other = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=1))
     for arguments, match in [
@@ -212,10 +215,14 @@ def test_the_verdict_as_text_and_json():
     difference = compare.first_difference(2, entries, tolerances)
     row = StepRow(2, (2.0, float("nan")), compare.largest(entries, tolerances))
     verdict = Verdict([row], difference, ["layer 1 is on pipe rank 1"])
-    text = report.text(verdict, ("--data 2", "--pipe 2"), exact=False)
+    text = report.text(verdict, exact=False)
     assert "\ndiffers: step 2: the output of layer 1 differs by " in text and "layer 1 is on pipe rank 1" in text
-    stored = json.loads(report.to_json(verdict, ("--data 2", "--pipe 2"), exact=False))
+    programs = differences(*(facts(StepProgram.of(planted.make_run(data=data))) for data in (1, 2)))
+    header = report.header(("--data 1", "--data 2"), programs)
+    assert header.startswith("a  --data 1\nb  --data 2\n\nprogram ") and header.count("\n") == 3 + len(programs) + 1
+    stored = json.loads(report.to_json(verdict, ("--data 2", "--pipe 2"), False, programs))
+    assert stored["programs"]["parameters"]["b"]["replicas"] == 2
     assert stored["equal"] is False and stored["first_difference"]["layer"] == 1
     assert stored["first_difference"]["samples"] == [3] and stored["steps"][0]["loss"] == [2.0, "nan"]
     same = dataclasses.replace(verdict, difference=None, details=[])
-    assert "equal: every bit of step 2 is the same" in report.text(same, ("", ""), exact=True)
+    assert "equal: every bit of step 2 is the same" in report.text(same, exact=True)
