@@ -101,7 +101,7 @@ HUGGING_FACE: dict[str, Entry] = {
     "--ddp_backend": ("", "not needed: XLA uses NCCL on GPUs, and Gloo on CPUs"),
     "--local_rank": ("--process-id", "with --coordinator and --processes; under srun and mpirun none is needed"),
     "--trust_remote_code": ("", "not supported: no code that comes with a model is run"),
-    "--hub_token": ("", "not needed: nothing is downloaded or pushed"),
+    "--hub_token": ("", "HF_TOKEN in the environment, as for huggingface_hub; nothing is pushed"),
     "--hub_model_id": ("", "not supported: megajax export writes a directory that can be pushed"),
     "--push_to_hub": ("", "not supported: megajax export writes a directory that can be pushed"),
     "--label_smoothing_factor": ("", NOT_SUPPORTED),
