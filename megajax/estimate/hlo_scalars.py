@@ -1,0 +1,380 @@
+"""Evaluates integer and boolean operations of an HLO module on all ranks at once.
+
+A value has an axis of ranks before its own. Where it is not known, because it depends on data, a rank has a label instead:
+two ranks with one label have the same value, since they computed it in the same way from the same inputs.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.estimate.hlo_parser import ARRAY, Line, numbers
+
+BITS = (8, 16, 32, 64)
+TYPES = {"pred": "?"} | {f"s{bits}": f"i{bits // 8}" for bits in BITS} | {f"u{bits}": f"u{bits // 8}" for bits in BITS}
+LARGEST = 1 << 22  # elements of an array of integers that is evaluated
+LAYOUT = re.compile(r"\]\{([\d,]*)")
+SLICE = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
+ATTRIBUTES = re.compile(r", metadata=.*| ?/\*index=\d+\*/")
+REDUCTIONS = {"add": np.add, "minimum": np.minimum, "maximum": np.maximum, "and": np.logical_and, "or": np.logical_or}
+MOVES = ("broadcast", "reshape", "bitcast", "copy", "slice", "transpose", "reverse", "dynamic-slice")
+COMPARISONS = dict(EQ=np.equal, NE=np.not_equal, LT=np.less, LE=np.less_equal, GT=np.greater, GE=np.greater_equal)
+
+
+class Value(NamedTuple):
+    """An array on all ranks.
+
+    Attributes:
+      array: [1 or ranks, *shape]; None if no rank's is known.
+      labels: [ranks], -1 where the array is known; None if it is on all ranks.
+      most: an upper bound of the elements that are not known; None: none is known.
+    """
+
+    array: np.ndarray | None
+    labels: np.ndarray | None = None
+    most: int | None = None
+
+
+class Labels:
+    """Labels of unknown values: one number for each way to compute one; `reasons` tells why it is not known."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.reasons: dict[int, str] = {}
+        self._numbers: dict[tuple, int] = {}
+        self._serial = itertools.count()
+
+    def differing(self, reason: str) -> Value:
+        """A value that may differ from rank to rank."""
+        return self._value([("own", next(self._serial), rank) for rank in range(self.ranks)], [reason] * self.ranks)
+
+    def common(self, key: str, reason: str) -> Value:
+        """A value that all ranks share."""
+        return self._value([("common", key)] * self.ranks, [reason] * self.ranks)
+
+    def shared_by(self, groups: Sequence[Sequence[int]], reason: str, key: object, operand: Value | None) -> Value:
+        """The result of a collective that gives all members of a group the same: a function of all members' operands."""
+        serial = next(self._serial)
+        rows: list[tuple] = [("own", serial, rank) for rank in range(self.ranks)]
+        operands = None if operand is None else self.numbers_of(operand)
+        for number, group in enumerate(groups):
+            row = ("group", serial, number) if operands is None else ("group", key, *operands[list(group)])
+            for rank in group:
+                rows[rank] = row
+        return self._value(rows, [reason] * self.ranks)
+
+    def computed(self, key: object, operands: Sequence[Value]) -> Value:
+        """A deterministic function, named by `key`, of operands of which some are not known."""
+        columns = [self.numbers_of(operand) for operand in operands]
+        rows = [(key, *row) for row in zip(*columns, strict=True)] if columns else [(key,)] * self.ranks
+        unknown = [operand.labels for operand in operands if operand.labels is not None]
+        reasons = [
+            next(
+                (self.reasons[label[rank]] for label in unknown if label[rank] >= 0), "a number that is not an integer"
+            )
+            for rank in range(self.ranks)
+        ]
+        return self._value(rows, reasons)
+
+    def explain(self, value: Value, reason: str) -> None:
+        """Gives the reason why a value is not known, instead of an earlier one."""
+        self.reasons.update(dict.fromkeys(value.labels.tolist(), reason))
+
+    def numbers_of(self, value: Value) -> np.ndarray:
+        """[ranks] labels, of known values too."""
+        if value.array is None:
+            return value.labels
+        rows = value.array.reshape(len(value.array), -1)
+        known = np.array([self._number(("known", rows.dtype.str, row.tobytes())) for row in rows])
+        known = np.broadcast_to(known, self.ranks)
+        return known if value.labels is None else np.where(value.labels < 0, known, value.labels)
+
+    def _value(self, rows: Sequence[tuple], reasons: Sequence[str]) -> Value:
+        labels = [self._number(row) for row in rows]
+        for label, reason in zip(labels, reasons, strict=True):
+            self.reasons.setdefault(label, reason)
+        return Value(None, np.array(labels))
+
+    def _number(self, row: tuple) -> int:
+        return self._numbers.setdefault(row, len(self._numbers))
+
+    def chosen(self, ranks: np.ndarray, new: Value, old: Value) -> Value:
+        """`new` on these ranks (a mask), `old` on the others."""
+        if ranks.all():
+            return new
+        array = new.array if old.array is None else old.array
+        if new.array is not None and old.array is not None:
+            array = np.where(ranks.reshape(-1, *[1] * (new.array.ndim - 1)), new.array, old.array)
+        if new.labels is None and old.labels is None:
+            return Value(array)
+        known = np.full(self.ranks, -1)
+        labels = np.where(
+            ranks, known if new.labels is None else new.labels, known if old.labels is None else old.labels
+        )
+        return Value(array, labels if (labels >= 0).any() else None)
+
+
+def shape_of(type_: str) -> tuple[str, tuple[int, ...]]:
+    """Element type and sizes."""
+    found = ARRAY.search(type_)
+    return found[1], numbers(found[2])
+
+
+def is_evaluated(type_: str) -> bool:
+    """Whether values of this type are evaluated, or have a label for how they were computed: integers, and one number."""
+    if type_.startswith("(") or not (found := ARRAY.match(type_)):
+        return False
+    size = math.prod(numbers(found[2]))
+    return size == 1 or (found[1] in TYPES and size <= LARGEST)
+
+
+def attribute(line: Line, name: str) -> str | None:
+    """The text of an attribute, without its braces."""
+    found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", line.rest)
+    return (found[1] if found[1] is not None else found[2]) if found else None
+
+
+def key_of(line: Line) -> str:
+    """What an operation computes of its operands."""
+    return f"{line.op} {line.type} {re.sub(r'%[^,)]*', '', ATTRIBUTES.sub('', line.rest))}"
+
+
+def constant(line: Line) -> Value | None:
+    """An integer or boolean constant; None if it is another one, or its elements are not in the text."""
+    kind, shape = shape_of(line.type)
+    body = ATTRIBUTES.sub("", line.rest)
+    if kind not in TYPES or "..." in body:
+        return None
+    words = re.findall(r"-?\d+|true|false", body[: body.rindex(")")])
+    array = np.array([{"true": 1, "false": 0}.get(word) if word[0] in "tf" else int(word) for word in words], object)
+    return Value(array.astype(TYPES[kind]).reshape(1, *shape))
+
+
+def bound(line: Line, operands: Sequence[Value]) -> int | None:
+    """An upper bound of the elements of a result that is not known: that of a shift, and of what moves elements."""
+    kind, _ = shape_of(line.type)
+    if line.op in MOVES:
+        return operands[0].most
+    if line.op == "shift-right-logical" and kind.startswith("u") and is_known(operands[1]):
+        by = int(operands[1].array.min())
+        return (1 << int(kind[1:])) - 1 >> by
+    return None
+
+
+def decided(line: Line, operands: Sequence[Value]) -> Value | None:
+    """A comparison for equality that the bound of an operand decides (`pipeline.loops.wait_for`)."""
+    if line.op != "compare" or attribute(line, "direction") not in ("EQ", "NE"):
+        return None
+    for one, other in (operands, operands[::-1]):
+        if one.most is not None and is_known(other) and other.array.min() > one.most:
+            return Value(np.full((1, *shape_of(line.type)[1]), attribute(line, "direction") == "NE"))
+    return None
+
+
+def is_known(value: Value) -> bool:
+    """Whether it is on all ranks."""
+    return value.labels is None
+
+
+def evaluate(line: Line, operands: Sequence[np.ndarray], reduction: str = "") -> np.ndarray | None:
+    """The result on arrays with an axis of ranks before their own; None if the operation is not one that is known.
+
+    `reduction`: the opcode that a reduce applies.
+    """
+    kind, shape = shape_of(line.type)
+    if kind not in TYPES:
+        return None
+    with np.errstate(all="ignore"):
+        if line.op in ELEMENTWISE:
+            return ELEMENTWISE[line.op](*operands).astype(TYPES[kind], copy=False)
+        if line.op == "compare":
+            return COMPARISONS[attribute(line, "direction")](*operands)
+        if line.op == "select":
+            return np.where(*_expanded(operands, len(shape)))
+        if line.op == "clamp":
+            low, x, high = _expanded(operands, len(shape))
+            return np.minimum(np.maximum(x, low), high)
+        if line.op == "convert":
+            return operands[0].astype(TYPES[kind])
+        if line.op in ("reduce", "reduce-window") and reduction in REDUCTIONS and len(operands) == 2:
+            return (_reduce if line.op == "reduce" else _reduce_window)(line, *operands, REDUCTIONS[reduction])
+        if line.op in STRUCTURAL:
+            result = STRUCTURAL[line.op](line, operands, shape)
+            same_type = result is not None and result.dtype == np.dtype(TYPES[kind])
+            return result if same_type else None
+    return None
+
+
+def _expanded(operands: Sequence[np.ndarray], rank: int) -> list[np.ndarray]:
+    """Scalars with as many axes as the others."""
+    return [one.reshape(len(one), *[1] * rank) if one.ndim == 1 else one for one in operands]
+
+
+def _shift(function):
+    def shift(x, by):
+        bits = 8 * x.dtype.itemsize
+        valid = (by >= 0) & (by < bits) if by.dtype.kind == "i" else by < bits
+        return np.where(valid, function(x, np.where(valid, by, 0).astype(x.dtype)), 0)
+
+    return shift
+
+
+def _logical_right(x, by):
+    unsigned = x.view(f"u{x.dtype.itemsize}")
+    return (unsigned >> by.astype(unsigned.dtype)).view(x.dtype)
+
+
+def _divide(x, y):
+    """Rounds to zero, as C."""
+    y = np.where(y == 0, 1, y)
+    quotient = np.abs(x) // np.abs(y)
+    return np.where((x < 0) != (y < 0), -quotient, quotient).astype(x.dtype)
+
+
+def _invert(x):
+    return np.logical_not(x) if x.dtype == bool else np.invert(x)
+
+
+def _negate(x):
+    return (0 - x).astype(x.dtype)
+
+
+ELEMENTWISE = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": _divide,
+    "remainder": lambda x, y: x - _divide(x, y) * y,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": _invert,
+    "negate": _negate,
+    "abs": np.abs,
+    "sign": np.sign,
+    "shift-left": _shift(np.left_shift),
+    "shift-right-logical": _shift(_logical_right),
+    "copy": lambda x: x,
+}
+
+
+def _broadcast(line: Line, operands, shape):
+    x, axes = operands[0], numbers(attribute(line, "dimensions") or "")
+    sizes = [1] * len(shape)
+    for axis, size in zip(axes, x.shape[1:], strict=True):
+        sizes[axis] = size
+    return np.broadcast_to(x.reshape(len(x), *sizes), (len(x), *shape))
+
+
+def _bitcast(line: Line, operands, shape):
+    """The same elements in memory order; the operand's layout is that of its type, row-major if it is not given."""
+    order = numbers(LAYOUT.search(line.type)[1]) if LAYOUT.search(line.type) else tuple(range(len(shape)))[::-1]
+    major = order[::-1]  # axes from the slowest to the fastest
+    flat = operands[0].reshape(len(operands[0]), *(shape[axis] for axis in major))
+    return np.moveaxis(flat, range(1, 1 + len(major)), [1 + axis for axis in major])
+
+
+def _slice(line: Line, operands, shape):
+    parts = SLICE.findall(re.search(r"slice=\{([^}]*)\}", line.rest)[1])
+    return operands[0][(slice(None), *(slice(int(a), int(b), int(c or 1)) for a, b, c in parts))]
+
+
+def _window(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Indices of a window of these sizes; starts are clamped, as XLA's are."""
+    ranks = max(map(len, (x, *starts)))
+    indices = [np.arange(len(x)).reshape(-1, *[1] * len(sizes))]
+    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        first = np.clip(start.astype(np.int64), 0, x.shape[1 + axis] - size)
+        along = first[:, None] + np.arange(size)
+        indices.append(along.reshape(len(start), *[1] * axis, size, *[1] * (len(sizes) - axis - 1)))
+    return tuple(np.broadcast_to(one, (ranks, *sizes)) for one in indices)
+
+
+def _dynamic_slice(line: Line, operands, shape):
+    x, *starts = operands
+    return x[_window(x, starts, shape)]
+
+
+def _dynamic_update_slice(line: Line, operands, shape):
+    x, update, *starts = operands
+    ranks = max(map(len, operands))
+    x = np.array(np.broadcast_to(x, (ranks, *shape)))
+    x[_window(x, starts, update.shape[1:])] = update
+    return x
+
+
+def _concatenate(line: Line, operands, shape):
+    ranks = max(map(len, operands))
+    return np.concatenate(
+        [np.broadcast_to(x, (ranks, *x.shape[1:])) for x in operands], 1 + int(attribute(line, "dimensions"))
+    )
+
+
+def _iota(line: Line, operands, shape):
+    axis = int(attribute(line, "iota_dimension") or 0)
+    along = np.arange(shape[axis] if shape else 1).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return np.broadcast_to(along, shape)[None].astype(TYPES[shape_of(line.type)[0]])
+
+
+def _pad(line: Line, operands, shape):
+    x, value = operands
+    ranks = max(len(x), len(value))
+    padded = np.array(np.broadcast_to(value.reshape(len(value), *[1] * len(shape)), (ranks, *shape)))
+    edges = [tuple(map(int, one.split("_"))) for one in re.search(r"padding=([\w\-]+)", line.rest)[1].split("x")]
+    if any(min(edge[:2]) < 0 or len(edge) > 2 for edge in edges):
+        return None
+    padded[(slice(None), *(slice(low, size - high) for (low, high), size in zip(edges, shape, strict=True)))] = x
+    return padded
+
+
+def _reduce(line: Line, x, start, function):
+    axes = tuple(1 + axis for axis in numbers(attribute(line, "dimensions") or ""))
+    reduced = function.reduce(x, axes, dtype=x.dtype)
+    return function(reduced, start.reshape(len(start), *[1] * (reduced.ndim - 1)))
+
+
+def _reduce_window(line: Line, x, start, function):
+    """Without dilation."""
+    window = dict(word.split("=") for word in attribute(line, "window").split())
+    if window.keys() - {"size", "stride", "pad"} or (start != start[:1]).any():
+        return None
+    sizes = [int(size) for size in window["size"].split("x")]
+    strides = [int(stride) for stride in window.get("stride", "x".join("1" * len(sizes))).split("x")]
+    edges = [
+        [int(edge) for edge in one.split("_")] for one in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")
+    ]
+    padded = np.pad(x, [(0, 0), *edges], constant_values=start.flat[0])
+    views = np.lib.stride_tricks.sliding_window_view(padded, sizes, tuple(range(1, x.ndim)))
+    chosen = views[(slice(None), *(slice(None, None, stride) for stride in strides))]
+    return function(function.reduce(chosen, tuple(range(x.ndim, chosen.ndim)), dtype=x.dtype), start.flat[0])
+
+
+STRUCTURAL = {
+    "broadcast": _broadcast,
+    "reshape": lambda line, operands, shape: operands[0].reshape(len(operands[0]), *shape),
+    "bitcast": _bitcast,
+    "transpose": lambda line, operands, shape: np.transpose(
+        operands[0], (0, *(1 + axis for axis in numbers(attribute(line, "dimensions"))))
+    ),
+    "reverse": lambda line, operands, shape: np.flip(
+        operands[0], [1 + axis for axis in numbers(attribute(line, "dimensions"))]
+    ),
+    "slice": _slice,
+    "dynamic-slice": _dynamic_slice,
+    "dynamic-update-slice": _dynamic_update_slice,
+    "concatenate": _concatenate,
+    "iota": _iota,
+    "pad": _pad,
+}
+
+
+def in_memory_order(x: np.ndarray, type_: str) -> np.ndarray:
+    """A bitcast's operand with its axes from the slowest to the fastest in memory."""
+    layout = LAYOUT.search(type_)
+    return np.transpose(x, (0, *(1 + axis for axis in numbers(layout[1])[::-1]))) if layout else x
