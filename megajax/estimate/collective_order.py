@@ -59,6 +59,8 @@ class Verdict:
         if self.unknown:
             return "collectives: cannot tell whether their order is consistent: " + "\n  ".join(self.unknown)
         count = f"{self.most:,}" if self.fewest == self.most else f"{self.fewest:,} to {self.most:,}"
+        if self.shared:
+            count += f" ({self.shared} in branches that depend on data, the same on all members)"
         where = f"all {self.ranks:,} ranks" if self.ranks > 1 else "1 rank"
         return f"collectives: {count} a rank, order consistent on {where}, no deadlock{self.assumed}"
 
@@ -241,19 +243,36 @@ class _Execution:
         for rank, (trace, position) in enumerate(zip(self.traces, self.positions, strict=True)):
             if position < len(trace):
                 stuck[trace[position][0]].append(rank)
+        late = {number: self._late(number, ranks) for number, ranks in stuck.items()}
+        at = {rank: number for number, ranks in stuck.items() for rank in ranks}
+        after = {number: {at.get(rank, -1) for rank in ranks} for number, ranks in late.items()}
+
+        def is_cause(number: int) -> bool:
+            """Whether those that it waits for have ended, or wait for it; others wait for such ones."""
+            seen, queue = set(), [number]
+            while queue:
+                following = after.get(queue.pop(), set()) - seen
+                seen |= following
+                queue += following
+            return number in seen or -1 in after[number]
+
         how = " with asynchronous starts" if self.asynchronous else ""
-        found = []
-        for number, ranks in list(stuck.items())[:SHOWN]:
-            late = sorted(
-                {
-                    other
-                    for rank in ranks
-                    for other in self.needs[number][rank]
-                    if self.posted[other][number] < self.posted[rank][number]
-                }
-            )
-            found.append(f"{named(ranks)} wait{how} at {describe(lines[number])} for {self._states(late, lines)}")
-        return found
+        return [
+            f"{named(stuck[number])} {'wait' if len(stuck[number]) > 1 else 'waits'}{how} at {describe(lines[number])} "
+            f"for {self._states(late[number], lines)}"
+            for number in sorted(stuck, key=is_cause, reverse=True)
+        ]
+
+    def _late(self, line: int, ranks: Sequence[int]) -> list[int]:
+        """The members of these ranks' groups that have not come to the collective as often."""
+        return sorted(
+            {
+                other
+                for rank in ranks
+                for other in self.needs[line][rank]
+                if self.posted[other][line] < self.posted[rank][line]
+            }
+        )
 
     def _states(self, ranks: Sequence[int], lines: Sequence[Line]) -> str:
         """What these ranks do: they wait elsewhere, or have ended."""

@@ -260,6 +260,7 @@ ELEMENTWISE = {
     "sign": np.sign,
     "shift-left": _shift(np.left_shift),
     "shift-right-logical": _shift(_logical_right),
+    "shift-right-arithmetic": lambda x, by: x >> np.clip(by, 0, 8 * x.dtype.itemsize - 1),
     "copy": lambda x: x,
 }
 
