@@ -10,6 +10,7 @@ from megajax.estimate.hlo_scalars import attribute, is_evaluated
 COLLECTIVES = (*KINDS, "collective-broadcast")
 UNSUPPORTED = ("send", "recv", "send-done", "recv-done")  # their peers are not in the text of one operation
 PASSES_ON = ("copy-start", "copy-done", "optimization-barrier", "opt-barrier")
+NAMES = re.compile(r"[\w.\-]+")
 Path = tuple[int, ...]
 # Results that are not a function of the operands, or of what else all ranks share.
 OPAQUE = ("custom-call", "rng", "rng-bit-generator", "rng-get-and-update-state", "infeed", "recv", "recv-done")
@@ -58,7 +59,7 @@ class Demand:
         self.sites: dict[str, list[tuple[str, Line, int | None]]] = defaultdict(list)
         self._reachable = list(self._reach(entry))
         self.reaches = self._with_collectives()
-        self.unsupported = [line for name in self._reachable for line in bodies[name] if line.op in UNSUPPORTED]
+        self.unsupported = [line for name in self._reachable for line in bodies[name] if self._is_unsupported(line)]
         self.wanted: dict[str, dict[str, set[Path]]] = defaultdict(lambda: defaultdict(set))
         self._mark_all()
         self.steps = {
@@ -66,16 +67,17 @@ class Demand:
             for name in self._reachable
         }
 
+    def _is_unsupported(self, line: Line) -> bool:
+        """Whether it sends to a peer, or is a library's call of computations that have collectives."""
+        called = NAMES.findall(attribute(line, "called_computations") or "") if line.op == "custom-call" else ()
+        return line.op in UNSUPPORTED or any(is_collective(one) for name in called for one in self.bodies.get(name, ()))
+
     def has_effect(self, name: str, line: Line) -> bool:
         """Whether a line is a collective, its end, or runs a computation that reaches one."""
         if is_done(line):
             start = self.lines[name].get(operands(line)[0])
             return start is not None and (is_collective(start) or self.has_effect(name, start))
         return is_collective(line) or any(called in self.reaches for called in inner(line))
-
-    def trip_count(self, line: Line) -> int | None:
-        """XLA's trip count of a `while`, None where its condition has to be evaluated."""
-        return known_trip_count(line)
 
     def _reach(self, entry: str) -> Iterator[str]:
         seen, queue = {entry}, [entry]
@@ -122,7 +124,7 @@ class Demand:
     def _mark_control(self, name: str, line: Line) -> None:
         if line.op == "conditional":
             self._queue.append((name, operands(line)[0], ()))
-        elif line.op == "while" and self.trip_count(line) is None:
+        elif line.op == "while" and known_trip_count(line) is None:
             condition = attribute(line, "condition")
             self._queue.append((condition, self.roots[condition].name, ()))
 
@@ -138,7 +140,7 @@ class Demand:
         elif is_done(line) or line.op in PASSES_ON:
             self._queue.append((name, given[0], path))
         elif base(line) in COLLECTIVES:
-            # A number that a collective makes equal in its groups may have been equal elsewhere before.
+            # An integer that a collective makes equal in its groups may have been known before.
             operand = given[path[0] if path else 0]
             if operand in self.lines[name] and is_evaluated(self.lines[name][operand].type):
                 self._queue.append((name, operand, ()))

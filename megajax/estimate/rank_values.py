@@ -76,7 +76,9 @@ class RankValues:
                 return Value(gathered(array, groups, int(attribute(line, "dimensions"))))
             if function := REDUCTIONS.get(self._reduction(line)):
                 return Value(reduced(array, groups, function))
-        return self.labels.shared_by(groups, reason, (key_of(line), number), value)
+        # Sums of equal floats in another group may be rounded differently.
+        exact = operand is not None and shape_of(operand.type)[0] in TYPES
+        return self.labels.shared_by(groups, reason, (key_of(line), number), value if exact else None)
 
     def _permuted(self, value: Value, pairs: Sequence[Sequence[int]]) -> Value:
         """What each rank receives, zeros where it is no target."""

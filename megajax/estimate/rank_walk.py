@@ -19,7 +19,7 @@ from megajax.estimate.hlo_demand import (
     is_collective,
     is_done,
 )
-from megajax.estimate.hlo_parser import Line, operands
+from megajax.estimate.hlo_parser import Line, known_trip_count, operands
 from megajax.estimate.hlo_scalars import (
     Value,
     attribute,
@@ -195,7 +195,7 @@ class Walk:
         return self.values.labels.chosen(ranks, new, old) if isinstance(new, Value) and isinstance(old, Value) else None
 
     def _loop(self, name: str, line: Line, state: Tree, ranks: np.ndarray) -> Tree:
-        body, known = inner(line)[0], self.demand.trip_count(line)
+        body, known = inner(line)[0], known_trip_count(line)
         if known is not None:
             for _ in range(known):
                 state = self._merged(ranks, self._compute(body, {0: state}, ranks), state)
@@ -218,8 +218,11 @@ class Walk:
         Ranks are assumed to share what changes in the loop, and no longer where an iteration makes it differ.
         """
         body, condition, outer = inner(line)[0], attribute(line, "condition"), self._within
-        kept = self._kept(body)
-        assumed = self._assumed(line.name, state, kept)
+        kept, key = (
+            self._kept(body),
+            f"{line.name} {self._steps}",
+        )  # other iterations of a loop around it have other labels
+        assumed = self._assumed(key, state, kept)
         while True:
             before = len(self.events)
             predicate = self._compute(condition, {0: assumed}, ranks)
@@ -228,7 +231,7 @@ class Walk:
             self._within = (*outer, self._unknown(line, predicate, reason))
             after = self._compute(body, {0: assumed}, ranks)
             self._within = outer
-            refined, same = self._refined(line.name, assumed, after, predicate, kept)
+            refined, same = self._refined(key, assumed, after, predicate, kept)
             if same:
                 return self._merged(ranks, assumed, state)
             del self.events[before:]

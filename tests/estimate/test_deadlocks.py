@@ -30,8 +30,8 @@ ADD = """
 LATER = """
 %start_rows (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
-  %start = f32[8]{0} all-reduce-start(%x), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add
-  %start2 = f32[8]{0} all-reduce-start(%x), channel_id=2, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add
+  %start = f32[8]{0} all-reduce-start(%x), channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true
+  %start2 = f32[8]{0} all-reduce-start(%x), channel_id=2, replica_groups=[2,2]<=[4], use_global_device_ids=true
   %done = f32[8]{0} all-reduce-done(%start)
   ROOT %done2 = f32[8]{0} all-reduce-done(%start2)
 }
@@ -174,7 +174,8 @@ def test_starts_in_one_order_and_ends_in_any():
 
 
 def permute(pairs: str) -> str:
-    return f'  %sent = f32[8]{{0}} collective-permute(%x), channel_id=3, source_target_pairs={pairs}, metadata={{op_name="s"}}'
+    attributes = f'channel_id=3, source_target_pairs={pairs}, metadata={{op_name="s"}}'
+    return f"  %sent = f32[8]{{0}} collective-permute(%x), {attributes}"
 
 
 def test_a_permute_in_a_branch():
