@@ -39,6 +39,8 @@ VARIANTS = {
 
 def legal(schedule: str, mesh, options) -> RunConfig | None:
     """The run, if it is legal."""
+    if options.get("offload_activations") and not SPECS[schedule].drains:
+        return None
     chunks = 2 if SPECS[schedule].chunks != "one" else 1
     try:
         run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=4, **options)
