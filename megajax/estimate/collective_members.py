@@ -7,6 +7,7 @@ from megajax.estimate.hlo import collective_groups
 from megajax.estimate.hlo_demand import base
 from megajax.estimate.hlo_parser import Line
 
+MOST_NAMED = 8  # ranks, or ranges of them, in a message
 Groups = tuple[tuple[int, ...], ...]
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 ACROSS_ONE_AXIS = ("all-to-all", "ragged-all-to-all", "collective-broadcast", "collective-permute")
@@ -87,12 +88,13 @@ def describe(line: Line) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """As "rank 3" or "ranks 0-3, 8"."""
+    """As "rank 3", "ranks 0-3, 8", or "ranks 0, 8, 16, ... (64)"."""
     parts: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if parts and rank == parts[-1][-1] + 1:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    texts = [str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in parts]
-    return f"rank{'s' if len(set(ranks)) > 1 else ''} {', '.join(texts)}"
+    texts = [str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in parts[:MOST_NAMED]]
+    count, more = len(set(ranks)), len(parts) > MOST_NAMED
+    return f"rank{'s' if count > 1 else ''} {', '.join(texts)}{f', ... ({count})' if more else ''}"

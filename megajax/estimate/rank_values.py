@@ -103,7 +103,8 @@ class RankValues:
             if key not in self._constants:
                 known = constant(line) if is_evaluated(line.type) else None
                 text = f"{name} {line.name} {key_of(line)}"
-                self._constants[key] = known or self.labels.common(text, f"the constant {line.name}")
+                absent = ", whose elements are not in the text" if "{...}" in line.rest else ""
+                self._constants[key] = known or self.labels.common(text, f"the constant {line.name}{absent}")
             return self._constants[key]
         absent = any(not isinstance(one, Value) for one in given)
         if not is_evaluated(line.type) or line.op in OPAQUE or absent:

@@ -99,6 +99,7 @@ def test_groups_over_two_replicas():
     line = Line("sum", "f32[8]{0}", "all-reduce", "%x), replica_groups={{0,1}}, to_apply=%add")
     assert Members(2, 2).of(line) == ((0, 2), (1, 3))
     assert named([3, 0, 1, 7, 2]) == "ranks 0-3, 7" and named([5]) == "rank 5"
+    assert named(range(0, 512, 8)) == "ranks 0, 8, 16, 24, 32, 40, 48, 56, ... (64)"
 
 
 def test_a_branch_that_whole_groups_take():
@@ -120,7 +121,7 @@ def test_the_elements_of_a_constant_have_to_be_in_the_text():
     some = computation("some", reduce("rows", ROWS))
     verdict = check(program(*chosen("{...}"), before=some + NONE))
     assert not verdict.consistent and not verdict.faults
-    assert "by the constant table" in verdict.unknown[0]
+    assert "by the constant table, whose elements are not in the text, which" in verdict.unknown[0]
 
 
 LOOP = """
