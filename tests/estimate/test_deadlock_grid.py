@@ -19,6 +19,7 @@ from megajax.schedules.registry import SPECS
 from tests import small
 from tests.generate import test_decoder
 from tests.pipeline.test_program import RUNS
+from tests.train import test_stage_branches
 
 EXPERTS = dataclasses.replace(
     small.MODEL, experts=4, experts_per_token=2, activation="swiglu", biases=False, norm="rmsnorm", positions="rotary"
@@ -108,6 +109,18 @@ def test_generation(mesh):
     decoder.compile(test_decoder.loaded(decoder, test_decoder.LLAMA))
     for program in ("prefill", "decode"):
         assert assert_consistent(compiled_text(decoder.compiled(program))).most > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [{"block": "roll"}, {"ends": "class token"}, {"ends": "vocabulary"}], ids=str)
+def test_a_model_of_ones_own_that_would_hang(case, monkeypatch):
+    """As `train.stage_branches` refuses, here found by following the ranks."""
+    monkeypatch.setattr("megajax.train.step.with_check", lambda function, *_: function)
+    training = test_stage_branches.training_of(**case)
+    verdict = check(compiled_text(training.compile_train_step(*training.step_shapes())))
+    assert any(
+        "waits at collective-permute" in fault or "wait at collective-permute" in fault for fault in verdict.faults
+    )
 
 
 def test_there_are_programs_of_every_schedule_and_kind():
