@@ -19,9 +19,7 @@ from megajax.estimate.hlo_parser import Line, computations
 from megajax.estimate.rank_values import is_integer
 from megajax.estimate.rank_walk import Event, Walk
 
-VALUES = (
-    6  # of integer inputs that decide collectives, from 0: 2BW's number of steps, by whose parity versions alternate
-)
+VALUES = 6  # of integers that are inputs and decide collectives, from 0: the number of steps of PipeDream-2BW
 SHOWN = 4  # waiting sets of ranks, or faults
 
 

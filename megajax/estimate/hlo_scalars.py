@@ -1,18 +1,13 @@
-"""Evaluates integer and boolean operations of an HLO module on all ranks at once.
+"""Evaluates integer and boolean operations of an HLO module on all ranks at once; values are those of `rank_labels`."""
 
-A value has an axis of ranks before its own. Where it is not known, because it depends on data, a rank has a label instead:
-two ranks with one label have the same value, since they computed it in the same way from the same inputs.
-"""
-
-import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from megajax.estimate.hlo_parser import ARRAY, Line, numbers
+from megajax.estimate.rank_labels import Value
 
 BITS = (8, 16, 32, 64)
 TYPES = {"pred": "?"} | {f"s{bits}": f"i{bits // 8}" for bits in BITS} | {f"u{bits}": f"u{bits // 8}" for bits in BITS}
@@ -20,102 +15,16 @@ LARGEST = 1 << 22  # elements of an array of integers that is evaluated
 LAYOUT = re.compile(r"\]\{([\d,]*)")
 SLICE = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 ATTRIBUTES = re.compile(r", metadata=.*| ?/\*index=\d+\*/")
-REDUCTIONS = {"add": np.add, "minimum": np.minimum, "maximum": np.maximum, "and": np.logical_and, "or": np.logical_or}
+REDUCTIONS = {
+    "add": np.add,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
 MOVES = ("broadcast", "reshape", "bitcast", "copy", "slice", "transpose", "reverse", "dynamic-slice")
 COMPARISONS = dict(EQ=np.equal, NE=np.not_equal, LT=np.less, LE=np.less_equal, GT=np.greater, GE=np.greater_equal)
-
-
-class Value(NamedTuple):
-    """An array on all ranks.
-
-    Attributes:
-      array: [1 or ranks, *shape]; None if no rank's is known.
-      labels: [ranks], -1 where the array is known; None if it is on all ranks.
-      most: an upper bound of the elements that are not known; None: none is known.
-    """
-
-    array: np.ndarray | None
-    labels: np.ndarray | None = None
-    most: int | None = None
-
-
-class Labels:
-    """Labels of unknown values: one number for each way to compute one; `reasons` tells why it is not known."""
-
-    def __init__(self, ranks: int):
-        self.ranks = ranks
-        self.reasons: dict[int, str] = {}
-        self._numbers: dict[tuple, int] = {}
-        self._serial = itertools.count()
-
-    def differing(self, reason: str) -> Value:
-        """A value that may differ from rank to rank."""
-        return self._value([("own", next(self._serial), rank) for rank in range(self.ranks)], [reason] * self.ranks)
-
-    def common(self, key: str, reason: str) -> Value:
-        """A value that all ranks share."""
-        return self._value([("common", key)] * self.ranks, [reason] * self.ranks)
-
-    def shared_by(self, groups: Sequence[Sequence[int]], reason: str, key: object, operand: Value | None) -> Value:
-        """The result of a collective that gives all members of a group the same: a function of all members' operands."""
-        serial = next(self._serial)
-        rows: list[tuple] = [("own", serial, rank) for rank in range(self.ranks)]
-        operands = None if operand is None else self.numbers_of(operand)
-        for number, group in enumerate(groups):
-            row = ("group", serial, number) if operands is None else ("group", key, *operands[list(group)])
-            for rank in group:
-                rows[rank] = row
-        return self._value(rows, [reason] * self.ranks)
-
-    def computed(self, key: object, operands: Sequence[Value]) -> Value:
-        """A deterministic function, named by `key`, of operands of which some are not known."""
-        columns = [self.numbers_of(operand) for operand in operands]
-        rows = [(key, *row) for row in zip(*columns, strict=True)] if columns else [(key,)] * self.ranks
-        unknown = [operand.labels for operand in operands if operand.labels is not None]
-        reasons = [
-            next(
-                (self.reasons[label[rank]] for label in unknown if label[rank] >= 0), "a number that is not an integer"
-            )
-            for rank in range(self.ranks)
-        ]
-        return self._value(rows, reasons)
-
-    def explain(self, value: Value, reason: str) -> None:
-        """Gives the reason why a value is not known, instead of an earlier one."""
-        self.reasons.update(dict.fromkeys(value.labels.tolist(), reason))
-
-    def numbers_of(self, value: Value) -> np.ndarray:
-        """[ranks] labels, of known values too."""
-        if value.array is None:
-            return value.labels
-        rows = value.array.reshape(len(value.array), -1)
-        known = np.array([self._number(("known", rows.dtype.str, row.tobytes())) for row in rows])
-        known = np.broadcast_to(known, self.ranks)
-        return known if value.labels is None else np.where(value.labels < 0, known, value.labels)
-
-    def _value(self, rows: Sequence[tuple], reasons: Sequence[str]) -> Value:
-        labels = [self._number(row) for row in rows]
-        for label, reason in zip(labels, reasons, strict=True):
-            self.reasons.setdefault(label, reason)
-        return Value(None, np.array(labels))
-
-    def _number(self, row: tuple) -> int:
-        return self._numbers.setdefault(row, len(self._numbers))
-
-    def chosen(self, ranks: np.ndarray, new: Value, old: Value) -> Value:
-        """`new` on these ranks (a mask), `old` on the others."""
-        if ranks.all():
-            return new
-        array = new.array if old.array is None else old.array
-        if new.array is not None and old.array is not None:
-            array = np.where(ranks.reshape(-1, *[1] * (new.array.ndim - 1)), new.array, old.array)
-        if new.labels is None and old.labels is None:
-            return Value(array)
-        known = np.full(self.ranks, -1)
-        labels = np.where(
-            ranks, known if new.labels is None else new.labels, known if old.labels is None else old.labels
-        )
-        return Value(array, labels if (labels >= 0).any() else None)
 
 
 def shape_of(type_: str) -> tuple[str, tuple[int, ...]]:
@@ -185,27 +94,34 @@ def evaluate(line: Line, operands: Sequence[np.ndarray], reduction: str = "") ->
 
     `reduction`: the opcode that a reduce applies.
     """
+    try:
+        with np.errstate(all="ignore"):
+            return _evaluate(line, operands, reduction)
+    except (TypeError, ValueError):  # of a boolean, or of an array without elements
+        return None
+
+
+def _evaluate(line: Line, operands: Sequence[np.ndarray], reduction: str) -> np.ndarray | None:
     kind, shape = shape_of(line.type)
     if kind not in TYPES:
         return None
-    with np.errstate(all="ignore"):
-        if line.op in ELEMENTWISE:
-            return ELEMENTWISE[line.op](*operands).astype(TYPES[kind], copy=False)
-        if line.op == "compare":
-            return COMPARISONS[attribute(line, "direction")](*operands)
-        if line.op == "select":
-            return np.where(*_expanded(operands, len(shape)))
-        if line.op == "clamp":
-            low, x, high = _expanded(operands, len(shape))
-            return np.minimum(np.maximum(x, low), high)
-        if line.op == "convert":
-            return operands[0].astype(TYPES[kind])
-        if line.op in ("reduce", "reduce-window") and reduction in REDUCTIONS and len(operands) == 2:
-            return (_reduce if line.op == "reduce" else _reduce_window)(line, *operands, REDUCTIONS[reduction])
-        if line.op in STRUCTURAL:
-            result = STRUCTURAL[line.op](line, operands, shape)
-            same_type = result is not None and result.dtype == np.dtype(TYPES[kind])
-            return result if same_type else None
+    if line.op in ELEMENTWISE:
+        return ELEMENTWISE[line.op](*operands).astype(TYPES[kind], copy=False)
+    if line.op == "compare":
+        return COMPARISONS[attribute(line, "direction")](*operands)
+    if line.op == "select":
+        return np.where(*_expanded(operands, len(shape)))
+    if line.op == "clamp":
+        low, x, high = _expanded(operands, len(shape))
+        return np.minimum(np.maximum(x, low), high)
+    if line.op == "convert":
+        return operands[0].astype(TYPES[kind])
+    if line.op in ("reduce", "reduce-window") and reduction in REDUCTIONS and len(operands) == 2:
+        return (_reduce if line.op == "reduce" else _reduce_window)(line, *operands, REDUCTIONS[reduction])
+    if line.op in STRUCTURAL:
+        result = STRUCTURAL[line.op](line, operands, shape)
+        same_type = result is not None and result.dtype == np.dtype(TYPES[kind])
+        return result if same_type else None
     return None
 
 
@@ -214,10 +130,15 @@ def _expanded(operands: Sequence[np.ndarray], rank: int) -> list[np.ndarray]:
     return [one.reshape(len(one), *[1] * rank) if one.ndim == 1 else one for one in operands]
 
 
+def _in_range(x, by):
+    return (by >= 0) & (by < 8 * x.dtype.itemsize)
+
+
 def _shift(function):
+    """Nothing is left where the distance is negative, or the number of bits or more."""
+
     def shift(x, by):
-        bits = 8 * x.dtype.itemsize
-        valid = (by >= 0) & (by < bits) if by.dtype.kind == "i" else by < bits
+        valid = _in_range(x, by)
         return np.where(valid, function(x, np.where(valid, by, 0).astype(x.dtype)), 0)
 
     return shift
@@ -229,10 +150,14 @@ def _logical_right(x, by):
 
 
 def _divide(x, y):
-    """Rounds to zero, as C."""
-    y = np.where(y == 0, 1, y)
-    quotient = np.abs(x) // np.abs(y)
-    return np.where((x < 0) != (y < 0), -quotient, quotient).astype(x.dtype)
+    """Rounds to zero, as C; a division by zero gives -1."""
+    one, other = (x.astype(np.int64), y.astype(np.int64)) if x.dtype.itemsize < 8 else (x, y)
+    quotient = np.abs(one) // np.maximum(np.abs(other), 1)
+    return np.where(other == 0, -1, np.where((one < 0) != (other < 0), -quotient, quotient)).astype(x.dtype)
+
+
+def _remainder(x, y):
+    return np.where(y == 0, x, x - _divide(x, y) * y)
 
 
 def _invert(x):
@@ -248,7 +173,7 @@ ELEMENTWISE = {
     "subtract": np.subtract,
     "multiply": np.multiply,
     "divide": _divide,
-    "remainder": lambda x, y: x - _divide(x, y) * y,
+    "remainder": _remainder,
     "minimum": np.minimum,
     "maximum": np.maximum,
     "and": np.bitwise_and,
@@ -260,7 +185,9 @@ ELEMENTWISE = {
     "sign": np.sign,
     "shift-left": _shift(np.left_shift),
     "shift-right-logical": _shift(_logical_right),
-    "shift-right-arithmetic": lambda x, by: x >> np.clip(by, 0, 8 * x.dtype.itemsize - 1),
+    "shift-right-arithmetic": lambda x, by: (
+        x >> np.where(_in_range(x, by), by, 8 * x.dtype.itemsize - 1).astype(x.dtype)
+    ),
     "copy": lambda x: x,
 }
 

@@ -13,8 +13,6 @@ from megajax.estimate.hlo_parser import Line, operands
 from megajax.estimate.hlo_scalars import (
     REDUCTIONS,
     TYPES,
-    Labels,
-    Value,
     attribute,
     bound,
     constant,
@@ -26,6 +24,7 @@ from megajax.estimate.hlo_scalars import (
     key_of,
     shape_of,
 )
+from megajax.estimate.rank_labels import Labels, Value
 
 Tree = Any  # a Value, or a dict from a tuple's index to a Tree; parts that are not needed are absent
 
@@ -54,10 +53,16 @@ class RankValues:
             return number, self.labels.common(line.name, f"the input {name}")
         return number, self.labels.differing(f"the input {name}")
 
-    def received(self, name: str, line: Line, found: dict) -> Tree:
-        """The result of a collective, by groups where all members have the same."""
+    def received(self, name: str, line: Line, found: dict, ranks: np.ndarray) -> Tree:
+        """The result of a collective on these ranks, by groups where all members have the same."""
         numbered = {path[0] for path in self.demand.wanted[name][line.name] if path}
-        results = {number: self._part(name, line, number, found) for number in numbered or {0}}
+        permutes = base(line) == "collective-permute"
+        meeting = self.members.pairs(line) if permutes else self.members.of(line)
+        here = [ranks[list(group)] for group in meeting]
+        together = all(
+            one.all() or not one.any() for one in here
+        )  # otherwise other members' operands are not the current
+        results = {number: self._part(name, line, number, found if together else {}) for number in numbered or {0}}
         return results if numbered else results[0]
 
     def _part(self, name: str, line: Line, number: int, found: dict) -> Value:
@@ -135,7 +140,7 @@ class RankValues:
             return result
         if line.op == "select" and is_known(given[0]):
             flat = given[0].array.reshape(len(given[0].array), -1)
-            if (flat == flat[:, :1]).all():
+            if flat.size and (flat == flat[:, :1]).all():
                 return self.labels.chosen(np.broadcast_to(flat[:, 0], self.ranks), given[1], given[2])
         if line.op in ("and", "or") and line.type.startswith("pred[]"):
             decisive = line.op == "or"
@@ -145,7 +150,10 @@ class RankValues:
         return None
 
     def _reduction(self, line: Line) -> str:
-        return self.demand.roots[attribute(line, "to_apply")].op if "to_apply=" in line.rest else ""
+        """The opcode that a reduce or an all-reduce applies to two elements; "" if it is not one operation."""
+        name = attribute(line, "to_apply") or ""
+        ops = [one.op for one in self.demand.bodies.get(name, ())]
+        return self.demand.roots[name].op if len(ops) == 3 and ops.count("parameter") == 2 else ""
 
 
 def is_integer(line: Line) -> bool:

@@ -21,10 +21,10 @@ from megajax.estimate.hlo_demand import (
 )
 from megajax.estimate.hlo_parser import Line, known_trip_count, operands
 from megajax.estimate.hlo_scalars import (
-    Value,
     attribute,
     key_of,
 )
+from megajax.estimate.rank_labels import Value
 from megajax.estimate.rank_values import RankValues, Tree
 
 MOST_STEPS = 20_000_000  # lines to follow, over all iterations
@@ -118,7 +118,7 @@ class Walk:
             return found.get(given[0])
         if is_collective(line):
             self._record(name, line, ranks)
-            return self.values.received(name, line, found) if line.name in self.demand.wanted[name] else None
+            return self.values.received(name, line, found, ranks) if line.name in self.demand.wanted[name] else None
         if called := inner(line):
             return self._compute(called[0], {i: found.get(one) for i, one in enumerate(given)}, ranks)
         return self.values.operation(name, line, [found.get(one) for one in given])
