@@ -86,7 +86,7 @@ def compile_for(
     Returns:
       "memory": bytes on one device by XLA's names (argument, output, alias, temp, peak); "arguments": bytes of the
       parameters, the optimizer state and the batch; "buffers": the largest temporaries, [bytes, shape] each;
-      "hlo": the compiled program as text; "seconds": of the compilation.
+      "hlo": the compiled program as text, with its constants; "seconds": of the compilation.
 
     Raises:
       ConfigError: the compiler is not installed, or the GPU is not NVIDIA's.
@@ -165,7 +165,7 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     """The child process: compiles the request in `file` and writes answer.json and hlo to the same folder."""
     import jax
 
-    from megajax.runtime.compat import topologies
+    from megajax.runtime.compat import compiled_text, topologies
     from megajax.runtime.mesh import make_mesh
 
     request = pathlib.Path(file)
@@ -196,6 +196,6 @@ def compile_in_child(file: str, imports: list[str]) -> None:
         "optimizer": local(state.optimizer_state, sharding.optimizer_state),
     }
     arguments["batch"] = memory["argument"] - sum(arguments.values())
-    request.with_name("hlo").write_text(compiled.as_text())
+    request.with_name("hlo").write_text(compiled_text(compiled))
     answer = {"memory": memory, "arguments": arguments, "seconds": time.perf_counter() - start}
     request.with_name("answer.json").write_text(json.dumps(answer))

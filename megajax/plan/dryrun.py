@@ -14,8 +14,8 @@ Options are those of experiments.gpt3 (its --help lists them), and
   --model-only      do not compile: the memory model's numbers, as without XLA's CUDA plugin
   --timeout COUNT   seconds the compiler may take (default: 900)
 
-Exit code 0 if it fits, 1 if not (with the smallest change that makes it fit) or if the compiler refuses the program, 2 for
-invalid options.
+Exit code 0 if it fits, 1 if not (with the smallest change that makes it fit), if the compiler refuses the program or if its
+collectives would deadlock, 2 for invalid options.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from megajax.config.layer_kinds import layer_kinds
 from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.auto import resolved
+from megajax.estimate.collective_order import check
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu
 from megajax.estimate.hlo import Collective, loop_trip_counts, most_sent, read
@@ -143,8 +144,11 @@ def dry_run(
     rate = flops_per_step(run) / account.seconds / run.parallel.devices
     share = rate / gpu.peak(run.train.precision)
     print(f"that is {rate / 1e12:.0f} TFLOP/s of the model's FLOPs on each GPU: {share:.1%} MFU")
+    order = check(result["hlo"])
+    print(order)
     print(f"compiled in {result['seconds']:.0f} s; nothing was run or autotuned")
-    return _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout, keep)
+    fits = _verdict(run, gpu, peak, peak / sum(modelled.values()), "compiler", timeout, keep)
+    return 1 if order.faults else fits
 
 
 def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -> int:
@@ -154,16 +158,18 @@ def print_json(run: RunConfig, gpu: Gpu, save_hlo: str | None, timeout: float) -
         result = _compiled(run, gpu, timeout, save_hlo)
     except CompilerError as error:
         raise ConfigError(f"not compiled: {error}") from error
+    order = check(result["hlo"])
     figures = {
         "gpu": gpu.name,
         "attention": run.parallel.attention,
         "compile_seconds": result["seconds"],
         "memory": result["memory"],
         "fits": result["memory"]["peak"] <= usable_bytes(gpu),
+        "collective_order": {"consistent": order.consistent, **dataclasses.asdict(order)},
         **to_json(account_of(run, gpu, result["hlo"])),
     }
     print(json.dumps(figures, indent=1))
-    return 0 if figures["fits"] else 1
+    return 0 if figures["fits"] and not order.faults else 1
 
 
 def _compiled(run: RunConfig, gpu: Gpu, timeout: float, save_hlo: str | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 from jax._src import compiler, distributed, xla_bridge
+from jax._src.lib import hlo
 from jax.experimental import multihost_utils, topologies
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Literal
@@ -29,6 +30,7 @@ __all__ = [
     "broken_host_offload",
     "call_after_compilation",
     "compile_with_profile",
+    "compiled_text",
     "coordination_service",
     "cudnn_attention_backward",
     "cudnn_attention_forward",
@@ -152,6 +154,13 @@ def call_after_compilation(callback: Callable[[str, Sequence[int]], None]) -> No
 def compile_with_profile(lowered: jax.stages.Lowered, profile: bytes) -> jax.stages.Compiled:
     """The program, with a profile for XLA's latency hiding scheduler: a ProfiledInstructionsProto, binary or text."""
     return lowered.compile({PROFILE_OPTION: profile})
+
+
+def compiled_text(compiled: jax.stages.Compiled) -> str:
+    """The HLO of a compiled program with all elements of its constants; `as_text` omits those of the larger ones."""
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return "\n\n".join(module.to_string(options) for module in compiled.runtime_executable().hlo_modules())
 
 
 def devices_started() -> bool:

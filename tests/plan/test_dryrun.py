@@ -117,6 +117,60 @@ def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
     assert "NOT COMPILED: the compiler aborted (signal 6)" in capsys.readouterr().out
 
 
+PROGRAM = """HloModule jit__train_step, is_scheduled=true, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%some (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %all-reduce = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups=[1,2]<=[2], use_global_device_ids=true, \
+to_apply=%add, metadata={op_name="jit(_train_step)/mine/psum"}
+}
+
+%none (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %taken = s32[2]{0} constant(TABLE)
+  %rank = u32[] partition-id()
+  %mine = s32[1]{0} dynamic-slice(%taken, %rank), dynamic_slice_sizes={1}
+  %index = s32[] bitcast(%mine)
+  ROOT %result = f32[8]{0} conditional(%index, %x, %x), branch_computations={%none, %some}
+}
+"""
+
+
+@pytest.mark.parametrize(("table", "code"), [("{1, 1}", 0), ("{1, 0}", 1)])
+def test_a_program_that_would_deadlock_is_refused(table, code, monkeypatch, capsys):
+    answer = {
+        "memory": {"argument": 1, "output": 1, "alias": 1, "temp": 1, "peak": 2},
+        "arguments": {"weights": 1, "optimizer": 1, "batch": 1},
+        "buffers": [],
+        "hlo": PROGRAM.replace("TABLE", table),
+        "seconds": 1.0,
+    }
+    monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
+    monkeypatch.setattr(dryrun, "compile_for", lambda *_: answer)
+    words = "--model gpt2 --gpu h100-80gb --data 2 --global-batch-size 2 --attention xla"
+    assert dryrun.main(words.split()) == code
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("collectives: ")]
+    assert dryrun.main([*words.split(), "--json"]) == code
+    found = json.loads(capsys.readouterr().out)["collective_order"]
+    if code:
+        named = "rank 0 waits at all-reduce (channel 1) jit(_train_step)/mine/psum for rank 1 (ended)"
+        assert line == f"collectives: DEADLOCK: {named}"
+        assert found["faults"] == [named] and not found["consistent"]
+    else:
+        assert line == "collectives: 1 a rank, order consistent on all 2 ranks, no deadlock"
+        assert found["consistent"] and found["most"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

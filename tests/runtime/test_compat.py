@@ -55,6 +55,14 @@ def test_manual_and_varying_axes_are_found():
     assert set(compat.manual_axes()) == set()
 
 
+def test_the_text_of_a_program_has_all_elements_of_its_constants():
+    table = np.random.default_rng(0).permutation(40).astype(np.int32)
+    compiled = jax.jit(lambda i: jnp.asarray(table)[i]).lower(np.int32(3)).compile()
+    listed = ", ".join(map(str, table))
+    assert f"constant({{{listed}}})" in compat.compiled_text(compiled).replace("{ ", "{").replace(" }", "}")
+    assert listed not in compiled.as_text()
+
+
 def test_coordination_service_of_a_single_process():
     service = compat.coordination_service()
     assert (service.client, service.process_id, service.num_processes) == (None, 0, 1)
