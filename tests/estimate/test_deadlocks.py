@@ -19,6 +19,7 @@ from megajax.runtime.compat import compiled_text
 from tests.train import test_program
 
 HEADER = "HloModule test, is_scheduled=true, num_partitions=4\n"
+FORWARD = "/F/while/body/"
 ROWS, COLUMNS, ALL = "{{0,1},{2,3}}", "{{0,2},{1,3}}", "{{0,1,2,3}}"
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -181,8 +182,7 @@ def permute(pairs: str) -> str:
 
 def test_a_permute_in_a_branch():
     """Its peer does not take the branch; and where it does, so must all other devices."""
-    lines = chosen("{1, 0, 1, 1}")
-    verdict = check(program(*lines, before=computation("some", permute("{{0,1},{2,3}}")) + NONE))
+    verdict = check(program(*chosen("{1, 0, 1, 1}"), before=computation("some", permute("{{0,1},{2,3}}")) + NONE))
     assert verdict.faults == (
         "collective-permute (channel 3) s is in a branch of ranks 0, 2-3, and not of rank 1, rank 0's peer",
     )
@@ -278,8 +278,6 @@ def test_what_is_not_understood_is_named():
     assert "by custom-call mystery" in str(check(program(opaque, *called, before=some + NONE)))
 
 
-# Programs that XLA compiles.
-
 TABLE = np.array([[3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8], [9, 7, 9, 3], [2, 3, 8, 4]], np.int32)
 EXPRESSIONS = {
     "table": lambda rank: jnp.asarray(TABLE)[1, rank],
@@ -350,9 +348,6 @@ def without_rank_3(text: str, line: str, instead: str = "same") -> str:
     return text.replace(line, branch).replace("ENTRY ", f"{moved}{'' if '%same ()' in text else same}ENTRY ", 1)
 
 
-FORWARD = "/F/while/body/"
-
-
 def test_a_compiled_step():
     """As many collectives as the trip counts of its schedule give, on each rank."""
     text = step_text()
@@ -395,7 +390,6 @@ def test_a_collective_over_other_groups():
 
 
 def test_the_tables_of_the_schedule_have_to_be_in_the_text():
-    """How often a stage runs its blocks is in constants."""
     text = re.sub(
         r"= s32\[(\d+,2)\](\S*) constant\(.*?\)(, metadata.*)?\n", r"= s32[\1]\2 constant({...})\n", step_text()
     )
