@@ -6,21 +6,35 @@ from megajax.estimate.memory import USABLE_SHARE
 from megajax.runtime import gpu_environment
 
 H100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA B200"
+ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 
 
 @pytest.mark.parametrize(
     ("users", "models", "expected"),
     [
-        ({}, [H100, H100], {"XLA_CLIENT_MEM_FRACTION": "0.92", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        ({}, [B200], {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
-        ({}, [H100, B200], {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
-        ({}, [], {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, [H100], {}),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.8"}, [H100], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({}, [H100, H100], {"XLA_CLIENT_MEM_FRACTION": "0.92", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ORDER),
+        ({}, [B200], {"XLA_CLIENT_MEM_FRACTION": "0.92"} | ORDER),
+        ({}, [H100, B200], {"XLA_CLIENT_MEM_FRACTION": "0.92"} | ORDER),
+        ({}, [], {"XLA_CLIENT_MEM_FRACTION": "0.92"} | ORDER),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, [H100], ORDER),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.8"}, [H100], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ORDER),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.8", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, [B200], {}),
     ],
 )
 def test_what_is_set(users, models, expected):
     assert gpu_environment.gpu_environment(users, models) == expected
+
+
+def test_no_value_of_the_users_is_replaced(monkeypatch):
+    users = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
+    }
+    monkeypatch.setattr(gpu_environment, "gpu_models", lambda: [H100])
+    monkeypatch.setattr(gpu_environment.os, "environ", dict(users))
+    gpu_environment.set_gpu_environment()
+    assert gpu_environment.os.environ == users
 
 
 def test_the_planner_plans_for_the_memory_that_jax_may_use():
