@@ -19,8 +19,10 @@ Not set, and why:
 import glob
 import os
 import pathlib
+import subprocess
+from collections.abc import Mapping
 
-__all__ = ["MEMORY_FRACTION", "gpu_environment", "set_gpu_environment"]
+__all__ = ["MEMORY_FRACTION", "VISIBLE", "gpu_environment", "set_gpu_environment", "visible_gpus"]
 
 # Of a GPU's memory; the CUDA context, NCCL's buffers and fragmentation need the rest. Users set jax's variable up to this;
 # its default is 0.75, with which a step that the dry run says fits would not.
@@ -36,6 +38,34 @@ ONE_QUEUE = ("A100", "A800", "H100", "H200", "H800", "GH200")
 # between stages and of other collectives are, lest their kernels wait for each other. Others saw a large run hang with it
 # and without it (marin-community/marin#7344), so it is no cure of every hang.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """This host's GPUs, as CUDA_VISIBLE_DEVICES names them, found without starting jax.
+
+    CUDA takes the names before the first one that is not a GPU's, such as -1. Without the variable they are those that
+    nvidia-smi lists, which leaves out those that the job has no access to; without that, the driver's devices.
+    """
+    if VISIBLE in environment:
+        found = []
+        for name in environment[VISIBLE].split(","):
+            if not name.strip() or name.strip().startswith("-") or name.strip() == "NoDevFiles":
+                break
+            found.append(name.strip())
+        return found
+    devices = glob.glob("/dev/nvidia[0-9]*")
+    count = len(_listed_gpus() or devices) if devices else 0
+    return [str(index) for index in range(count)]
+
+
+def _listed_gpus() -> list[str]:
+    """The lines of nvidia-smi about GPUs; [] if it does not run."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in done.stdout.splitlines() if line.startswith("GPU ")] if done.returncode == 0 else []
 
 
 def gpu_models() -> list[str]:

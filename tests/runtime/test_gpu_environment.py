@@ -48,3 +48,25 @@ def test_models_are_read_from_the_drivers_files(tmp_path, monkeypatch):
         (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
     monkeypatch.setattr(gpu_environment.glob, "glob", lambda _: sorted(map(str, tmp_path.glob("*/information"))))
     assert gpu_environment.gpu_models() == [H100, B200]
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "listed", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2,GPU-7c"}, 8, 8, ["2", "GPU-7c"]),
+        ({"CUDA_VISIBLE_DEVICES": "0, 3,-1,4"}, 8, 8, ["0", "3"]),  # CUDA stops at the first wrong one
+        ({"CUDA_VISIBLE_DEVICES": ""}, 8, 8, []),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 8, 8, []),  # of SLURM, without GPUs
+        ({}, 8, 2, ["0", "1"]),  # the job has access to two
+        ({}, 2, 0, ["0", "1"]),  # nvidia-smi is not installed
+        ({}, 0, 8, []),
+    ],
+)
+def test_the_gpus_that_jax_will_see(environment, devices, listed, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_environment.glob, "glob", lambda _: [f"/dev/nvidia{index}" for index in range(devices)])
+    lines = [f"GPU {index}: NVIDIA H100 80GB HBM3 (UUID: GPU-{index})" for index in range(listed)]
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + ("exit 9" if not listed else "cat <<END\n" + "\n".join(lines) + "\nEND") + "\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpu_environment.visible_gpus(environment) == expected
