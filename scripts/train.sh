@@ -14,22 +14,25 @@ if ((count == 1)); then
     train "$@"
 fi
 pids=()
-trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
+told=0
+trap 'told=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
 for ((index = 0; index < count; index++)); do
     export CUDA_VISIBLE_DEVICES=$index JAX_PROCESS_ID=$((JOB_COMPLETION_INDEX * count + index))
     train "$@" &
     pids+=($!)
 done
-# An exit code of 1 or 2 goes before those of processes that ended because of it: a new start would end the same way.
+# An exit code of 1, 2 or 130 goes before those of processes that ended because of it: a new start would end the same way.
 final=0
 for pid in "${pids[@]}"; do
-    while :; do
-        code=0
-        wait "$pid" || code=$?
-        kill -0 "$pid" 2>/dev/null || break # otherwise a signal has ended `wait`, not the process
+    code=0
+    wait "$pid" || code=$?
+    while ((told)); do # the signal may have ended `wait`, and not the process
+        told=0 again=0
+        wait "$pid" || again=$?
+        ((again == 127)) || code=$again # 127: it had ended
     done
     case $final,$code in
-    1,* | 2,* | *,0) ;;
+    1,* | 2,* | 130,* | *,0) ;;
     *) final=$code ;;
     esac
 done
