@@ -16,6 +16,7 @@ Not set, and why:
     NCCL_DEBUG, NCCL_SOCKET_IFNAME, NCCL_IB_*     of the cluster and its administrator (docs/troubleshooting.md)
 """
 
+import functools
 import glob
 import os
 import pathlib
@@ -59,6 +60,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     return [str(index) for index in range(count)]
 
 
+@functools.cache
 def _listed_gpus() -> list[str]:
     """The lines of nvidia-smi about GPUs; [] if it does not run."""
     try:

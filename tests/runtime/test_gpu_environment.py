@@ -69,4 +69,5 @@ def test_the_gpus_that_jax_will_see(environment, devices, listed, expected, tmp_
     program.write_text("#!/bin/sh\n" + ("exit 9" if not listed else "cat <<END\n" + "\n".join(lines) + "\nEND") + "\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    gpu_environment._listed_gpus.cache_clear()
     assert gpu_environment.visible_gpus(environment) == expected
