@@ -30,6 +30,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "triton-matmuls": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
     "nccl-user-buffers": {"XLA_FLAGS": "--xla_gpu_enable_nccl_user_buffers=true", "NCCL_NVLS_ENABLE": "1"},
     "normal-priority": {"XLA_FLAGS": "--xla_gpu_enable_highest_priority_async_stream=false"},
+    "free-launch-order": {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"},  # NCCL's default
+    "connected-permutes": {"XLA_FLAGS": "--xla_gpu_collective_permute_connected_components=true"},
     "one-collective": {"XLA_FLAGS": "--xla_gpu_experimental_parallel_collective_overlap_limit=1"},
 }
 # name: options of the run.

@@ -3,6 +3,8 @@
 #     --tokenizer gpt2 --text /shared/corpus.jsonl.gz
 # Eight hosts of eight GPUs, one process per GPU. For one process per host, pass --ntasks-per-node=1: jax then gives each
 # process all GPUs of its host.
+# In a container of scripts/Dockerfile: CONTAINER=registry.example.com#megajax:0.1.0, or a file .sqsh, with pyxis; a file
+# .sif with Apptainer. CONTAINER_MOUNTS=/shared:/shared,/data:/data are its directories (default: RUN_DIR).
 #SBATCH --job-name=megajax
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
@@ -24,8 +26,14 @@ final=$RUN_DIR/.final-exit-code-$SLURM_JOB_ID
 mkdir -p "$RUN_DIR" && rm -f "$final"
 # shellcheck disable=SC2016
 task='trap : TERM USR1; bash scripts/train.sh "$@"; code=$?; case $code in 1|2) echo $code >> "$0";; esac; exit $code'
+mounts=${CONTAINER_MOUNTS:-$RUN_DIR:$RUN_DIR}
+case ${CONTAINER:-} in
+'') start=() ;;
+*.sif) start=(apptainer exec --nv --bind "$mounts" --pwd /opt/megajax "$CONTAINER") ;;
+*) start=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir=/opt/megajax) ;;
+esac
 code=0
-srun --kill-on-bad-exit=1 bash -c "$task" "$final" "$@" || code=$?
+srun --kill-on-bad-exit=1 "${start[@]}" bash -c "$task" "$final" "$@" || code=$?
 if [[ -s $final ]]; then
     code=$(sort -n "$final" | tail -1)
     rm -f "$final"

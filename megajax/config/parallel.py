@@ -33,7 +33,7 @@ class ParallelConfig:
     expert_dispatch: str = setting(
         "auto",
         "how tokens get to the replicas that have their experts: an all-gather of all tokens, or an all-to-all of those "
-        "that each replica has experts for; auto: what the time model says is faster",
+        "that each replica has experts for; auto: what the time model says is faster, never a ragged exchange",
         ("auto", "gather", "all_to_all"),
     )
     chunks: int = setting(

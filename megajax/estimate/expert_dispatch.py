@@ -1,6 +1,6 @@
 """Seconds of sending tokens to the replicas of their experts, by all-gather or all-to-all (`ops/expert_dispatch.py`).
 
-`--expert-dispatch auto` is the faster of the two by these.
+`--expert-dispatch auto` is the faster of the two by these, of those that it takes (`with_expert_dispatch`).
 """
 
 import math
@@ -78,11 +78,13 @@ def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]
 def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
     """The run with `expert_dispatch` resolved to "gather" or "all_to_all", what is faster on a cluster of this GPU.
 
-    Memory and results do not depend on it. Of equal ones it is gather.
+    Memory and results do not depend on it. Of equal ones it is gather. A ragged all-to-all is taken only if asked for: on
+    GPUs others saw it hang (marin-community/marin#7655, #8870), gradients of NaN (#8077), and reads of other addresses in
+    groups of more than 32 (openxla/xla#47283).
     """
     if run.parallel.expert_dispatch != "auto":
         return run
-    if run.parallel.expert == 1:
+    if run.parallel.expert == 1 or sent_share(model_costs(run.model).experts, run.parallel)[1]:
         return run.with_layout(expert_dispatch="gather")
     choices = [run.with_layout(expert_dispatch=name) for name in ("gather", "all_to_all")]
     rates, item = rates_of(gpu, run.train.precision), ITEMSIZE[run.train.precision]

@@ -4,6 +4,7 @@ Exit codes: 0 the training has ended, or this node has left after saving; 2 a us
 nodes for too long.
 """
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -16,9 +17,10 @@ from megajax.config import ConfigError
 from megajax.config.cli import Request
 from megajax.config.output import MEMORY_VARIABLE
 from megajax.launch.agent import Agent
-from megajax.launch.elastic import devices_per_process, gpus_of, layouts, read_request
+from megajax.launch.elastic import devices_per_process, gpus_of, layouts, processes_per_node, read_request
 from megajax.launch.options import Options, read_options
 from megajax.launch.rendezvous import Generation
+from megajax.runtime.gpu_environment import visible_gpus
 from megajax.schedules.errors import exit_code
 
 
@@ -38,12 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def supervise(options: Options, request: Request) -> int:
     """Prepares the directories and the commands, and runs the agent."""
-    per_node = options.processes_per_node
+    per_node = options.processes_per_node or processes_per_node(request, os.environ)
+    options = dataclasses.replace(options, processes_per_node=per_node)
     devices = devices_per_process(request, options.most * per_node, per_node, os.environ)
     legal = layouts(request, options.least, options.most, per_node * devices)
     run = pathlib.Path(request.output.run_dir).absolute()
     memory = memory_directory(run)
-    on_cpu = request.devices is None and not gpus_of(0, 2, os.environ)
+    on_cpu = request.devices is None and not visible_gpus(os.environ)
 
     def commands(generation: Generation, first: int) -> dict[int, tuple[list[str], dict[str, str]]]:
         words = [sys.executable, "-m", options.module, *options.arguments, *generation.arguments]

@@ -4,13 +4,13 @@ The global batch and the order of the samples do not depend on `data`. So a layo
 batch into whole microbatches, and the schedule takes that number of microbatches.
 """
 
-import glob
 import importlib
 from collections.abc import Mapping, Sequence
 
 from megajax.config import ConfigError
 from megajax.config.cli import Experiment, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES, MESH_AXES
+from megajax.runtime.gpu_environment import VISIBLE, visible_gpus
 
 
 def read_request(module: str, arguments: Sequence[str]) -> Request:
@@ -48,11 +48,15 @@ def devices_per_process(request: Request, processes: int, per_node: int, environ
     return -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // processes)
 
 
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """This host's GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    if visible := environment.get("CUDA_VISIBLE_DEVICES"):
-        return visible.split(",")
-    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+def processes_per_node(request: Request, environment: Mapping[str, str]) -> int:
+    """One process for each of this host's GPUs; one on the CPU.
+
+    A process that drives several GPUs of a run on several hosts was seen to hang though its collectives were in order
+    (NVIDIA/nccl#1772), and JAX-Toolbox advises against it where cudaFree, which waits for all of a process's GPUs, can come
+    between the launches of a collective.
+    """
+    on_cpu = (request.devices or "").partition(":")[0] == "cpu"
+    return 1 if on_cpu else max(1, len(visible_gpus(environment)))
 
 
 def layouts(request: Request, least: int, most: int, per_node: int) -> dict[int, list[str]]:
@@ -99,4 +103,4 @@ def gpus_of(index: int, per_node: int, environment: Mapping[str, str]) -> dict[s
     if per_node == 1 or not gpus:
         return {}
     share = len(gpus) // per_node
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * share : (index + 1) * share])}
+    return {VISIBLE: ",".join(gpus[index * share : (index + 1) * share])}

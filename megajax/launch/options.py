@@ -23,7 +23,7 @@ class Options:
 
     least: int
     most: int
-    processes_per_node: int
+    processes_per_node: int | None  # None: one for each GPU
     node_timeout: float
     hang_timeout: float
     join_wait: float
@@ -50,7 +50,7 @@ def parser() -> Parser:
 
     seconds = number(below=LONGEST)
     add("--nodes", _nodes, "1", "MIN:MAX", "hosts of the run; below MIN it waits")
-    add("--processes-per-node", whole(), 1, "COUNT", "training processes of a host")
+    add("--processes-per-node", _processes, "auto", "COUNT", "processes of a host; auto: one for each GPU, on CPUs one")
     add("--node-timeout", seconds, 10, "SECONDS", "a host is lost when nothing has been heard of it for this long")
     add("--hang-timeout", seconds, 30, "SECONDS", "a process without a heartbeat for this long is killed")
     wait = "wait this long for more hosts, up to MAX, before the first start"
@@ -59,6 +59,11 @@ def parser() -> Parser:
     add("--max-failures", whole(0), 5, "COUNT", "give up after more failures than this without a further step")
     add("--address", plain_text, None, "HOST", "this host's address for the others")
     return made
+
+
+def _processes(text: str) -> int | None:
+    """A reader of a number from 1; None for auto."""
+    return None if text == "auto" else whole()(text)
 
 
 def _nodes(text: str) -> tuple[int, int]:

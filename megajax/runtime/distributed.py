@@ -6,7 +6,6 @@ when a process dies or hangs.
 
 import functools
 import os
-import pathlib
 import re
 import socket
 import sys
@@ -23,6 +22,7 @@ from megajax.runtime.compat import (
     initialize_distributed,
 )
 from megajax.runtime.coordinator import ServiceProcess
+from megajax.runtime.gpu_environment import visible_gpus
 from megajax.runtime.heartbeat import VARIABLE
 from megajax.runtime.joining import PortInUse, Refused, join
 
@@ -150,11 +150,7 @@ def _checked(place: Place, kind: str, needs: str, finds_coordinator: bool = Fals
 
 def _local_devices(variables: _Environment, local_rank: int | None, tasks_here: int | None) -> list[int] | None:
     """This process's visible GPUs: all if it is the only process on its host, otherwise the one of its rank."""
-    visible = variables.variables.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        count = len(visible.split(","))
-    else:
-        count = sum(path.name[6:].isdecimal() for path in pathlib.Path("/dev").glob("nvidia*"))
+    count = len(visible_gpus(variables.variables))
     if count == 0 or local_rank is None:
         return [0] if local_rank is not None else None  # no GPU: jax must not choose a device by rank
     return list(range(count)) if tasks_here == 1 or count == 1 else [local_rank]

@@ -5,6 +5,14 @@ flags differ between its versions; so before jax starts on GPUs, a child process
 
 Not set, because the program does not need them: pipelined collectives (those over data are outside all loops), and windowed
 einsum (XLA's own collective matmul, which `tensor_overlap` replaces).
+
+Not set, because of open questions, and off by default in jaxlib 0.10.2 to 0.12.0.1:
+
+    --xla_gpu_collective_permute_connected_components    a communicator of the ranks that send to one another, instead of all
+                                          devices: 10 to 20 times as fast within a host (openxla/xla#40505), but hangs where
+                                          two permutes leave out different devices (openxla/xla#44530)
+    --xla_gpu_experimental_enable_collective_multi_streaming    several streams, so that collectives in flight run at the
+                                          same time; then only XLA's scheduler prevents deadlocks (openxla/xla#40656)
 """
 
 import os
@@ -41,6 +49,17 @@ CPU_FLAGS = (
     # threads" (jaxlib 0.12.0, data 2 x pipe 2).
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
+# GPUs of one process wait for each other when they start a program (jaxlib: 30 s, then XLA aborts) and before and after the
+# first call of each collective (40 s), and one that still loads thousands of kernels or connects to other hosts is later
+# than that. Limits as for CPU devices. With one process per GPU nothing waits there. If a device hangs in a later step,
+# `--peer-timeout` (300 s) ends the job. The names differ: only those of first calls end in "_seconds".
+GPU_TIMEOUTS = (
+    "--xla_gpu_executable_warn_stuck_timeout=300",
+    "--xla_gpu_executable_terminate_timeout=600",
+    "--xla_gpu_first_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_gpu_first_collective_call_terminate_timeout_seconds=600",
+)
+
 # A matmul runs in one thread. With as many devices as cores its parts would only delay the other devices: a step took 1 to
 # 8% longer (`python -m benchmarks.mfu --devices cpu:8` on two cores).
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
@@ -70,8 +89,10 @@ GPU_FLAGS = (
     "--xla_gpu_enable_command_buffer=",
     # Splits sends in a loop into chains, and loses data where one collective has several rings (openxla/xla#45222).
     "--xla_gpu_enable_pipelined_p2p=false",
-    # If a rank dies, the others wait in a collective for ever (jax-ml/jax#38503): end the job instead.
+    # If a rank dies or hangs, the others wait in a collective for ever, and XLA has no limit by default: end the job
+    # instead. It was also seen not to fire (jax-ml/jax#38503); the watchdog's `--peer-timeout` does not depend on it.
     "--xla_gpu_nccl_termination_timeout_seconds=1800",
+    *GPU_TIMEOUTS,
     NO_REMATERIALIZATION,
     *(IN_PLACE_FLAGS if jaxlib_version() >= (0, 12) else []),
 )
@@ -147,6 +168,10 @@ def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]
     the same time, and the sums over replicas at a step's end overlap. With two tensor ranks each collective is so short
     that XLA's scheduler hides more of them one at a time: 77% against 69% of their time for Llama-2 7B, but 48% against 63%
     for GPT-3 175B with eight (`python -m benchmarks.compiled account`).
+
+    In flight is not at the same time: XLA has one stream for them unless multi-streaming is on (openxla/xla#17749), where
+    they run one after the other in the order of the program, which is the same on all devices (tests/collective_order.py).
+    Only sends between stages are on a stream of their own, with any limit; `gpu_environment.LAUNCH_ORDER` is for these two.
 
     With collective matmuls none are merged: XLA would compute several of a ring's matmuls as one when the last part has
     arrived, with nothing left to overlap the sends.

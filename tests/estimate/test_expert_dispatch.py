@@ -63,7 +63,7 @@ def test_seconds_of_both_dispatches_by_hand():
     ("run", "chosen"),
     [
         (run_of(), "gather"),  # XLA's ragged all-to-all is slow within a host
-        (run_of(tensor=8), "all_to_all"),  # and fast between hosts
+        (run_of(capacity=1.25, tensor=8, sequence_parallel=False), "all_to_all"),  # between hosts
         (run_of(capacity=1.25), "all_to_all"),  # places for 5/16 of the tokens
         (run_of(capacity=4.0), "gather"),
         (run_of(expert=1, tensor=8), "gather"),
@@ -80,3 +80,17 @@ def test_auto_takes_what_is_faster(run, chosen):
     )
     if run.parallel.expert_dispatch == "auto":
         assert step_time(resolved, H100).total == min(step_time(one, H100).total for one in others)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tensor": 2}, {"tensor": 8}, {"expert": 4}, {"expert": 2, "tensor": 4}])
+@pytest.mark.parametrize("capacity", [0.0, 1.0, 1.25, 4.0])
+def test_auto_is_never_the_ragged_all_to_all(capacity, fields):
+    run = run_of(capacity=capacity, **fields)
+    if sent_share(model_costs(run.model).experts, run.parallel)[1]:
+        assert with_expert_dispatch(run, H100).parallel.expert_dispatch == "gather"
+
+
+def test_between_hosts_the_ragged_all_to_all_would_be_faster():
+    """The price of not taking it."""
+    times = {name: step_time(run_of(name, tensor=8), H100).total for name in ("gather", "all_to_all")}
+    assert times["all_to_all"] < times["gather"] == step_time(with_expert_dispatch(run_of(tensor=8), H100), H100).total

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from megajax.config import ConfigError
-from megajax.launch.elastic import layouts, read_request
+from megajax.launch import __main__ as launcher
+from megajax.launch.elastic import layouts, processes_per_node, read_request
 from megajax.launch.options import read_options
 from megajax.launch.rendezvous import Generation, Node, Rendezvous
 
@@ -194,6 +195,47 @@ def test_data_is_the_degree_that_changes(words, nodes, devices, data):
     assert len(degrees) == 1  # pipe and tensor
 
 
+@pytest.mark.parametrize(
+    ("words", "environment", "expected"),
+    [
+        ("", {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4),
+        ("--devices gpu", {"CUDA_VISIBLE_DEVICES": "GPU-7c,GPU-12"}, 2),
+        ("", {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        ("--devices cpu:4", {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
+    ],
+)
+def test_by_default_a_host_has_a_process_for_each_gpu(words, environment, expected):
+    assert processes_per_node(read_request(FAKE, words.split()), environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "visible"),
+    [("", ["0", "2", "3", "5"]), ("--processes-per-node 2", ["0,2", "3,5"]), ("--processes-per-node 1", ["0,2,3,5"])],
+)
+def test_each_process_sees_its_own_gpus(option, visible, monkeypatch, tmp_path):
+    """The second host's processes: their ranks follow those of the first."""
+    made = []
+
+    class FakeAgent:
+        def __init__(self, options, directory, legal, commands, resume):
+            made.append((options, commands))
+
+        def run(self):
+            return 0
+
+    monkeypatch.setattr(launcher, "Agent", FakeAgent)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3,5")
+    words = f"--nodes 2 {option} -- {FAKE} --run-dir {tmp_path} --pipe 2 --tensor 4 --global-batch-size 12"
+    assert launcher.main(words.split()) == 0
+    (options, commands), count = made[0], len(visible)
+    assert options.processes_per_node == count
+    started = commands(Generation(1, ["first", "second"], "first:1", ["--data", "1"]), count)
+    assert list(started) == [count + index for index in range(count)]
+    for (rank, (line, environment)), gpus in zip(started.items(), visible, strict=True):
+        assert environment["CUDA_VISIBLE_DEVICES"] == gpus
+        assert line[-4:] == ["--processes", str(2 * count), "--process-id", str(rank)]
+
+
 def test_no_legal_number_of_nodes_is_an_error():
     with pytest.raises(ConfigError, match="global_batch_size = 12 is not a multiple"):
         layouts(read_request(FAKE, ["--pipe", "1"]), 5, 5, 1)
@@ -206,6 +248,8 @@ def test_no_legal_number_of_nodes_is_an_error():
         ("--nodes 4:2 -- experiments.gpt3", "--nodes: '4:2' is not MIN:MAX"),
         ("--nodes two -- experiments.gpt3", "--nodes: 'two' is not MIN:MAX"),
         ("--node-timeout -1 -- experiments.gpt3", "--node-timeout: -1.0 must be a number, above 0"),
+        ("--processes-per-node 0 -- experiments.gpt3", "--processes-per-node: 0 must be a whole number, 1 or more"),
+        ("--processes-per-node many -- experiments.gpt3", "--processes-per-node: 'many' is not a whole number"),
         ("--no-such 1 -- experiments.gpt3", "there is no option --no-such"),
     ],
 )

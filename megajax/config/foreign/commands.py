@@ -101,7 +101,7 @@ OF_COMMANDS: dict[str, dict[str, Entry]] = {
     "launch": {
         "--nnodes": ("--nodes MIN:MAX", ""),
         "--num-nodes": ("--nodes MIN:MAX", ""),
-        "--nproc-per-node": ("--processes-per-node", "one process drives all GPUs of a host"),
+        "--nproc-per-node": ("--processes-per-node", "by default one for each GPU"),
         "--max-restarts": ("--max-failures", "without a further step"),
         "--rdzv-endpoint": ("", "not needed: hosts find each other in --run-dir, which they share"),
         "--rdzv-backend": ("", "not needed: hosts find each other in --run-dir, which they share"),

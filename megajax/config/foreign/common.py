@@ -64,7 +64,7 @@ COMMON: dict[str, Entry] = {
     ),
     "--nproc-per-node": (
         "--processes",
-        "one process drives all GPUs of a host; megajax launch has --processes-per-node",
+        "one process can drive all GPUs of a host; megajax launch starts one for each GPU",
     ),
     "--node-rank": ("--process-id", ""),
     "--rank": ("--process-id", ""),
