@@ -57,7 +57,7 @@ def test_it_says_how_tokens_get_to_their_experts(capsys):
     found = [
         line.split("dispatch ")[1].split(")")[0] for line in capsys.readouterr().out.splitlines() if "(expert" in line
     ]
-    assert found == ["all_to_all", "gather", "all_to_all", "all_to_all"]  # over hosts, in one, with capacity, as given
+    assert found == ["gather", "gather", "all_to_all", "all_to_all"]  # never a ragged one; with capacity, as given
 
 
 def test_it_says_which_stages_have_fewer_layers(capsys):
