@@ -39,7 +39,9 @@ class Recipe:
     def for_workers(self, folder: str) -> "Recipe":
         """The recipe that workers load without transformers, from a file in `folder`, if it is one of its tokenizers."""
         found = self.load()
-        if not isinstance(found, HuggingFaceTokenizer) or found.hugging_face is None or found.splits_special_tokens:
+        if not isinstance(found, HuggingFaceTokenizer) or found.hugging_face is None:
+            return self
+        if found.inner.encode_special_tokens:  # which a file forgets
             return self
         file, end = os.path.join(folder, "tokenizer.json"), found.inner.id_to_token(found.end_of_document)
         found.inner.save(file)

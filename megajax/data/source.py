@@ -61,8 +61,8 @@ def tokenizer_of_model(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
     known = getattr(run.model, "vocabulary", None)
     if known is None or tokenizer.vocabulary <= known:
         return tokenizer
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.fits(known):
-        return tokenizer.of_model(known)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and (found := tokenizer.of_model(known)):
+        return found
     raise ConfigError(
         f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "
         f"{known}: pass --vocabulary {tokenizer.vocabulary} or another --tokenizer"

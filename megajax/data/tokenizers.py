@@ -135,11 +135,6 @@ class HuggingFaceTokenizer:
         """Characters of the longest text that `encode_all` takes; None: any."""
         return None if self._may_cut else LONGEST_WHOLE
 
-    @property
-    def splits_special_tokens(self) -> bool:
-        """Whether special tokens in a text are text, which a copy and a file of the tokenizer forget."""
-        return self.inner.encode_special_tokens
-
     @functools.cached_property
     def start(self) -> tuple[int, ...]:
         """What the post-processor puts in front of a text."""
@@ -179,19 +174,17 @@ class HuggingFaceTokenizer:
             return self.inner.decode(ids, skip_special_tokens=False)
 
     def text(self, ids) -> str:
+        ids = [int(token) for token in ids if token != self.end_of_document]
         with library_errors(f"tokenizer {self.name} cannot decode its ids"):
-            if self.hugging_face is not None:
-                return self.hugging_face.decode(list(map(int, ids)), skip_special_tokens=True)
-            return self.inner.decode([int(one) for one in ids if one != self.end_of_document], skip_special_tokens=True)
+            return (self.hugging_face or self.inner).decode(ids, skip_special_tokens=True)
 
-    def fits(self, vocabulary: int) -> bool:
-        """Whether only added tokens, such as a <pad>, and not the end of document, are beyond a model's vocabulary."""
-        added = self.inner.get_added_tokens_decoder()
+    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer | None":
+        """The tokenizer for a model with fewer ids, if those beyond are added tokens, such as <pad>: texts with one are
+        refused. None: others, or the end of document, are beyond.
+        """
         beyond = {token for token in self.inner.get_vocab(with_added_tokens=True).values() if token >= vocabulary}
-        return beyond <= set(added) and self.end_of_document not in beyond
-
-    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer":
-        """The tokenizer for a model that `fits`: ids beyond its vocabulary are refused in texts."""
+        if self.end_of_document in beyond or not beyond <= set(self.inner.get_added_tokens_decoder()):
+            return None
         found = copy.copy(self)
         found.vocabulary, found._whole = vocabulary, False
         return found
@@ -213,7 +206,7 @@ class HuggingFaceTokenizer:
 
         inner = copy.deepcopy(self.inner)
         inner.post_processor = processors.Sequence([])
-        inner.encode_special_tokens = self.splits_special_tokens
+        inner.encode_special_tokens = self.inner.encode_special_tokens  # which a copy forgets
         return inner
 
 
@@ -256,15 +249,13 @@ class SentencePieceTokenizer:
             return self.inner.decode([int(token) for token in ids if token != self.end_of_document])
 
     def text(self, ids) -> str:
-        inner = self.inner
-        return self.decode([token for token in map(int, ids) if not inner.is_control(token)])
+        return self.decode([token for token in map(int, ids) if not self.inner.is_control(token)])
 
 
 def load_gpt2() -> HuggingFaceTokenizer:
     """GPT-2's byte-level BPE, from the package's files."""
-    return HuggingFaceTokenizer(
-        "gpt2", _byte_level(json.loads(_packaged("encoder.json.gz")), _packaged("vocab.bpe.gz"))
-    )
+    vocabulary = json.loads(_packaged("encoder.json.gz"))
+    return HuggingFaceTokenizer("gpt2", _byte_level(vocabulary, _packaged("vocab.bpe.gz")))
 
 
 def _byte_level(vocabulary: dict[str, int], merges: str):
@@ -306,15 +297,15 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     name = find_file(local_directory(name, "--tokenizer")) if name not in TOKENIZERS else name
     ending = pathlib.Path(name).suffix
     is_directory = os.path.isdir(name)
-    if name in TOKENIZERS or (ending not in FILES and not is_directory):
-        if name not in TOKENIZERS:
-            raise ConfigError(
-                f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Pass --tokenizer NAME, a directory of Hugging "
-                f"Face, or a file: {', '.join(f'FILE{end}' for end in FILES)}.{hub_advice(name)}"
-            )
+    if name in TOKENIZERS:
         if end_of_document is not None:
             raise ConfigError(f"tokenizer {name} has a fixed end of document: omit --end-of-document")
         return TOKENIZERS[name]()
+    if ending not in FILES and not is_directory:
+        raise ConfigError(
+            f"tokenizer = {name!r} is not known: {near(name, TOKENIZERS)} Pass --tokenizer NAME, a directory of Hugging "
+            f"Face, or a file: {', '.join(f'FILE{end}' for end in FILES)}.{hub_advice(name)}"
+        )
     if not is_directory and (problem := wrong_file(name)):
         raise ConfigError(problem)
     kind = "a tokenizer that transformers reads" if is_directory else FILES[ending]

@@ -79,7 +79,7 @@ def test_added_tokens_beyond_a_model_are_refused_in_texts_only(tmp_path):
         ):
             encode("a <pad>")
     assert found.encode("a <pad>")[-1] == 400
-    assert found.fits(400) and not found.fits(399)
+    assert found.of_model(399) is None
 
 
 def test_a_directory_with_vocab_and_merges_is_gpt2s(tmp_path):

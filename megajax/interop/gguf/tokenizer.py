@@ -106,11 +106,8 @@ def _add_ends(inner: Any, metadata: Mapping[str, Any], tokens: list[str], begins
         return
     pieces = [ends["bos"][0]] if "bos" in ends else []
     pieces += ["$A", *([ends["eos"][0]] if "eos" in ends else [])]
-    inner.post_processor = processors.TemplateProcessing(
-        single=pieces,
-        pair=pieces + [piece.replace("$A", "$B") + ":1" for piece in pieces],
-        special_tokens=list(ends.values()),
-    )
+    pair = pieces + [piece.replace("$A", "$B") + ":1" for piece in pieces]
+    inner.post_processor = processors.TemplateProcessing(pieces, pair, list(ends.values()))
 
 
 def _byte_level(words: str, tokens: list[str], merges: list[str], kinds: list[int]):

@@ -26,17 +26,11 @@ from megajax.schedules.paths import hub_advice
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
 # What families have that megajax's blocks do not; the layers of two kinds of DeepSeek's are not the obstacle.
-OBSTACLES = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention") | {
-    "gpt_oss": "attention sinks"
-}
+LATENT = "multi-head latent attention"
+OBSTACLES = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "gpt_oss": "attention sinks"}
 # Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
-REPLACED = (
-    "quantization_config",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-)
+REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
+REPLACED += ("original_max_position_embeddings",)
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
 FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
 
@@ -173,10 +167,8 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     if original.get("model_type") != keys["model_type"]:
         original = {}
     original = {key: value for key, value in original.items() if key not in REPLACED}
-    keys = keys | {"dtype" if "dtype" in original else "torch_dtype": dtype}
-    if "rope_parameters" in keys and not original.pop(
-        "rope_parameters", None
-    ):  # as transformers 4 has it; 5 reads it too
+    keys, has_table = keys | {"dtype" if "dtype" in original else "torch_dtype": dtype}, "rope_parameters" not in keys
+    if "rope_parameters" in keys and not original.pop("rope_parameters", None):  # as transformers 4 writes it
         scaling = dict(keys.pop("rope_parameters"))
         keys["rope_theta"] = scaling.pop("rope_theta")
         keys["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
@@ -184,9 +176,7 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     if usual in keys and usual not in original and other in original:
         keys[other] = keys.pop(usual)
     longest = original.get("max_position_embeddings")
-    if (
-        isinstance(longest, int) and "rope_parameters" in keys
-    ):  # without a table of positions, shorter samples change no weight
+    if isinstance(longest, int) and not has_table:  # shorter samples change no weight
         keys["max_position_embeddings"] = max(longest, keys["max_position_embeddings"])
     return {**original, **keys}
 

@@ -11,12 +11,22 @@ from typing import Any
 
 from megajax.config import BertConfig, ModelConfig
 from megajax.interop.hugging_face.expert_families import SPARSE_FAMILIES
-from megajax.interop.hugging_face.keys import PLAIN, Family, Keys
+from megajax.interop.hugging_face.keys import PLAIN, Family, Keys, read_fields, write_fields
 from megajax.interop.hugging_face.llama_families import LLAMA_FAMILIES
 
 __all__ = ["FAMILIES"]
 
 # GPT-2.
+GPT2 = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "vocabulary": "vocab_size",
+    "sequence_length": "n_positions",
+    "tied_embeddings": "tie_word_embeddings",
+    "init_deviation": "initializer_range",
+    "norm_epsilon": "layer_norm_epsilon",
+}
 
 
 def _read_gpt2(keys: Keys) -> dict[str, Any]:
@@ -26,38 +36,31 @@ def _read_gpt2(keys: Keys) -> dict[str, Any]:
     activation = keys.get("activation_function", str)
     if activation not in PLAIN:
         keys.refuse("activation_function")
-    return {
-        "layers": keys.get("n_layer", int),
-        "hidden": keys.get("n_embd", int),
-        "heads": keys.get("n_head", int),
+    return read_fields(keys, GPT2) | {
         "feedforward": keys.get("n_inner", int, None),
-        "vocabulary": keys.get("vocab_size", int),
-        "sequence_length": keys.get("n_positions", int),
         "dropout": keys.rate("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         "activation": PLAIN[activation],
-        "tied_embeddings": keys.get("tie_word_embeddings", bool),
-        "init_deviation": keys.get("initializer_range", float),
-        "norm_epsilon": keys.get("layer_norm_epsilon", float),
     }
 
 
 def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    return rates | {
-        "n_layer": model.layers,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
-        "n_inner": model.feedforward_size,
-        "vocab_size": model.vocabulary,
-        "n_positions": model.sequence_length,
-        "activation_function": "gelu" if model.activation == "gelu_exact" else "gelu_new",
-        "tie_word_embeddings": model.tied_embeddings,
-        "initializer_range": model.init_deviation,
-        "layer_norm_epsilon": model.norm_epsilon,
-    }
+    activation = "gelu" if model.activation == "gelu_exact" else "gelu_new"
+    return rates | write_fields(model, GPT2) | {"n_inner": model.feedforward_size, "activation_function": activation}
 
 
 # BERT: the original one, and Megatron-LM's, whose norms are before attention and MLP. The heads are told by the class.
+BERT = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "feedforward": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "init_deviation": "initializer_range",
+    "norm_epsilon": "layer_norm_eps",
+    "token_types": "type_vocab_size",
+}
 BERT_HEADS = {
     "ForPreTraining": "masked_lm_and_order",
     "ForMaskedLM": "masked_lm",
@@ -83,20 +86,11 @@ def _read_bert(keys: Keys, prefix: str, post_norm: bool) -> dict[str, Any]:
     heads = classes[architecture]
     if heads.startswith("masked_lm"):  # other heads have no table of words
         keys.require("tie_word_embeddings", True)  # transformers 5 has two biases in an untied head, transformers 4 one
-    return {
-        "layers": keys.get("num_hidden_layers", int),
-        "hidden": keys.get("hidden_size", int),
-        "heads": keys.get("num_attention_heads", int),
-        "feedforward": keys.get("intermediate_size", int),
-        "vocabulary": keys.get("vocab_size", int),
-        "sequence_length": keys.get("max_position_embeddings", int),
-        "dropout": keys.rate(
-            *rates, *(["classifier_dropout"] if keys.values.get("classifier_dropout") is not None else [])
-        ),
+    if keys.values.get("classifier_dropout") is not None:
+        rates += ("classifier_dropout",)
+    return read_fields(keys, BERT) | {
+        "dropout": keys.rate(*rates),
         "activation": PLAIN[activation],
-        "init_deviation": keys.get("initializer_range", float),
-        "norm_epsilon": keys.get("layer_norm_eps", float),
-        "token_types": keys.get("type_vocab_size", int),
         "post_norm": post_norm,
         "output_heads": heads,
         "classes": len(keys.get("id2label", dict, None) or ("LABEL_0", "LABEL_1")),  # `write` has them for heads only
@@ -107,19 +101,11 @@ def _write_bert(model: BertConfig, prefix: str) -> dict[str, Any]:
     rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model.dropout)
     count = {"classification": model.classes, "spans": 2}.get(model.output_heads, 0)  # outputs of transformers' head
     labels = {"id2label": {str(number): f"LABEL_{number}" for number in range(count)}}
-    keys = rates | {
+    keys = rates | write_fields(model, BERT)
+    keys |= {
         "architectures": [prefix + name for name, heads in BERT_HEADS.items() if heads == model.output_heads],
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "intermediate_size": model.feedforward_size,
-        "vocab_size": model.vocabulary,
-        "max_position_embeddings": model.sequence_length,
-        "type_vocab_size": model.token_types,
         "hidden_act": "gelu" if model.activation == "gelu_exact" else "gelu_new",
         "tie_word_embeddings": True,
-        "initializer_range": model.init_deviation,
-        "layer_norm_eps": model.norm_epsilon,
     }
     return keys | labels if count else keys
 

@@ -11,7 +11,7 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig
 from megajax.schedules.errors import shown
 
-__all__ = ["GATED", "PLAIN", "REQUIRED", "Family", "Keys", "read_json"]
+__all__ = ["GATED", "PLAIN", "REQUIRED", "Family", "Keys", "read_fields", "read_json", "write_fields"]
 
 # Activations of transformers with a gate or without one; those by tanh are one function, computed in several orders.
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
@@ -79,6 +79,21 @@ class Keys:
         """Notes a key that has an effect in training only, where megajax does not have it."""
         if self.values.get(key):
             _note(f"{self.path}: {key} = {shown(self.values[key])} has no effect here: megajax trains without it")
+
+
+# Types of fields that are not int, and properties with the values of fields that may be None.
+KINDS = {"init_deviation": float, "norm_epsilon": float, "tied_embeddings": bool}
+COMPUTED = {"feedforward": "feedforward_size", "kv_heads": "key_value_heads"}
+
+
+def read_fields(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a configuration that are keys of config.json; `names`: of the keys, by field."""
+    return {field: keys.get(key, KINDS.get(field, int)) for field, key in names.items()}
+
+
+def write_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of these fields."""
+    return {key: getattr(model, COMPUTED.get(field, field)) for field, key in names.items()}
 
 
 @functools.cache  # once for each file

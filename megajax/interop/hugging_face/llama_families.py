@@ -5,10 +5,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.interop.hugging_face.keys import GATED, Family, Keys
+from megajax.interop.hugging_face.keys import GATED, Family, Keys, read_fields, write_fields
 
 __all__ = ["LLAMA_FAMILIES", "SCALINGS", "read_llama", "read_window", "write_llama", "write_window"]
 
+NAMES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "feedforward": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "init_deviation": "initializer_range",
+    "norm_epsilon": "rms_norm_eps",
+}
 # Keys of each kind of rope_scaling: ours -> theirs.
 SCALINGS = {
     "linear": {"rotary_factor": "factor"},
@@ -43,45 +55,19 @@ def read_llama(keys: Keys, inner: str = "intermediate_size", has_windows: bool =
     activation = keys.get("hidden_act", str)
     if activation not in GATED:
         keys.refuse("hidden_act")
-    hidden, heads = keys.get("hidden_size", int), keys.get("num_attention_heads", int)
-    head_size = keys.get("head_dim", int, None)
-    return {
-        "layers": keys.get("num_hidden_layers", int),
-        "hidden": hidden,
-        "heads": heads,
-        "head_size": None if head_size and head_size * heads == hidden else head_size,
-        "kv_heads": keys.get("num_key_value_heads", int),
-        "feedforward": keys.get(inner, int),
-        "vocabulary": keys.get("vocab_size", int),
-        "sequence_length": keys.get("max_position_embeddings", int),
-        "norm": "rmsnorm",
-        "activation": GATED[activation],
-        "positions": "rotary",
-        "tied_embeddings": keys.get("tie_word_embeddings", bool),
-        "biases": False,
-        "init_deviation": keys.get("initializer_range", float),
-        "norm_epsilon": keys.get("rms_norm_eps", float),
-        **_read_rotary(keys),
-    }
+    fields, head_size = read_fields(keys, NAMES | {"feedforward": inner}), keys.get("head_dim", int, None)
+    if head_size and head_size * fields["heads"] == fields["hidden"]:
+        head_size = None
+    fields |= {"norm": "rmsnorm", "activation": GATED[activation], "positions": "rotary", "biases": False}
+    return fields | {"head_size": head_size} | _read_rotary(keys)
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
     """The keys of these fields."""
-    return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.key_value_heads,
-        "intermediate_size": model.feedforward_size,
-        "vocab_size": model.vocabulary,
-        "max_position_embeddings": model.sequence_length,
-        "hidden_act": "gelu_pytorch_tanh" if model.activation == "geglu" else "silu",
-        "tie_word_embeddings": model.tied_embeddings,
-        "initializer_range": model.init_deviation,
-        "rms_norm_eps": model.norm_epsilon,
-        **({"head_dim": model.head_size} if model.head_size not in (None, model.hidden / model.heads) else {}),
-        **_write_rotary(model),
-    }
+    keys = write_fields(model, NAMES) | {"hidden_act": "gelu_pytorch_tanh" if model.activation == "geglu" else "silu"}
+    if model.head_size not in (None, model.hidden / model.heads):
+        keys["head_dim"] = model.head_size
+    return keys | _write_rotary(model)
 
 
 def _read_rotary(keys: Keys) -> dict[str, Any]:
