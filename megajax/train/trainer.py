@@ -29,6 +29,7 @@ from megajax.schedules.errors import counted
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
+from megajax.train.optimizer import MakeOptimizer
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.same_run import own_classes, require_same_run
@@ -73,6 +74,7 @@ class Trainer:
         data: Batches | None = None,
         validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
+        optimizer: MakeOptimizer | None = None,
         devices: Sequence[jax.Device] | None = None,
         request: Request | None = None,
     ):
@@ -87,6 +89,8 @@ class Trainer:
           validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
             validation.
           rules: the sharding rules; None: the model's.
+          optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
+            that of `run.train`.
           devices: None: all that jax has.
           request: the command line that configured the run, for the run's config.toml and the log's first lines.
 
@@ -105,7 +109,7 @@ class Trainer:
         require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data))
         self.directory = RunDirectory(run, output, self.tokenizer, request)
         self.mesh = make_mesh(run.parallel, devices)
-        self.training = make_training(run, self.mesh, model, rules)
+        self.training = make_training(run, self.mesh, model, rules, optimizer)
 
     def fit(
         self,

@@ -1,0 +1,247 @@
+"""Any optax transformation on any layout, against plain optax on one device with each layer's arrays as parameters."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from megajax.checkpoint.layout import named
+from megajax.config import ConfigError
+from megajax.models.interface import mean_loss
+from megajax.optimizers.context import OptimizerContext
+from megajax.runtime.mesh import make_mesh
+from megajax.train.step import Training, make_training
+from tests import small
+
+# The padding of the vocabulary is the same on all layouts.
+MODEL = dataclasses.replace(small.MODEL, layers=4, vocabulary=256)
+LAYOUTS = {
+    "interleaved": {"mesh": (1, 2, 2), "chunks": 2},
+    "zero1": {"mesh": (2, 1, 1), "zero": 1},
+    "zero3": {"mesh": (2, 1, 1), "zero": 3},
+    "uneven": {"mesh": (2, 2, 1), "zero": 1, "model": dataclasses.replace(MODEL, layers=3)},
+}
+STEPS = 3
+
+
+class Case(NamedTuple):
+    """An optimizer: of the trainer, and plain optax's for the tree of `split`, with its decay mask and schedules."""
+
+    make: Callable[[OptimizerContext], optax.GradientTransformation] | None
+    plain: Callable[[Any, optax.Schedule], optax.GradientTransformation]
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def groups(tree):
+    """Labels of two groups, "shared" (and what is below it) and all else."""
+    return {name: "ends" if name == "shared" else "layers" for name in tree}
+
+
+def two_groups(first, second):
+    return {"layers": optax.adamw(first, b2=0.95, weight_decay=0.1), "ends": optax.sgd(second, momentum=0.9)}
+
+
+def twice(schedule):
+    half = lambda count: 0.5 * schedule(count)  # noqa: E731
+    return optax.chain(optax.trace(0.9), optax.scale_by_schedule(half), optax.scale_by_schedule(lambda n: -1 / (1 + n)))
+
+
+def within(rate, mask):
+    """Adam where the mask is True, plain gradients elsewhere."""
+    return optax.chain(optax.masked(optax.scale_by_adam(), mask), optax.scale_by_learning_rate(rate))
+
+
+CASES = {
+    "adamw": Case(None, lambda mask, rate: optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=mask)),
+    "optax.adamw": Case(
+        lambda c: optax.adamw(c.learning_rate, mask=c.decay_mask), lambda mask, rate: optax.adamw(rate, mask=mask)
+    ),
+    "momentum": Case(
+        lambda c: optax.sgd(c.learning_rate, momentum=0.9), lambda mask, rate: optax.sgd(rate, momentum=0.9)
+    ),
+    "two counters": Case(lambda c: twice(c.learning_rate), lambda mask, rate: twice(rate)),
+    "partition": Case(
+        lambda c: optax.partition(two_groups(c.learning_rate, 1e-2), groups),
+        lambda mask, rate: optax.partition(two_groups(rate, 1e-2), groups),
+    ),
+    "masked": Case(lambda c: within(c.learning_rate, c.decay_mask), lambda mask, rate: within(rate, mask)),
+    "optax.adafactor": Case(
+        lambda c: c.per_layer(optax.adafactor(c.learning_rate, min_dim_size_to_factor=16)),
+        lambda mask, rate: optax.adafactor(rate, min_dim_size_to_factor=16),
+    ),
+    "lamb": Case(
+        lambda c: c.per_layer(optax.lamb(c.learning_rate, mask=c.decay_mask, weight_decay=0.1)),
+        lambda mask, rate: optax.lamb(rate, mask=mask, weight_decay=0.1),
+    ),
+}
+
+
+def training_of(case: Case, layout: str = "interleaved", **options) -> Training:
+    run = small.make_run(**{"model": MODEL} | LAYOUTS[layout], train=case.options | options)
+    return make_training(run, make_mesh(run.parallel), optimizer=case.make)
+
+
+def split(tree):
+    """The tree with a list of layers as blocks."""
+    layers = len(jax.tree.leaves(tree["blocks"])[0])
+    return {**tree, "blocks": [jax.tree.map(lambda leaf: leaf[n], tree["blocks"]) for n in range(layers)]}  # noqa: B023
+
+
+def joined(tree):
+    """The inverse of `split`."""
+    return {**tree, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *tree["blocks"])}
+
+
+def plain_optimizer(case: Case, training: Training) -> optax.GradientTransformation:
+    """Plain optax's, with clipping."""
+    mask, model = training.model.decay_mask(), training.run.model
+    mask = {**mask, "blocks": [mask["blocks"]] * model.layers}
+    batch = training.run.train.global_batch_size
+    rate = lambda count: 3e-3 * jnp.minimum(1, (count + 1) * batch / (4 * batch))  # in the warm-up  # noqa: E731
+    return optax.chain(optax.clip_by_global_norm(1.0), case.plain(mask, rate))
+
+
+def random_gradients(params, number: int):
+    random = np.random.default_rng(number)
+    return jax.tree.map(lambda leaf: 0.1 * random.standard_normal(leaf.shape).astype(np.float32), params)
+
+
+def start(training: Training):
+    """A state of random parameters and a fresh optimizer, on the layout."""
+    with jax.set_mesh(training.mesh):
+        params = small.place(training, small.busy_params(training.run.model, tensor=training.run.parallel.tensor))
+        init = jax.jit(training.optimizer.init, out_shardings=training.state_sharding.optimizer_state)
+        return params, init(params)
+
+
+def assert_close(got, want):
+    """Each array within 1e-5 of its largest element."""
+    small.assert_gradients_close(got, jax.tree.map(np.asarray, want), 1e-5)
+
+
+@functools.cache
+def updated(training: Training):
+    """One update, compiled with the layout's shardings."""
+    params, state = training.params_sharding, training.state_sharding.optimizer_state
+
+    def update(params, state, gradients):
+        updates, state = training.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(update, in_shardings=(params, state, params), out_shardings=(params, state))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_those_of_plain_optax(name, layout):
+    training = training_of(CASES[name], layout)
+    params, state = start(training)
+    plain = plain_optimizer(CASES[name], training)
+    want = split(small.canonical(params, training))
+    plain_state = plain.init(want)
+    one = jax.jit(plain.update)
+    for number in range(STEPS):
+        gradients = random_gradients(joined(want), number)
+        with jax.set_mesh(training.mesh):
+            params, state = updated(training)(params, state, small.place(training, gradients))
+        changes, plain_state = one(split(gradients), plain_state, want)
+        want = optax.apply_updates(want, changes)
+    assert_close(small.canonical(params, training), joined(want))
+
+
+def losses_and_params(training: Training, steps: int):
+    state = training.init_state()
+    params, optimizer_state = start(training)
+    state = dataclasses.replace(state, params=params, optimizer_state=optimizer_state)
+    for step in range(steps):
+        state, _ = training.train_step(state, small.make_batch(training.run, step))
+    return small.canonical(state.params, training)
+
+
+def plain_params(case: Case, training: Training, steps: int):
+    """The parameters after steps of the unpipelined model on one device."""
+    run = dataclasses.replace(training.run, parallel=small.make_run(microbatches=1, model=MODEL).parallel)
+    model, plain = small.build_model(training.run.model, recompute="none"), plain_optimizer(case, training)
+    params = split(small.busy_params(training.run.model))
+
+    @jax.jit
+    def step(params, state, batch):
+        gradients = jax.grad(lambda params: mean_loss(model, joined(params), batch))(params)
+        updates, state = plain.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = plain.init(params)
+    for number in range(steps):
+        params, state = step(params, state, small.make_batch(run, number))
+    return joined(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) == ("momentum", "zero1") else pytest.mark.slow)
+        for name in CASES
+        for layout in LAYOUTS
+    ],
+)
+def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout):
+    training = training_of(CASES[name], layout)
+    assert_close(losses_and_params(training, STEPS), plain_params(CASES[name], training, STEPS))
+
+
+def sharding_of(case: Case, layout: str, part: str) -> dict[str, tuple]:
+    sharding = named(training_of(case, layout).state_sharding)
+    return {name: tuple(leaf.spec) for name, leaf in sharding.items() if part in name}
+
+
+def test_a_leaf_of_the_state_is_sharded_as_its_parameter_as_far_as_it_has_its_axes():
+    names = sharding_of(CASES["optax.adafactor"], "interleaved", "feedforward/up/kernel")
+    assert names["params/blocks/feedforward/up/kernel"] == (None, "pipe", None, None, "tensor")
+    rows, columns = (names[f"optimizer_state/{v}/blocks/feedforward/up/kernel"] for v in ("v_row", "v_col"))
+    assert sorted((rows, columns), key=str) == [(None, "pipe", None, "tensor"), (None, "pipe", None, None)]
+    assert names["optimizer_state/v/blocks/feedforward/up/kernel"] == (None, "pipe", None, None)
+    moments = sharding_of(CASES["partition"], "zero3", "down/kernel")
+    assert set(moments.values()) == {(None, "pipe", None, "tensor", "data")}
+
+
+def test_names_have_indices_only_where_two_leaves_would_have_one():
+    names = [name for name in named(training_of(CASES["two counters"]).state_shapes) if name.startswith("opt")]
+    assert [name for name in names if "count" in name] == ["optimizer_state/1/1/count", "optimizer_state/1/2/count"]
+    assert "optimizer_state/trace/shared/head/norm/scale" in names and names[-1] == "optimizer_state/samples"
+    assert list(named(({"a": 1},), None)) == ["a"]
+    assert list(named(({"a": 1}, {"a": {"b": 2}}))) == ["0/a", "1/a/b"]
+
+
+def test_the_names_of_adamw_are_those_of_earlier_versions():
+    names = [name for name in named(training_of(CASES["adamw"]).state_shapes) if name.startswith("opt")]
+    kernel = "blocks/attention/qkv/kernel"
+    assert {"optimizer_state/count", f"optimizer_state/mu/{kernel}", f"optimizer_state/nu/{kernel}"} <= set(names)
+    assert {name.split("/")[1] for name in names} == {"count", "mu", "nu", "samples"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        # The layers are the largest axis of biases, or not, as the pipeline splits them.
+        (
+            lambda c: optax.adafactor(1e-3, min_dim_size_to_factor=1),
+            r"optimizer state optimizer_state/v_col/blocks/.*per_layer",
+        ),
+        (lambda c: c.per_layer(optax.clip_by_global_norm(1.0)), "computes one value from several parameters"),
+        (lambda c: optax.add_noise(0.1, 0.5, jax.random.key(0)), "optimizer_state/rng_key is a typed key"),
+        (lambda c: "adamw", "returned str, not an optax.GradientTransformation"),
+    ],
+    ids=["layers", "norm", "key", "type"],
+)
+def test_an_optimizer_that_cannot_be_placed_is_one_line(make, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        training = training_of(Case(make, lambda mask, rate: None))
+        shapes = training.state_shapes
+        jax.eval_shape(training.optimizer.update, shapes.params, shapes.optimizer_state, shapes.params)
+    assert "\n" not in str(caught.value)
