@@ -9,7 +9,8 @@ import optax
 
 from megajax.config import ConfigError, TrainConfig
 from megajax.config.batch_ramp import equal_batches
-from megajax.optimizers.context import OptimizerContext
+from megajax.ops.optimizers.builtin import OPTIMIZERS
+from megajax.ops.optimizers.context import OptimizerContext
 from megajax.train.lr_schedule import learning_rate, weight_decay
 
 MakeOptimizer = Callable[[OptimizerContext], optax.GradientTransformation]
@@ -22,7 +23,11 @@ class SamplesState(NamedTuple):
 
 
 def make_optimizer(
-    train: TrainConfig, decay_mask: Any, logical_axes: Any = None, make: MakeOptimizer | None = None
+    train: TrainConfig,
+    decay_mask: Any,
+    logical_axes: Any = None,
+    make: MakeOptimizer | None = None,
+    vocabulary: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The gradient transformation of a run; `update(gradients, state, params)` returns the addends to the parameters.
 
@@ -35,7 +40,8 @@ def make_optimizer(
       decay_mask: tree of bool like the parameters, True where weight decay applies (`PipelineModel.decay_mask`). It cannot
         be inferred from the arrays: block parameters have leading axes for chunk, rank and layer, so a bias is not 1-D.
       logical_axes: tree like the parameters of tuples of names (`PipelineModel.logical_axes`).
-      make: makes the transformation; None: AdamW.
+      make: makes the transformation; None: that of `train.optimizer`.
+      vocabulary: tokens of the model, if it has a vocabulary.
 
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.
     `clip_norm` None does not clip. State and arithmetic are fp32, as the parameters are.
@@ -50,10 +56,11 @@ def make_optimizer(
         rate_at=lambda samples: learning_rate(train, samples),
         decay_at=lambda samples: weight_decay(train, samples),
         samples_after=lambda count: samples_after(train, count),
+        vocabulary=vocabulary,
     )
     # `identity` keeps the state's structure, so that a checkpoint can be resumed with and without clipping.
     clip = optax.identity() if train.clip_norm is None else optax.clip_by_global_norm(train.clip_norm)
-    inner = (make or adamw)(context)
+    inner = (make or OPTIMIZERS[train.optimizer])(context)
     if not isinstance(inner, optax.GradientTransformation):
         raise ConfigError(
             f"optimizer: the function returned {type(inner).__name__}, not an optax.GradientTransformation"
@@ -71,18 +78,6 @@ def make_optimizer(
         return updates, (clipping, own, SamplesState(samples))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def adamw(context: OptimizerContext) -> optax.GradientTransformationExtraArgs:
-    """AdamW (1711.05101), with the state of `optax.scale_by_adam`."""
-    train, rates = context.train, context.scale_by_rates()
-    adam = optax.scale_by_adam(b1=train.beta1, b2=train.beta2, eps=train.epsilon, mu_dtype=jnp.float32)
-
-    def update(gradients, state, params, **more):
-        updates, state = adam.update(gradients, state, params)
-        return rates.update(updates, optax.EmptyState(), params, **more)[0], state
-
-    return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
 def samples_after(train: TrainConfig, count: jax.Array) -> jax.Array:

@@ -24,7 +24,6 @@ from megajax.models.context import attention_choice, model_context, model_rules,
 from megajax.models.ids import checked_ids
 from megajax.models.interface import ExecutorFunctions, PipelineModel, batch_shapes, model_class
 from megajax.ops.ring_attention import split_batch
-from megajax.optimizers.placement import state_specs
 from megajax.pipeline.device_checks import check_devices
 from megajax.pipeline.executor import ExecutorOptions, forward_function, gradient_function
 from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
@@ -33,6 +32,7 @@ from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
+from megajax.sharding.optimizer_state import state_specs
 from megajax.sharding.rules import AxisRules
 from megajax.train.continuous import Continuous
 from megajax.train.latency_estimates import latency_options, with_latencies
@@ -83,7 +83,10 @@ class Training:
         run = self.run
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
-        self.optimizer = make_optimizer(run.train, self.model.decay_mask(), self.model.logical_axes(), optimizer)
+        vocabulary = getattr(run.model, "vocabulary", None)
+        self.optimizer = make_optimizer(
+            run.train, self.model.decay_mask(), self.model.logical_axes(), optimizer, vocabulary
+        )
         shapes = model_shapes(run, self.model_class, self.rules)
         self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,12 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers
 
-from megajax.checkpoint.layout import named
-from megajax.config import ConfigError
+from megajax.checkpoint import reader
+from megajax.checkpoint.directory import choose
+from megajax.checkpoint.layout import named, to_canonical
+from megajax.checkpoint.manager import Checkpoints, Progress
+from megajax.checkpoint.metadata import run_meta
+from megajax.config import ConfigError, OutputConfig
+from megajax.estimate.memory import bytes_per_device
 from megajax.models.interface import mean_loss
-from megajax.optimizers.context import OptimizerContext
+from megajax.ops.optimizers.context import OptimizerContext
 from megajax.runtime.mesh import make_mesh
+from megajax.train.optimizer import make_optimizer
 from megajax.train.step import Training, make_training
 from tests import small
 
@@ -36,6 +46,7 @@ class Case(NamedTuple):
     make: Callable[[OptimizerContext], optax.GradientTransformation] | None
     plain: Callable[[Any, optax.Schedule], optax.GradientTransformation]
     options: dict[str, Any] = {}  # noqa: RUF012
+    model: dict[str, Any] = {}  # noqa: RUF012
 
 
 def groups(tree):
@@ -57,8 +68,34 @@ def within(rate, mask):
     return optax.chain(optax.masked(optax.scale_by_adam(), mask), optax.scale_by_learning_rate(rate))
 
 
+def plain_muon(mask, rate):
+    """Muon's matrices by their names; all weights have one rate and one decay."""
+    sides = {
+        "attention/output/kernel": MuonDimensionNumbers((0, 1), (2,)),
+        "attention/qkv/kernel": MuonDimensionNumbers((0,), (1, 2, 3)),
+        "feedforward/down/kernel": MuonDimensionNumbers((0,), (1,)),
+        "feedforward/up/kernel": MuonDimensionNumbers((0,), (1,)),
+    }
+    name = lambda path: "/".join(str(key.key) for key in path[2:])  # noqa: E731
+    axes = jax.tree_util.tree_map_with_path(lambda path, _: sides.get(name(path)) if len(path) > 2 else None, mask)
+    axes = {**axes, "shared": jax.tree.map(lambda _: None, mask["shared"])}
+    muon = optax.contrib.muon(1.0, consistent_rms=0.2, adam_b2=0.95, muon_weight_dimension_numbers=lambda _: axes)
+    return optax.chain(muon, optax.scale(-1), optax.add_decayed_weights(0.1, mask), optax.scale_by_learning_rate(rate))
+
+
+def plain_adafactor(mask, rate):
+    return optax.adafactor(rate, weight_decay_rate=lambda count: 0.1 * rate(count), weight_decay_mask=mask)
+
+
 CASES = {
     "adamw": Case(None, lambda mask, rate: optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=mask)),
+    "lion": Case(
+        None,
+        lambda mask, rate: optax.lion(rate, b2=0.95, weight_decay=0.1, mask=mask),
+        {"optimizer": "lion"},
+    ),
+    "adafactor": Case(None, plain_adafactor, {"optimizer": "adafactor"}, {"hidden": 128}),
+    "muon": Case(None, plain_muon, {"optimizer": "muon"}),
     "optax.adamw": Case(
         lambda c: optax.adamw(c.learning_rate, mask=c.decay_mask), lambda mask, rate: optax.adamw(rate, mask=mask)
     ),
@@ -83,7 +120,9 @@ CASES = {
 
 
 def training_of(case: Case, layout: str = "interleaved", **options) -> Training:
-    run = small.make_run(**{"model": MODEL} | LAYOUTS[layout], train=case.options | options)
+    chosen = {"model": MODEL} | LAYOUTS[layout]
+    chosen["model"] = dataclasses.replace(chosen["model"], **case.model)
+    run = small.make_run(**chosen, train=case.options | options)
     return make_training(run, make_mesh(run.parallel), optimizer=case.make)
 
 
@@ -137,8 +176,20 @@ def updated(training: Training):
     return jax.jit(update, in_shardings=(params, state, params), out_shardings=(params, state))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+def grid(*quick: tuple[str, str]):
+    """Each case on each layout; those that are not named are slow."""
+    pairs = [(name, layout) for name in CASES for layout in LAYOUTS]
+    marked = [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    return pytest.mark.parametrize(("name", "layout"), marked)
+
+
+@grid(
+    ("adamw", "zero3"),
+    ("muon", "interleaved"),
+    ("muon", "zero1"),
+    ("optax.adafactor", "uneven"),
+    ("partition", "zero1"),
+)
 def test_updates_are_those_of_plain_optax(name, layout):
     training = training_of(CASES[name], layout)
     params, state = start(training)
@@ -182,17 +233,72 @@ def plain_params(case: Case, training: Training, steps: int):
     return joined(params)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=() if (name, layout) == ("momentum", "zero1") else pytest.mark.slow)
-        for name in CASES
-        for layout in LAYOUTS
-    ],
-)
+@grid(("momentum", "zero1"))
 def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout):
     training = training_of(CASES[name], layout)
     assert_close(losses_and_params(training, STEPS), plain_params(CASES[name], training, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("muon", ("interleaved", "zero3")),
+        ("optax.adafactor", ("zero1", "interleaved")),
+        pytest.param("partition", ("zero3", "interleaved"), marks=pytest.mark.slow),
+        pytest.param("two counters", ("interleaved", "zero1"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_state_is_restored_on_another_layout(name, layouts, tmp_path):
+    one, other = (training_of(CASES[name], layout) for layout in layouts)
+    state, meta = small.random_state(one), run_meta(one.run, None)
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), meta)
+    checkpoints.save(one.state_layout, state, Progress(step=1))
+    checkpoints.close()
+    path, _ = choose(tmp_path, "auto")
+    got, _, _ = reader.load(path, other.run, other.state_layout, meta["tokenizer"])
+    for leaf, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(other.state_sharding), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    want, found = (to_canonical(tree, training.where) for tree, training in ((state, one), (got, other)))
+    assert list(want) == list(found)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), want, found)
+
+
+def test_adafactor_does_not_see_the_padding_of_the_vocabulary():
+    """Rows of zeros would make the root mean squares of a token table smaller."""
+    random = np.random.default_rng(0)
+    params, gradients = (random.standard_normal((2, 200, 130)).astype(np.float32)) * [[[5]], [[1e-3]]]
+    changes = []
+    for rows in (200, 256, 384):
+        tables = [
+            {"blocks": {}, "shared": {"table": np.pad(a, [(0, rows - 200), (0, 0)])}} for a in (params, gradients)
+        ]
+        train, names = dataclasses.replace(small.make_run().train, optimizer="adafactor"), ("vocabulary", "hidden")
+        of = lambda leaf: {"blocks": {}, "shared": {"table": leaf}}  # noqa: E731
+        optimizer = make_optimizer(train, of(True), of(names), vocabulary=200)
+        changes.append(optimizer.update(tables[1], optimizer.init(tables[0]), tables[0])[0]["shared"]["table"][:200])
+    assert np.abs(changes[0]).max() > 1e-4
+    for change in changes[1:]:
+        assert_close(change, changes[0])
+
+
+def test_the_example_of_the_docs_has_two_groups_and_is_placed():
+    page = (pathlib.Path(__file__).parents[2] / "docs/training.md").read_text()
+    (example,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "optimizer=optimizer" in text]
+    names: dict[str, Any] = {}
+    exec(example.replace(".fit()", "").replace("Trainer(", "trainer = Trainer("), names)
+    state = named(names["trainer"].training.state_shapes)
+    moments = [name for name in state if name.startswith("optimizer_state/inner_states/") and "count" not in name]
+    assert all(("/ends/" in name) == ("/shared/" in name) for name in moments) and len(moments) > 10
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+def test_the_memory_model_has_the_bytes_of_the_state(optimizer):
+    """Small arrays of Adafactor's are replicated over tensor, which the model does not know."""
+    training = training_of(CASES[optimizer], "interleaved")
+    local = lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize  # noqa: E731
+    held = jax.tree.map(local, training.state_shapes.optimizer_state, training.state_sharding.optimizer_state)
+    assert bytes_per_device(training.run)["optimizer"] == pytest.approx(sum(jax.tree.leaves(held)), rel=0.05)
 
 
 def sharding_of(case: Case, layout: str, part: str) -> dict[str, tuple]:

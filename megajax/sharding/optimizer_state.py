@@ -1,7 +1,7 @@
 """How the state of an optimizer is sharded: from the paths and the shapes of its leaves."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,11 +9,27 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from megajax.config import ConfigError
-from megajax.optimizers.stacked import STACK, owner, parameters_by_path
 
-__all__ = ["state_specs"]
+__all__ = ["STACK", "owner", "parameters_by_path", "state_specs"]
 
 Tree = Any
+Path = tuple[Any, ...]
+STACK = 3  # axes of layers of a leaf of blocks: chunk, rank, slot in the chunk
+
+
+def parameters_by_path(params: Tree) -> dict[Path, Any]:
+    """The leaves by their paths."""
+    return {tuple(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def owner(path: Path, params: Mapping[Path, Any]) -> Path | None:
+    """The path of the parameter to which a leaf of the state belongs: the one that the leaf's path contains."""
+    path = tuple(path)
+    for start in range(len(path)):
+        for end in range(len(path), start, -1):
+            if path[start:end] in params:
+                return path[start:end]
+    return None
 
 
 def state_specs(init: Callable[[Tree], Tree], params: Tree, specs: Tree, label: Callable[[Any], str]) -> Tree:

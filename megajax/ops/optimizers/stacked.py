@@ -1,33 +1,17 @@
-"""Transformations of parameters whose layers are stacked, and which parameter a leaf of their state belongs to."""
+"""Transformations of parameters whose layers are stacked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
 from megajax.config import ConfigError
+from megajax.sharding.optimizer_state import STACK, owner, parameters_by_path
 
-__all__ = ["STACK", "owner", "parameters_by_path", "per_layer"]
+__all__ = ["per_layer"]
 
 Tree = Any
-Path = tuple[Any, ...]
-STACK = 3  # axes of layers of a leaf of blocks: chunk, rank, slot in the chunk
-
-
-def parameters_by_path(params: Tree) -> dict[Path, Any]:
-    """The leaves by their paths."""
-    return {tuple(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-
-
-def owner(path: Path, params: Mapping[Path, Any]) -> Path | None:
-    """The path of the parameter to which a leaf of the state belongs: the one that the leaf's path contains."""
-    path = tuple(path)
-    for start in range(len(path)):
-        for end in range(len(path), start, -1):
-            if path[start:end] in params:
-                return path[start:end]
-    return None
 
 
 def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

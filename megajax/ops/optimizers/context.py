@@ -8,7 +8,7 @@ import jax
 import optax
 
 from megajax.config import TrainConfig
-from megajax.optimizers.stacked import per_layer
+from megajax.ops.optimizers.stacked import per_layer
 
 Tree = Any
 Rate = Callable[[jax.Array], jax.Array]
@@ -28,6 +28,7 @@ class OptimizerContext:
       logical_axes: tuples of names; of blocks they start with "layers", which stands for the three axes.
       rate_at, decay_at: learning rate and weight decay as functions of the samples trained on, int32 scalars that include
         the update's own; `update` is given them as its keyword argument `samples`.
+      vocabulary: tokens of the model, if it has a vocabulary; an axis of that name is padded with rows of zeros.
       samples_after: the samples trained on after an update, as a function of the number of updates before it.
     """
 
@@ -37,6 +38,7 @@ class OptimizerContext:
     rate_at: Rate
     decay_at: Rate
     samples_after: Rate
+    vocabulary: int | None = None
 
     def learning_rate(self, count: jax.Array) -> jax.Array:
         """The run's learning rate as a schedule of optax, a function of the updates before: `optax.lion(it)`.
