@@ -149,9 +149,7 @@ def describe_shapes(run: RunConfig) -> str:
     shapes = jax.eval_shape(lambda key: initial_params(model, parallel, key), jax.random.key(0))
     specs = parameter_specs(model, parallel, model_rules(run)).stored
     bytes_of = lambda shape, spec: math.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) * shape.dtype.itemsize  # noqa: E731
-    optimizer = make_optimizer(
-        run.train, model.decay_mask(), model.logical_axes(), None, getattr(run.model, "vocabulary", None)
-    )
+    optimizer = make_optimizer(run.train, model.decay_mask(), model.logical_axes())
     state = state_specs(optimizer.init, shapes, specs, lambda path: jax.tree_util.keystr(path))
     held = sum(jax.tree.leaves(jax.tree.map(bytes_of, jax.eval_shape(optimizer.init, shapes), state)))
     rows = [("parameter", "shape", "sharding", "bytes per device")]

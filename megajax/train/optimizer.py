@@ -27,7 +27,7 @@ def make_optimizer(
     decay_mask: Any,
     logical_axes: Any = None,
     make: MakeOptimizer | None = None,
-    vocabulary: int | None = None,
+    **more: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The gradient transformation of a run; `update(gradients, state, params)` returns the addends to the parameters.
 
@@ -41,7 +41,7 @@ def make_optimizer(
         be inferred from the arrays: block parameters have leading axes for chunk, rank and layer, so a bias is not 1-D.
       logical_axes: tree like the parameters of tuples of names (`PipelineModel.logical_axes`).
       make: makes the transformation; None: that of `train.optimizer`.
-      vocabulary: tokens of the model, if it has a vocabulary.
+      more: further fields of the `OptimizerContext`.
 
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.
     `clip_norm` None does not clip. State and arithmetic are fp32, as the parameters are.
@@ -56,7 +56,7 @@ def make_optimizer(
         rate_at=lambda samples: learning_rate(train, samples),
         decay_at=lambda samples: weight_decay(train, samples),
         samples_after=lambda count: samples_after(train, count),
-        vocabulary=vocabulary,
+        **more,
     )
     # `identity` keeps the state's structure, so that a checkpoint can be resumed with and without clipping.
     clip = optax.identity() if train.clip_norm is None else optax.clip_by_global_norm(train.clip_norm)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from megajax.checkpoint import reader
@@ -25,6 +26,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.models.interface import mean_loss
 from megajax.ops.optimizers.context import OptimizerContext
 from megajax.runtime.mesh import make_mesh
+from megajax.sharding.optimizer_state import whole_layers
 from megajax.train.optimizer import make_optimizer
 from megajax.train.step import Training, make_training
 from tests import small
@@ -299,6 +301,47 @@ def test_the_memory_model_has_the_bytes_of_the_state(optimizer):
     local = lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize  # noqa: E731
     held = jax.tree.map(local, training.state_shapes.optimizer_state, training.state_sharding.optimizer_state)
     assert bytes_per_device(training.run)["optimizer"] == pytest.approx(sum(jax.tree.leaves(held)), rel=0.05)
+
+
+def test_whole_layers():
+    sizes, split = {"data": 4, "pipe": 2, "tensor": 2, "expert": 2}, P(None, "pipe", None, "data", "tensor")
+    assert whole_layers(split, (1, 2, 8, 32, 32), sizes) == P(None, "pipe", ("data", "tensor"), None, None)
+    assert whole_layers(split, (2, 2, 4, 32, 32), sizes) == P("tensor", "pipe", "data", None, None)
+    assert whole_layers(split, (1, 2, 4, 32, 32), sizes) == P(None, "pipe", "data", None, "tensor")
+    assert whole_layers(split, (1, 2, 3, 32, 32), sizes) == P(None, "pipe", None, None, "tensor")
+    experts = P(None, "pipe", None, "expert", "data", "tensor")
+    assert whole_layers(experts, (1, 2, 4, 8, 32, 32), sizes) == P(None, "pipe", "data", "expert", None, "tensor")
+    both = P(None, "pipe", None, ("data", "expert"))
+    assert whole_layers(both, (1, 2, 8, 32), sizes) == P(None, "pipe", ("data", "expert"), None)
+
+
+def test_each_matrix_of_muon_is_resharded_before_and_after_newton_schulz_and_no_product_communicates():
+    training = training_of(CASES["muon"], "zero1")
+    shapes = training.state_shapes
+    with jax.set_mesh(training.mesh):
+        lowered = updated(training).lower(shapes.params, shapes.optimizer_state, shapes.params)
+    program = lowered.compile().as_text()
+    assert not re.findall(r" all-gather(?:-start)?\(", program)
+    sums = re.findall(r"= (.*) all-reduce(?:-start)?\(", program)
+    assert all(re.fullmatch(r"\(?(?:(?:/\*index=\d+\*/)?f32\[\](?:, )?)+\)?", shape) for shape in sums)  # of the norm
+    assert re.findall(r" all-to-all(?:-start)?\(", program)
+
+
+SPARSE = dataclasses.replace(small.SPARSE, layers=4, dense_layers=1, dense_feedforward=12, vocabulary=256)
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_experts_and_layers_of_several_kinds_are_updated_as_on_one_device(name):
+    results = []
+    for layout in ({"mesh": (1, 1, 1), "schedule": "1f1b"}, {"mesh": (2, 2, 1), "expert": 2, "zero": 1}):
+        run = small.make_run(**layout, model=SPARSE, train={"optimizer": name})
+        training = make_training(run, make_mesh(run.parallel))
+        params, state = start(training)
+        gradients = random_gradients(small.busy_params(SPARSE), 1)
+        with jax.set_mesh(training.mesh):
+            params, _ = updated(training)(params, state, small.place(training, gradients))
+        results.append(small.canonical(params, training))
+    assert_close(*results)
 
 
 def sharding_of(case: Case, layout: str, part: str) -> dict[str, tuple]:

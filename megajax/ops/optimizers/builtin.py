@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,18 +53,61 @@ def adafactor(context: OptimizerContext) -> Optimizer:
 
 
 def muon(context: OptimizerContext) -> Optimizer:
-    """Muon (2502.16982): `optax.contrib.muon`, Newton-Schulz on the matrices of each layer, AdamW on all else."""
+    """Muon (2502.16982): `optax.contrib.muon`, Newton-Schulz on the matrices of each layer, AdamW on all else.
+
+    Newton-Schulz multiplies whole matrices, five times three products. On arrays that ZeRO or tensor parallelism has split,
+    each of these would need a collective; so the momentum is resharded before and the result after it, each once.
+    """
     train, matrices = context.train, muon_matrices(context)
-    each = optax.contrib.muon(
-        learning_rate=-1.0,  # not yet a descent: `_with_rates` scales by the rate, and subtracts
-        beta=train.muon_momentum,
-        eps=train.epsilon,
-        consistent_rms=train.muon_rms,
-        adam_b1=train.beta1,
-        adam_b2=train.beta2,
-        muon_weight_dimension_numbers=lambda _: matrices,
+    adam = optax.scale_by_adam(train.beta1, train.beta2, train.epsilon, nesterov=True)
+    momentum = optax.chain(scale_by_nesterov(train.muon_momentum), _orthogonal(context, matrices))
+    is_axes = lambda node: node is None or isinstance(node, MuonDimensionNumbers)  # noqa: E731
+    labels = jax.tree.map(lambda axes: "muon" if axes else "adam", matrices, is_leaf=is_axes)
+    return _with_rates(optax.partition({"muon": momentum, "adam": adam}, labels), context)
+
+
+class NesterovState(NamedTuple):
+    """The mean gradient, and the number of updates."""
+
+    count: jax.Array
+    mu: Any
+
+
+def scale_by_nesterov(decay: float) -> optax.GradientTransformation:
+    """The momentum of `optax.contrib.scale_by_muon`: `optax.scale_by_adam(nesterov=True)` without second moments."""
+
+    def init(params):
+        return NesterovState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=jnp.float32))
+
+    def update(gradients, state, params=None):
+        count, mu = state.count + 1, optax.tree.update_moment(gradients, state.mu, decay, 1)
+        means, new = (
+            optax.tree.bias_correction(mu, decay, count + 1),
+            optax.tree.bias_correction(gradients, decay, count),
+        )
+        return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, means, new), NesterovState(count, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _orthogonal(context: OptimizerContext, matrices: Any) -> optax.GradientTransformation:
+    """Newton-Schulz and the scale by the shape, of each layer's matrices: `optax.contrib.muon` without a momentum."""
+    newton_schulz = context.per_layer(
+        optax.contrib.muon(
+            learning_rate=-1.0,  # not yet a descent: `_with_rates` scales by the rate, and subtracts
+            beta=0.0,
+            nesterov=False,
+            eps=context.train.epsilon,
+            consistent_rms=context.train.muon_rms,
+            muon_weight_dimension_numbers=lambda _: matrices,
+        )
     )
-    return _with_rates(context.per_layer(each), context)
+
+    def update(updates, state, params=None):
+        one = lambda tree: newton_schulz.update(tree, newton_schulz.init(tree), tree)[0]  # noqa: E731
+        return context.on_whole_layers(one, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 OPTIMIZERS: Mapping[str, Callable[[OptimizerContext], Optimizer]] = {

@@ -29,6 +29,8 @@ class OptimizerContext:
       rate_at, decay_at: learning rate and weight decay as functions of the samples trained on, int32 scalars that include
         the update's own; `update` is given them as its keyword argument `samples`.
       vocabulary: tokens of the model, if it has a vocabulary; an axis of that name is padded with rows of zeros.
+      on_whole_layers: `(function, tree)` -> the function of a tree like (some of) the parameters, computed where a device
+        has whole arrays of some layers; see `megajax.sharding.optimizer_state.whole_layers`.
       samples_after: the samples trained on after an update, as a function of the number of updates before it.
     """
 
@@ -39,6 +41,7 @@ class OptimizerContext:
     decay_at: Rate
     samples_after: Rate
     vocabulary: int | None = None
+    on_whole_layers: Callable[[Callable[[Tree], Tree], Tree], Tree] = lambda function, tree: function(tree)
 
     def learning_rate(self, count: jax.Array) -> jax.Array:
         """The run's learning rate as a schedule of optax, a function of the updates before: `optax.lion(it)`.
