@@ -40,6 +40,7 @@ LAYOUTS = {
     "uneven": {"mesh": (2, 2, 1), "zero": 1, "model": dataclasses.replace(MODEL, layers=3)},
 }
 STEPS = 3
+EPSILON = 1e-6  # Adam's: it divides gradients next to zero by their own size, and so would their rounding be a step
 
 
 class Case(NamedTuple):
@@ -57,7 +58,10 @@ def groups(tree):
 
 
 def two_groups(first, second):
-    return {"layers": optax.adamw(first, b2=0.95, weight_decay=0.1), "ends": optax.sgd(second, momentum=0.9)}
+    return {
+        "layers": optax.adamw(first, b2=0.95, eps=EPSILON, weight_decay=0.1),
+        "ends": optax.sgd(second, momentum=0.9),
+    }
 
 
 def twice(schedule):
@@ -67,7 +71,7 @@ def twice(schedule):
 
 def within(rate, mask):
     """Adam where the mask is True, plain gradients elsewhere."""
-    return optax.chain(optax.masked(optax.scale_by_adam(), mask), optax.scale_by_learning_rate(rate))
+    return optax.chain(optax.masked(optax.scale_by_adam(eps=EPSILON), mask), optax.scale_by_learning_rate(rate))
 
 
 def plain_muon(mask, rate):
@@ -81,7 +85,9 @@ def plain_muon(mask, rate):
     name = lambda path: "/".join(str(key.key) for key in path[2:])  # noqa: E731
     axes = jax.tree_util.tree_map_with_path(lambda path, _: sides.get(name(path)) if len(path) > 2 else None, mask)
     axes = {**axes, "shared": jax.tree.map(lambda _: None, mask["shared"])}
-    muon = optax.contrib.muon(1.0, consistent_rms=0.2, adam_b2=0.95, muon_weight_dimension_numbers=lambda _: axes)
+    muon = optax.contrib.muon(
+        1.0, consistent_rms=0.2, eps=EPSILON, adam_b2=0.95, muon_weight_dimension_numbers=lambda _: axes
+    )
     return optax.chain(muon, optax.scale(-1), optax.add_decayed_weights(0.1, mask), optax.scale_by_learning_rate(rate))
 
 
@@ -90,16 +96,21 @@ def plain_adafactor(mask, rate):
 
 
 CASES = {
-    "adamw": Case(None, lambda mask, rate: optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=mask)),
+    "adamw": Case(
+        None,
+        lambda mask, rate: optax.adamw(rate, b2=0.95, eps=EPSILON, weight_decay=0.1, mask=mask),
+        {"epsilon": EPSILON},
+    ),
     "lion": Case(
         None,
         lambda mask, rate: optax.lion(rate, b2=0.95, weight_decay=0.1, mask=mask),
         {"optimizer": "lion"},
     ),
     "adafactor": Case(None, plain_adafactor, {"optimizer": "adafactor"}, {"hidden": 128}),
-    "muon": Case(None, plain_muon, {"optimizer": "muon"}),
+    "muon": Case(None, plain_muon, {"optimizer": "muon", "epsilon": EPSILON}),
     "optax.adamw": Case(
-        lambda c: optax.adamw(c.learning_rate, mask=c.decay_mask), lambda mask, rate: optax.adamw(rate, mask=mask)
+        lambda c: optax.adamw(c.learning_rate, eps=EPSILON, mask=c.decay_mask),
+        lambda mask, rate: optax.adamw(rate, eps=EPSILON, mask=mask),
     ),
     "momentum": Case(
         lambda c: optax.sgd(c.learning_rate, momentum=0.9), lambda mask, rate: optax.sgd(rate, momentum=0.9)
@@ -208,7 +219,7 @@ def test_updates_are_those_of_plain_optax(name, layout):
     assert_close(small.canonical(params, training), joined(want))
 
 
-def losses_and_params(training: Training, steps: int):
+def trained_params(training: Training, steps: int):
     state = training.init_state()
     params, optimizer_state = start(training)
     state = dataclasses.replace(state, params=params, optimizer_state=optimizer_state)
@@ -237,8 +248,10 @@ def plain_params(case: Case, training: Training, steps: int):
 
 @grid(("momentum", "zero1"))
 def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout):
-    training = training_of(CASES[name], layout)
-    assert_close(losses_and_params(training, STEPS), plain_params(CASES[name], training, STEPS))
+    """Without biases: the gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
+    case = CASES[name]
+    training = training_of(case._replace(model={**case.model, "biases": False}), layout)
+    assert_close(trained_params(training, STEPS), plain_params(case, training, STEPS))
 
 
 @pytest.mark.parametrize(
