@@ -7,20 +7,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.config import ConfigError
 
-__all__ = ["STACK", "owner", "parameters_by_path", "state_specs", "whole_layers"]
+__all__ = ["STACK", "on_whole_layers", "owner", "parameters_by_path", "state_specs", "whole_layers"]
 
 Tree = Any
 Path = tuple[Any, ...]
 STACK = 3  # axes of layers of a leaf of blocks: chunk, rank, slot in the chunk
 
 
-def parameters_by_path(params: Tree) -> dict[Path, Any]:
+def parameters_by_path(params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
     """The leaves by their paths."""
-    return {tuple(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    return {tuple(path): leaf for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf)}
 
 
 def owner(path: Path, params: Mapping[Path, Any]) -> Path | None:
@@ -112,6 +112,29 @@ def whole_layers(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str
             if free or axis == "data":
                 entries[place] = ()
     return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in entries))
+
+
+def on_whole_layers(mesh: Mesh, specs: Tree) -> Callable[[Callable[[Tree], Tree], Tree], Tree]:
+    """`OptimizerContext.on_whole_layers`, to be traced.
+
+    Args:
+      mesh: of the run.
+      specs: the PartitionSpec of each parameter, as it is stored.
+    """
+    stored = parameters_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+    def placed(tree: Tree, spec_of: Callable) -> Tree:
+        def one(path, leaf):
+            sharding = NamedSharding(mesh, spec_of(stored[tuple(path)], leaf.shape))
+            return jax.lax.with_sharding_constraint(leaf, sharding)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def apply(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
+        whole = placed(tree, lambda spec, shape: whole_layers(spec, shape, mesh.shape))
+        return placed(function(whole), lambda spec, _: spec)
+
+    return apply
 
 
 def _restacked(params: Tree, place: int) -> Tree:

@@ -32,7 +32,7 @@ from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
-from megajax.sharding.optimizer_state import state_specs, whole_layers
+from megajax.sharding.optimizer_state import on_whole_layers, state_specs
 from megajax.sharding.rules import AxisRules
 from megajax.train.continuous import Continuous
 from megajax.train.latency_estimates import latency_options, with_latencies
@@ -92,7 +92,7 @@ class Training:
             self.model.logical_axes(),
             optimizer,
             vocabulary=getattr(run.model, "vocabulary", None),
-            on_whole_layers=self._on_whole_layers,
+            on_whole_layers=on_whole_layers(mesh, self.specs.stored),
         )
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
@@ -249,19 +249,6 @@ class Training:
         of_kind = lambda where, blocks, shardings: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
         place = lambda blocks, where: map_kinds(of_kind, where, blocks, shardings)  # noqa: E731
         return initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
-
-    def _on_whole_layers(self, function: Callable[[Tree], Tree], tree: Tree) -> Tree:
-        """`OptimizerContext.on_whole_layers`."""
-        stored = {tuple(path): spec for path, spec in jax.tree.leaves_with_path(self.specs.stored, is_leaf=is_spec)}
-        sizes = self.run.parallel.mesh_sizes
-        placed = lambda tree, spec_of: jax.tree_util.tree_map_with_path(  # noqa: E731
-            lambda path, leaf: jax.lax.with_sharding_constraint(
-                leaf, NamedSharding(self.mesh, spec_of(stored[tuple(path)], leaf.shape))
-            ),
-            tree,
-        )
-        whole = placed(tree, lambda spec, shape: whole_layers(spec, shape, sizes))
-        return placed(function(whole), lambda spec, shape: spec)
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
         return self.traced_step(state, batch, hold)[0]

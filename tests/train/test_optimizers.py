@@ -279,6 +279,18 @@ def test_a_state_is_restored_on_another_layout(name, layouts, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), want, found)
 
 
+def test_a_state_of_another_optimizer_is_refused(tmp_path):
+    one, other = training_of(CASES["lion"]), training_of(CASES["muon"])
+    meta = run_meta(one.run, None)
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), meta)
+    checkpoints.save(one.state_layout, small.random_state(one), Progress(step=1))
+    checkpoints.close()
+    with pytest.raises(
+        ConfigError, match=r"has no optimizer_state/inner_states/.*: it was saved with another optimizer"
+    ):
+        reader.load(choose(tmp_path, "auto")[0], other.run, other.state_layout, meta["tokenizer"])
+
+
 def test_adafactor_does_not_see_the_padding_of_the_vocabulary():
     """Rows of zeros would make the root mean squares of a token table smaller."""
     random = np.random.default_rng(0)
