@@ -23,6 +23,7 @@ _MODULES = {
     "NNXModel": "megajax.models.nnx_model",
     "PipelineModel": "megajax.models.interface",
     "register_model": "megajax.models.interface",
+    "OptimizerContext": "megajax.ops.optimizers.context",
     "Schedule": "megajax.schedules.schedule",
     "make_schedule": "megajax.schedules.registry",
     "register": "megajax.schedules.registry",

@@ -1,15 +1,17 @@
 """Converts training state between its sharding on devices and the checkpoint's: named arrays in canonical layer order.
 
-A name is the leaf's path without indices into tuples: "params/blocks/attention/qkv/kernel", "optimizer_state/mu/...". A
-leaf with "blocks" in its path is [chunks, pipe, slots of a stage, ...] on devices (pipeline/layout.py) and [layers, ...]
-in a checkpoint; if layers are of several kinds, the name after "blocks" is the kind, and these are its layers. Both
-conversions run leaf by leaf on the devices and stay sharded: no host and no device holds a whole leaf that is sharded, and
-the extra memory on a device is its shard of one leaf.
+A name is the leaf's path without indices into tuples: "params/blocks/attention/qkv/kernel", "optimizer_state/mu/...";
+with them if two leaves would have one name. A leaf with "blocks" in its path is [chunks, pipe, slots of a stage, ...] on
+devices (pipeline/layout.py) and [layers, ...] in a checkpoint; if layers are of several kinds, the name after "blocks" is
+the kind, and these are its layers. (An optimizer's state may have others there too, without these axes.) Both conversions
+run leaf by leaf on the devices and stay sharded: no host and no device holds a whole leaf that is sharded, and the extra
+memory on a device is its shard of one leaf.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,15 +42,21 @@ class StateLayout:
 
 def named(tree: Tree, only: Container[str] | None = None) -> dict[str, Any]:
     """The leaves by name, in the tree's order; `only`: those of these names, if a tree has other leaves too."""
-    leaves = [(_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
-    leaves = [(name, leaf) for name, leaf in leaves if only is None or name in only]
-    names = dict(leaves)
-    assert len(names) == len(leaves), "two leaves have one name"
-    return names
+    paths, leaves = zip(*jax.tree.leaves_with_path(tree), strict=True) if jax.tree.leaves(tree) else ((), ())
+    names = [name_of(path) for path in paths]
+    count = collections.Counter(names)
+    # Neither two leaves of one name, nor a leaf inside of another.
+    inside = {name for name in names for end in range(len(name)) if name[end] == "/" and name[:end] in count}
+    clash = {name[:end] for name in inside for end in range(len(name)) if name[:end] in count} | inside
+    clash |= {name for name, times in count.items() if times > 1}
+    names = [name_of(path, indices=name in clash) for path, name in zip(paths, names, strict=True)]
+    assert len(set(names)) == len(names), "two leaves have one name"
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if only is None or name in only}
 
 
-def _name(path) -> str:
-    keys = [key for key in path if not isinstance(key, jax.tree_util.SequenceKey)]
+def name_of(path: Sequence[Any], indices: bool = False) -> str:
+    """The name of the leaf at a path, with or without the path's indices into tuples."""
+    keys = [key for key in path if indices or not isinstance(key, jax.tree_util.SequenceKey)]
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
@@ -65,21 +73,28 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_block(name: str) -> bool:
-    """Whether the leaf has an axis of layers."""
+    """Whether the parameter of that name has an axis of layers."""
     return "blocks" in name.split("/")
 
 
-def layers_of(name: str, where: StageLayers) -> StageLayers | None:
-    """Where the layers are that a leaf has rows for: all, or those of its kind. None: it has no axis of layers."""
+def layers_of(name: str, where: StageLayers, shape: tuple[int, ...]) -> StageLayers | None:
+    """Where the layers are that a leaf has rows for: all, or those of its kind. None: it has no axis of layers.
+
+    `shape`: of the leaf on devices. What an optimizer keeps for a parameter of blocks need not have rows for layers.
+    """
     if not is_block(name):
         return None
     path = name.split("/")
-    return where if where.kinds is None else where.of(path[path.index("blocks") + 1])
+    kind = path[len(path) - path[::-1].index("blocks") :][:1]
+    if where.kinds is not None and not (kind and kind[0] in where.kind_names):
+        return None
+    own = where if where.kinds is None else where.of(kind[0])
+    return own if tuple(shape[:3]) == (own.chunks, own.ranks, own.slots) else None
 
 
 def canonical_shape(name: str, shape: tuple[int, ...], where: StageLayers) -> tuple[int, ...]:
     """The shape in a checkpoint of a leaf that has `shape` on devices; `where`: of the model."""
-    own = layers_of(name, where)
+    own = layers_of(name, where, shape)
     return (own.layers, *shape[3:]) if own else shape
 
 
@@ -96,7 +111,7 @@ def canonical_sharding(name: str, shape: tuple[int, ...], sharding: NamedShardin
       sharding: of the leaf on devices.
       where: the layers of each stage, of the model.
     """
-    names, own = sharding.mesh.axis_names, layers_of(name, where)
+    names, own = sharding.mesh.axis_names, layers_of(name, where, shape)
     axes = _spread(shape, sharding, own, ("pipe", *names) if own and own.idle else names)
     return NamedSharding(sharding.mesh, P(*(over or None for over in axes)))
 
@@ -195,7 +210,7 @@ def to_canonical(state: Tree, where: StageLayers, into: Mapping[str, jax.Array] 
         old = into.get(name)
         fits = on_host and old is not None and old.shape == canonical_shape(name, leaf.shape, where)
         fits = fits and old.sharding.is_equivalent_to(sharding, old.ndim)
-        stages = layers_of(name, where)
+        stages = layers_of(name, where, leaf.shape)
         between = without_pipe(leaf.shape, leaf.sharding, stages) if stages and stages.idle else None
         copy = _to_layers(leaf, old if fits else None, stages, between, sharding)
         if on_host:
@@ -215,7 +230,7 @@ def from_canonical(copies: dict[str, jax.Array], target: StateLayout) -> Tree:
       target: the layout of the result.
     """
     leaves = []
-    for name, sharding in zip(named(target.shapes), jax.tree.leaves(target.shardings), strict=True):
-        where = layers_of(name, target.where)
+    for (name, leaf), sharding in zip(named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True):
+        where = layers_of(name, target.where, leaf.shape)
         leaves.append(jax.block_until_ready(_to_pipeline(copies.pop(name), where, sharding)))
     return jax.tree.unflatten(jax.tree.structure(target.shapes), leaves)

@@ -19,6 +19,8 @@ def shape_problem(name: str, stored: Mapping[str, tuple[int, ...]], shape: tuple
       shape: in canonical layer order, as the run needs it.
       run: the run that resumes.
     """
+    if name not in stored and name.startswith("optimizer_state/"):
+        return f"has no {name}: it was saved with another optimizer; pass that --optimizer, or Trainer(optimizer=...)"
     if name not in stored:
         return f"has no {name}: {near(name, stored)}"
     found, vocabulary = tuple(stored[name]), getattr(run.model, "vocabulary", None)

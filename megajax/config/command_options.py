@@ -49,7 +49,7 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "plan": MODEL
     | _words(
         "--attention --budget --calibrate --cluster --compare --deadline --expert --global-batch-size --gpu "
-        "--gpus --html --import --json --memory-margin --microbatch-size --model --out --plot --precision "
+        "--gpus --html --import --json --memory-margin --microbatch-size --model --optimizer --out --plot --precision "
         "--recompute --schedule --search --tokens --top --vocab-parallel --zero"
     ),
     "dryrun": _words("--cluster --gpu --import --json --model-only --run --save-hlo --timeout"),

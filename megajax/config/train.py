@@ -11,7 +11,7 @@ MOST_BATCH_SIZES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimisation: batch, AdamW, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
+    """The optimisation: batch, optimizer, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
 
     global_batch_size: int = setting(64, "samples in a step, over all replicas and microbatches")
     batch_ramp: tuple[int, ...] = setting(
@@ -22,6 +22,12 @@ class TrainConfig:
     )
     steps: int = setting(
         200, "steps of global_batch_size to train for; with a batch_ramp, the same samples in more steps"
+    )
+    optimizer: str = setting(
+        "adamw",
+        "adamw; lion; adafactor, whose learning rate is relative to the size of an array; muon, on the matrices of layers, "
+        "with AdamW on all else",
+        ("adamw", "lion", "adafactor", "muon"),
     )
     learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
     minimum_learning_rate: float = setting(6e-5, "learning rate at the end of the decay", low=0)
@@ -39,14 +45,18 @@ class TrainConfig:
         None, "wsd: samples of the cool-down", low=0, shown_default="a tenth of the decay"
     )
     cooldown: str = setting("linear", "wsd: shape of the cool-down", ("linear", "cosine", "exponential", "square_root"))
-    weight_decay: float = setting(0.1, "AdamW's decoupled decay; biases and norms are not decayed", low=0)
+    weight_decay: float = setting(0.1, "decoupled weight decay; biases and norms are not decayed", low=0)
     start_weight_decay: float | None = setting(
         None, "weight decay at the first step, ramped to weight_decay over the run", low=0, shown_default="weight_decay"
     )
     weight_decay_ramp: str = setting("linear", "shape of the weight decay's ramp", ("linear", "cosine"))
-    beta1: float = setting(0.9, "Adam's decay of the mean gradient", low=0, below=1)
-    beta2: float = setting(0.95, "Adam's decay of the mean squared gradient", low=0, below=1)
+    beta1: float = setting(0.9, "decay of Adam's mean gradient, and of Lion's momentum in the update", low=0, below=1)
+    beta2: float = setting(0.95, "decay of Adam's mean squared gradient, and of Lion's momentum", low=0, below=1)
     epsilon: float = setting(1e-8, "added to the root of Adam's mean square")
+    muon_momentum: float = setting(0.95, "muon: decay of the momentum of matrices", low=0, below=1)
+    muon_rms: float = setting(
+        0.2, "muon: scale of a matrix's update, its root mean square in units of the learning rate; 0.2 is like AdamW's"
+    )
     clip_norm: float | None = setting(
         1.0, "largest global norm of the gradient; larger gradients are scaled down; none: no clipping"
     )

@@ -13,6 +13,7 @@ from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.kinds import layers_of_kinds
+from megajax.estimate.optimizer_state import bytes_per_parameter
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.program import StepProgram
@@ -97,10 +98,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       slots: of the program; its own (`StepProgram.slots`) if not given.
 
     Returns:
-      "weights" fp32; "optimizer" AdamW's two moments, fp32; "gradients" fp32 sums; "16-bit weights" those that the step
-      computes with (none in fp32), two versions of both if the schedule does not drain; "stash" values kept from
-      forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I
-      keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
+      "weights" fp32; "optimizer" its state, fp32; "gradients" fp32 sums; "16-bit weights" those that the step computes with
+      (none in fp32), two versions of both if the schedule does not drain; "stash" values kept from forwards to backwards;
+      "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I keeps for its W;
+      "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
     """
     model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
     item, program = ITEMSIZE[run.train.precision], StepProgram.of(run)
@@ -139,11 +140,20 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     unscattered = 4 * (shared - shared // parallel.replicas)
     return {
         "weights": 4 * state,
-        "optimizer": 8 * state,
+        "optimizer": _optimizer_state(run, state, sharding),
         "gradients": versions * 4 * work + unscattered,
         **during,
         "workspace": max(workspace, copied - sum(during.values()), summed),
     }
+
+
+def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
+    """Bytes of the optimizer's state, of which a device has the part that it has of the `held` fp32 weights."""
+    of_blocks, of_shared = bytes_per_parameter(run.model, run.train.optimizer)
+    model, parallel = model_costs(run.model), run.parallel
+    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
+    shared //= parallel.replicas if sharding.zero else 1
+    return round(of_blocks * (held - shared) + of_shared * shared)
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:

@@ -168,7 +168,8 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
         "options": {"model": name} | ({"imports": run.imports} if run.imports else {}),
         "model": {field: value for field, value in model.items() if field != "name" and value != base[field]},
         "parallel": dataclasses.asdict(run.parallel),
-        "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision},
+        "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision}
+        | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer}),
     }
 
 

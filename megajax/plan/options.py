@@ -61,7 +61,9 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             model.validate()
     if args.expert:
         _check_expert(model, args.expert)
-    given = {name: getattr(args, name) for name in ("precision", "vocab_parallel", "attention", "memory_margin")}
+    given = {
+        name: getattr(args, name) for name in ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer")
+    }
     choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
     given |= {name: values and tuple(values) for name, values in choices.items()}
     return Question(model, args.gpus or cluster.gpus or 0, cluster.gpu, args.global_batch_size, **given)
@@ -128,6 +130,12 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         "--deadline", type=number(below=1e5), metavar="DAYS", help="the fewest GPUs that train on --tokens in time"
     )
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
+    add(
+        "--optimizer",
+        default="adamw",
+        choices=("adamw", "lion", "adafactor", "muon"),
+        help="whose state takes memory; the time of the update is AdamW's (default: adamw)",
+    )
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(
         "--out",

@@ -56,6 +56,7 @@ class Question:
         for each layout.
       attention: auto, xla, cudnn or pallas, as for a run.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
+      optimizer: as `TrainConfig.optimizer`, for the memory of its state.
       also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
     """
 
@@ -74,6 +75,7 @@ class Question:
     vocab_parallel: str = "pipe"
     attention: str = "auto"
     memory_margin: float = MEMORY_MARGIN
+    optimizer: str = "adamw"
     also: Sequence[str] = ()
 
     @property
@@ -98,7 +100,7 @@ class Question:
         parallel = ParallelConfig(
             vocab_parallel=self.vocab_parallel, attention=self.attention, sequence_parallel=self.sequence_parallel
         )
-        train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision)
+        train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision, optimizer=self.optimizer)
         return RunConfig(self.model, parallel, train)
 
 

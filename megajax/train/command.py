@@ -104,7 +104,7 @@ def train_on_devices(
     prepare_process()
     devices = start_devices(request.devices, -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
-    trainer = Trainer(run, output=request.output, devices=devices, request=request)
+    trainer = Trainer(run, output=request, devices=devices)
     sample = sampler(trainer, request.sample) if sampler and request.sample else None
     evaluations = evaluator(trainer, request) if evaluator else ()
     result = trainer.fit(watchdog, started, importer.params if importer else None, evaluations)
@@ -130,8 +130,8 @@ def print_shapes(request: Request) -> int:
 def describe_shapes(run: RunConfig) -> str:
     """A table of all parameters (shape as stored, sharding, bytes on one device) and the bytes of a device's state.
 
-    Stored shapes of blocks are [chunks, pipe, slots of a stage, ...]. Bytes are of the fp32 parameters; AdamW's two
-    moments and the gradient accumulators have the same shapes and shardings.
+    Stored shapes of blocks are [chunks, pipe, slots of a stage, ...]. Bytes are of the fp32 parameters; the gradient
+    accumulators have the same shapes and shardings, and so have AdamW's two moments.
     """
     import jax
     from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -139,6 +139,8 @@ def describe_shapes(run: RunConfig) -> str:
     from megajax.models.context import model_rules, model_shapes
     from megajax.pipeline.parameters import initial_params, parameter_specs
     from megajax.pipeline.program import StepProgram
+    from megajax.sharding.optimizer_state import state_specs
+    from megajax.train.optimizer import make_optimizer
 
     parallel = run.parallel
     axes, sizes = zip(*parallel.mesh_sizes.items(), strict=True)
@@ -146,18 +148,22 @@ def describe_shapes(run: RunConfig) -> str:
     model = model_shapes(run)
     shapes = jax.eval_shape(lambda key: initial_params(model, parallel, key), jax.random.key(0))
     specs = parameter_specs(model, parallel, model_rules(run)).stored
+    bytes_of = lambda shape, spec: math.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) * shape.dtype.itemsize  # noqa: E731
+    optimizer = make_optimizer(run.train, model.decay_mask(), model.logical_axes())
+    state = state_specs(optimizer.init, shapes, specs, lambda path: jax.tree_util.keystr(path))
+    held = sum(jax.tree.leaves(jax.tree.map(bytes_of, jax.eval_shape(optimizer.init, shapes), state)))
     rows = [("parameter", "shape", "sharding", "bytes per device")]
     total = 0
     for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
-        bytes_here = math.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) * shape.dtype.itemsize
-        total += bytes_here
+        total += bytes_of(shape, spec)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_here:,}"))
+        rows.append((name, f"{shape.dtype}{list(shape.shape)}", str(tuple(spec)), f"{bytes_of(shape, spec):,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(row[column].ljust(width) for column, width in enumerate(widths)), row[3].rjust(18)])
         for row in rows
     ]
+    named = "AdamW's moments" if run.train.optimizer == "adamw" else f"{run.train.optimizer}'s state"
     active = f" ({run.model.active_parameters:,} for a token)" if getattr(run.model, "experts", 0) else ""
     mesh_shown = (
         " x ".join(f"{axis} {size}" for axis, size in parallel.mesh_sizes.items()) + f" = {parallel.devices} devices"
@@ -167,7 +173,7 @@ def describe_shapes(run: RunConfig) -> str:
             f"{run.model.name}: {run.model.parameters:,} parameters{active} on {mesh_shown}",
             *StepProgram.of(run).layers.remarks,
             *lines,
-            f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {2 * total / 1e9:.3f} GB of AdamW's moments and "
-            f"{total / 1e9:.3f} GB of gradients: {4 * total / 1e9:.3f} GB",
+            f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {held / 1e9:.3f} GB of {named} and "
+            f"{total / 1e9:.3f} GB of gradients: {(2 * total + held) / 1e9:.3f} GB",
         ]
     )

@@ -145,7 +145,7 @@ def not_finite(training: Training, tree: Tree) -> list[str]:
         flags = jax.tree.map(np.asarray, program(leaves, training.where, experts))
     found = []
     for name, finite in flags.items():
-        if own := layers_of(name, training.where):
+        if own := layers_of(name, training.where, leaves[name].shape):
             short = name.split("blocks/")[1].partition("/")[2] if training.where.kinds else name.split("blocks/")[1]
             for place, *expert in np.argwhere(~finite).tolist():
                 layer, which = own.numbers[place], "".join(f", expert {number}" for number in expert)
@@ -162,7 +162,7 @@ def _flags(leaves: dict[str, jax.Array], where: StageLayers, experts: tuple[int 
     """
 
     def finite(name, leaf, axis):
-        own = layers_of(name, where)
+        own = layers_of(name, where, leaf.shape)
         if own is None:
             return jnp.isfinite(leaf).all()
         each = jnp.isfinite(leaf).all(tuple(n for n in range(3, leaf.ndim) if axis is None or n != 3 + axis))

@@ -1,13 +1,19 @@
-"""The optimizer: clipping by global norm, AdamW with a decay mask, rates that are functions of the samples trained on."""
+"""The optimizer: clipping by global norm, then an optax transformation; rates are functions of the samples trained on."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.config import TrainConfig
+from megajax.config import ConfigError, TrainConfig
+from megajax.config.batch_ramp import equal_batches
+from megajax.ops.optimizers.builtin import OPTIMIZERS
+from megajax.ops.optimizers.context import OptimizerContext
 from megajax.train.lr_schedule import learning_rate, weight_decay
+
+MakeOptimizer = Callable[[OptimizerContext], optax.GradientTransformation]
 
 
 class SamplesState(NamedTuple):
@@ -16,39 +22,70 @@ class SamplesState(NamedTuple):
     samples: jax.Array  # int32 scalar: samples of all updates, without those of skipped steps
 
 
-def make_optimizer(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    train: TrainConfig,
+    decay_mask: Any,
+    logical_axes: Any = None,
+    make: MakeOptimizer | None = None,
+    **more: Any,
+) -> optax.GradientTransformationExtraArgs:
     """The gradient transformation of a run; `update(gradients, state, params)` returns the addends to the parameters.
 
-    `update` also takes `batch_size`, the number of samples of the gradients; default: a full batch.
+    `update` also takes `batch_size`, the number of samples of the gradients; default: a full batch. The transformation
+    within is given `samples` too, those of all updates and of this one. The state is (of the clipping, of the
+    transformation, `SamplesState`).
 
     Args:
+      train: the options.
       decay_mask: tree of bool like the parameters, True where weight decay applies (`PipelineModel.decay_mask`). It cannot
         be inferred from the arrays: block parameters have leading axes for chunk, rank and layer, so a bias is not 1-D.
+      logical_axes: tree like the parameters of tuples of names (`PipelineModel.logical_axes`).
+      make: makes the transformation; None: that of `train.optimizer`.
+      more: further fields of the `OptimizerContext`.
 
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.
     `clip_norm` None does not clip. State and arithmetic are fp32, as the parameters are.
+
+    Raises:
+      ConfigError: `make` returns no transformation.
     """
-    # `identity` keeps the state's structure, so that a checkpoint can be resumed with and without clipping.
-    return optax.chain(
-        optax.identity() if train.clip_norm is None else optax.clip_by_global_norm(train.clip_norm),
-        optax.scale_by_adam(b1=train.beta1, b2=train.beta2, eps=train.epsilon, mu_dtype=jnp.float32),
-        scale_by_samples(train, decay_mask),
+    context = OptimizerContext(
+        train,
+        decay_mask,
+        logical_axes,
+        rate_at=lambda samples: learning_rate(train, samples),
+        decay_at=lambda samples: weight_decay(train, samples),
+        samples_after=lambda count: samples_after(train, count),
+        **more,
     )
-
-
-def scale_by_samples(train: TrainConfig, decay_mask: Any) -> optax.GradientTransformationExtraArgs:
-    """AdamW's last two steps, -rate (update + decay * parameter), with both rates functions of the samples so far."""
+    # `identity` keeps the state's structure, so that a checkpoint can be resumed with and without clipping.
+    clip = optax.identity() if train.clip_norm is None else optax.clip_by_global_norm(train.clip_norm)
+    inner = (make or OPTIMIZERS[train.optimizer])(context)
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer: the function returned {type(inner).__name__}, not an optax.GradientTransformation"
+        )
+    inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return SamplesState(jnp.zeros((), jnp.int32))
+        return clip.init(params), inner.init(params), SamplesState(jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params, *, batch_size: int = train.global_batch_size):
-        samples = state.samples + batch_size
-        rate, decay = learning_rate(train, samples), weight_decay(train, samples)
-        change = lambda update, param, decayed: -rate * (update + (decay * param if decayed else 0))  # noqa: E731
-        return jax.tree.map(change, updates, params, decay_mask), SamplesState(samples)
+    def update(gradients, state, params, *, batch_size: int = train.global_batch_size):
+        clipping, own, counter = state
+        samples = counter.samples + batch_size
+        gradients, clipping = clip.update(gradients, clipping)
+        updates, own = inner.update(gradients, own, params, batch_size=batch_size, samples=samples)
+        return updates, (clipping, own, SamplesState(samples))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def samples_after(train: TrainConfig, count: jax.Array) -> jax.Array:
+    """int32 scalar: the samples trained on after the update that follows `count` others, if no step is skipped."""
+    starts, consumed, sizes = (jnp.array(column, jnp.int32) for column in zip(*equal_batches(train), strict=True))
+    count = jnp.asarray(count).astype(jnp.int32)
+    number = jnp.searchsorted(starts, count, side="right") - 1
+    return consumed[number] + (count + 1 - starts[number]) * sizes[number]
 
 
 def _state_of(optimizer_state: Any, kind: type) -> Any:
@@ -57,10 +94,10 @@ def _state_of(optimizer_state: Any, kind: type) -> Any:
 
 
 def updates_made(optimizer_state: Any) -> jax.Array:
-    """int32 scalar: the number of updates that led to this state."""
+    """int32 scalar: the number of AdamW's updates that led to this state."""
     return _state_of(optimizer_state, optax.ScaleByAdamState).count
 
 
 def samples_trained(optimizer_state: Any) -> jax.Array:
     """int32 scalar: the samples of those updates, of which the rates are functions."""
-    return _state_of(optimizer_state, SamplesState).samples
+    return optimizer_state[-1].samples

@@ -1,7 +1,7 @@
 """One training step, one evaluation step, and the state they work on, as jitted programs over a mesh.
 
 A step: cast the fp32 parameters, run the pipeline schedule forwards and backwards over the global batch, sum gradients
-over `data`, clip, AdamW. The loss is the sum of the microbatches' losses over the batch's `loss_weight` (for GPT its number
+over `data`, clip, update. The loss is the sum of the microbatches' losses over the batch's `loss_weight` (for GPT its number
 of tokens), so it does not depend on how the batch is split into microbatches or over replicas.
 """
 
@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import StateLayout, arrange
+from megajax.checkpoint.layout import StateLayout, arrange, name_of
 from megajax.config import RunConfig
 from megajax.config.batch_ramp import PADDING
 from megajax.models.context import attention_choice, model_context, model_rules, model_shapes
@@ -32,11 +32,12 @@ from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
+from megajax.sharding.optimizer_state import on_whole_layers, state_specs
 from megajax.sharding.rules import AxisRules
 from megajax.train.continuous import Continuous
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import learning_rate
-from megajax.train.optimizer import make_optimizer, samples_trained
+from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
 from megajax.train.stage_branches import with_check
 
@@ -68,17 +69,31 @@ class Training:
       rules: the sharding rules.
     """
 
-    def __init__(self, program: StepProgram, mesh: Mesh, model: type[PipelineModel], rules: AxisRules):
+    def __init__(
+        self,
+        program: StepProgram,
+        mesh: Mesh,
+        model: type[PipelineModel],
+        rules: AxisRules,
+        optimizer: MakeOptimizer | None = None,
+    ):
         """Builds the programs; nothing is compiled before its first call. For arguments see `make_training`."""
         self.program, self.mesh, self.model_class, self.rules = program, mesh, model, rules
         self.run, self.schedule, self.where = program.run, program.schedule, program.layers
         run = self.run
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
-        self.optimizer = make_optimizer(run.train, self.model.decay_mask())
         shapes = model_shapes(run, self.model_class, self.rules)
         self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)
+        self.optimizer = make_optimizer(
+            run.train,
+            self.model.decay_mask(),
+            self.model.logical_axes(),
+            optimizer,
+            vocabulary=getattr(run.model, "vocabulary", None),
+            on_whole_layers=on_whole_layers(mesh, self.specs.stored),
+        )
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
             specs=self.specs.executor(run.parallel.recompute_blocks),
@@ -342,18 +357,18 @@ class Training:
 
     def _state_sharding(self) -> TrainState:
         replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes
-        optimizer = optax.tree_utils.tree_map_params(
-            self.optimizer,
-            lambda _, sharding: sharding,
-            shapes.optimizer_state,
-            self.params_sharding,
-            transform_non_params=lambda _: replicated,
-        )
-        return TrainState(self.params_sharding, optimizer, jax.tree.map(lambda _: replicated, shapes.loss_scale))
+        label = lambda path: "/".join(["optimizer_state", name_of(path)])  # noqa: E731
+        specs = state_specs(self.optimizer.init, shapes.params, self.specs.stored, label)
+        loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
+        return TrainState(self.params_sharding, self._named(specs), loss_scale)
 
 
 def make_training(
-    run: RunConfig, mesh: Mesh, model: type[PipelineModel] | None = None, rules: AxisRules | None = None
+    run: RunConfig,
+    mesh: Mesh,
+    model: type[PipelineModel] | None = None,
+    rules: AxisRules | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> Training:
     """The programs of a validated run on its mesh.
 
@@ -362,6 +377,7 @@ def make_training(
       mesh: its mesh.
       model: the class of its model; by default the one registered for the type of `run.model`.
       rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
+      optimizer: makes the optimizer; by default that of `run.train`.
 
     Raises:
       ConfigError: the mesh's devices cannot run it.
@@ -371,7 +387,7 @@ def make_training(
     attention = attention_choice(run, device, model)
     program = StepProgram.of(run, attention, updates_in_place(device), rules.vocabulary_over_pipe)
     check_devices(program, device)
-    return (Training if program.drains else ContinuousTraining)(program, mesh, model, rules)
+    return (Training if program.drains else ContinuousTraining)(program, mesh, model, rules, optimizer)
 
 
 class ContinuousTraining(Continuous, Training):

@@ -29,6 +29,7 @@ from megajax.schedules.errors import counted
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
+from megajax.train.optimizer import MakeOptimizer
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.same_run import own_classes, require_same_run
@@ -68,27 +69,29 @@ class Trainer:
         self,
         run: RunConfig,
         *,
-        output: OutputConfig = OutputConfig(),  # noqa: B008 (frozen)
+        output: OutputConfig | Request = OutputConfig(),  # noqa: B008 (frozen)
         model: type | None = None,
         data: Batches | None = None,
         validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
+        optimizer: MakeOptimizer | None = None,
         devices: Sequence[jax.Device] | None = None,
-        request: Request | None = None,
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
         Args:
           run: what to train, on which mesh, how long, on which data.
-          output: the files that the run writes, and when it stops early.
+          output: the files that the run writes, and when it stops early; or the command line that configured the run, for
+            its config.toml and the log's first lines.
           model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
           data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
             ...] with the run's batch size; None: `run.data`.
           validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
             validation.
           rules: the sharding rules; None: the model's.
+          optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
+            that of `run.train`.
           devices: None: all that jax has.
-          request: the command line that configured the run, for the run's config.toml and the log's first lines.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
@@ -96,16 +99,17 @@ class Trainer:
         devices = jax.devices() if devices is None else devices
         run.validate(len(devices))
         self.run = run = resolved_layout(run, gpu_of(devices[0]))
-        self.output, self.request, self._fitted = output, request, False
+        self.request, self._fitted = output if isinstance(output, Request) else None, False
+        self.output = output = output.output if isinstance(output, Request) else output
         if data is None:
             self.data = open_data(run)
         else:
             self.data = user_data(data, validation_data, run, model_to_check(run, model, rules))
         self.tokenizer = self.data.tokenizer
-        require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data))
-        self.directory = RunDirectory(run, output, self.tokenizer, request)
+        require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data, optimizer))
+        self.directory = RunDirectory(run, output, self.tokenizer, self.request)
         self.mesh = make_mesh(run.parallel, devices)
-        self.training = make_training(run, self.mesh, model, rules)
+        self.training = make_training(run, self.mesh, model, rules, optimizer)
 
     def fit(
         self,

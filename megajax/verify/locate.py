@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import is_block, layers_of, named
+from megajax.checkpoint.layout import layers_of, named
 from megajax.pipeline import layout
 from megajax.verify.compare import Difference
 from megajax.verify.replay import Replay, Results
@@ -94,14 +94,15 @@ def _gradient_of(side: Side, name: str, microbatches: slice) -> np.ndarray:
 def _devices(difference: Difference, kind: str, name: str, reference: Side, side: Side) -> list[str]:
     """The devices whose part of the tensor differs, where these are not all that have a part of it."""
     want = _canonical(reference, kind, name)
-    if own := layers_of(name, side.replay.training.where):
+    own = layers_of(name, side.replay.training.where, _leaves(side, kind, name)[-1].shape)
+    if own:
         want = np.asarray(layout.to_pipeline_layout(want, own))
     allowed = max(DEVICE_FACTOR * difference.tolerance, UPDATE_DISTANCE if kind == "update" else 0)
     holding, differing = [], []
     for device, index, part in _parts(side, kind, name):
         expected = _crop(want, part.shape, index)
-        if is_block(name):
-            chosen = _crop(side.replay.locations.layers_of(name), part.shape[:3], index[:3]) == difference.entry.layer
+        if own:
+            chosen = _crop(side.replay.locations.numbers(own), part.shape[:3], index[:3]) == difference.entry.layer
             if not chosen.any():
                 continue
             expected, part = expected[chosen], part[chosen]
@@ -136,7 +137,7 @@ def _canonical(side: Side, kind: str, name: str) -> np.ndarray:
     """The tensor in the model's order of layers."""
     leaves = [np.asarray(leaf) for leaf in _leaves(side, kind, name)]
     whole = leaves[0] if len(leaves) == 1 else leaves[1] - leaves[0]
-    own = layers_of(name, side.replay.training.where)
+    own = layers_of(name, side.replay.training.where, whole.shape)
     return np.asarray(layout.from_pipeline_layout(whole, own)) if own else whole
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import layers_of
 from megajax.pipeline import layout
 from megajax.schedules.stages import StageLayers
 from megajax.train.step import Training
@@ -21,13 +20,10 @@ class Locations:
         """
         self.mesh, self.parallel, self.microbatches = training.mesh, training.run.parallel, training.run.microbatches
         self.where = training.where
-        self.layers = self._numbers(training.where.without_kinds)
+        self.layers = self.numbers(training.where.without_kinds)
 
-    def layers_of(self, name: str) -> np.ndarray:
-        """`layers` of the rows of a leaf of blocks."""
-        return self._numbers(layers_of(name, self.where))
-
-    def _numbers(self, where: StageLayers) -> np.ndarray:
+    def numbers(self, where: StageLayers) -> np.ndarray:
+        """`layers` of the rows of a leaf of blocks; `where`: of the leaf."""
         return np.asarray(layout.to_pipeline_layout(np.array(where.numbers) + 1, where)) - 1
 
     def layer(self, number: int) -> str:

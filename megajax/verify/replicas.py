@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import is_block, named
+from megajax.checkpoint.layout import layers_of, named
 from megajax.train.replica_check import Difference, ReplicaCheck
 from megajax.verify.locations import Locations
 
@@ -26,8 +26,8 @@ def differing_replicas(state: Tree, check: ReplicaCheck, locations: Locations) -
 def _describe(difference: Difference, leaf: jax.Array, locations: Locations) -> str:
     devices = "; ".join(locations.device(device) for device in difference.suspects)
     layer = None
-    if is_block(difference.name):
-        layer = _layer(leaf, difference.suspects, locations.layers_of(difference.name))
+    if own := layers_of(difference.name, locations.where, leaf.shape):
+        layer = _layer(leaf, difference.suspects, locations.numbers(own))
     tensor = difference.name if layer is None else f"{difference.name} of layer {layer}"
     if difference.majority:
         return f"{tensor}: the copy of {devices} differs from the others"

@@ -85,7 +85,7 @@ def tensor_sketches(tree: Tree, where: StageLayers) -> dict[str, jax.Array]:
     """
 
     def one(name, leaf):
-        if own := layers_of(name, where):
+        if own := layers_of(name, where, leaf.shape):
             rows = layout.from_pipeline_layout(sketch(leaf, 3), own)
             if own.layers == where.layers:
                 return rows

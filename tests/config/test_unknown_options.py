@@ -142,7 +142,7 @@ NO_OPTION = {
     "--kv-lora-rank 512": "not supported: no multi-latent attention",
     "--load_best_model_at_end": "megajax evaluate",
     "--autotuning run": "megajax plan",
-    "--optim adafactor": "the optimizer is AdamW",
+    "--optim adafactor": "it is --optimizer here",
     "--lora_r 8": "not supported",
     "--zzz": "--help lists every option",
 }

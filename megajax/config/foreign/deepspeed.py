@@ -33,7 +33,7 @@ DEEPSPEED: dict[str, Entry] = {
     "--fp16.initial_scale_power": ("--initial-loss-scale", "= 2 to this power"),
     "--fp16.loss_scale_window": ("--loss-scale-window", ""),
     "--fp16.hysteresis": ("", "not needed: 2 overflows, its default"),
-    "--optimizer.type": ("", "not needed: the optimizer is AdamW; others are not supported"),
+    "--optimizer.type": ("--optimizer", "adamw, lion, adafactor or muon; others: Trainer(optimizer=...)"),
     "--optimizer.params.lr": ("--learning-rate", ""),
     "--optimizer.params.betas": ("--beta1", "and --beta2"),
     "--optimizer.params.eps": ("--epsilon", ""),

@@ -27,7 +27,7 @@ HUGGING_FACE: dict[str, Entry] = {
     "--warmup_ratio": ("--warmup-steps", "= ratio * steps"),
     "--warmup_steps": ("--warmup-steps", "a number below 1 is a ratio there"),
     "--lr_scheduler_kwargs": ("--minimum-learning-rate", "and --cooldown"),
-    "--optim": ("", "not needed: the optimizer is AdamW; others are not supported"),
+    "--optim": ("--optimizer", "adamw, lion, adafactor or muon; others: Trainer(optimizer=...)"),
     "--weight_decay": ("--weight-decay", ""),
     "--adam_beta1": ("--beta1", ""),
     "--adam_beta2": ("--beta2", ""),

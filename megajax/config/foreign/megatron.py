@@ -167,7 +167,7 @@ MEGATRON: dict[str, Entry] = {
     "--adam-beta1": ("--beta1", ""),
     "--adam-beta2": ("--beta2", ""),
     "--adam-eps": ("--epsilon", ""),
-    "--optimizer": ("", "not needed: the optimizer is AdamW; others are not supported"),
+    "--optimizer": ("--optimizer", "adamw, lion, adafactor or muon; others: Trainer(optimizer=...)"),
     "--clip-grad": ("--clip-norm", "none: no clipping"),
     "--bf16": ("--precision bf16", ""),
     "--fp16": ("--precision fp16", ""),

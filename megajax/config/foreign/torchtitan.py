@@ -68,7 +68,7 @@ TORCHTITAN: dict[str, Entry] = {
     "--activation_checkpoint.selective_ac_option": ("--recompute-blocks", "with --recompute full"),
     "--compile.enable": ("", ALWAYS),
     "--compile.components": ("", ALWAYS),
-    "--optimizer.name": ("", "not needed: the optimizer is AdamW; others are not supported"),
+    "--optimizer.name": ("--optimizer", "adamw, lion, adafactor or muon; others: Trainer(optimizer=...)"),
     "--optimizer.lr": ("--learning-rate", ""),
     "--optimizer.beta1": ("--beta1", ""),
     "--optimizer.beta2": ("--beta2", ""),

@@ -1,0 +1,421 @@
+"""Any optax transformation on any layout, against plain optax on one device with each layer's arrays as parameters."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from megajax.checkpoint import reader
+from megajax.checkpoint.directory import choose
+from megajax.checkpoint.layout import named, to_canonical
+from megajax.checkpoint.manager import Checkpoints, Progress
+from megajax.checkpoint.metadata import run_meta
+from megajax.config import ConfigError, OutputConfig
+from megajax.estimate.memory import bytes_per_device
+from megajax.models.interface import mean_loss
+from megajax.ops.optimizers.context import OptimizerContext
+from megajax.runtime.mesh import make_mesh
+from megajax.sharding.optimizer_state import whole_layers
+from megajax.train.optimizer import make_optimizer
+from megajax.train.step import Training, make_training
+from tests import small
+
+# The padding of the vocabulary is the same on all layouts.
+MODEL = dataclasses.replace(small.MODEL, layers=4, vocabulary=256)
+LAYOUTS = {
+    "interleaved": {"mesh": (1, 2, 2), "chunks": 2},
+    "zero1": {"mesh": (2, 1, 1), "zero": 1},
+    "zero3": {"mesh": (2, 1, 1), "zero": 3},
+    "uneven": {"mesh": (2, 2, 1), "zero": 1, "model": dataclasses.replace(MODEL, layers=3)},
+}
+STEPS = 3
+EPSILON = 1e-6  # Adam's: it divides gradients next to zero by their own size, and so would their rounding be a step
+
+
+class Case(NamedTuple):
+    """An optimizer: of the trainer, and plain optax's for the tree of `split`, with its decay mask and schedules."""
+
+    make: Callable[[OptimizerContext], optax.GradientTransformation] | None
+    plain: Callable[[Any, optax.Schedule], optax.GradientTransformation]
+    options: dict[str, Any] = {}  # noqa: RUF012
+    model: dict[str, Any] = {}  # noqa: RUF012
+
+
+def groups(tree):
+    """Labels of two groups, "shared" (and what is below it) and all else."""
+    return {name: "ends" if name == "shared" else "layers" for name in tree}
+
+
+def two_groups(first, second):
+    return {
+        "layers": optax.adamw(first, b2=0.95, eps=EPSILON, weight_decay=0.1),
+        "ends": optax.sgd(second, momentum=0.9),
+    }
+
+
+def twice(schedule):
+    half = lambda count: 0.5 * schedule(count)  # noqa: E731
+    return optax.chain(optax.trace(0.9), optax.scale_by_schedule(half), optax.scale_by_schedule(lambda n: -1 / (1 + n)))
+
+
+def within(rate, mask):
+    """Adam where the mask is True, plain gradients elsewhere."""
+    return optax.chain(optax.masked(optax.scale_by_adam(eps=EPSILON), mask), optax.scale_by_learning_rate(rate))
+
+
+def plain_muon(mask, rate):
+    """Muon's matrices by their names; all weights have one rate and one decay."""
+    sides = {
+        "attention/output/kernel": MuonDimensionNumbers((0, 1), (2,)),
+        "attention/qkv/kernel": MuonDimensionNumbers((0,), (1, 2, 3)),
+        "feedforward/down/kernel": MuonDimensionNumbers((0,), (1,)),
+        "feedforward/up/kernel": MuonDimensionNumbers((0,), (1,)),
+    }
+    name = lambda path: "/".join(str(key.key) for key in path[2:])  # noqa: E731
+    axes = jax.tree_util.tree_map_with_path(lambda path, _: sides.get(name(path)) if len(path) > 2 else None, mask)
+    axes = {**axes, "shared": jax.tree.map(lambda _: None, mask["shared"])}
+    muon = optax.contrib.muon(
+        1.0, consistent_rms=0.2, eps=EPSILON, adam_b2=0.95, muon_weight_dimension_numbers=lambda _: axes
+    )
+    return optax.chain(muon, optax.scale(-1), optax.add_decayed_weights(0.1, mask), optax.scale_by_learning_rate(rate))
+
+
+def plain_adafactor(mask, rate):
+    return optax.adafactor(rate, weight_decay_rate=lambda count: 0.1 * rate(count), weight_decay_mask=mask)
+
+
+CASES = {
+    "adamw": Case(
+        None,
+        lambda mask, rate: optax.adamw(rate, b2=0.95, eps=EPSILON, weight_decay=0.1, mask=mask),
+        {"epsilon": EPSILON},
+    ),
+    "lion": Case(
+        None,
+        lambda mask, rate: optax.lion(rate, b2=0.95, weight_decay=0.1, mask=mask),
+        {"optimizer": "lion"},
+    ),
+    "adafactor": Case(None, plain_adafactor, {"optimizer": "adafactor"}, {"hidden": 128}),
+    "muon": Case(None, plain_muon, {"optimizer": "muon", "epsilon": EPSILON}),
+    "optax.adamw": Case(
+        lambda c: optax.adamw(c.learning_rate, eps=EPSILON, mask=c.decay_mask),
+        lambda mask, rate: optax.adamw(rate, eps=EPSILON, mask=mask),
+    ),
+    "momentum": Case(
+        lambda c: optax.sgd(c.learning_rate, momentum=0.9), lambda mask, rate: optax.sgd(rate, momentum=0.9)
+    ),
+    "two counters": Case(lambda c: twice(c.learning_rate), lambda mask, rate: twice(rate)),
+    "partition": Case(
+        lambda c: optax.partition(two_groups(c.learning_rate, 1e-2), groups),
+        lambda mask, rate: optax.partition(two_groups(rate, 1e-2), groups),
+    ),
+    "masked": Case(lambda c: within(c.learning_rate, c.decay_mask), lambda mask, rate: within(rate, mask)),
+    "optax.adafactor": Case(
+        lambda c: c.per_layer(optax.adafactor(c.learning_rate, min_dim_size_to_factor=16)),
+        lambda mask, rate: optax.adafactor(rate, min_dim_size_to_factor=16),
+    ),
+    "lamb": Case(
+        lambda c: c.per_layer(optax.lamb(c.learning_rate, mask=c.decay_mask, weight_decay=0.1)),
+        lambda mask, rate: optax.lamb(rate, mask=mask, weight_decay=0.1),
+    ),
+}
+
+
+def training_of(case: Case, layout: str = "interleaved", **options) -> Training:
+    chosen = {"model": MODEL} | LAYOUTS[layout]
+    chosen["model"] = dataclasses.replace(chosen["model"], **case.model)
+    run = small.make_run(**chosen, train=case.options | options)
+    return make_training(run, make_mesh(run.parallel), optimizer=case.make)
+
+
+def split(tree):
+    """The tree with a list of layers as blocks."""
+    layers = len(jax.tree.leaves(tree["blocks"])[0])
+    return {**tree, "blocks": [jax.tree.map(lambda leaf: leaf[n], tree["blocks"]) for n in range(layers)]}  # noqa: B023
+
+
+def joined(tree):
+    """The inverse of `split`."""
+    return {**tree, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *tree["blocks"])}
+
+
+def plain_optimizer(case: Case, training: Training) -> optax.GradientTransformation:
+    """Plain optax's, with clipping."""
+    mask, model = training.model.decay_mask(), training.run.model
+    mask = {**mask, "blocks": [mask["blocks"]] * model.layers}
+    batch = training.run.train.global_batch_size
+    rate = lambda count: 3e-3 * jnp.minimum(1, (count + 1) * batch / (4 * batch))  # in the warm-up  # noqa: E731
+    return optax.chain(optax.clip_by_global_norm(1.0), case.plain(mask, rate))
+
+
+def random_gradients(params, number: int):
+    random = np.random.default_rng(number)
+    return jax.tree.map(lambda leaf: 0.1 * random.standard_normal(leaf.shape).astype(np.float32), params)
+
+
+def start(training: Training):
+    """A state of random parameters and a fresh optimizer, on the layout."""
+    with jax.set_mesh(training.mesh):
+        params = small.place(training, small.busy_params(training.run.model, tensor=training.run.parallel.tensor))
+        init = jax.jit(training.optimizer.init, out_shardings=training.state_sharding.optimizer_state)
+        return params, init(params)
+
+
+def assert_close(got, want):
+    """Each array within 1e-5 of its largest element."""
+    small.assert_gradients_close(got, jax.tree.map(np.asarray, want), 1e-5)
+
+
+@functools.cache
+def updated(training: Training):
+    """One update, compiled with the layout's shardings."""
+    params, state = training.params_sharding, training.state_sharding.optimizer_state
+
+    def update(params, state, gradients):
+        updates, state = training.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(update, in_shardings=(params, state, params), out_shardings=(params, state))
+
+
+def grid(*quick: tuple[str, str]):
+    """Each case on each layout; those that are not named are slow."""
+    pairs = [(name, layout) for name in CASES for layout in LAYOUTS]
+    marked = [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    return pytest.mark.parametrize(("name", "layout"), marked)
+
+
+@grid(
+    ("adamw", "zero3"),
+    ("muon", "interleaved"),
+    ("muon", "zero1"),
+    ("optax.adafactor", "uneven"),
+    ("partition", "zero1"),
+)
+def test_updates_are_those_of_plain_optax(name, layout):
+    training = training_of(CASES[name], layout)
+    params, state = start(training)
+    plain = plain_optimizer(CASES[name], training)
+    want = split(small.canonical(params, training))
+    plain_state = plain.init(want)
+    one = jax.jit(plain.update)
+    for number in range(STEPS):
+        gradients = random_gradients(joined(want), number)
+        with jax.set_mesh(training.mesh):
+            params, state = updated(training)(params, state, small.place(training, gradients))
+        changes, plain_state = one(split(gradients), plain_state, want)
+        want = optax.apply_updates(want, changes)
+    assert_close(small.canonical(params, training), joined(want))
+
+
+def trained_params(training: Training, steps: int):
+    state = training.init_state()
+    params, optimizer_state = start(training)
+    state = dataclasses.replace(state, params=params, optimizer_state=optimizer_state)
+    for step in range(steps):
+        state, _ = training.train_step(state, small.make_batch(training.run, step))
+    return small.canonical(state.params, training)
+
+
+def plain_params(case: Case, training: Training, steps: int):
+    """The parameters after steps of the unpipelined model on one device."""
+    run = dataclasses.replace(training.run, parallel=small.make_run(microbatches=1, model=MODEL).parallel)
+    model, plain = small.build_model(training.run.model, recompute="none"), plain_optimizer(case, training)
+    params = split(small.busy_params(training.run.model))
+
+    @jax.jit
+    def step(params, state, batch):
+        gradients = jax.grad(lambda params: mean_loss(model, joined(params), batch))(params)
+        updates, state = plain.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = plain.init(params)
+    for number in range(steps):
+        params, state = step(params, state, small.make_batch(run, number))
+    return joined(params)
+
+
+@grid(("momentum", "zero1"))
+def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout):
+    """Without biases: the gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
+    case = CASES[name]
+    training = training_of(case._replace(model={**case.model, "biases": False}), layout)
+    assert_close(trained_params(training, STEPS), plain_params(case, training, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("muon", ("interleaved", "zero3")),
+        ("optax.adafactor", ("zero1", "interleaved")),
+        pytest.param("partition", ("zero3", "interleaved"), marks=pytest.mark.slow),
+        pytest.param("two counters", ("interleaved", "zero1"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_state_is_restored_on_another_layout(name, layouts, tmp_path):
+    one, other = (training_of(CASES[name], layout) for layout in layouts)
+    state, meta = small.random_state(one), run_meta(one.run, None)
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), meta)
+    checkpoints.save(one.state_layout, state, Progress(step=1))
+    checkpoints.close()
+    path, _ = choose(tmp_path, "auto")
+    got, _, _ = reader.load(path, other.run, other.state_layout, meta["tokenizer"])
+    for leaf, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(other.state_sharding), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    want, found = (to_canonical(tree, training.where) for tree, training in ((state, one), (got, other)))
+    assert list(want) == list(found)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), want, found)
+
+
+def test_a_state_of_another_optimizer_is_refused(tmp_path):
+    one, other = training_of(CASES["lion"]), training_of(CASES["muon"])
+    meta = run_meta(one.run, None)
+    checkpoints = Checkpoints(tmp_path, OutputConfig(), meta)
+    checkpoints.save(one.state_layout, small.random_state(one), Progress(step=1))
+    checkpoints.close()
+    with pytest.raises(
+        ConfigError, match=r"has no optimizer_state/inner_states/.*: it was saved with another optimizer"
+    ):
+        reader.load(choose(tmp_path, "auto")[0], other.run, other.state_layout, meta["tokenizer"])
+
+
+def test_adafactor_does_not_see_the_padding_of_the_vocabulary():
+    """Rows of zeros would make the root mean squares of a token table smaller."""
+    random = np.random.default_rng(0)
+    params, gradients = (random.standard_normal((2, 200, 130)).astype(np.float32)) * [[[5]], [[1e-3]]]
+    changes = []
+    for rows in (200, 256, 384):
+        tables = [
+            {"blocks": {}, "shared": {"table": np.pad(a, [(0, rows - 200), (0, 0)])}} for a in (params, gradients)
+        ]
+        train, names = dataclasses.replace(small.make_run().train, optimizer="adafactor"), ("vocabulary", "hidden")
+        of = lambda leaf: {"blocks": {}, "shared": {"table": leaf}}  # noqa: E731
+        optimizer = make_optimizer(train, of(True), of(names), vocabulary=200)
+        changes.append(optimizer.update(tables[1], optimizer.init(tables[0]), tables[0])[0]["shared"]["table"][:200])
+    assert np.abs(changes[0]).max() > 1e-4
+    for change in changes[1:]:
+        assert_close(change, changes[0])
+
+
+def test_the_example_of_the_docs_has_two_groups_and_is_placed():
+    page = (pathlib.Path(__file__).parents[2] / "docs/training.md").read_text()
+    (example,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "optimizer=optimizer" in text]
+    names: dict[str, Any] = {}
+    exec(example.replace(".fit()", "").replace("Trainer(", "trainer = Trainer("), names)
+    state = named(names["trainer"].training.state_shapes)
+    moments = [name for name in state if name.startswith("optimizer_state/inner_states/") and "count" not in name]
+    assert all(("/ends/" in name) == ("/shared/" in name) for name in moments) and len(moments) > 10
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+def test_the_memory_model_has_the_bytes_of_the_state(optimizer):
+    """Small arrays of Adafactor's are replicated over tensor, which the model does not know."""
+    training = training_of(CASES[optimizer], "interleaved")
+    local = lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize  # noqa: E731
+    held = jax.tree.map(local, training.state_shapes.optimizer_state, training.state_sharding.optimizer_state)
+    assert bytes_per_device(training.run)["optimizer"] == pytest.approx(sum(jax.tree.leaves(held)), rel=0.05)
+
+
+def test_whole_layers():
+    sizes, split = {"data": 4, "pipe": 2, "tensor": 2, "expert": 2}, P(None, "pipe", None, "data", "tensor")
+    assert whole_layers(split, (1, 2, 8, 32, 32), sizes) == P(None, "pipe", ("data", "tensor"), None, None)
+    assert whole_layers(split, (2, 2, 4, 32, 32), sizes) == P("tensor", "pipe", "data", None, None)
+    assert whole_layers(split, (1, 2, 4, 32, 32), sizes) == P(None, "pipe", "data", None, "tensor")
+    assert whole_layers(split, (1, 2, 3, 32, 32), sizes) == P(None, "pipe", None, None, "tensor")
+    experts = P(None, "pipe", None, "expert", "data", "tensor")
+    assert whole_layers(experts, (1, 2, 4, 8, 32, 32), sizes) == P(None, "pipe", "data", "expert", None, "tensor")
+    both = P(None, "pipe", None, ("data", "expert"))
+    assert whole_layers(both, (1, 2, 8, 32), sizes) == P(None, "pipe", ("data", "expert"), None)
+
+
+def test_each_matrix_of_muon_is_resharded_before_and_after_newton_schulz_and_no_product_communicates():
+    training = training_of(CASES["muon"], "zero1")
+    shapes = training.state_shapes
+    with jax.set_mesh(training.mesh):
+        lowered = updated(training).lower(shapes.params, shapes.optimizer_state, shapes.params)
+    program = lowered.compile().as_text()
+    assert not re.findall(r" all-gather(?:-start)?\(", program)
+    sums = re.findall(r"= (.*) all-reduce(?:-start)?\(", program)
+    assert all(re.fullmatch(r"\(?(?:(?:/\*index=\d+\*/)?f32\[\](?:, )?)+\)?", shape) for shape in sums)  # of the norm
+    assert re.findall(r" all-to-all(?:-start)?\(", program)
+
+
+SPARSE = dataclasses.replace(small.SPARSE, layers=4, dense_layers=1, dense_feedforward=12, vocabulary=256)
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_experts_and_layers_of_several_kinds_are_updated_as_on_one_device(name):
+    results = []
+    for layout in ({"mesh": (1, 1, 1), "schedule": "1f1b"}, {"mesh": (2, 2, 1), "expert": 2, "zero": 1}):
+        run = small.make_run(**layout, model=SPARSE, train={"optimizer": name})
+        training = make_training(run, make_mesh(run.parallel))
+        params, state = start(training)
+        gradients = random_gradients(small.busy_params(SPARSE), 1)
+        with jax.set_mesh(training.mesh):
+            params, _ = updated(training)(params, state, small.place(training, gradients))
+        results.append(small.canonical(params, training))
+    assert_close(*results)
+
+
+def sharding_of(case: Case, layout: str, part: str) -> dict[str, tuple]:
+    sharding = named(training_of(case, layout).state_sharding)
+    return {name: tuple(leaf.spec) for name, leaf in sharding.items() if part in name}
+
+
+def test_a_leaf_of_the_state_is_sharded_as_its_parameter_as_far_as_it_has_its_axes():
+    names = sharding_of(CASES["optax.adafactor"], "interleaved", "feedforward/up/kernel")
+    assert names["params/blocks/feedforward/up/kernel"] == (None, "pipe", None, None, "tensor")
+    rows, columns = (names[f"optimizer_state/{v}/blocks/feedforward/up/kernel"] for v in ("v_row", "v_col"))
+    assert sorted((rows, columns), key=str) == [(None, "pipe", None, "tensor"), (None, "pipe", None, None)]
+    assert names["optimizer_state/v/blocks/feedforward/up/kernel"] == (None, "pipe", None, None)
+    moments = sharding_of(CASES["partition"], "zero3", "down/kernel")
+    assert set(moments.values()) == {(None, "pipe", None, "tensor", "data")}
+
+
+def test_names_have_indices_only_where_two_leaves_would_have_one():
+    names = [name for name in named(training_of(CASES["two counters"]).state_shapes) if name.startswith("opt")]
+    assert [name for name in names if "count" in name] == ["optimizer_state/1/1/count", "optimizer_state/1/2/count"]
+    assert "optimizer_state/trace/shared/head/norm/scale" in names and names[-1] == "optimizer_state/samples"
+    assert list(named(({"a": 1},), None)) == ["a"]
+    assert list(named(({"a": 1}, {"a": {"b": 2}}))) == ["0/a", "1/a/b"]
+
+
+def test_the_names_of_adamw_are_those_of_earlier_versions():
+    names = [name for name in named(training_of(CASES["adamw"]).state_shapes) if name.startswith("opt")]
+    kernel = "blocks/attention/qkv/kernel"
+    assert {"optimizer_state/count", f"optimizer_state/mu/{kernel}", f"optimizer_state/nu/{kernel}"} <= set(names)
+    assert {name.split("/")[1] for name in names} == {"count", "mu", "nu", "samples"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        # The layers are the largest axis of biases, or not, as the pipeline splits them.
+        (
+            lambda c: optax.adafactor(1e-3, min_dim_size_to_factor=1),
+            r"optimizer state optimizer_state/v_col/blocks/.*per_layer",
+        ),
+        (lambda c: c.per_layer(optax.clip_by_global_norm(1.0)), "computes one value from several parameters"),
+        (lambda c: optax.add_noise(0.1, 0.5, jax.random.key(0)), "optimizer_state/rng_key is a typed key"),
+        (lambda c: "adamw", "returned str, not an optax.GradientTransformation"),
+    ],
+    ids=["layers", "norm", "key", "type"],
+)
+def test_an_optimizer_that_cannot_be_placed_is_one_line(make, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        training = training_of(Case(make, lambda mask, rate: None))
+        shapes = training.state_shapes
+        jax.eval_shape(training.optimizer.update, shapes.params, shapes.optimizer_state, shapes.params)
+    assert "\n" not in str(caught.value)
