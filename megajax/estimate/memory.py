@@ -149,6 +149,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
 def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
     """Bytes of the optimizer's state, of which a device has the part that it has of the `held` fp32 weights."""
+    if run.train.optimizer == "adamw":
+        return 8 * held  # two moments of each parameter, whatever the shapes of the model's
     of_blocks, of_shared = bytes_per_parameter(run.model, run.train.optimizer)
     model, parallel = model_costs(run.model), run.parallel
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)

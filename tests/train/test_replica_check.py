@@ -22,7 +22,7 @@ def flip(state, name: str, device: jax.Device, element: int = 3, bit: int = 7):
     """The state with one bit of one element changed in one device's copy of an array."""
 
     def change(path, leaf):
-        if layout._name(path) != name:
+        if layout.name_of(path) != name:
             return leaf
         buffers = []
         for shard in leaf.addressable_shards:
