@@ -22,8 +22,12 @@ class Numbers(Letters):
     def encode(self, text: str) -> np.ndarray:
         return np.array([int(word) for word in text.split()], np.int32)
 
+    encode_prompt = encode
+
     def decode(self, ids) -> str:
         return " ".join(str(int(token)) for token in ids)
+
+    text = decode
 
 
 def trainer_of(mesh=(2, 2, 2), model=LLAMA, **layout):
