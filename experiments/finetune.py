@@ -81,12 +81,12 @@ def complete(words: Sequence[str]) -> list[str]:
 
 def steps_of(request: Request, epochs: int) -> int:
     """Steps in which every row is trained on `epochs` times; the last step may start another epoch."""
-    from megajax.data.source import packed_samples
+    from megajax.data.source import packed_samples, tokenizer_of_model
     from megajax.data.tokenizers import load_tokenizer
 
     run = request.run(request.devices_needed or 1, "fp32")
     run.data.validate()
-    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end_of_document)
+    tokenizer = tokenizer_of_model(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document))
     rows = packed_samples(run.data, run.data.sft_data or (), tokenizer, run.model.sequence_length, None).count
     return math.ceil(epochs * rows / run.train.global_batch_size)
 

@@ -11,6 +11,7 @@ memory on a device is its shard of one leaf.
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -45,10 +46,10 @@ def named(tree: Tree, only: Container[str] | None = None) -> dict[str, Any]:
     paths, leaves = zip(*jax.tree.leaves_with_path(tree), strict=True) if jax.tree.leaves(tree) else ((), ())
     names = [name_of(path) for path in paths]
     count = collections.Counter(names)
-    # Neither two leaves of one name, nor a leaf inside of another.
-    inside = {name for name in names for end in range(len(name)) if name[end] == "/" and name[:end] in count}
-    clash = {name[:end] for name in inside for end in range(len(name)) if name[:end] in count} | inside
-    clash |= {name for name, times in count.items() if times > 1}
+    clash = {name for name, times in count.items() if times > 1}
+    for name in count:  # nor is a leaf inside of another
+        if above := count.keys() & {name[: slash.start()] for slash in re.finditer("/", name)}:
+            clash |= {name, *above}
     names = [name_of(path, indices=name in clash) for path, name in zip(paths, names, strict=True)]
     assert len(set(names)) == len(names), "two leaves have one name"
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if only is None or name in only}

@@ -1,14 +1,14 @@
-"""Chats as tokens: what transformers' `apply_chat_template` makes of them, and which tokens the assistant says.
+"""Chats as tokens: the output of transformers' `apply_chat_template`, and the loss mask of the assistant's tokens.
 
-The assistant's part is
+The loss mask is 1 for
 
-* what stands in {% generation %} ... {% endgeneration %}, if the template has such blocks: transformers' assistant mask;
+* the text inside {% generation %} ... {% endgeneration %}, if the template has such blocks: transformers' assistant mask;
 * if not, the text that follows the prompt of a generation: for each turn of the assistant, the text of the chat up to this
   turn without that of the chat before it, rendered with add_generation_prompt. So the end of the turn (<|im_end|>) is
   included, and its header (<|im_start|>assistant) is not, as when the model generates.
 
 Some templates change earlier turns when others follow (Qwen3 removes their thoughts). Such a chat is one sample for each
-turn of the assistant: what the model sees when it generates that turn.
+turn of the assistant: the model's input when it generates that turn.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Turn(NamedTuple):
     Attributes:
       number: of the message, from 0.
       text: of the chat up to its end.
-      begin: first character that the assistant says.
+      begin: first character of the assistant's text.
     """
 
     number: int
@@ -76,7 +76,7 @@ class ChatTemplate:
           variables: of the template, such as enable_thinking.
 
         Returns:
-          For each sample its ids, int32 [tokens], and whether each is said by the assistant, bool [tokens].
+          For each sample its ids, int32 [tokens], and its loss mask, bool [tokens].
 
         Raises:
           ConfigError: the template refuses the chat, or does not show where the assistant speaks.
@@ -112,23 +112,23 @@ class ChatTemplate:
 
     def _encoded(self, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
         [(ids, offsets)] = self._tokenizer.encode_with_offsets([text])
-        said = np.zeros(len(ids), bool)
+        loss_mask = np.zeros(len(ids), bool)
         for begin, end in spans:
-            said |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
-        return ids, said
+            loss_mask |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+        return ids, loss_mask
 
     def _marked(self, messages: Messages, tools: Any, answers: list[int], kept: list[int], variables) -> Sample:
         found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True, **variables)
-        ids, said = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+        ids, loss_mask = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
         if kept != answers:
-            runs = np.cumsum(np.diff(said, prepend=False) & said)  # the number of the block that a token is in, from 1
+            runs = np.cumsum(np.diff(loss_mask, prepend=False) & loss_mask)  # the number of a token's block, from 1
             if runs[-1] != len(answers):
                 raise ConfigError(
                     f"{self.name} generates {runs[-1]} parts for {len(answers)} messages of the assistant, so that none can "
                     "be left out: remove weight and train, or pass another --chat-template"
                 )
-            said &= np.isin(runs, [answers.index(number) + 1 for number in kept])
-        return self._tokenizer.checked(ids), said
+            loss_mask &= np.isin(runs, [answers.index(number) + 1 for number in kept])
+        return self._tokenizer.checked(ids), loss_mask
 
     def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
         """apply_chat_template, whose errors are of people's chats and templates."""

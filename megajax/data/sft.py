@@ -1,7 +1,7 @@
 """JSON lines for supervised fine-tuning: the tokens of each sample, and which of them have loss weight 1.
 
-The rows are of the forms in `sft_rows`. Chats become tokens by the tokenizer's template (`chat_template`), and all that the
-assistant says has loss weight 1. A prompt and its completion are joined as they are, after the tokens that the tokenizer
+The rows are of the forms in `sft_rows`. Chats become tokens by the tokenizer's template (`chat_template`), and the tokens of
+the assistant have loss weight 1. A prompt and its completion are joined as they are, after the tokens that the tokenizer
 puts in front of a text (<s>), and followed by the end of a document. The whole text is encoded at once, and a token is part
 of the answer if any of its characters is.
 """

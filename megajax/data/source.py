@@ -18,7 +18,7 @@ from megajax.data.ramp import RampedLoader
 from megajax.data.sft import load_answers
 from megajax.data.task_samples import TaskSamples, task_loader
 from megajax.data.text import load_documents, split_documents, tokenise
-from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, with_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def tokenizer_of_model(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
     known = getattr(run.model, "vocabulary", None)
     if known is None or tokenizer.vocabulary <= known:
         return tokenizer
-    if isinstance(tokenizer, HuggingFaceTokenizer) and (found := tokenizer.of_model(known)):
+    if isinstance(tokenizer, HuggingFaceTokenizer) and (found := with_vocabulary(tokenizer, known)):
         return found
     raise ConfigError(
         f"tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens, but model {run.model.name} knows "

@@ -178,19 +178,8 @@ class HuggingFaceTokenizer:
         with library_errors(f"tokenizer {self.name} cannot decode its ids"):
             return (self.hugging_face or self.inner).decode(ids, skip_special_tokens=True)
 
-    def of_model(self, vocabulary: int) -> "HuggingFaceTokenizer | None":
-        """The tokenizer for a model with fewer ids, if those beyond are added tokens, such as <pad>: texts with one are
-        refused. None: others, or the end of document, are beyond.
-        """
-        beyond = {token for token in self.inner.get_vocab(with_added_tokens=True).values() if token >= vocabulary}
-        if self.end_of_document in beyond or not beyond <= set(self.inner.get_added_tokens_decoder()):
-            return None
-        found = copy.copy(self)
-        found.vocabulary, found._whole = vocabulary, False
-        return found
-
     def checked(self, ids: np.ndarray) -> np.ndarray:
-        """The ids; raises ConfigError if the model has none of one (`of_model`)."""
+        """The ids; raises ConfigError if the model has none of one (`with_vocabulary`)."""
         if not self._whole and len(ids) and ids.max() >= self.vocabulary:
             token = int(ids.max())
             raise ConfigError(
@@ -208,6 +197,21 @@ class HuggingFaceTokenizer:
         inner.post_processor = processors.Sequence([])
         inner.encode_special_tokens = self.inner.encode_special_tokens  # which a copy forgets
         return inner
+
+
+@functools.cache  # one object for a model, by which its tokenized samples are cached
+def with_vocabulary(tokenizer: HuggingFaceTokenizer, vocabulary: int) -> HuggingFaceTokenizer | None:
+    """The tokenizer for a model with fewer ids, if those beyond are added tokens, such as <pad>: texts with one are refused.
+
+    None: others, or the end of document, are beyond.
+    """
+    inner = tokenizer.inner
+    beyond = {token for token in inner.get_vocab(with_added_tokens=True).values() if token >= vocabulary}
+    if tokenizer.end_of_document in beyond or not beyond <= set(inner.get_added_tokens_decoder()):
+        return None
+    found = copy.copy(tokenizer)
+    found.vocabulary, found._whole = vocabulary, False
+    return found
 
 
 class SentencePieceTokenizer:

@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     draws = parser.add_argument_group(
         "new tokens",
-        "What is not given is as in the model's generation_config.json, if it has one; see docs/generation.md.",
+        "Their defaults are those of the model's generation_config.json, if it has one; see docs/generation.md.",
     )
     fields = SampleConfig.__dataclass_fields__
     for name, reader in DRAWS.items():

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from megajax.config import ConfigError
-from megajax.data.tokenizers import _packaged, load_tokenizer
+from megajax.data.tokenizers import _packaged, load_tokenizer, with_vocabulary
 
 CHAT = pathlib.Path(__file__).parent / "chat"
 TEXT = "Hello w\u00f6rld, 123\n"
@@ -71,7 +71,7 @@ def test_added_tokens_beyond_a_model_are_refused_in_texts_only(tmp_path):
     folder = hugging_face(tmp_path / "one", tokenizer_config={"eos_token": "</s>", "pad_token": "<pad>"})
     found = load_tokenizer(str(folder))
     assert found.vocabulary == 401
-    model = found.of_model(400)
+    model = with_vocabulary(found, 400)
     assert model.vocabulary == 400 and model.encode(TEXT).tolist() == found.encode(TEXT).tolist()
     for encode in (model.encode, model.encode_prompt, lambda text: list(model.encode_with_offsets([text]))):
         with pytest.raises(
@@ -79,7 +79,7 @@ def test_added_tokens_beyond_a_model_are_refused_in_texts_only(tmp_path):
         ):
             encode("a <pad>")
     assert found.encode("a <pad>")[-1] == 400
-    assert found.of_model(399) is None
+    assert with_vocabulary(found, 399) is None and with_vocabulary(found, 400) is model
 
 
 def test_a_directory_with_vocab_and_merges_is_gpt2s(tmp_path):

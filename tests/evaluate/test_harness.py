@@ -84,6 +84,22 @@ def judge(directory):
     return HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=4)
 
 
+def write_tasks(folder: pathlib.Path, rows: list[dict], generation: str, metrics: str, more: str = "") -> None:
+    """Tasks in YAML, choices and texts, with rows of a question "q", choices "c" and an answer "a"; `more`: of both."""
+    folder.mkdir(exist_ok=True)
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = f"\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n{more}"
+    common += 'doc_to_text: "{{q}}"\n'
+    (folder / "choices.yaml").write_text(
+        'task: choices\noutput_type: multiple_choice\ndoc_to_choice: "{{c}}"\ndoc_to_target: a' + common
+    )
+    (folder / "texts.yaml").write_text(
+        'task: texts\noutput_type: generate_until\ndoc_to_target: "{{c[0]}}"\n'
+        f"generation_kwargs: {generation}\nmetric_list: {metrics}" + common
+    )
+
+
 def instances(kind: str, arguments: list) -> list:
     from lm_eval.api.instance import Instance
 
@@ -152,23 +168,9 @@ def test_the_command_runs_tasks_of_a_directory(directory, judge, tmp_path, capsy
     from lm_eval.tasks import TaskManager
 
     rows = [{"q": words(n, 4 + n), "c": [f"w{n}", f"w{n + 9}", f"w{n + 20}"], "a": n % 3} for n in range(20)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    common = f"""
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path / "data.jsonl"}}}}}
-test_split: test
-doc_to_text: "{{{{q}}}}"
-"""
-    (tasks / "choices.yaml").write_text(
-        'task: choices\noutput_type: multiple_choice\ndoc_to_choice: "{{c}}"\ndoc_to_target: a' + common
-    )
-    (tasks / "texts.yaml").write_text(
-        'task: texts\noutput_type: generate_until\ndoc_to_target: "{{c[0]}}"\ngeneration_kwargs: {until: ["w9"], '
-        "max_gen_toks: 5}\nmetric_list: [{metric: exact_match}]" + common
-    )
-    broken = 'task: broken\noutput_type: multiple_choice\ndoc_to_choice: "{{c}}"\ndoc_to_target: a' + common
+    write_tasks(tasks, rows, '{until: ["w9"], max_gen_toks: 5}', "[{metric: exact_match}]")
+    broken = (tasks / "choices.yaml").read_text().replace("task: choices", "task: broken")
     (tasks / "broken.yaml").write_text(broken.replace("data.jsonl", "none.jsonl"))
     manager = TaskManager(include_path=str(tasks))
     expected = simple_evaluate(model=judge, tasks=["choices", "texts"], task_manager=manager, log_samples=False)[

@@ -15,7 +15,7 @@ from megajax.evaluate.__main__ import main
 from megajax.evaluate.scorer import evaluation_run, make_scorer
 from megajax.interop.weight_source import HuggingFaceSource
 from megajax.runtime.mesh import make_mesh
-from tests.evaluate.test_harness import instances
+from tests.evaluate.test_harness import instances, write_tasks
 from tests.interop.hugging_face import golden
 
 pytestmark = pytest.mark.slow
@@ -198,22 +198,8 @@ def test_tasks_as_chats(directory, judge, system, turns, tmp_path):
 
     draw = random.Random(3)
     rows = [{"q": text(draw, 6) + "ab", "c": ["ab", "ba", "cda ab"], "a": draw.randrange(3)} for _ in range(12)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = f"""
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path / "data.jsonl"}}}}}
-test_split: test
-fewshot_split: test
-fewshot_config: {{sampler: first_n}}
-doc_to_text: "{{{{q}}}}"
-"""
-    (tmp_path / "choices.yaml").write_text(
-        'task: choices\noutput_type: multiple_choice\ndoc_to_choice: "{{c}}"\ndoc_to_target: a' + common
-    )
-    (tmp_path / "texts.yaml").write_text(
-        'task: texts\noutput_type: generate_until\ndoc_to_target: "{{c[0]}}"\ngeneration_kwargs: {until: ["c"], '
-        "max_gen_toks: 9}\nmetric_list: [{metric: exact_match}, {metric: chrf}]" + common
-    )
+    few = "fewshot_split: test\nfewshot_config: {sampler: first_n}\n"
+    write_tasks(tmp_path, rows, '{until: ["c"], max_gen_toks: 9}', "[{metric: exact_match}, {metric: chrf}]", few)
     chat = dict(apply_chat_template=True, fewshot_as_multiturn=turns, system_instruction=system, num_fewshot=2)
     manager = TaskManager(include_path=str(tmp_path))
     expected = simple_evaluate(

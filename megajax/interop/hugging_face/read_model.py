@@ -32,7 +32,7 @@ from megajax.data.hugging_face import model_files
 from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf.config import config_keys
-from megajax.interop.gguf.file import open_gguf
+from megajax.interop.gguf.file import GGUFFile, open_gguf
 from megajax.interop.gguf.tokenizer import missing_tokenizer, write_tokenizer
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.interop.hugging_face.quantized import open_weights
@@ -112,8 +112,9 @@ def import_run(
     Raises:
       ConfigError: the source is damaged or of a model that megajax does not have, or the run cannot be written.
     """
-    with _opened(source, tokenizer) as (directory, tensors):
-        family, model = read_config(directory)
+    with _directory_of(source, tokenizer) as (directory, file):
+        family, model = read_config(directory)  # before the tensors: without it, a directory is no model's
+        tensors = open_weights(directory) if file is None else file.tensors
         found = tokenizer_options(directory)
         data = DataConfig(
             tokenizer=tokenizer or found.get("tokenizer", ""),
@@ -129,11 +130,10 @@ def import_run(
 
 
 @contextlib.contextmanager
-def _opened(source: pathlib.Path, tokenizer: str | None) -> Iterator[tuple[pathlib.Path, Mapping[str, Tensor]]]:
-    """A directory with config.json and the tokenizer's files, and the tensors. A GGUF file's directory is temporary."""
+def _directory_of(source: pathlib.Path, tokenizer: str | None) -> Iterator[tuple[pathlib.Path, GGUFFile | None]]:
+    """A directory with config.json and the tokenizer's files; that of a GGUF file, which is given too, is temporary."""
     if source.suffix.lower() != ".gguf":
-        read_config(source)  # first: without it, a directory is no model's
-        yield source, open_weights(source)
+        yield source, None
         return
     file = open_gguf(source)
     with tempfile.TemporaryDirectory() as temporary:
@@ -143,7 +143,7 @@ def _opened(source: pathlib.Path, tokenizer: str | None) -> Iterator[tuple[pathl
         write_tokenizer(file.metadata, source, directory)
         if not (tokenizer or tokenizer_options(directory)):
             raise missing_tokenizer(file.metadata, source)
-        yield directory, file.tensors
+        yield directory, file
 
 
 def write_run(source: Source, run_dir: pathlib.Path, data: DataConfig, sequence_length: int | None = None) -> RunConfig:
