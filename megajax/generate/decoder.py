@@ -26,8 +26,8 @@ from megajax.pipeline.layout import is_spec
 from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules
+from megajax.train.deadlocks import with_check
 from megajax.train.precision import cast, compute_dtype
-from megajax.train.stage_branches import with_check
 
 __all__ = ["DecodeSizes", "Decoder", "Decoding", "decoding_run"]
 

@@ -121,6 +121,8 @@ def compile_for(
             how = f"aborted (signal {-done.returncode})" if done.returncode < 0 else "failed"
             raise CompilerError(f"the compiler {how}: " + " / ".join(messages))
         result = json.loads(answer.read_text())
+        if "refused" in result:
+            raise CompilerError(result["refused"])
         return result | {
             "buffers": _largest_buffers(pathlib.Path(folder)),
             "hlo": pathlib.Path(folder, "hlo").read_text(),
@@ -181,7 +183,11 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     )
     training = pkgutil.resolve_name(request_fields["training"])(run, make_mesh(run.parallel, topology.devices))
     state, batch = training.step_shapes()
-    compiled = training.compile_train_step(state, batch)
+    try:
+        compiled = training.compile_train_step(state, batch)
+    except ConfigError as error:  # its collectives would deadlock
+        request.with_name("answer.json").write_text(json.dumps({"refused": str(error)}))
+        return
     analysis = compiled.memory_analysis()
     memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     memory["peak"] = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]

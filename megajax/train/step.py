@@ -35,11 +35,11 @@ from megajax.schedules.registry import make_schedule
 from megajax.sharding.optimizer_state import on_whole_layers, state_specs
 from megajax.sharding.rules import AxisRules
 from megajax.train.continuous import Continuous
+from megajax.train.deadlocks import with_check
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
 from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
-from megajax.train.stage_branches import with_check
 
 Tree = Any
 

@@ -4,22 +4,25 @@ And each rank reaches as many collectives as the trip counts that its schedule d
 """
 
 import dataclasses
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from benchmarks import compiled
 from megajax.config import ConfigError, RunConfig
 from megajax.estimate.collective_order import Verdict, check
 from megajax.estimate.hlo import loop_trip_counts, read
 from megajax.generate.decoder import DecodeSizes
 from megajax.pipeline.program import StepProgram
+from megajax.plan.compiler import compile_for
 from megajax.runtime.compat import compiled_text
 from megajax.schedules.registry import SPECS
 from tests import small
 from tests.generate import test_decoder
 from tests.pipeline.test_program import RUNS
-from tests.train import test_stage_branches
+from tests.train import test_deadlocks
 
 EXPERTS = dataclasses.replace(
     small.MODEL, experts=4, experts_per_token=2, activation="swiglu", biases=False, norm="rmsnorm", positions="rotary"
@@ -111,12 +114,40 @@ def test_generation(mesh):
         assert assert_consistent(compiled_text(decoder.compiled(program))).most > 0
 
 
+# Of benchmarks/compiled_cases.txt, and how many ranks each has.
+BIG = {
+    "175b": 64,
+    "175b-zb_v": 64,
+    "175b-ring": 64,
+    "1t": 512,
+    "405b": 1024,
+    "llama2-7b-zero3": 8,
+    "llama2-7b-context-pipe": 8,
+    "llama2-7b-offload": 4,
+    "mixtral": 16,
+    "mixtral-expert": 32,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", BIG)
+def test_programs_for_gpus(name):
+    run = compiled.run_of(compiled.SETS["time"][name])
+    text = compile_for(run, compiled.GPU, timeout=1500)["hlo"]
+    start = time.perf_counter()
+    verdict = assert_consistent(text)
+    assert time.perf_counter() - start < 180
+    assert verdict.ranks == run.parallel.devices == BIG[name] and verdict.fewest > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [{"block": "roll"}, {"ends": "class token"}, {"ends": "vocabulary"}], ids=str)
 def test_a_model_of_ones_own_that_would_hang(case, monkeypatch):
-    """As `train.stage_branches` refuses, here found by following the ranks."""
+    """As `train.deadlocks` refuses, here found by following the ranks."""
     monkeypatch.setattr("megajax.train.step.with_check", lambda function, *_: function)
-    training = test_stage_branches.training_of(**case)
+    training = test_deadlocks.training_of(**case)
     verdict = check(compiled_text(training.compile_train_step(*training.step_shapes())))
     assert any(
         "waits at collective-permute" in fault or "wait at collective-permute" in fault for fault in verdict.faults

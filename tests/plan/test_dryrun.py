@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -169,6 +170,15 @@ def test_a_program_that_would_deadlock_is_refused(table, code, monkeypatch, caps
     else:
         assert line == "collectives: 1 a rank, order consistent on all 2 ranks, no deadlock"
         assert found["consistent"] and found["most"] == 1
+
+
+@pytest.mark.slow
+def test_a_users_program_that_would_deadlock_is_refused(capsys):
+    """Compiled for GPUs: its child process refuses it, with the user's line."""
+    assert dryrun.main(["--gpu", "h100-80gb", "--run", "tests.plan.deadlocked_run"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"NOT COMPILED: \w+ in block of Moving \(.*test_deadlocks.py, line \d+\) is along an axis", out)
+    assert "context.whole" in out
 
 
 @pytest.mark.parametrize(

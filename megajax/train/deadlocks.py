@@ -1,10 +1,11 @@
-"""Refuses a step that would hang: a model of one's own that moves elements along an axis that tensor splits.
+"""Refuses a program of a model of one's own whose collectives would deadlock, before it runs.
 
-Whether an operation becomes a collective permute is known of the compiled program only, so the check is between the
-compilation and the first run of a program. The models that come with megajax have none, and are not checked.
+What becomes a collective, and which ranks reach it, is known of the compiled program only, so all ranks are followed through
+it (`estimate.collective_order`) between its compilation and its first run. The usual fault is an operation that moves
+elements along an axis that tensor splits. The programs of the models that come with megajax are followed by the tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from jax.sharding import Mesh
 
 from megajax.config import ConfigError, ParallelConfig
 from megajax.estimate.branch_permutes import StagePermute, stage_permutes
+from megajax.estimate.collective_order import check
+from megajax.runtime.compat import compiled_text
 
 __all__ = ["with_check"]
 
@@ -20,8 +23,7 @@ __all__ = ["with_check"]
 def with_check(function: Any, model: type, parallel: ParallelConfig, mesh: Mesh, static: tuple[int, ...] = ()) -> Any:
     """The jitted function, whose compiled programs are checked before they run.
 
-    Not where nothing can hang: without tensor or pipeline parallelism, for a model of megajax's own, and where blocks run
-    on all stages at once (`ParallelConfig.rings`), in which permutes are legal.
+    Not on one device, and not for a model of megajax's own.
 
     Args:
       function: jitted.
@@ -30,10 +32,10 @@ def with_check(function: Any, model: type, parallel: ParallelConfig, mesh: Mesh,
       mesh: the run's.
       static: its static arguments.
     """
-    if parallel.tensor == 1 or parallel.pipe == 1 or parallel.rings or _is_built_in(model):
+    if parallel.devices == 1 or _is_built_in(model):
         return function
     places = np.indices(mesh.devices.shape)[mesh.axis_names.index("pipe")].reshape(-1).tolist()
-    return Checked(function, lambda text: check(text, places, model), static)
+    return Checked(function, lambda text: refuse(text, places, model), static)
 
 
 def _is_built_in(model: type) -> bool:
@@ -42,14 +44,25 @@ def _is_built_in(model: type) -> bool:
     return all(part.__module__.startswith("megajax.") for part in parts)
 
 
-def check(text: str, stages: list[int], model: type) -> None:
-    """Raises ConfigError if only some stages reach a collective permute of this compiled program."""
-    if not (found := stage_permutes(text, stages)):
+def refuse(text: str, stages: Sequence[int], model: type) -> None:
+    """Raises ConfigError if the collectives of this compiled program would deadlock.
+
+    `stages`: of each device, in the order of the mesh's devices. What cannot be told (`Verdict.unknown`) is not refused,
+    except for permutes that only some stages reach.
+    """
+    order = check(text)
+    if order.consistent:
         return
-    # The forward pass is traced from the line that its backward comes from too.
-    first = next((one for one in found if one.source), found[0])
-    more = len({one.source for one in found}) - 1
-    raise ConfigError(_message(first, model) + (f" ({more} more such lines)" if more else ""))
+    if found := stage_permutes(text, stages):
+        # The forward pass is traced from the line that its backward comes from too.
+        first = next((one for one in found if one.source), found[0])
+        more = len({one.source for one in found}) - 1
+        raise ConfigError(_message(first, model) + (f" ({more} more such lines)" if more else ""))
+    if order.faults:
+        raise ConfigError(
+            f"the program of {model.__name__} would hang; {order}\nAll members of a collective's group must reach it, in "
+            "the same order: take it out of branches and loops that depend on the rank or on a rank's own data."
+        )
 
 
 def _message(permute: StagePermute, model: type) -> str:
@@ -65,7 +78,7 @@ class Checked:
     """A jitted function; its programs, one for each set of shapes, are checked when they are compiled."""
 
     def __init__(self, function: Any, check: Callable[[str], None], static: tuple[int, ...] = ()):
-        """`check`: of the optimized program's text; it raises an error."""
+        """`check`: of the optimized program's text, with all elements of its constants; it raises an error."""
         self._function, self._check, self._static, self._programs = function, check, static, {}
 
     def lower(self, *arguments) -> "Checked.Lowered":
@@ -90,5 +103,5 @@ class Checked:
         def compile(self) -> jax.stages.Compiled:
             """The checked program."""
             compiled = self._lowered.compile()
-            self._check(compiled.as_text())
+            self._check(compiled_text(compiled))
             return compiled

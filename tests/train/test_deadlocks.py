@@ -1,4 +1,4 @@
-"""A model of one's own whose step would hang is refused before it runs, with the operation; `context.whole` mends it."""
+"""A model of one's own whose step would hang is refused before it runs, with the operation."""
 
 import functools
 
@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, struct
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.branch_permutes import StagePermute, stage_permutes
@@ -14,7 +16,7 @@ from megajax.models.gpt import GPT
 from megajax.models.interface import ModelContext, mean_loss
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.runtime.mesh import make_mesh
-from megajax.train.stage_branches import Checked, with_check
+from megajax.train.deadlocks import Checked, with_check
 from megajax.train.step import make_training
 from tests import small
 
@@ -30,6 +32,22 @@ IN_A_BLOCK = {
     "split": lambda x: jnp.concatenate(jnp.split(x, [3], axis=1)[::-1], axis=1),
     "update": lambda x: x.at[:, 2:5].multiply(2.0),
 }
+
+
+def summed_on_one_rank(x):
+    """A sum over tensor that only its first rank asks for: a fault on any mesh with tensor."""
+
+    def local(x):
+        own = lax.axis_index("tensor") == 0
+        return lax.cond(own, lambda x: x + lax.psum(x, "tensor"), lambda x: x + x, x)
+
+    spec = P(None, "tensor")
+    return jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names={"tensor"}, check_vma=False)(
+        lax.stop_gradient(x)
+    )
+
+
+OPERATIONS = IN_A_BLOCK | {"summed on one rank": summed_on_one_rank}
 
 
 @struct.dataclass
@@ -51,7 +69,7 @@ class MovingBlock(nnx.Module):
         x = self.constrain(x, *RESIDUAL)
         if self.config.block:
             whole = self.context.whole if self.config.whole else lambda x: x
-            x = self.constrain(x + jnp.tanh(whole(IN_A_BLOCK[self.config.block](whole(x)))), *RESIDUAL)
+            x = self.constrain(x + jnp.tanh(whole(OPERATIONS[self.config.block](whole(x)))), *RESIDUAL)
         y = self.constrain(x, "batch", "whole_sequence", "hidden")
         inner = self.constrain(jnp.tanh(y @ self.up[...]), "batch", "whole_sequence", "feedforward")
         return self.constrain(x + inner @ self.down[...], *RESIDUAL)
@@ -89,8 +107,8 @@ class Moving(NNXModel):
         return {name: jax.ShapeDtypeStruct((LENGTH, WIDTH), np.float32) for name in ("x", "y")}
 
 
-def training_of(schedule="1f1b", chunks=1, **fields):
-    parallel = ParallelConfig(pipe=2, tensor=2, schedule=schedule, chunks=chunks, microbatch_size=2)
+def training_of(schedule="1f1b", chunks=1, pipe=2, **fields):
+    parallel = ParallelConfig(pipe=pipe, tensor=2, schedule=schedule, chunks=chunks, microbatch_size=2)
     train = TrainConfig(global_batch_size=SAMPLES, steps=2, warmup_steps=1, precision="fp32")
     run = RunConfig(MovingConfig(layers=2 * chunks, **fields), parallel, train)
     run.validate()
@@ -110,6 +128,13 @@ def test_what_would_hang_is_refused_before_it_runs(case):
         rf"\w+ in {part} of Moving \(.*{__name__.rpartition('.')[2]}.py, line \d+\) is along an axis .* context.whole"
     )
     with pytest.raises(ConfigError, match=message):
+        training.compile_train_step(*training.step_shapes())
+
+
+@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_other_collectives_that_would_hang_are_refused_before_they_run(pipe):
+    training = training_of(pipe=pipe, block="summed on one rank")
+    with pytest.raises(ConfigError, match="the program of Moving would hang; collectives: DEADLOCK.*all-reduce.*cond"):
         training.compile_train_step(*training.step_shapes())
 
 
@@ -209,7 +234,7 @@ def test_other_collectives_are_legal(text):
     assert stage_permutes(text, STAGES) == []
 
 
-def test_only_programs_that_can_hang_are_checked():
+def test_models_of_ones_own_are_checked_on_any_mesh_of_several_devices():
     parallel, function = ParallelConfig(pipe=2, tensor=2), jax.jit(jnp.sin)
     mesh = make_mesh(parallel)
     assert isinstance(with_check(function, Moving, parallel, mesh), Checked)
@@ -220,7 +245,8 @@ def test_only_programs_that_can_hang_are_checked():
     assert isinstance(with_check(function, OwnBlock, parallel, mesh), Checked)
     assert with_check(function, GPT, parallel, mesh) is function
     for sizes in ({"pipe": 4}, {"tensor": 4}, {"pipe": 2, "tensor": 2, "tensor_overlap": "ring"}):
-        assert with_check(function, Moving, ParallelConfig(**sizes), mesh) is function
+        assert isinstance(with_check(function, Moving, ParallelConfig(**sizes), mesh), Checked)
+    assert with_check(function, Moving, ParallelConfig(), mesh) is function
 
 
 def test_a_checked_function_is_compiled_once_for_each_set_of_shapes():
